@@ -1,0 +1,1 @@
+"""Tensor-parallel layers for PyTorch on fused Triton kernels with overlapped communication."""

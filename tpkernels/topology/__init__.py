@@ -1,0 +1,1 @@
+"""Rank arithmetic and drawing. The standard library only."""

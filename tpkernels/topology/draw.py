@@ -1,0 +1,115 @@
+"""A plan in words, laid out as a lesson on Megatron's groups prints it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tpkernels.topology.grid import Ranks
+
+if TYPE_CHECKING:
+    from tpkernels.topology.plan import GroupPlan, Kind
+
+NAMES: dict[Kind, str] = {
+    "dp": "data_parallel",
+    "tp": "tensor model-parallel",
+    "pp": "pipeline model-parallel",
+    "cp": "context_parallel",
+    "dp_cp": "data_parallel with context",
+    "ep": "expert model-parallel",
+    "expert_dp": "expert data_parallel",
+    "embedding": "embedding",
+    "position_embedding": "position embedding",
+}
+LINE_WIDTH = 96
+MAX_MEMBERS = 16  # a longer group is shown by its first ranks and its last
+
+
+def shown_kinds(plan: GroupPlan) -> list[Kind]:
+    """The kinds worth showing: always data, tensor and pipeline, the others where they say something."""
+    kinds: list[Kind] = ["dp", "tp", "pp"]
+    if plan.context > 1:
+        kinds += ["cp", "dp_cp"]
+    if plan.expert > 1:
+        kinds += ["ep", "expert_dp"]
+    if plan.pipeline > 1:
+        kinds += ["embedding"]
+        if plan.split_rank is not None:
+            kinds += ["position_embedding"]
+    return kinds
+
+
+def headline(plan: GroupPlan) -> str:
+    """World and sizes in one line."""
+    sizes = [f"tensor {plan.tensor}", f"data {plan.data}", f"pipeline {plan.pipeline}"]
+    if plan.context > 1:
+        sizes.insert(1, f"context {plan.context}")
+    text = f"world size {plan.world_size} = " + " x ".join(sizes)
+    if plan.expert > 1:
+        text += f", experts over {plan.expert}"
+    if plan.virtual_pipeline is not None:
+        text += f", {plan.virtual_pipeline} virtual stages on each rank"
+    if plan.split_rank is not None:
+        text += f", decoder from stage {plan.split_rank}"
+    return f"{text}  (order {'-'.join(plan.order)})"
+
+
+def group_text(ranks: Ranks) -> str:
+    """ "[g0, g2]", shortened in the middle when it is long."""
+    return "[" + ", ".join(_shorten([f"g{rank}" for rank in ranks])) + "]"
+
+
+def describe(plan: GroupPlan, *, max_groups: int) -> str:
+    """Every group of every kind worth showing, and which ranks hold each copy of the model."""
+    lines = [headline(plan), ""]
+    for kind in shown_kinds(plan):
+        count = len(plan.groups[kind])
+        shown = [group_text(ranks) for ranks in plan.groups[kind][:max_groups]]
+        if count > max_groups:
+            shown.append(f"... and {count - max_groups} more")
+        lines.append(f"{count} {NAMES[kind]} group{'s' * (count != 1)}:")
+        lines += _wrap(shown)
+    models = plan.groups["model"]
+    count = len(models)
+    lines += [
+        "",
+        f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} GPUs:",
+    ]
+    lines += [
+        f"    model {i} is partitioned into gpus {','.join(_shorten([str(rank) for rank in ranks]))}"
+        for i, ranks in enumerate(models[:max_groups])
+    ]
+    if count > max_groups:
+        lines.append(f"    ... and {count - max_groups} more")
+    return "\n".join(lines)
+
+
+def describe_rank(plan: GroupPlan, rank: int) -> str:
+    """One rank's place: its position in each kind of group."""
+    width = max(len(NAMES[kind]) for kind in shown_kinds(plan))
+    lines = [f"rank {rank} of {plan.world_size}"]
+    for kind in shown_kinds(plan):
+        if plan.is_member(rank, kind):
+            ranks = plan.group_of(rank, kind)
+            place = f"{plan.index_in(rank, kind)} of {len(ranks)} in {group_text(ranks)}"
+        else:
+            place = "not a member"
+        lines.append(f"    {NAMES[kind]:<{width}}  {place}")
+    return "\n".join(lines)
+
+
+def _shorten(parts: list[str]) -> list[str]:
+    if len(parts) <= MAX_MEMBERS:
+        return parts
+    return [*parts[: MAX_MEMBERS - 2], "...", parts[-1]]
+
+
+def _wrap(parts: list[str]) -> list[str]:
+    """Joined by commas into indented lines, broken only between parts."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) > LINE_WIDTH:
+            lines[-1] += ","
+            lines.append(part)
+        else:
+            lines[-1] += f", {part}"
+    return [f"    {line}" for line in lines]
