@@ -1,0 +1,111 @@
+"""What every kernel test shares: random operands in awkward layouts, error bounds, canary frames."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tpkernels.kernels.tiles import MatmulTile
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# norm-wise, against float64: about one and a half correct roundings of the result
+BOUND = {torch.float32: 3e-7, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
+
+TILE = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
+# (tokens, in_features, out_features), straddling the edges of TILE
+SHAPES = {"one_tile": (32, 32, 32), "ragged": (71, 45, 83), "aligned": (72, 96, 104), "one_row": (1, 40, 24)}
+EMPTY_SHAPES = {"no_tokens": (0, 8, 16), "no_in_features": (5, 0, 16), "no_out_features": (5, 8, 0)}
+
+
+def normal(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(rows, cols, device=device).to(dtype)
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return t.T.contiguous().T
+
+
+def _every_other_column(t: Tensor) -> Tensor:
+    wide = torch.full((t.shape[0], 2 * t.shape[1]), float("nan"), dtype=t.dtype, device=t.device)
+    wide[:, ::2] = t
+    return wide[:, ::2]
+
+
+def _misaligned(t: Tensor) -> Tensor:
+    """One element past an aligned address."""
+    flat = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype, device=t.device)
+    flat[1:] = t.flatten()
+    return flat[1:].view(t.shape)
+
+
+def _odd_pitch(t: Tensor) -> Tensor:
+    wide = torch.full((t.shape[0], t.shape[1] + 3), float("nan"), dtype=t.dtype, device=t.device)
+    wide[:, : t.shape[1]] = t
+    return wide[:, : t.shape[1]]
+
+
+def _padded_rows(t: Tensor) -> Tensor:
+    """A view of a wider matrix that descriptors can still describe."""
+    pad = 16 - t.shape[1] % 8
+    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
+    wide[:, : t.shape[1]] = t
+    return wide[:, : t.shape[1]]
+
+
+def _expanded(t: Tensor) -> Tensor:
+    return t[:1].expand(t.shape)
+
+
+# what surrounds a view is NaN, so that reading it shows
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": _transposed,
+    "every_other_column": _every_other_column,
+    "misaligned": _misaligned,
+    "odd_pitch": _odd_pitch,
+    "padded_rows": _padded_rows,
+    "expanded": _expanded,
+}
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """‖actual - exact‖ / ‖exact‖; 0 for two empty tensors, infinite for different shapes."""
+    if actual.shape != exact.shape:
+        return float("inf")
+    if actual.numel() == 0:
+        return 0.0
+    difference = (actual.double() - exact.double()).norm()
+    return float(difference / exact.double().norm().clamp_min(1e-300))
+
+
+def assert_accurate(
+    actual: Tensor, exact: Tensor, torchs: Tensor | None = None, what: str = "result"
+) -> None:
+    """Within the bound of the dtype, and at most twice torch's own error in that dtype."""
+    error = relative_error(actual, exact)
+    bound = BOUND[actual.dtype]
+    assert error < bound, f"{what}: error {error:.2e} against float64, allowed {bound:.1e}"
+    if torchs is not None:
+        theirs = relative_error(torchs, exact)
+        # 1e-7: at tiny sizes torch's error can be zero by luck
+        assert error <= 2 * theirs + 1e-7, f"{what}: error {error:.2e}, torch's own {theirs:.2e}"
+
+
+class Frames:
+    """Allocates like `launch.empty`, but NaN-filled and inside canaries, and remembers all it gave out."""
+
+    CANARY = 7.0
+    MARGIN = 64  # elements on each side; keeps the 16-byte alignment that descriptors need
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[Tensor, int]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        count = torch.Size(shape).numel()
+        buffer = torch.full((count + 2 * self.MARGIN,), self.CANARY, dtype=dtype, device=device)
+        self.buffers.append((buffer, count))
+        return buffer[self.MARGIN : self.MARGIN + count].fill_(float("nan")).view(shape)
+
+    def check(self) -> None:
+        for buffer, count in self.buffers:
+            frame = torch.cat([buffer[: self.MARGIN], buffer[self.MARGIN + count :]])
+            assert (frame == self.CANARY).all(), f"a kernel wrote outside its output of {count} elements"

@@ -1,0 +1,78 @@
+"""Activations between linear layers: their names, what they mean, and the torch oracles.
+
+With s = sigmoid and Φ, φ the distribution and density of the standard normal:
+
+    name        f(z)            f'(z)
+    none        z               1
+    gelu        z Φ(z)          Φ(z) + z φ(z)
+    gelu_tanh   z s(v)          s(v) + z s(v) (1 - s(v)) v'(z)        v(z) = 2 sqrt(2/π) (z + 0.044715 z³)
+    silu        z s(z)          s(z) + z s(z) (1 - s(z))
+    relu        max(z, 0)       1 where z > 0, else 0
+    relu2       max(z, 0)²      2 max(z, 0)
+
+A gated unit (GLU) is f(g) * u with f = silu (`swiglu`) or gelu (`geglu`, `geglu_tanh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Activation = Literal["none", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+Glu = Literal["swiglu", "geglu", "geglu_tanh"]
+GATE_OF: Mapping[Glu, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+
+def require_activation(launcher: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{launcher}: expected an activation of {', '.join(ACTIVATIONS)}; got {activation!r}"
+        )
+
+
+def require_glu(launcher: str, kind: str) -> None:
+    if kind not in GATE_OF:
+        raise ValueError(f"{launcher}: expected a gated unit of {', '.join(GATE_OF)}; got {kind!r}")
+
+
+def act_ref(z: Tensor, activation: Activation) -> Tensor:
+    """f(z) by torch, in the dtype of z."""
+    match activation:
+        case "none":
+            return z
+        case "gelu":
+            return functional.gelu(z)
+        case "gelu_tanh":
+            return functional.gelu(z, approximate="tanh")
+        case "silu":
+            return functional.silu(z)
+        case "relu":
+            return functional.relu(z)
+        case "relu2":
+            return functional.relu(z).square()
+
+
+def act_grad_ref(dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+    """dy f'(z) by torch's own backward formulas, in the dtype of z."""
+    match activation:
+        case "none":
+            return dy
+        case "gelu":
+            dz: Tensor = torch.ops.aten.gelu_backward(dy, z)
+            return dz
+        case "gelu_tanh":
+            dz = torch.ops.aten.gelu_backward(dy, z, approximate="tanh")
+            return dz
+        case "silu":
+            dz = torch.ops.aten.silu_backward(dy, z)
+            return dz
+        case "relu":
+            return dy * (z > 0)
+        case "relu2":
+            return dy * 2 * functional.relu(z)

@@ -1,0 +1,75 @@
+"""What makes Triton's interpreter honest: bf16 products and casts, and the TMA reduce-add.
+
+With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has no bf16: tensors of that type are held as
+the 16 raw bits. Upstream (3.6 to 3.9) `tl.dot` multiplies those bits as integers, and a cast from fp32 cuts
+the lower bits off where hardware rounds to nearest even. `tensor_descriptor.atomic_add` is missing
+altogether. `mend()` replaces the three. It is called where kernels are defined, and does nothing in a
+process that compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
+"""Whether kernels defined in this process are interpreted. Read when they are defined, as Triton does."""
+
+
+def bf16_from_fp32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of bf16, rounded to nearest even. Every NaN becomes the one quiet NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    tie_to_even = (bits >> 16) & 1
+    rounded = ((bits + (tie_to_even + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)  # else a NaN may round up to infinity
+
+
+def fp32_from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The value of each bf16, exactly."""
+    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def mend() -> None:
+    """Replace what is wrong or missing in the interpreter, once; nothing when kernels are compiled."""
+    builder = interpreter.InterpreterBuilder
+    if not INTERPRETING or getattr(builder, "_mended_by_tpkernels", False):
+        return
+    upstream_dot, upstream_cast = builder.create_dot, builder.cast_impl
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_imprecise: Any) -> Any:
+        return upstream_dot(self, _as_fp32(a), _as_fp32(b), d, input_precision, max_imprecise)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(bf16_from_fp32(source.data), tl.bfloat16)
+        return upstream_cast(self, source, target)
+
+    builder.create_dot = create_dot
+    builder.cast_impl = cast_impl
+    builder.create_descriptor_reduce = _create_descriptor_reduce
+    builder._mended_by_tpkernels = True
+
+
+def _as_fp32(handle: Any) -> Any:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
+
+
+def _create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> None:
+    """`descriptor[offsets] += value`: a read, a sum and a write are one step, as programs run one by one."""
+    if "ADD" not in str(kind).upper() or value.dtype.scalar != tl.float32:
+        raise NotImplementedError(
+            f"the interpreter reduces by fp32 addition only, got {kind} of {value.dtype}"
+        )
+    pointers, mask = descriptor.materialize_pointers(offsets)
+    mask = interpreter.TensorHandle(mask, tl.int1)
+    old = self.create_masked_load(pointers, mask, None, None, None, False)
+    self.create_masked_store(
+        pointers, interpreter.TensorHandle(old.data + value.data, tl.float32), mask, None, None
+    )

@@ -1,0 +1,71 @@
+"""What every launcher does around its kernel: choose, allocate, describe operands, size the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tpkernels.kernels.operands import Form, Layout, choose_form, require_form
+from tpkernels.kernels.target import Target
+from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Where launchers allocate every output; tests put a frame of canaries around it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def choose(
+    launcher: str,
+    kernel: Kernel,
+    target: Target,
+    operands: tuple[tuple[str, Tensor], ...],
+    result: tuple[int, int],
+    tile: MatmulTile | None,
+    form: Form | None,
+) -> tuple[Form, MatmulTile]:
+    """The form and tile of a launch: what the caller asked for, or what fits operands and `result`."""
+    layouts = tuple(Layout.of(name, tensor) for name, tensor in operands)
+    if form is None:
+        form = choose_form(target, layouts)
+    else:
+        require_form(launcher, form, target, layouts)
+    return form, tile or default_tile(kernel, form, operands[0][1].dtype, target, *result)
+
+
+def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | TensorDescriptor:
+    """A matrix as the kernel of this form takes it; `block` is what is moved at a time."""
+    if form == "pointer":
+        return tensor
+    strides = [Layout.of("", tensor).row_pitch, 1]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
+
+
+def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> tuple[int]:
+    """Descriptor kernels are persistent: as many programs as stay resident. Others get a program a tile."""
+    tiles = tile.tiles(rows, cols)
+    persistent = form == "descriptor" or target.backend == "interpreter"
+    return (min(tiles, target.processors * tile.per_processor) if persistent else tiles,)
+
+
+def constants(tile: MatmulTile, form: Form) -> dict[str, Any]:
+    """The compile-time constants and options that a tile stands for, the same in every matmul kernel."""
+    return {
+        "BLOCK_ROWS": tile.block_rows,
+        "BLOCK_COLS": tile.block_cols,
+        "BLOCK_DEPTH": tile.block_depth,
+        "PARTS": tile.parts,
+        "GROUP": tile.group,
+        "FLATTEN": tile.flatten,
+        "TMA": form == "descriptor",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def ceil_div(a: int, b: int) -> int:
+    return int(triton.cdiv(a, b))

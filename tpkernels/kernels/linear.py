@@ -1,0 +1,141 @@
+"""Fused `y = act(x wᵀ + b)`: kernel and launcher. The oracle is `reference.linear_ref`.
+
+T tokens, K in_features, N out_features:
+
+    z = x wᵀ + b    (T, N)    accumulated in fp32, kept on request for the backward of the activation
+    y = act(z)      (T, N)    of the fp32 z, not of the rounded one
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.activations import Activation, require_activation
+from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
+from tpkernels.kernels.epilogues import act, fast_math
+from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
+from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.tiles import MatmulTile
+
+
+@triton.jit
+def _linear_fwd_kernel(
+    x,  # (T, K), like every matrix here a tensor descriptor if TMA, else a pointer
+    w,  # (N, K)
+    b_ptr,  # (N,), unread unless HAS_BIAS
+    z,  # (T, N) contiguous, untouched unless KEEP_Z
+    y,  # (T, N) contiguous
+    T,
+    N,
+    K,
+    stride_xt,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_bn,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP_Z: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Each program computes every num_programs-th tile of y."""
+    PART: tl.constexpr = BLOCK_COLS // PARTS
+    row_tiles = tl.cdiv(T, BLOCK_ROWS)
+    col_tiles = tl.cdiv(N, BLOCK_COLS)
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        t = row_tile * BLOCK_ROWS
+        n = col_tile * BLOCK_COLS
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        for k in range(0, K, BLOCK_DEPTH):
+            x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_ROWS, BLOCK_DEPTH, TMA)
+            w_block = load_block(w, n, k, N, K, stride_wn, stride_wk, BLOCK_COLS, BLOCK_DEPTH, TMA)
+            acc = tl.dot(x_block, w_block.T, acc, input_precision=PRECISION)
+        parts = split_columns(acc, PARTS)
+        for p in tl.static_range(PARTS):
+            n_part = n + p * PART
+            value = parts[p]
+            if HAS_BIAS:
+                value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
+            if KEEP_Z:
+                store_block(z, value, t, n_part, T, N, N, 1, TMA)
+            store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
+
+
+class LinearForward(NamedTuple):
+    """What `linear_fwd` returns."""
+
+    y: Tensor  # (tokens, out_features)
+    z: Tensor | None  # the pre-activation if it was asked for; y itself where there is no activation
+
+
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = "none",
+    keep_z: bool = False,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> LinearForward:
+    """act(x weightᵀ + bias) in the dtype of x.
+
+    x: (tokens, in_features)
+    weight: (out_features, in_features)
+    bias: (out_features,)
+    """
+    require_matrices("linear_fwd", ("x", x), ("weight", weight))
+    require_tensors("linear_fwd", ("x", x), ("bias", bias))
+    require_activation("linear_fwd", activation)
+    (T, K), N = x.shape, weight.shape[0]
+    require_shape(
+        "linear_fwd", "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}"
+    )
+    require_shape("linear_fwd", "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
+    target = target_of(x.device)
+    y = launch.empty((T, N), x.dtype, x.device)
+    separate_z = keep_z and activation != "none"
+    z = launch.empty((T, N), x.dtype, x.device) if separate_z else y
+    form, tile = launch.choose(
+        "linear_fwd", "linear", target, (("x", x), ("weight", weight), ("the result", y)), (T, N), tile, form
+    )
+    if y.numel():
+        part = (tile.block_rows, tile.block_cols // tile.parts)
+        y_operand = launch.operand(y, part, form)
+        with launching_on(x.device):
+            _linear_fwd_kernel[launch.grid(target, form, tile, T, N)](
+                launch.operand(x, (tile.block_rows, tile.block_depth), form),
+                launch.operand(weight, (tile.block_cols, tile.block_depth), form),
+                y if bias is None else bias,
+                launch.operand(z, part, form) if separate_z else y_operand,
+                y_operand,
+                T,
+                N,
+                K,
+                x.stride(0),
+                x.stride(1),
+                weight.stride(0),
+                weight.stride(1),
+                0 if bias is None else bias.stride(0),
+                ACTIVATION=activation,
+                HAS_BIAS=bias is not None,
+                KEEP_Z=separate_z,
+                FAST=fast_math(x.dtype, target),
+                PRECISION=input_precision(x.dtype, target),
+                **launch.constants(tile, form),
+            )
+    return LinearForward(y, z if keep_z else None)

@@ -1,0 +1,134 @@
+"""What a launcher demands of its tensors, and which form of kernel their layout allows. No Triton, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tpkernels.kernels.target import Target
+
+Form = Literal["descriptor", "pointer"]
+Named = tuple[str, Tensor | None]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TMA_ALIGNMENT = 16  # bytes: of the base address, and of the distance between rows
+MAX_TMA_STRIDE = 2**40  # bytes
+MAX_TMA_SIZE = 2**31 - 1  # elements a dimension: coordinates are int32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a matrix lies in memory; all that the choice of a form looks at."""
+
+    name: str
+    rows: int
+    cols: int
+    row_stride: int  # in elements, like torch's
+    col_stride: int
+    itemsize: int
+    address: int
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Layout:
+        (rows, cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
+        return Layout(name, rows, cols, row_stride, col_stride, tensor.element_size(), tensor.data_ptr())
+
+    def tma_obstacle(self) -> str | None:
+        """Why no tensor descriptor can describe this matrix; None if one can."""
+        if self.rows == 0 or self.cols == 0:
+            return f"{self.name} is empty"
+        if max(self.rows, self.cols) > MAX_TMA_SIZE:
+            return f"{self.name} has more than {MAX_TMA_SIZE} rows or columns"
+        if self.address % TMA_ALIGNMENT:
+            off = self.address % TMA_ALIGNMENT
+            return f"{self.name} starts {off} bytes past a {TMA_ALIGNMENT}-byte boundary"
+        if self.col_stride != 1 and self.cols > 1:
+            return f"{self.name} has a column stride of {self.col_stride}, not 1"
+        pitch = self.row_pitch * self.itemsize
+        if pitch % TMA_ALIGNMENT or not 0 < pitch < MAX_TMA_STRIDE:
+            return (
+                f"{self.name} has {pitch} bytes from row to row, not a positive multiple of {TMA_ALIGNMENT}"
+            )
+        return None
+
+    @property
+    def row_pitch(self) -> int:
+        """The row stride a descriptor is given. A single row has none, whatever torch says of it."""
+        per_unit = TMA_ALIGNMENT // self.itemsize
+        return self.row_stride if self.rows > 1 else -(-self.cols // per_unit) * per_unit
+
+
+def choose_form(target: Target, layouts: tuple[Layout, ...]) -> Form:
+    """The form that fits: descriptors where the hardware has TMA and every operand can be described.
+
+    fp32 takes pointers: true fp32 has no tensor-core instruction to feed.
+    """
+    return "pointer" if _descriptor_obstacle(target, layouts) else "descriptor"
+
+
+def require_form(launcher: str, form: Form, target: Target, layouts: tuple[Layout, ...]) -> None:
+    """An explicit form never falls back silently."""
+    if form not in ("descriptor", "pointer"):
+        raise ValueError(f"{launcher}: expected form 'descriptor' or 'pointer', got {form!r}")
+    obstacle = _descriptor_obstacle(target, layouts) if form == "descriptor" else None
+    if obstacle:
+        raise ValueError(
+            f"{launcher}: form='descriptor' does not fit: {obstacle}; use form='pointer' or form=None"
+        )
+
+
+def _descriptor_obstacle(target: Target, layouts: tuple[Layout, ...]) -> str | None:
+    if not target.has_tma:
+        return f"{target.backend} (capability {target.capability}) has no tensor memory accelerator"
+    wide = next((layout for layout in layouts if layout.itemsize != 2), None)
+    if wide is not None:
+        return f"{wide.name} has {wide.itemsize}-byte elements, and descriptor kernels multiply 16-bit ones"
+    return next((obstacle for layout in layouts if (obstacle := layout.tma_obstacle())), None)
+
+
+def require_matrices(launcher: str, *named: Named) -> None:
+    """Every tensor given is 2-D, of one supported dtype, on one device."""
+    require_tensors(launcher, *named)
+    for name, tensor in named:
+        if tensor is not None and tensor.ndim != 2:
+            raise ValueError(
+                f"{launcher}: expected {name} of 2 dimensions, got shape {tuple(tensor.shape)}: "
+                "flatten the leading dimensions into one"
+            )
+
+
+def require_tensors(launcher: str, *named: Named) -> None:
+    """Every tensor given is a plain strided one, of one supported dtype, on one device."""
+    (first_name, first), *_ = ((name, tensor) for name, tensor in named if tensor is not None)
+    for name, tensor in named:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{launcher}: expected a Tensor as {name}, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"{launcher}: expected a dense {name}, got layout {tensor.layout}: call .to_dense()"
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{launcher}: expected {name} in bfloat16, float16 or float32, got {tensor.dtype}"
+            )
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{launcher}: expected one dtype, got {first_name} in {first.dtype} and {name} in "
+                f"{tensor.dtype}: cast one of them, or use autocast"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{launcher}: expected one device, got {first_name} on {first.device} and {name} on "
+                f"{tensor.device}: move one of them"
+            )
+
+
+def require_shape(launcher: str, name: str, tensor: Tensor | None, shape: tuple[int, ...], why: str) -> None:
+    """`why` names where the expected shape comes from: "(out_features,) of weight (8, 4)"."""
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{launcher}: expected {name} of shape {shape}, {why}; got {tuple(tensor.shape)}")

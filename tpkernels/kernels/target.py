@@ -1,0 +1,67 @@
+"""What a kernel runs on, as far as launching cares: a value, so that choices can be tested without a GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU, or Triton's interpreter."""
+
+    backend: Literal["cuda", "hip", "interpreter"]
+    capability: int = 0  # 90 for sm_90; 0 where the word means nothing
+    processors: int = 1  # streaming multiprocessors, or compute units
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether host tensor descriptors move blocks by a copy engine (the interpreter imitates it)."""
+        return self.backend == "interpreter" or (self.backend == "cuda" and self.capability >= 90)
+
+
+INTERPRETER = Target(
+    "interpreter", processors=3
+)  # 3: persistent loops take several turns even at small sizes
+H100 = Target("cuda", 90, 132)
+A100 = Target("cuda", 80, 108)
+MI300 = Target("hip", processors=304)
+
+
+def target_of(device: torch.device) -> Target:
+    """What kernels on tensors of `device` run on."""
+    from tpkernels.kernels.interpret import INTERPRETING  # here: plain values above need no Triton
+
+    if INTERPRETING and device.type == "cpu":
+        return INTERPRETER
+    if INTERPRETING or device.type != "cuda":
+        wanted, mode = ("the CPU", "without") if INTERPRETING else ("a CUDA device", "with")
+        raise ValueError(
+            f"kernels expected tensors on {wanted}, got {device}: move them there, use the oracles of "
+            f"tpkernels.kernels.reference, or start the process {mode} TRITON_INTERPRET=1"
+        )
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _gpu(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    processors = properties.multi_processor_count
+    if torch.version.hip is not None:
+        return Target("hip", processors=processors)
+    return Target("cuda", 10 * properties.major + properties.minor, processors)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:
+    """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed and dtype == torch.float32 and target.backend != "hip" else "ieee"

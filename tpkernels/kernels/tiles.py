@@ -1,0 +1,121 @@
+"""Block sizes of each kernel: plain values, with a default for every case and a list for the tuner to try.
+
+A matmul tile speaks of the product it computes, whatever the layer calls those sizes: `block_rows` by
+`block_cols` of the result, `block_depth` of the reduction at a time.
+
+    kernel    rows x cols, depth
+    linear    T x N, K      y  = x wᵀ
+    glu       T x N, K      two products at once, so half the columns
+    dgrad     T x K, N      dx = dy w
+    dglu      T x K, N      dg and du
+    wgrad     N x K, T      dw = dyᵀ x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from tpkernels.kernels.operands import Form
+from tpkernels.kernels.target import Target
+
+Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """How one matmul kernel is cut and launched."""
+
+    block_rows: int
+    block_cols: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+    parts: int = 1  # the epilogue works on this many column parts, one after the other
+    per_processor: int = 1  # resident programs of a persistent launch
+    flatten: bool = False  # one loop over tiles and depth: the next tile's loads start during the epilogue
+    group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
+
+    def __post_init__(self) -> None:
+        for name in ("block_rows", "block_cols", "block_depth", "num_warps", "parts"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"MatmulTile expected {name} to be a power of two, got {value}")
+        if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
+            raise ValueError(
+                f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
+            )
+
+    def tiles(self, rows: int, cols: int) -> int:
+        """How many tiles cover a (rows, cols) result."""
+        return -(-rows // self.block_rows) * -(-cols // self.block_cols)
+
+
+_INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
+
+# From the fastest at large sizes to the one that splits small results over the most processors.
+_DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
+    "linear": (
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+        MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=2, per_processor=2),
+        MatmulTile(64, 128, 64, num_warps=4, num_stages=4, parts=2, per_processor=2),
+    ),
+    "glu": (
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+        MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=2),
+    ),
+    "dgrad": (
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2),
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+        MatmulTile(64, 128, 64, num_warps=4, num_stages=4, parts=2, per_processor=2),
+    ),
+    "dglu": (
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4),
+        MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4),
+    ),
+    "wgrad": (
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+    ),
+}
+_POINTER_16_BIT: Mapping[Kernel, tuple[MatmulTile, ...]] = {
+    kernel: (
+        MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
+        MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
+        MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
+    )
+    for kernel in KERNELS
+} | {
+    kernel: (
+        MatmulTile(64, 128, 32, num_warps=8, num_stages=3),
+        MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
+        MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
+    )
+    for kernel in ("glu", "dglu")
+}
+_POINTER_FP32: tuple[MatmulTile, ...] = (
+    MatmulTile(64, 64, 16, num_warps=8, num_stages=3),
+    MatmulTile(16, 64, 16, num_warps=4, num_stages=3),
+)
+
+
+def candidates(kernel: Kernel, form: Form, dtype: torch.dtype, target: Target) -> tuple[MatmulTile, ...]:
+    """Every tile that is shipped for this case: what the catalog compiles and the tuner times."""
+    if target.backend == "interpreter":
+        return (_INTERPRETED,)
+    if dtype == torch.float32:
+        return _POINTER_FP32
+    return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
+
+
+def default_tile(
+    kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, rows: int, cols: int
+) -> MatmulTile:
+    """The first candidate that occupies every processor, else the one that occupies the most."""
+    tiles = candidates(kernel, form, dtype, target)
+    filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
+    return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
