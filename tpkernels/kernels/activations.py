@@ -60,19 +60,18 @@ def act_ref(z: Tensor, activation: Activation) -> Tensor:
 
 def act_grad_ref(dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
     """dy f'(z) by torch's own backward formulas, in the dtype of z."""
+    dz: Tensor
     match activation:
         case "none":
-            return dy
+            dz = dy
         case "gelu":
-            dz: Tensor = torch.ops.aten.gelu_backward(dy, z)
-            return dz
+            dz = torch.ops.aten.gelu_backward(dy, z)
         case "gelu_tanh":
             dz = torch.ops.aten.gelu_backward(dy, z, approximate="tanh")
-            return dz
         case "silu":
             dz = torch.ops.aten.silu_backward(dy, z)
-            return dz
         case "relu":
-            return dy * (z > 0)
+            dz = dy * (z > 0)
         case "relu2":
-            return dy * 2 * functional.relu(z)
+            dz = dy * 2 * functional.relu(z)
+    return dz

@@ -23,18 +23,27 @@ def choose(
     launcher: str,
     kernel: Kernel,
     target: Target,
-    operands: tuple[tuple[str, Tensor], ...],
+    matrices: tuple[tuple[str, Tensor], ...],
     result: tuple[int, int],
     tile: MatmulTile | None,
     form: Form | None,
 ) -> tuple[Form, MatmulTile]:
-    """The form and tile of a launch: what the caller asked for, or what fits operands and `result`."""
-    layouts = tuple(Layout.of(name, tensor) for name, tensor in operands)
+    """The form and tile of a launch: what the caller asked for, or what fits.
+
+    matrices: all that the kernel reads or writes, the first being one that is multiplied
+    result: (rows, cols) of the product
+    """
+    if 0 in result:
+        return "pointer", tile or default_tile(
+            kernel, "pointer", matrices[0][1].dtype, target, *result
+        )  # unused
+    layouts = tuple(Layout.of(name, tensor) for name, tensor in matrices)
+    dtype = matrices[0][1].dtype
     if form is None:
-        form = choose_form(target, layouts)
+        form = choose_form(target, dtype, layouts)
     else:
-        require_form(launcher, form, target, layouts)
-    return form, tile or default_tile(kernel, form, operands[0][1].dtype, target, *result)
+        require_form(launcher, form, target, dtype, layouts)
+    return form, tile or default_tile(kernel, form, dtype, target, *result)
 
 
 def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | TensorDescriptor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -61,31 +61,33 @@ class Layout:
         return self.row_stride if self.rows > 1 else -(-self.cols // per_unit) * per_unit
 
 
-def choose_form(target: Target, layouts: tuple[Layout, ...]) -> Form:
-    """The form that fits: descriptors where the hardware has TMA and every operand can be described.
+def choose_form(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> Form:
+    """The form that fits: descriptors where the hardware has TMA and every matrix can be described.
 
-    fp32 takes pointers: true fp32 has no tensor-core instruction to feed.
+    `dtype` is that of the multiplied operands. fp32 takes pointers: true fp32 has no tensor-core
+    instruction to feed.
     """
-    return "pointer" if _descriptor_obstacle(target, layouts) else "descriptor"
+    return "pointer" if _descriptor_obstacle(target, dtype, layouts) else "descriptor"
 
 
-def require_form(launcher: str, form: Form, target: Target, layouts: tuple[Layout, ...]) -> None:
+def require_form(
+    launcher: str, form: Form, target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]
+) -> None:
     """An explicit form never falls back silently."""
-    if form not in ("descriptor", "pointer"):
+    if form not in get_args(Form):
         raise ValueError(f"{launcher}: expected form 'descriptor' or 'pointer', got {form!r}")
-    obstacle = _descriptor_obstacle(target, layouts) if form == "descriptor" else None
+    obstacle = _descriptor_obstacle(target, dtype, layouts) if form == "descriptor" else None
     if obstacle:
         raise ValueError(
             f"{launcher}: form='descriptor' does not fit: {obstacle}; use form='pointer' or form=None"
         )
 
 
-def _descriptor_obstacle(target: Target, layouts: tuple[Layout, ...]) -> str | None:
+def _descriptor_obstacle(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> str | None:
     if not target.has_tma:
         return f"{target.backend} (capability {target.capability}) has no tensor memory accelerator"
-    wide = next((layout for layout in layouts if layout.itemsize != 2), None)
-    if wide is not None:
-        return f"{wide.name} has {wide.itemsize}-byte elements, and descriptor kernels multiply 16-bit ones"
+    if dtype.itemsize != 2:
+        return f"descriptor kernels multiply bfloat16 and float16, not {dtype}"
     return next((obstacle for layout in layouts if (obstacle := layout.tma_obstacle())), None)
 
 
@@ -132,3 +134,17 @@ def require_shape(launcher: str, name: str, tensor: Tensor | None, shape: tuple[
     """`why` names where the expected shape comes from: "(out_features,) of weight (8, 4)"."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{launcher}: expected {name} of shape {shape}, {why}; got {tuple(tensor.shape)}")
+
+
+def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """A matrix that a kernel may change in place: of a supported dtype, on `device`, no element twice."""
+    require_matrices(launcher, (name, tensor))
+    if tensor.device != device:
+        raise ValueError(
+            f"{launcher}: expected {name} on {device} like the other tensors, got {tensor.device}"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{launcher}: expected {name} with memory of its own for each element, got strides "
+            f"{tensor.stride()} for shape {tuple(tensor.shape)}: clone the expanded tensor"
+        )

@@ -55,6 +55,19 @@ class MatmulTile:
         return -(-rows // self.block_rows) * -(-cols // self.block_cols)
 
 
+@dataclass(frozen=True, slots=True)
+class SumTile:
+    """A sum over rows: a program sums `chunk` rows of `block_cols` columns, `block_rows` at a time."""
+
+    chunk: int
+    block_rows: int
+    block_cols: int
+    num_warps: int
+
+
+SUM = SumTile(chunk=512, block_rows=32, block_cols=128, num_warps=4)
+INTERPRETED_SUM = SumTile(chunk=32, block_rows=16, block_cols=32, num_warps=4)
+
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
 
 # From the fastest at large sizes to the one that splits small results over the most processors.

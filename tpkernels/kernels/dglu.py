@@ -1,0 +1,155 @@
+"""Backward of a gated unit inside the down-projection's input gradient. The oracle is `reference.dglu_ref`.
+
+T tokens, N features of dy, K features of the gated unit, h = f(g) * u:
+
+    dh = dy w              (T, K)    never written
+    dg = dh * u * f'(g)    (T, K)
+    du = dh * f(g)         (T, K)
+    h  = f(g) * u          (T, K)    emitted again on request, for the down-projection's weight gradient,
+                                     so that the forward need not keep it
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
+from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
+from tpkernels.kernels.epilogues import act_and_grad, fast_math
+from tpkernels.kernels.operands import Form, require_matrices, require_shape
+from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.tiles import MatmulTile
+
+
+@triton.jit
+def _dglu_kernel(
+    dy,  # (T, N), like every matrix here a tensor descriptor if TMA, else a pointer
+    w,  # (N, K)
+    g,  # (T, K)
+    u,  # (T, K)
+    dg,  # (T, K) contiguous
+    du,  # (T, K) contiguous
+    h,  # (T, K) contiguous, untouched unless EMIT_H
+    T,
+    N,
+    K,
+    stride_dyt,
+    stride_dyn,
+    stride_wn,
+    stride_wk,
+    stride_gt,
+    stride_gk,
+    stride_ut,
+    stride_uk,
+    GATE: tl.constexpr,
+    EMIT_H: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Each program computes every num_programs-th tile of dg, du and h."""
+    PART: tl.constexpr = BLOCK_COLS // PARTS
+    row_tiles = tl.cdiv(T, BLOCK_ROWS)
+    col_tiles = tl.cdiv(K, BLOCK_COLS)
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        t = row_tile * BLOCK_ROWS
+        k = col_tile * BLOCK_COLS
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        for n in range(0, N, BLOCK_DEPTH):
+            dy_block = load_block(dy, t, n, T, N, stride_dyt, stride_dyn, BLOCK_ROWS, BLOCK_DEPTH, TMA)
+            w_block = load_block(w, n, k, N, K, stride_wn, stride_wk, BLOCK_DEPTH, BLOCK_COLS, TMA)
+            acc = tl.dot(dy_block, w_block, acc, input_precision=PRECISION)
+        parts = split_columns(acc, PARTS)
+        for p in tl.static_range(PARTS):
+            k_part = k + p * PART
+            dh = parts[p]
+            g_part = load_block(g, t, k_part, T, K, stride_gt, stride_gk, BLOCK_ROWS, PART, TMA)
+            gate, slope = act_and_grad(g_part.to(tl.float32), GATE, FAST)
+            store_block(du, dh * gate, t, k_part, T, K, K, 1, TMA)
+            up = load_block(u, t, k_part, T, K, stride_ut, stride_uk, BLOCK_ROWS, PART, TMA).to(tl.float32)
+            store_block(dg, dh * up * slope, t, k_part, T, K, K, 1, TMA)
+            if EMIT_H:
+                store_block(h, gate * up, t, k_part, T, K, K, 1, TMA)
+
+
+class DgluGrads(NamedTuple):
+    """What `dglu` returns, each (tokens, in_features)."""
+
+    dg: Tensor
+    du: Tensor
+    h: Tensor | None  # if it was asked for
+
+
+def dglu(
+    dy: Tensor,
+    weight: Tensor,
+    g: Tensor,
+    u: Tensor,
+    *,
+    kind: Glu = "swiglu",
+    emit_h: bool = False,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> DgluGrads:
+    """The gradients of g and u in `(f(g) * u) weightᵀ`, f being the activation of `kind`.
+
+    dy: (tokens, out_features)
+    weight: (out_features, in_features), of the down-projection
+    g, u: (tokens, in_features)
+    """
+    require_matrices("dglu", ("dy", dy), ("weight", weight), ("g", g), ("u", u))
+    require_glu("dglu", kind)
+    (T, N), K = dy.shape, weight.shape[1]
+    require_shape("dglu", "weight", weight, (N, K), f"(out_features, in_features) for dy {tuple(dy.shape)}")
+    for name, tensor in (("g", g), ("u", u)):
+        require_shape("dglu", name, tensor, (T, K), "(tokens, in_features) of dy and weight")
+    target = target_of(dy.device)
+    dg = launch.empty((T, K), dy.dtype, dy.device)
+    du = launch.empty((T, K), dy.dtype, dy.device)
+    h = launch.empty((T, K), dy.dtype, dy.device) if emit_h else dg
+    form, tile = launch.choose(
+        "dglu",
+        "dglu",
+        target,
+        (("dy", dy), ("weight", weight), ("g", g), ("u", u), ("the result", dg)),
+        (T, K),
+        tile,
+        form,
+    )
+    if dg.numel():
+        part = (tile.block_rows, tile.block_cols // tile.parts)
+        with launching_on(dy.device):
+            _dglu_kernel[launch.grid(target, form, tile, T, K)](
+                launch.operand(dy, (tile.block_rows, tile.block_depth), form),
+                launch.operand(weight, (tile.block_depth, tile.block_cols), form),
+                launch.operand(g, part, form),
+                launch.operand(u, part, form),
+                launch.operand(dg, part, form),
+                launch.operand(du, part, form),
+                launch.operand(h, part, form),
+                T,
+                N,
+                K,
+                *dy.stride(),
+                *weight.stride(),
+                *g.stride(),
+                *u.stride(),
+                GATE=GATE_OF[kind],
+                EMIT_H=emit_h,
+                FAST=fast_math(dy.dtype, target),
+                PRECISION=input_precision(dy.dtype, target),
+                **launch.constants(tile, form),
+            )
+    return DgluGrads(dg, du, h if emit_h else None)

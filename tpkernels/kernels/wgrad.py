@@ -1,0 +1,162 @@
+"""Weight gradient of a linear layer, written or accumulated in place. Oracles: `reference`.
+
+T tokens, N out_features, K in_features:
+
+    dw         = dyᵀ x    (N, K)    `wgrad`
+    main_grad += dyᵀ x    (N, K)    `wgrad_accumulate_`: no separate dw, no separate addition
+
+An fp32 main_grad of the descriptor form is accumulated by the copy engine (TMA reduce-add), so that the old
+values never pass through registers. Each element has one writer, hence the same bits every time. A 16-bit
+main_grad is read, added in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
+from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
+from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.tiles import MatmulTile
+
+
+@triton.jit
+def _wgrad_kernel(
+    dy,  # (T, N), like every matrix here a tensor descriptor if TMA, else a pointer
+    x,  # (T, K)
+    dw,  # (N, K)
+    T,
+    N,
+    K,
+    stride_dyt,
+    stride_dyn,
+    stride_xt,
+    stride_xk,
+    stride_dwn,
+    stride_dwk,
+    ACCUMULATE: tl.constexpr,
+    REDUCE: tl.constexpr,  # by the copy engine
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Each program computes every num_programs-th tile of dw."""
+    PART: tl.constexpr = BLOCK_COLS // PARTS
+    row_tiles = tl.cdiv(N, BLOCK_ROWS)
+    col_tiles = tl.cdiv(K, BLOCK_COLS)
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        n = row_tile * BLOCK_ROWS
+        k = col_tile * BLOCK_COLS
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        for t in range(0, T, BLOCK_DEPTH):
+            dy_block = load_block(dy, t, n, T, N, stride_dyt, stride_dyn, BLOCK_DEPTH, BLOCK_ROWS, TMA)
+            x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_DEPTH, BLOCK_COLS, TMA)
+            acc = tl.dot(dy_block.T, x_block, acc, input_precision=PRECISION)
+        parts = split_columns(acc, PARTS)
+        for p in tl.static_range(PARTS):
+            k_part = k + p * PART
+            value = parts[p]
+            if REDUCE:
+                dw.atomic_add([n, k_part], value)
+            else:
+                if ACCUMULATE:
+                    old = load_block(dw, n, k_part, N, K, stride_dwn, stride_dwk, BLOCK_ROWS, PART, TMA)
+                    value += old.to(tl.float32)
+                store_block(dw, value, n, k_part, N, K, stride_dwn, stride_dwk, TMA)
+
+
+def wgrad(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> Tensor:
+    """dyᵀ x, the gradient of w in `x wᵀ`, in `dtype` or else that of x.
+
+    dy: (tokens, out_features)
+    x: (tokens, in_features)
+    returns: (out_features, in_features)
+    """
+    _require_pair("wgrad", dy, x)
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"wgrad: expected dtype bfloat16, float16 or float32, got {dtype}")
+    dw = launch.empty((dy.shape[1], x.shape[1]), dtype or x.dtype, x.device)
+    _launch("wgrad", dw, dy, x, False, tile, form)
+    return dw
+
+
+def wgrad_accumulate_(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    *,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> None:
+    """main_grad += dyᵀ x, in place; main_grad may be of another dtype than dy and x.
+
+    main_grad: (out_features, in_features)
+    dy: (tokens, out_features)
+    x: (tokens, in_features)
+    """
+    _require_pair("wgrad_accumulate_", dy, x)
+    require_writable("wgrad_accumulate_", "main_grad", main_grad, x.device)
+    shape = (dy.shape[1], x.shape[1])
+    require_shape(
+        "wgrad_accumulate_", "main_grad", main_grad, shape, "(out_features, in_features) of dy and x"
+    )
+    _launch("wgrad_accumulate_", main_grad, dy, x, True, tile, form)
+
+
+def _require_pair(launcher: str, dy: Tensor, x: Tensor) -> None:
+    require_matrices(launcher, ("dy", dy), ("x", x))
+    if dy.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{launcher}: expected dy (tokens, out_features) and x (tokens, in_features) of equal tokens, "
+            f"got {tuple(dy.shape)} and {tuple(x.shape)}"
+        )
+
+
+def _launch(
+    launcher: str,
+    dw: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    accumulate: bool,
+    tile: MatmulTile | None,
+    form: Form | None,
+) -> None:
+    (T, N), K = dy.shape, x.shape[1]
+    target = target_of(x.device)
+    matrices = (("dy", dy), ("x", x), ("main_grad" if accumulate else "the result", dw))
+    form, tile = launch.choose(launcher, "wgrad", target, matrices, (N, K), tile, form)
+    if dw.numel() == 0:
+        return
+    with launching_on(x.device):
+        _wgrad_kernel[launch.grid(target, form, tile, N, K)](
+            launch.operand(dy, (tile.block_depth, tile.block_rows), form),
+            launch.operand(x, (tile.block_depth, tile.block_cols), form),
+            launch.operand(dw, (tile.block_rows, tile.block_cols // tile.parts), form),
+            T,
+            N,
+            K,
+            *dy.stride(),
+            *x.stride(),
+            *dw.stride(),
+            ACCUMULATE=accumulate,
+            REDUCE=accumulate and form == "descriptor" and dw.dtype == torch.float32,
+            PRECISION=input_precision(x.dtype, target),
+            **launch.constants(tile, form),
+        )
