@@ -89,20 +89,18 @@ class GroupPlan:
         self._check(rank, kind)
         return rank in self._group_at(rank, kind)
 
+    def members_near(self, rank: int, kind: Kind) -> Ranks:
+        """The `kind` group in `rank`'s part of the world, whether or not it holds `rank` itself.
+
+        For the embedding kinds: the ranks of `rank`'s own pipeline that hold that embedding.
+        """
+        self._check(rank, kind)
+        return self._group_at(rank, kind)
+
     def stage_of(self, rank: int) -> int:
         """The pipeline stage of `rank`."""
         self._check(rank, "pp")
         return self._dense.coordinate(rank, "pp")
-
-    def embedding_ranks(self, rank: int) -> Ranks:
-        """The ranks of `rank`'s own pipeline that hold the word embedding."""
-        self._check(rank, "embedding")
-        return self._group_at(rank, "embedding")
-
-    def position_embedding_ranks(self, rank: int) -> Ranks:
-        """The ranks of `rank`'s own pipeline that hold the position embedding."""
-        self._check(rank, "position_embedding")
-        return self._group_at(rank, "position_embedding")
 
     def describe(self, *, max_groups: int = 32) -> str:
         """The groups in words, as a lesson on Megatron prints them."""
