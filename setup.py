@@ -43,7 +43,6 @@ def extension() -> dict:
     module = CppExtension(
         "tpkernels._C",
         sorted(str(source) for source in Path("csrc").glob("*.cpp")),
-        depends=sorted(str(header) for header in Path("csrc").glob("*.h")),
         extra_compile_args=["-std=c++20", "-O2", "-g0", "-DAT_PER_OPERATOR_HEADERS"],
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildOrLeaveOut}}

@@ -210,9 +210,11 @@ def plan_groups(
         split_rank=check.check_split(split_rank, pipeline),
         order=check.parse_order(order, sizes),
     )
-    if expert > 1 and pipeline > 1 and plan._dense.strides["pp"] != plan._experts.strides["pp"]:
-        raise check.InvalidSizes(
-            f"order {order!r} would put experts and the other layers of a stage on different ranks "
-            f"(context {context}, expert {expert}); name 'pp' last, as in {check.DEFAULT_ORDER!r}"
-        )
+    for axis in ("tp", "pp") if expert > 1 else ():
+        if sizes[axis] > 1 and plan._dense.strides[axis] != plan._experts.strides[axis]:
+            raise check.InvalidSizes(
+                f"order {order!r} would give experts other {axis} groups than the rest of the model "
+                f"(context {context}, expert {expert}); name 'tp' first and 'pp' last, as in "
+                f"{check.DEFAULT_ORDER!r}"
+            )
     return plan

@@ -28,12 +28,15 @@ PURPOSES: dict[Kind, str] = {
     "position_embedding": "stages that hold the position embedding",
 }
 
-# Paul Tol's "light" scheme, made for cells with text and for colour-blind readers, but indigo for olive.
-SAFE_FILLS = ("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff", "#5b5ea6")
+# Paul Tol's "light" scheme, made for cells with text and for colour-blind readers, but indigo for olive;
+# ordered so that fills that some readers confuse, such as pink and mint, lie apart.
+SAFE_FILLS = ("#77aadd", "#ee8866", "#eedd88", "#5b5ea6", "#ffaabb", "#bbcc33", "#99ddff", "#44bb99")
 # Lightness and chroma of more fills. Three bands, because hues 8 golden angles apart are close, and
 # groups 8 apart often lie at the same place of neighbouring nodes.
 BANDS = ((0.86, 0.08), (0.47, 0.11), (0.70, 0.12))
 GOLDEN_ANGLE = math.radians(137.508)
+
+Size = tuple[int, int]
 
 INK, QUIET, LINE = "#1c2530", "#5b6875", "#c9d1d9"
 PAPER, CARD, NODE, SLOT = "#eef1f4", "#ffffff", "#f6f8fa", "#e9edf1"
@@ -42,8 +45,8 @@ MARGIN, PANEL_GAP, PADDING = 24, 16, 16
 TILE_HEIGHT, TILE_GAP = 34, 4
 NODE_TITLE, NODE_PADDING, NODE_GAP = 18, 8, 10
 PANEL_TITLE, LEGEND_TOP = 46, 16
-SWATCH, SWATCH_HEIGHT, LEGEND_GAP, LEGEND_ROWS = 24, 15, 12, 8
-MAX_WIDTH = 1600  # a row takes fewer panels rather than grow wider
+SWATCH, SWATCH_HEIGHT, LEGEND_GAP, LEGEND_ROWS = 24, 15, 6, 8
+MAX_WIDTH = 1800  # a row takes fewer panels rather than grow wider
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class _Lattice:
     gap: int
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> Size:
         x, y = self.at(self.columns * -(-self.count // self.columns) - 1)
         return x + self.width, y + self.height
 
@@ -106,7 +109,8 @@ def to_svg(plan: GroupPlan, *, gpus_per_node: int, max_nodes: int) -> str:
     panels = [_panel(plan, kind, machine.ranks) for kind in kinds]
     cards = _cards(panels, machine)
     width = cards.size[0] + 2 * MARGIN
-    header = textwrap.wrap(headline(plan), int(cards.size[0] / _width_of("x", 18, bold=True)))
+    columns = cards.size[0] // _width_of("x", 18, bold=True)
+    header = textwrap.wrap(headline(plan), columns, break_on_hyphens=False)
     top = MARGIN + 24 * len(header) + 30
     height = top + cards.size[1] + MARGIN
 
@@ -174,17 +178,19 @@ def _cards(panels: list[_Panel], machine: _Machine) -> _Lattice:
 
 
 def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
-    """The cells of a legend, and the texts of the groups that it lists."""
+    """The cells of a legend and the texts of the groups it lists; a last row is for how many it does not."""
     texts = [_shortened(group, width - SWATCH - 6) for group in panel.groups]
-    cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts) + LEGEND_GAP
-    columns = max(1, (width + LEGEND_GAP) // cell)
+    cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts)
+    columns = max(1, (width + LEGEND_GAP) // (cell + LEGEND_GAP))
     texts = texts[: columns * LEGEND_ROWS]
     rows = -(-len(texts) // columns)
-    more = len(texts) < panel.total
-    return _Lattice(len(texts) + more, -(-len(texts) // rows), cell, SWATCH_HEIGHT, 5), texts
+    columns = -(-len(texts) // rows)
+    rows += len(texts) < panel.total
+    cell = min(cell + 12, (width + LEGEND_GAP) // columns - LEGEND_GAP)
+    return _Lattice(rows * columns, columns, cell, SWATCH_HEIGHT, LEGEND_GAP), texts
 
 
-def _draw_panel(parent: ET.Element, panel: _Panel, machine: _Machine, size: tuple[int, int]) -> None:
+def _draw_panel(parent: ET.Element, panel: _Panel, machine: _Machine, size: Size) -> None:
     _rect(parent, size, fill=CARD, stroke=LINE, radius=10)
     inner = _at(parent, PADDING, PADDING)
     _text(inner, 0, 13, panel.title, size=15, bold=True)
@@ -212,7 +218,7 @@ def _draw_node(parent: ET.Element, node: int, panel: _Panel, machine: _Machine) 
             _draw_outsider(tile, rank, size)
 
 
-def _draw_member(tile: ET.Element, rank: int, panel: _Panel, size: tuple[int, int]) -> None:
+def _draw_member(tile: ET.Element, rank: int, panel: _Panel, size: Size) -> None:
     number = panel.group_at[rank]
     group = panel.groups[number]
     ET.SubElement(tile, "title").text = f"g{rank}: group {group.text}, position {group.ranks.index(rank)}"
@@ -221,7 +227,7 @@ def _draw_member(tile: ET.Element, rank: int, panel: _Panel, size: tuple[int, in
     _text(tile, size[0] // 2, 28, str(number), size=9, fill=group.ink, centred=True)
 
 
-def _draw_outsider(tile: ET.Element, rank: int, size: tuple[int, int]) -> None:
+def _draw_outsider(tile: ET.Element, rank: int, size: Size) -> None:
     ET.SubElement(tile, "title").text = f"g{rank}: in no group of this kind"
     _rect(tile, size, fill="none", stroke=LINE)
     _text(tile, size[0] // 2, 21, f"g{rank}", size=12, fill=QUIET, centred=True)
@@ -236,14 +242,14 @@ def _draw_legend(parent: ET.Element, panel: _Panel, width: int) -> None:
         _text(entry, SWATCH // 2, 11, str(number), size=9, fill=group.ink, centred=True)
         _text(entry, SWATCH + 6, 12, text, size=12)
     if len(texts) < panel.total:
-        more = _at(parent, *cells.at(len(texts)))
-        _text(more, 0, 12, f"... and {panel.total - len(texts):,} more", size=12, fill=QUIET)
+        rest = _at(parent, *cells.at(cells.count - cells.columns))
+        _text(rest, 0, 12, f"... and {panel.total - len(texts):,} more", size=12, fill=QUIET)
 
 
 def _columns(count: int) -> int:
-    """How many columns give `count` cells a full shape at most twice as wide as high, or else a square one."""
+    """How many columns give `count` cells a full shape up to thrice as wide as high, or else a square."""
     narrowest = math.ceil(math.sqrt(count))
-    full = [n for n in range(narrowest, math.isqrt(2 * count) + 1) if count % n == 0]
+    full = [n for n in range(narrowest, math.isqrt(3 * count) + 1) if count % n == 0]
     return full[0] if full else narrowest
 
 
@@ -296,13 +302,9 @@ def _at(parent: ET.Element, x: int, y: int) -> ET.Element:
     return ET.SubElement(parent, "g", transform=f"translate({x} {y})")
 
 
-def _rect(
-    parent: ET.Element, size: tuple[int, int], *, fill: str, stroke: str | None = None, radius: int = 5
-) -> None:
+def _rect(parent: ET.Element, size: Size, *, fill: str, stroke: str = "none", radius: int = 5) -> None:
     width, height = map(str, size)
-    rect = ET.SubElement(parent, "rect", width=width, height=height, rx=str(radius), fill=fill)
-    if stroke is not None:
-        rect.set("stroke", stroke)
+    ET.SubElement(parent, "rect", width=width, height=height, rx=str(radius), fill=fill, stroke=stroke)
 
 
 def _text(
