@@ -1,1 +1,59 @@
-"""Tensor-parallel layers for PyTorch on fused Triton kernels with overlapped communication."""
+"""Tensor-parallel layers for PyTorch on fused Triton kernels with overlapped communication.
+
+The names below are imported when they are first used: `import tpkernels` alone loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
+    from tpkernels import interop as interop
+    from tpkernels import parallel_state as parallel_state
+    from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
+    from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
+    from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
+    from tpkernels.runtime.initialize import initialize_model_parallel as initialize_model_parallel
+    from tpkernels.runtime.random import get_rng_tracker as get_rng_tracker
+    from tpkernels.runtime.random import manual_seed as manual_seed
+    from tpkernels.runtime.state import ParallelState as ParallelState
+    from tpkernels.runtime.state import ParallelStateError as ParallelStateError
+    from tpkernels.runtime.state import current as current
+    from tpkernels.runtime.state import use as use
+    from tpkernels.topology.plan import GroupPlan as GroupPlan
+    from tpkernels.topology.plan import plan_groups as plan_groups
+    from tpkernels.topology.sizes import InvalidSizes as InvalidSizes
+
+_HOME = {
+    "interop": "tpkernels",
+    "parallel_state": "tpkernels",
+    "create_parallel_state": "tpkernels.runtime.initialize",
+    "destroy_model_parallel": "tpkernels.runtime.initialize",
+    "destroy_parallel_state": "tpkernels.runtime.initialize",
+    "initialize_model_parallel": "tpkernels.runtime.initialize",
+    "get_rng_tracker": "tpkernels.runtime.random",
+    "manual_seed": "tpkernels.runtime.random",
+    "ParallelState": "tpkernels.runtime.state",
+    "ParallelStateError": "tpkernels.runtime.state",
+    "current": "tpkernels.runtime.state",
+    "use": "tpkernels.runtime.state",
+    "GroupPlan": "tpkernels.topology.plan",
+    "plan_groups": "tpkernels.topology.plan",
+    "InvalidSizes": "tpkernels.topology.sizes",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
+    return import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

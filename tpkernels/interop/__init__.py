@@ -1,0 +1,1 @@
+"""Other people's names and formats, over ours."""

@@ -1,0 +1,1 @@
+"""Process groups, the one parallel state of this process, and random streams."""

@@ -89,20 +89,18 @@ class GroupPlan:
         self._check(rank, kind)
         return rank in self._group_at(rank, kind)
 
+    def members_near(self, rank: int, kind: Kind) -> Ranks:
+        """The `kind` group in `rank`'s part of the world, whether or not it holds `rank` itself.
+
+        For the embedding kinds: the ranks of `rank`'s own pipeline that hold that embedding.
+        """
+        self._check(rank, kind)
+        return self._group_at(rank, kind)
+
     def stage_of(self, rank: int) -> int:
         """The pipeline stage of `rank`."""
         self._check(rank, "pp")
         return self._dense.coordinate(rank, "pp")
-
-    def embedding_ranks(self, rank: int) -> Ranks:
-        """The ranks of `rank`'s own pipeline that hold the word embedding."""
-        self._check(rank, "embedding")
-        return self._group_at(rank, "embedding")
-
-    def position_embedding_ranks(self, rank: int) -> Ranks:
-        """The ranks of `rank`'s own pipeline that hold the position embedding."""
-        self._check(rank, "position_embedding")
-        return self._group_at(rank, "position_embedding")
 
     def describe(self, *, max_groups: int = 32) -> str:
         """The groups in words, as a lesson on Megatron prints them."""
@@ -212,9 +210,11 @@ def plan_groups(
         split_rank=check.check_split(split_rank, pipeline),
         order=check.parse_order(order, sizes),
     )
-    if expert > 1 and pipeline > 1 and plan._dense.strides["pp"] != plan._experts.strides["pp"]:
-        raise check.InvalidSizes(
-            f"order {order!r} would put experts and the other layers of a stage on different ranks "
-            f"(context {context}, expert {expert}); name 'pp' last, as in {check.DEFAULT_ORDER!r}"
-        )
+    for axis in ("tp", "pp") if expert > 1 else ():
+        if sizes[axis] > 1 and plan._dense.strides[axis] != plan._experts.strides[axis]:
+            raise check.InvalidSizes(
+                f"order {order!r} would give experts other {axis} groups than the rest of the model "
+                f"(context {context}, expert {expert}); name 'tp' first and 'pp' last, as in "
+                f"{check.DEFAULT_ORDER!r}"
+            )
     return plan

@@ -49,7 +49,8 @@ def check_expert(world_size: int, *, tensor: int, pipeline: int, expert: int) ->
         raise InvalidSizes(
             f"world_size ({world_size}) is not divisible by tensor_model_parallel_size ({tensor}) x "
             f"pipeline_model_parallel_size ({pipeline}) x expert_model_parallel_size ({expert}) = {model}; "
-            f"experts are spread over the data ranks, so {expert} must divide {world_size // (tensor * pipeline)}"
+            f"experts are spread over the data ranks, so {expert} must divide "
+            f"{world_size // (tensor * pipeline)}"
         )
 
 

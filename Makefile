@@ -1,0 +1,59 @@
+# `make help` lists the targets. Everything is installed into .venv, nothing outside this folder.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+READY  := $(VENV)/.ready
+RANKS  ?= 2
+
+export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types docs plan doctor bench sdist clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make .venv: pinned packages, this package, its C++ extension
+
+$(READY): constraints.txt pyproject.toml setup.py $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, found " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
+	@# Debian's Python comes without ensurepip: virtualenv does the same job
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(VENV)/.bootstrap virtualenv && PYTHONPATH=$(VENV)/.bootstrap $(PYTHON) -m virtualenv -q $(VENV); }
+	$(PIP) install -q -c constraints.txt setuptools ninja torch
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## the main job: ranks on this machine form every kind of group and use it
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/groups.py
+
+test: $(READY) ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: lint types test ## all that CI checks
+
+lint: $(READY) ## style of Python and C++
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror csrc/*
+
+types: $(READY) ## static types
+	$(BIN)/mypy
+
+docs: $(READY) ## run the code blocks and commands of README and docs
+	$(BIN)/python -m pytest tests/test_docs.py
+
+plan: $(READY) ## the 16-GPU lesson example, in words and as plan.svg
+	$(BIN)/python -m tpkernels plan --world-size 16 --tp 2 --pp 4 --svg plan.svg
+
+doctor: $(READY) ## what this machine has, and what is wrong with it
+	$(BIN)/python -m tpkernels doctor
+
+bench: $(READY) ## benchmarks, with ratios against the naive way
+	$(BIN)/python -m pytest bench
+
+sdist: $(READY) ## the source distribution
+	$(BIN)/python -m build --sdist --no-isolation
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist out *.egg-info tpkernels/*.so plan.svg

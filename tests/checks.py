@@ -1,0 +1,13 @@
+"""Helpers that several tests share."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The type and text of what a call raises: what can be compared between ranks."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

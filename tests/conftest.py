@@ -1,0 +1,46 @@
+"""Fixtures for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is first imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+@pytest.fixture(scope="session")
+def ranks1() -> Iterator[RankPool]:
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    yield from _pool(4)
+
+
+def _pool(world_size: int) -> Iterator[RankPool]:
+    from tests.ranks import RankPool  # imports torch, which a test of arithmetic need not wait for
+
+    with RankPool(world_size) as pool:
+        yield pool

@@ -1,0 +1,127 @@
+"""`interop/mpu.py`: the older spellings, the clamping, and the layer counts."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from tests.fake_world import fake_rank
+from tests.oracle import Classic
+from tpkernels import parallel_state as ps
+from tpkernels.interop import mpu
+from tpkernels.runtime.state import ParallelState, ParallelStateError, use
+from tpkernels.topology.plan import plan_groups
+
+
+def test_mpu_has_every_name_of_parallel_state():
+    for name in ps.__all__:
+        if name != "initialize_model_parallel":
+            assert getattr(mpu, name) is getattr(ps, name)
+
+
+def test_mpu_takes_arguments_with_a_trailing_underscore():
+    with fake_rank(5, 16):
+        assert mpu.is_unitialized()
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size_=2,
+            pipeline_model_parallel_size_=4,
+            virtual_pipeline_model_parallel_size_=2,
+            pipeline_model_parallel_split_rank_=2,
+        )
+        assert not mpu.is_unitialized()
+        for function, arguments, expected in Classic(16, 2, 4, 2, 2, 5).answers(virtual_rank=0):
+            assert getattr(mpu, function)(*arguments) == expected
+        mpu.destroy_model_parallel()
+        assert mpu.is_unitialized()
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(8, 1), (1, 64)])
+def test_mpu_cuts_sizes_down_to_the_world_with_a_warning(tensor, pipeline):
+    with fake_rank(3, 4):
+        with pytest.warns(
+            UserWarning, match=r"(tensor|pipeline)_model_parallel_size_ \d+ is larger than the world: using 4"
+        ):
+            mpu.initialize_model_parallel(tensor, pipeline)
+        assert mpu.get_tensor_model_parallel_world_size() == min(tensor, 4)
+        assert mpu.get_pipeline_model_parallel_world_size() == min(pipeline, 4)
+
+
+def test_mpu_refuses_what_clamping_does_not_mend():
+    with fake_rank(0, 4):
+        for caught in (AssertionError, RuntimeError):  # the older source asserts divisibility
+            with pytest.raises(caught, match="is not divisible by"):
+                mpu.initialize_model_parallel(3)
+        with pytest.warns(UserWarning, match="larger"), pytest.raises(AssertionError, match="not divisible"):
+            mpu.initialize_model_parallel(8, 2)
+
+
+def test_mpu_before_torch_distributed_says_what_to_do():
+    with pytest.raises(ParallelStateError, match="init_process_group"):
+        mpu.initialize_model_parallel(8)
+
+
+def at_stage(stage: int, stages: int, split: int | None):
+    plan = plan_groups(world_size=stages, pipeline=stages, split_rank=split)
+    return use(ParallelState(rank=stage, plan=plan, process_groups={}))
+
+
+def arguments(layers: int, stages: int, split: int | None, standalone: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_layers=layers,
+        num_layers_decoder=2 * layers,
+        transformer_pipeline_model_parallel_size=stages - standalone,
+        pipeline_model_parallel_split_rank=split,
+        standalone_embedding_stage=standalone,
+    )
+
+
+def dealt(layers: int, stages: int, split: int | None, standalone: bool) -> list[int] | None:
+    """Layers of each stage, dealt out one by one: an independent count. None: they don't come out even."""
+    counts = [0] * stages
+    encoder = [s for s in range(stages) if not (standalone and s == 0)]
+    rows = [encoder] if split is None else [[s for s in encoder if s < split], list(range(split, stages))]
+    for row in rows:
+        if not row or layers % len(row):
+            return None
+        for i in range(layers):
+            counts[row[i % len(row)]] += 1
+    return counts
+
+
+@pytest.mark.parametrize("standalone", [False, True], ids=["plain", "standalone_embedding"])
+def test_layer_counts_of_every_stage(standalone):
+    even = 0
+    for layers, stages in product((12, 24, 30), range(2, 9)):
+        for split in [None, *range(1, stages)]:
+            for stage in range(stages):
+                args = arguments(layers, stages, split, standalone)
+                counts = {
+                    mpu.get_num_layers: dealt(layers, stages, split, standalone),
+                    mpu.get_num_layers_decoder: dealt(2 * layers, stages, split, standalone),
+                }
+                with at_stage(stage, stages, split):
+                    for count, expected in counts.items():
+                        if expected is None:
+                            with pytest.raises(
+                                AssertionError, match=r"num_layers \(\d+\) must be divisible by"
+                            ):
+                                count(args, split is not None)
+                        else:
+                            assert count(args, split is not None) == expected[stage]
+                            even += 1
+    assert even > 300
+
+
+def test_one_stage_holds_all_layers():
+    with at_stage(0, 1, None):
+        args = arguments(24, 1, None, False)
+        assert mpu.get_num_layers(args, False) == mpu.get_num_layers(args, True) == 24
+        assert mpu.get_num_layers_decoder(args, False) == 48
+
+
+def test_encoder_and_decoder_need_a_split_rank():
+    with (
+        at_stage(0, 4, None),
+        pytest.raises(AssertionError, match=r"needs args\.pipeline_model_parallel_split_rank"),
+    ):
+        mpu.get_num_layers(arguments(24, 4, None, False), True)

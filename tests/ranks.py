@@ -1,0 +1,403 @@
+"""Real ranks for tests: processes that live for the whole run, and a new gloo group for every call.
+
+    def sum_of_ranks() -> float:  # at module level, because it travels by name
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum_of_ranks(ranks4: RankPool) -> None:
+        assert ranks4.run(sum_of_ranks) == [6.0] * 4
+
+A process takes a second or more to start, since it imports torch: it is kept. A process group takes
+milliseconds: each call gets its own, so a test that leaves a collective half done cannot hurt the next one.
+Ranks that die or hang are reported, killed, and replaced by the next call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
+COLLECTIVE_SECONDS = 30.0  # below the default time-out of a call: a lone collective fails with a traceback
+GRACE_SECONDS = 3.0  # gloo tells the peers of a failed rank within a second
+EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
+
+
+class RankFailure(RuntimeError):
+    """Some ranks raised, died or hung. The message tells each one's story, the likely cause first."""
+
+    def __init__(self, message: str, exceptions: dict[int, BaseException | None]) -> None:
+        super().__init__(message)
+        self.exceptions = exceptions  # of the ranks that failed; None: died, hung, or could not be pickled
+
+
+class RankPool:
+    """`world_size` ranks, started by the first call."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: _Processes | None = None
+        atexit.register(self.close)
+
+    def run(self, function: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+        """Call `function(*args)` on every rank; the results in rank order.
+
+        function: importable by name; asks torch.distributed for its rank
+        timeout: seconds until ranks that have not answered are reported with their stacks, and killed
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test instead
+        return self.run_each(function, [args] * self.world_size, timeout=timeout)
+
+    def run_each(
+        self, function: Callable[..., T], args_of_rank: Sequence[Sequence[Any]], *, timeout: float = 60.0
+    ) -> list[T]:
+        """Call `function(*args_of_rank[rank])` on every rank; the results in rank order."""
+        __tracebackhide__ = True
+        if len(args_of_rank) != self.world_size:
+            raise ValueError(f"expected arguments for {self.world_size} ranks, got {len(args_of_rank)}")
+        calls = [_pickled_call(function, args) for args in args_of_rank]
+        if self._processes is None:
+            self._processes = _Processes(self.world_size)
+        try:
+            results = self._processes.call(calls, timeout, _name(function))
+        finally:  # also after Ctrl-C: nobody knows what the ranks are doing then
+            if not self._processes.idle:
+                self._processes.kill()
+                self._processes = None
+        return [pickle.loads(result) for result in results]
+
+    def close(self) -> None:
+        """End all ranks. A later call would start new ones."""
+        if self._processes is not None:
+            self._processes.kill()
+            self._processes = None
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def join_world(backend: str, store: dist.Store, rank: int, world_size: int) -> None:
+    """Initialise the default process group."""
+    excepthook = sys.excepthook
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
+    )
+    sys.excepthook = excepthook  # torch wraps it again each time; a thousand layers are a RecursionError
+
+
+def leave_world() -> None:
+    """Undo what a test set up in this process: model-parallel state, then all process groups."""
+    initialize = sys.modules.get("tpkernels.runtime.initialize")  # never imported: nothing to undo
+    try:
+        if initialize is not None:
+            initialize.destroy_model_parallel()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# What a rank answers. `None` stands for no answer: the rank hangs.
+
+
+@dataclass(frozen=True)
+class _Returned:
+    result: bytes  # pickled
+
+
+@dataclass(frozen=True)
+class _Raised:
+    at: float  # of the monotonic clock, which all processes share: a cause sorts before its consequences
+    summary: str
+    traceback: str
+    exception: bytes | None  # pickled, where it can be
+
+
+@dataclass(frozen=True)
+class _Died:
+    exitcode: int | None
+
+
+_Answer = _Returned | _Raised | _Died
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The parent's end of one rank."""
+
+    process: SpawnProcess
+    connection: Connection  # calls go out, answers come back
+    stacks: TextIO  # where faulthandler of the rank writes, when the rank crashes or gets SIGUSR1
+
+    def answer(self) -> _Answer:
+        try:
+            answer: _Answer = self.connection.recv()
+            return answer
+        except (EOFError, OSError):
+            self.process.join(EXIT_SECONDS)
+            return _Died(self.process.exitcode)
+
+
+class _Processes:
+    """One set of processes. Once it is not `idle` after a call, it is of no more use."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        # Port 0: the system picks a free one. Hosted here: it outlives any rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        lifeline, self._lifeline = context.Pipe(duplex=False)
+        self._ranks: list[_Rank] = []
+        self.idle = False
+        try:
+            with tempfile.TemporaryDirectory() as folder:  # not needed once both sides have opened the files
+                for rank in range(world_size):
+                    stacks = Path(folder, f"{rank}.txt")
+                    reader = stacks.open("w+")
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_serve,
+                        args=(rank, world_size, self._store.port, theirs, lifeline, stacks),
+                        name=f"rank {rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    self._ranks.append(_Rank(process, ours, reader))
+                    theirs.close()  # the rank now holds the only copy: its death is an end of file
+                lifeline.close()
+                self._results("starting", START_SECONDS, self._listen(time.monotonic() + START_SECONDS))
+                self.idle = True
+        except BaseException:
+            self.kill()
+            raise
+
+    def call(self, calls: Sequence[bytes], timeout: float, name: str) -> list[bytes]:
+        __tracebackhide__ = True
+        start = time.monotonic()
+        self.idle = False
+        for rank, call in zip(self._ranks, calls, strict=True):
+            with suppress(OSError):  # it died in the meantime, which is found and reported below
+                rank.connection.send_bytes(call)
+        answers = self._listen(start + timeout)
+        if _all_alive(answers):
+            # leave_world waits for collectives that the test left pending: they end, or time out.
+            partings = self._listen(time.monotonic() + COLLECTIVE_SECONDS + GRACE_SECONDS)
+            self.idle = _all_alive(partings)
+            answers = [
+                answer if isinstance(answer, _Raised) or isinstance(parting, _Returned) else parting
+                for answer, parting in zip(answers, partings, strict=True)
+            ]
+        return self._results(name, time.monotonic() - start, answers)
+
+    def kill(self) -> None:
+        """End them: also the way to end idle ranks, which have nothing to lose, and would take longer."""
+        for rank in self._ranks:
+            rank.process.kill()
+        self._join()
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.stacks.close()
+        self._lifeline.close()
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + EXIT_SECONDS
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+
+    def _results(self, name: str, waited: float, answers: list[_Answer | None]) -> list[bytes]:
+        __tracebackhide__ = True
+        results = [answer.result for answer in answers if isinstance(answer, _Returned)]
+        if len(results) < len(answers):
+            stacks = [""] * len(answers) if self.idle else self._last_stacks()
+            raise _failure(name, waited, answers, stacks)
+        return results
+
+    def _listen(self, deadline: float) -> list[_Answer | None]:
+        answers: list[_Answer | None] = [None] * len(self._ranks)
+        silent = set(range(len(self._ranks)))
+        while silent:
+            # The sentinel too: a dead rank's pipe may stay open in a process that it forked.
+            speakers: dict[Any, int] = {}
+            for rank in silent:
+                speakers[self._ranks[rank].connection] = rank
+                speakers[self._ranks[rank].process.sentinel] = rank
+            speaking = wait(list(speakers), max(0.0, deadline - time.monotonic()))
+            if not speaking:
+                break
+            for rank in {speakers[speaker] for speaker in speaking}:
+                silent.remove(rank)
+                answer = answers[rank] = self._ranks[rank].answer()
+                if not isinstance(answer, _Returned):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers
+
+    def _last_stacks(self) -> list[str]:
+        """Where each rank stands, or stood when it crashed. Ends them all."""
+        for rank in self._ranks:
+            if rank.process.is_alive() and rank.process.pid is not None:
+                os.kill(rank.process.pid, signal.SIGUSR1)
+        self._join()
+        return [_without_lifeline(rank.stacks.read()) for rank in self._ranks]
+
+
+def _serve(
+    rank: int, world_size: int, port: int, connection: Connection, lifeline: Connection, stacks: Path
+) -> None:
+    """The whole life of a rank."""
+    stacks_file = stacks.open("a")
+    faulthandler.enable(stacks_file)
+    # Chained to the default action, death: once the process has ended, its stacks are complete.
+    faulthandler.register(signal.SIGUSR1, stacks_file, chain=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the parent deals with it
+    threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name need not resolve
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    connection.send(_Returned(b""))  # ready
+    for number in itertools.count():
+        try:
+            call = connection.recv_bytes()
+        except EOFError:  # the parent is gone
+            return
+        meeting = dist.PrefixStore(f"call {number}", store)
+        join_world("gloo", meeting, rank, world_size)
+        _meet(meeting, "arrival", world_size)  # a rank that left now would break connections still being made
+        answer = _attempt(_called, call)
+        sys.stdout.flush()  # into the output of this test, not of a later one
+        connection.send(answer)
+        if isinstance(answer, _Raised):
+            meeting.set("departure", "now")  # broken connections are what waits of the others need
+        _meet(meeting, "departure", world_size)
+        connection.send(_attempt(leave_world))
+
+
+def _meet(store: dist.Store, event: str, world_size: int) -> None:
+    """Wait until every rank is here, or somebody sets the event."""
+    if store.add(f"{event} count", 1) == world_size:
+        store.set(event, "now")
+    store.wait([event], timedelta(days=1))  # the parent decides when it has been too long
+
+
+def _exit_with_parent(lifeline: Connection) -> None:
+    """Nothing is ever sent: the pipe ends with the parent, even if that is killed. Then nobody needs us."""
+    with suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os._exit(1)
+
+
+def _without_lifeline(stacks: str) -> str:
+    return "\n\n".join(stack for stack in stacks.split("\n\n") if _exit_with_parent.__name__ not in stack)
+
+
+def _called(call: bytes) -> Any:
+    function, args = pickle.loads(call)
+    return function(*args)
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> _Returned | _Raised:
+    try:
+        return _Returned(pickle.dumps(function(*args)))
+    except BaseException as error:  # SystemExit too: a rank answers every call
+        exception = None
+        at = time.monotonic()
+        with suppress(Exception):
+            exception = pickle.dumps(error)
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return _Raised(at, summary, "".join(traceback.format_exception(error)), exception)
+
+
+def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    # Not Connection.send, whose pickler puts tensors into shared memory that dies with the sender.
+    try:
+        return pickle.dumps((function, tuple(args)))
+    except Exception as error:
+        problem = f"{_name(function)} and its arguments cannot be sent to ranks: {error}"
+        raise TypeError(f"{problem}; expected a function at module level, and what pickle takes") from error
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _all_alive(answers: Sequence[_Answer | None]) -> bool:
+    return all(isinstance(answer, _Returned | _Raised) for answer in answers)
+
+
+def _failure(
+    name: str, waited: float, answers: Sequence[_Answer | None], stacks: Sequence[str]
+) -> RankFailure:
+    stories = []
+    exceptions: dict[int, BaseException | None] = {}
+    for rank in sorted(range(len(answers)), key=lambda rank: _order(answers[rank])):
+        answer, details = answers[rank], stacks[rank]
+        match answer:
+            case _Raised():
+                summary, details = answer.summary, answer.traceback
+            case _Died():
+                summary = _end(answer.exitcode)
+            case _Returned():
+                summary = "returned"
+            case None:
+                summary = f"no answer after {waited:.1f} s"
+        stories.append(f"rank {rank}: {summary}\n{textwrap.indent(details, '    ')}")
+        if not isinstance(answer, _Returned):
+            exceptions[rank] = _exception(answer)
+    return RankFailure(
+        "\n".join([f"{len(exceptions)} of {len(answers)} ranks failed: {name}", *stories]), exceptions
+    )
+
+
+def _order(answer: _Answer | None) -> tuple[int, float]:
+    """The likely cause first: deaths, exceptions by time, ranks that hang, ranks that are well."""
+    match answer:
+        case _Died():
+            return 0, 0.0
+        case _Raised():
+            return 1, answer.at
+        case None:
+            return 2, 0.0
+        case _Returned():
+            return 3, 0.0
+
+
+def _end(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its pipe"
+    if exitcode < 0:
+        return f"killed by signal {-exitcode} ({signal.strsignal(-exitcode)})"
+    return f"exited with code {exitcode}"
+
+
+def _exception(answer: _Answer | None) -> BaseException | None:
+    if isinstance(answer, _Raised) and answer.exception is not None:
+        with suppress(Exception):  # many exceptions with arguments of their own can be pickled only one way
+            exception: BaseException = pickle.loads(answer.exception)
+            return exception
+    return None

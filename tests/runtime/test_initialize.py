@@ -1,0 +1,171 @@
+"""`runtime/initialize.py` on real gloo ranks: groups that work, ranks that agree, nothing left behind."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checks import error_of
+from tests.fake_world import fake_rank
+from tpkernels import parallel_state as ps
+from tpkernels.runtime.initialize import (
+    create_parallel_state,
+    destroy_model_parallel,
+    initialize_model_parallel,
+)
+from tpkernels.runtime.state import ParallelStateError, current_or_none
+from tpkernels.topology.plan import KINDS, plan_groups
+from tpkernels.topology.sizes import InvalidSizes
+
+
+def sums_by_kind(tensor: int, pipeline: int, split: int | None) -> dict[str, tuple[int, int]]:
+    """For each kind: what an all-reduce of global ranks gives, and what the plan says it should."""
+    state = initialize_model_parallel(tensor, pipeline, None, split)
+    sums = {}
+    for kind in KINDS:
+        if state.is_member(kind):
+            total = torch.tensor(state.rank)
+            dist.all_reduce(total, group=state.process_group(kind))
+            sums[kind] = (int(total), sum(state.ranks(kind)))
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "split"), [(1, 1, None), (2, 2, None), (4, 1, None), (1, 4, 2), (2, 1, None)]
+)
+def test_every_group_communicates_among_its_members(ranks4, tensor, pipeline, split):
+    for rank, sums in enumerate(ranks4.run(sums_by_kind, tensor, pipeline, split)):
+        assert len(sums) >= 8
+        for kind, (total, expected) in sums.items():
+            assert total == expected, f"{kind} on rank {rank}"
+
+
+def test_one_rank_alone_is_a_world(ranks1):
+    assert ranks1.run(sums_by_kind, 1, 1, None) == [{kind: (0, 0) for kind in KINDS}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "words"),
+    [
+        ((3,), "InvalidSizes", "world_size (2) is not divisible by"),
+        ((1, 2, 2), "InvalidSizes", "greater than 2 with interleaved schedule"),
+        ((1, 2, None, 2), "InvalidSizes", "split_rank (2) is not a pipeline stage"),
+        ((1.0,), "TypeError", "must be a positive integer, got 1.0"),
+    ],
+)
+def test_bad_sizes_are_refused_on_every_rank_alike(ranks2, arguments, name, words):
+    errors = ranks2.run(error_of, initialize_model_parallel, *arguments)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == name
+    assert words in errors[0][1]
+
+
+def initialize_twice() -> tuple[str, str]:
+    initialize_model_parallel(2)
+    return error_of(initialize_model_parallel, 2)
+
+
+def test_initializing_twice_says_what_to_do(ranks2):
+    for name, text in ranks2.run(initialize_twice):
+        assert name == "ParallelStateError"
+        assert "already initialized: call destroy_model_parallel() first" in text
+
+
+def only_one_rank_was_initialized() -> tuple[str, str]:
+    initialize_model_parallel(2)
+    if dist.get_rank() == 1:
+        destroy_model_parallel()
+    return error_of(initialize_model_parallel, 2)
+
+
+def test_initializing_twice_on_one_rank_only_is_an_error_on_all(ranks2):
+    errors = ranks2.run(only_one_rank_was_initialized)
+    assert errors[0] == errors[1]
+    assert "already initialized" in errors[0][1]
+
+
+def test_initializing_before_torch_distributed_says_what_to_do():
+    assert not dist.is_initialized()
+    with pytest.raises(ParallelStateError, match=r"call torch.distributed.init_process_group\(...\) first"):
+        initialize_model_parallel(1)
+
+
+def again_and_again(rounds: int) -> tuple[int, int, int, str]:
+    """Known groups before and after, growth of open files, and what using a destroyed group says."""
+    initialize_model_parallel(2, 2)
+    destroy_model_parallel()
+    known, files = len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
+    group = None
+    for i in range(rounds):
+        # the same groups time and again, alternating with others
+        initialize_model_parallel(*((2, 2), (4, 1), (1, 2))[i % 3])
+        group = ps.get_pipeline_model_parallel_group()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=ps.get_tensor_model_parallel_group())
+        assert total.item() == ps.get_tensor_model_parallel_world_size()
+        destroy_model_parallel()
+    dist.barrier()
+    error = error_of(dist.get_rank, group)[0]
+    del group  # it holds its sockets as long as somebody holds it
+    growth = len(os.listdir("/proc/self/fd")) - files
+    return known, len(dist.distributed_c10d._world.pg_map), growth, error
+
+
+def test_destroy_leaves_nothing_behind_however_often(ranks4):
+    for known_before, known_after, growth, error in ranks4.run(again_and_again, 24):
+        assert known_before == known_after == 1  # the default group alone
+        assert growth <= 2  # sockets of 24 rounds would be a hundred and more
+        assert error == "ValueError"
+
+
+def initialize_after_own_groups() -> int:
+    """Ranks with different histories: torch's own local synchronization would wait for ever here."""
+    if dist.get_rank() == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    state = initialize_model_parallel(2, timeout=timedelta(seconds=10))
+    total = torch.tensor(state.rank)
+    dist.all_reduce(total, group=state.process_group("tp"))
+    return int(total)
+
+
+def test_ranks_may_have_made_other_groups_before(ranks4):
+    assert ranks4.run(initialize_after_own_groups) == [1, 1, 5, 5]
+
+
+def bad_timeout() -> tuple[str, str]:
+    return error_of(initialize_model_parallel, 2, timeout=30)
+
+
+def test_timeout_must_be_a_timedelta(ranks2):
+    assert ranks2.run(bad_timeout) == [("TypeError", "timeout must be a datetime.timedelta, got 30")] * 2
+
+
+def test_plan_for_another_world_is_refused():
+    with fake_rank(0, 4), pytest.raises(ValueError, match="the plan is for 8 ranks, but this world has 4"):
+        create_parallel_state(plan_groups(world_size=8))
+
+
+def destroy_after_the_default_group() -> bool:
+    initialize_model_parallel(2)
+    dist.destroy_process_group()
+    destroy_model_parallel()
+    return ps.model_parallel_is_initialized()
+
+
+def test_destroy_after_the_default_group_is_harmless(ranks2):
+    assert ranks2.run(destroy_after_the_default_group) == [False, False]
+
+
+def test_destroy_without_a_state_is_harmless():
+    destroy_model_parallel()
+    assert not ps.model_parallel_is_initialized()
+
+
+def test_bad_sizes_do_not_leave_a_state_behind():
+    with fake_rank(0, 4):
+        with pytest.raises(InvalidSizes):
+            initialize_model_parallel(3)
+        assert current_or_none() is None
+        initialize_model_parallel(2)

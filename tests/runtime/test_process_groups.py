@@ -1,0 +1,171 @@
+"""`runtime/process_groups.py`: few creations, shared groups, the same order on every rank."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fake_world import each_rank, fake_rank
+from tpkernels import parallel_state as ps
+from tpkernels.runtime import c10d
+from tpkernels.runtime.initialize import (
+    destroy_model_parallel,
+    initialize_model_parallel,
+)
+from tpkernels.runtime.process_groups import create_process_groups, kinds_alike
+from tpkernels.runtime.state import ParallelStateError, current_or_none
+from tpkernels.topology.plan import KINDS, plan_groups
+
+
+def timeouts_of_groups() -> list[float]:
+    seconds = []
+    for timeout in (None, timedelta(seconds=11)):
+        initialize_model_parallel(2, timeout=timeout)
+        backend = ps.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
+        seconds.append(backend.options._timeout.total_seconds())
+        destroy_model_parallel()
+    return [c10d.default_timeout().total_seconds(), *seconds]
+
+
+def test_groups_have_the_given_timeout_or_the_default_groups(ranks2):
+    for default, unset, given in ranks2.run(timeouts_of_groups):
+        assert unset == default < 120
+        assert given == 11
+
+
+def test_equal_rank_lists_share_one_group_and_options_part_them():
+    with fake_rank(3, 8):
+        state = initialize_model_parallel(2, 2)
+        assert state.process_group("pp") is state.process_group("embedding")
+        assert state.process_group("dp") is state.process_group("dp_cp")
+        assert state.process_group("tp") is not state.process_group("dp")
+        assert len(set(state.process_groups.values())) == 5  # tp, dp, pp, model, and this rank alone
+        assert set(state.process_groups) == set(KINDS)
+        destroy_model_parallel()
+        state = initialize_model_parallel(2, 2, group_options={"embedding": None})
+        assert state.process_group("pp") is not state.process_group("embedding")
+
+
+def test_group_of_all_ranks_is_the_default_group_unless_it_is_to_differ():
+    with fake_rank(3, 8):
+        state = initialize_model_parallel(8)
+        assert state.process_group("tp") is dist.group.WORLD
+        assert state.process_group("model") is dist.group.WORLD
+        destroy_model_parallel()
+        assert dist.is_initialized()
+        for difference in (
+            {"timeout": timedelta(seconds=5)},
+            {"backend": "fake"},
+            {"group_options": {"tp": None}},
+        ):
+            state = initialize_model_parallel(8, **difference)
+            assert state.process_group("tp") is not dist.group.WORLD
+            assert dist.get_process_group_ranks(state.process_group("tp")) == list(range(8))
+            destroy_model_parallel()
+
+
+def test_unknown_kind_of_options_is_refused():
+    with fake_rank(0, 2), pytest.raises(ValueError, match="unknown kind 'tensor'; known are tp, cp"):
+        initialize_model_parallel(2, group_options={"tensor": None})
+
+
+def test_sharing_is_right_on_every_rank():
+    """Kinds are judged alike at rank 0; that must hold for all."""
+    for split in (None, 0, 1, 2, 3):
+        for sizes in [dict(tensor=2, pipeline=4), dict(pipeline=4, context=2, expert=2), dict(pipeline=4)]:
+            plan = plan_groups(world_size=16, split_rank=split, **sizes)
+            for kind, alike in kinds_alike(plan, {}).items():
+                for rank in range(16):
+                    if plan.is_member(rank, kind):
+                        assert plan.group_of(rank, kind) == plan.group_of(rank, alike)
+
+
+def count_creations(monkeypatch) -> list[tuple[int, ...]]:
+    created: list[tuple[int, ...]] = []
+    create = dist.distributed_c10d._new_process_group_helper
+
+    def counting(size, rank, ranks, *args, **kwargs):
+        created.append(tuple(ranks))
+        return create(size, rank, ranks, *args, **kwargs)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", counting)
+    return created
+
+
+def loop_lists(world: int, tensor: int, pipeline: int) -> list[list[int]]:
+    from bench.naive_groups import loop_groups
+
+    return [ranks for _, ranks in loop_groups(world, tensor, pipeline)]
+
+
+def test_rank_of_a_large_world_creates_at_most_a_dozen_groups(monkeypatch):
+    """The classic loops have every rank take part in the creation of every group of the world."""
+    for rank in each_rank(2048, ranks=[0, 1, 777, 2047]):
+        created = count_creations(monkeypatch)
+        initialize_model_parallel(
+            8, 8, 2, 4, context_parallel_size=2, expert_model_parallel_size=4
+        )  # every kind its own group
+        assert len(created) <= 12
+        assert all(rank in ranks for ranks in created)
+        destroy_model_parallel()
+        created.clear()
+        for ranks in loop_lists(2048, 8, 8):
+            dist.new_group(ranks)
+        assert len(created) == len(loop_lists(2048, 8, 8)) > 1000
+        monkeypatch.undo()
+
+
+def test_group_that_cannot_be_created_is_an_error_that_names_it(monkeypatch):
+    destroyed = []
+    with fake_rank(1, 4):
+        create = c10d.new_group
+
+        def fail_at_dp(ranks, **options):
+            if "/dp/" in options["name"]:
+                raise RuntimeError("connection refused")
+            return create(ranks, **options)
+
+        monkeypatch.setattr(c10d, "new_group", fail_at_dp)
+        monkeypatch.setattr(c10d, "destroy_group", destroyed.append)
+        with pytest.raises(
+            ParallelStateError, match=r"could not create the dp group \[1, 3\]: connection refused"
+        ):
+            initialize_model_parallel(2)
+        assert [dist.get_process_group_ranks(group) for group in destroyed] == [[0, 1]]  # made before it
+        assert current_or_none() is None
+
+
+def test_all_ranks_take_part_when_groups_are_split_off_the_world(monkeypatch):
+    """With a device bound to the default group NCCL splits its communicator: a collective of all ranks."""
+    plan = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=2)
+    took_part: list[str] = []
+    monkeypatch.setattr(c10d, "splits_the_world", lambda: True)
+    monkeypatch.setattr(c10d, "stand_aside", lambda: took_part.append("aside"))
+    monkeypatch.setattr(c10d, "default_timeout", lambda: timedelta(seconds=1))
+    monkeypatch.setattr(c10d, "new_group", lambda ranks, *, name, **_: took_part.append(name.split("/")[2]))
+    splits_by_rank = []
+    for rank in range(16):
+        took_part.clear()
+        groups = create_process_groups(plan, rank, call=1, timeout=None, backend=None, options={})
+        splits_by_rank.append(list(took_part))
+        assert set(groups) == {kind for kind in KINDS if plan.is_member(rank, kind)}
+    everything = splits_by_rank[0]
+    assert everything == ["tp", "cp", "dp", "pp", "model", "embedding", "position_embedding"]
+    for rank, splits in enumerate(splits_by_rank):
+        expected = [kind if plan.is_member(rank, kind) else "aside" for kind in everything]
+        assert splits == expected
+
+
+def test_group_of_one_rank_is_made_when_it_is_asked_for(monkeypatch):
+    with fake_rank(3, 8):
+        created = count_creations(monkeypatch)
+        state = initialize_model_parallel(2, 4)
+        assert (3,) not in created
+        assert dist.get_process_group_ranks(state.process_group("cp")) == [3]
+        assert created[-1] == (3,)
+        made = len(created)
+        assert state.process_group("dp") is state.process_group("ep") is state.process_group("cp")
+        assert len(created) == made
+        destroy_model_parallel()
+        assert len(dist.distributed_c10d._world.pg_map) == 1

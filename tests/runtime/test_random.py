@@ -1,0 +1,234 @@
+"""`runtime/random.py`: streams go on where they stopped, apart from each other, seeded as in Megatron."""
+
+import pickle
+
+import pytest
+import torch
+
+from tests.fake_world import fake_rank
+from tpkernels.runtime.initialize import initialize_model_parallel
+from tpkernels.runtime.random import RngTracker, get_rng_tracker, manual_seed
+from tpkernels.runtime.state import ParallelState, ParallelStateError, use
+from tpkernels.topology.plan import plan_groups
+
+
+def draws(seed: int, count: int) -> list[float]:
+    """What a fresh generator gives."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def draw(count: int = 1) -> list[float]:
+    return torch.rand(count).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed():
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+    get_rng_tracker().reset()
+
+
+@pytest.fixture
+def tracker() -> RngTracker:
+    torch.manual_seed(1)
+    tracker = RngTracker()
+    tracker.add("a", 11)
+    tracker.add("b", 22)
+    return tracker
+
+
+def test_fork_draws_from_the_named_stream_and_comes_back(tracker):
+    with tracker.fork("a"):
+        assert draw(2) == draws(11, 2)
+    assert draw(2) == draws(1, 2)
+
+
+def test_stream_goes_on_where_it_stopped(tracker):
+    drawn = []
+    for _ in range(4):
+        with tracker.fork("a"):
+            drawn += draw()
+        draw()
+    assert drawn == draws(11, 4)
+
+
+def test_streams_do_not_disturb_each_other(tracker):
+    drawn = {"a": [], "b": [], "default": []}
+    for name in ("a", "b", "default", "b", "a", "default", "a"):
+        with tracker.fork(name):
+            drawn[name] += draw()
+    assert drawn == {"a": draws(11, 3), "b": draws(22, 2), "default": draws(1, 2)}
+
+
+def test_forks_nest(tracker):
+    with tracker.fork("a"):
+        first = draw()
+        with tracker.fork("b"):
+            assert draw(2) == draws(22, 2)
+        assert first + draw() == draws(11, 2)
+    assert draw() == draws(1, 1)
+
+
+def test_stream_forked_inside_itself_goes_on(tracker):
+    """Starting again from the stored state would draw the same dropout mask twice."""
+    with tracker.fork("a"):
+        drawn = draw()
+        with tracker.fork("a"):
+            drawn += draw()
+        drawn += draw()
+    assert drawn == draws(11, 3)
+
+
+def test_fork_comes_back_after_an_exception(tracker):
+    def draw_and_fail():
+        with tracker.fork("a"), tracker.fork("b"):
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+    assert draw() == draws(1, 1)
+    with tracker.fork("b"):
+        assert draw() == draws(22, 2)[1:]
+
+
+def test_adding_a_stream_does_not_disturb_the_live_one(tracker):
+    first = draw()
+    tracker.add("c", 33)
+    assert first + draw() == draws(1, 2)
+
+
+def test_unknown_stream_is_refused_and_the_known_ones_named(tracker):
+    with pytest.raises(ValueError, match="no random stream 'c'; known are default, a, b"), tracker.fork("c"):
+        pass
+    assert draw() == draws(1, 1)
+
+
+def test_name_or_seed_used_twice_is_refused(tracker):
+    with pytest.raises(ValueError, match="random stream 'a' exists already"):
+        tracker.add("a", 44)
+    with pytest.raises(ValueError, match="random stream 'default' exists already"):
+        tracker.add("default", 44)
+    with pytest.raises(ValueError, match="seed 22 is taken"):
+        tracker.add("c", 22)
+    with pytest.raises(ValueError, match="no random stream 'c'"), tracker.fork("c"):
+        pass
+
+
+def test_states_survive_a_checkpoint(tracker):
+    with tracker.fork("a"):
+        draw(3)
+    draw(2)
+    saved = pickle.dumps(tracker.get_states())
+    draw(7)
+    with tracker.fork("b"):
+        draw(7)
+    other = RngTracker()
+    other.set_states(pickle.loads(saved))
+    assert draw() == draws(1, 3)[2:]
+    with other.fork("a"):
+        assert draw() == draws(11, 4)[3:]
+    with other.fork("b"):
+        assert draw() == draws(22, 1)
+
+
+def test_states_taken_inside_a_fork_are_live(tracker):
+    with tracker.fork("a"):
+        draw()
+        states = tracker.get_states()
+        draw(5)
+        tracker.set_states(states)
+        assert draw() == draws(11, 2)[1:]
+    assert draw() == draws(1, 1)
+
+
+def test_states_can_be_loaded_without_unpickling_code(tracker, tmp_path):
+    torch.save(tracker.get_states(), tmp_path / "states")
+    RngTracker().set_states(torch.load(tmp_path / "states", weights_only=True))
+
+
+@pytest.mark.parametrize("states", [None, {}, {"a": {}}, {"default": {"cuda": 1}}], ids=repr)
+def test_states_that_are_none_are_refused(tracker, states):
+    with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
+        tracker.set_states(states)
+
+
+def test_reset_inside_a_fork_is_refused(tracker):
+    with (
+        tracker.fork("a"),
+        pytest.raises(RuntimeError, match=r"cannot reset random streams inside fork\('a'\)"),
+    ):
+        tracker.reset()
+
+
+def test_reset_forgets_streams_and_seeds(tracker):
+    tracker.reset()
+    tracker.add("a", 22)
+    with tracker.fork("a"):
+        assert draw() == draws(22, 1)
+
+
+def first_draws(rank: int, **sizes: int) -> dict[str, list[float]]:
+    plan = plan_groups(world_size=16, **sizes)
+    with use(ParallelState(rank=rank, plan=plan, process_groups={})):
+        manual_seed(1234)
+        drawn = {"default": draw()}
+        for name in ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"):
+            with get_rng_tracker().fork(name):
+                drawn[name] = draw()
+    return drawn
+
+
+@pytest.mark.parametrize("rank", range(16))
+def test_seeds_are_megatrons_on_every_rank(rank):
+    plan = plan_groups(world_size=16, tensor=4, expert=2, pipeline=2)
+    tensor_rank, expert_rank = plan.index_in(rank, "tp"), plan.index_in(rank, "ep")
+    assert first_draws(rank, tensor=4, expert=2, pipeline=2) == {
+        "default": draws(1234, 1),
+        "data-parallel-rng": draws(1234, 1),
+        "model-parallel-rng": draws(1234 + 2718 + tensor_rank, 1),
+        "expert-parallel-rng": draws(1234 + 1024 + 100 * expert_rank + tensor_rank, 1),
+    }
+
+
+def test_seeding_again_starts_again():
+    assert first_draws(3, tensor=4) == first_draws(3, tensor=4)
+
+
+def test_tensor_ranks_share_the_default_stream_only():
+    by_rank = [first_draws(rank, tensor=4) for rank in range(4)]
+    assert len({tuple(drawn["default"]) for drawn in by_rank}) == 1
+    assert len({tuple(drawn["model-parallel-rng"]) for drawn in by_rank}) == 4
+
+
+def test_fork_without_a_name_is_the_model_parallel_stream():
+    with fake_rank(1, 2):
+        initialize_model_parallel(2)
+        manual_seed(5)
+        with get_rng_tracker().fork():
+            assert draw() == draws(5 + 2718 + 1, 1)
+
+
+def test_seeding_before_initialization_says_what_to_do():
+    with pytest.raises(ParallelStateError, match="initialize_model_parallel"):
+        manual_seed(1)
+
+
+@pytest.mark.gpu
+def test_streams_cover_the_gpu():
+    torch.manual_seed(1)
+    tracker = RngTracker()
+    tracker.add("a", 11)
+    expected = {
+        seed: torch.rand(4, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+        for seed in (1, 11)
+    }
+    first = torch.rand(2, device="cuda")
+    with tracker.fork("a"):
+        forked = torch.rand(2, device="cuda")
+    with tracker.fork("a"):
+        forked = torch.cat([forked, torch.rand(2, device="cuda")])
+    rest = torch.rand(2, device="cuda")
+    torch.testing.assert_close(torch.cat([first, rest]), expected[1], rtol=0, atol=0)
+    torch.testing.assert_close(forked, expected[11], rtol=0, atol=0)

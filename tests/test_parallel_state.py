@@ -1,0 +1,245 @@
+"""`parallel_state` answers as Megatron's sources do: every function, every rank, many worlds."""
+
+import inspect
+
+import pytest
+import torch.distributed as dist
+
+from tests.fake_world import each_rank, fake_rank
+from tests.oracle import Classic, all_settings
+from tpkernels import parallel_state as ps
+from tpkernels.runtime.state import ParallelState, ParallelStateError, use
+from tpkernels.topology.plan import plan_groups
+
+GETTERS_OF_GROUPS = {
+    "model": ps.get_model_parallel_group,
+    "tp": ps.get_tensor_model_parallel_group,
+    "pp": ps.get_pipeline_model_parallel_group,
+    "dp": ps.get_data_parallel_group,
+    "embedding": ps.get_embedding_group,
+    "position_embedding": ps.get_position_embedding_group,
+}
+
+
+def pretend(world, tp, pp, virtual, split, rank) -> ParallelState:
+    """A state without process groups: enough for every answer that is arithmetic."""
+    plan = plan_groups(world_size=world, tensor=tp, pipeline=pp, virtual_pipeline=virtual, split_rank=split)
+    return ParallelState(rank=rank, plan=plan, process_groups={})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_every_answer_is_the_oracles_on_every_rank(world):
+    compared = 0
+    for setting in all_settings((world,)):
+        virtual = setting[3]
+        for rank in range(world):
+            oracle = Classic(*setting, rank)
+            with use(pretend(*setting, rank)):
+                for virtual_rank in [None] if virtual is None else range(virtual):
+                    if virtual_rank is not None:
+                        ps.set_virtual_pipeline_model_parallel_rank(virtual_rank)
+                    for function, arguments, expected in oracle.answers(virtual_rank):
+                        answer = getattr(ps, function)(*arguments)
+                        assert answer == expected, (oracle, virtual_rank, function, arguments)
+                        compared += 1
+    assert compared > 20 * world
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "split"), [(1, 1, 1, None), (8, 2, 2, None), (16, 2, 4, 2), (12, 3, 4, 3)]
+)
+def test_groups_hold_the_oracles_ranks(world, tp, pp, split):
+    for rank in each_rank(world):
+        ps.initialize_model_parallel(tp, pp, None, split)
+        oracle = Classic(world, tp, pp, None, split, rank)
+        expected = {kind: oracle.group(kind) for kind in ("model", "tp", "pp", "dp")}
+        expected["embedding"] = oracle.embedding()
+        expected["position_embedding"] = oracle.position_embedding()
+        for kind, getter in GETTERS_OF_GROUPS.items():
+            if rank in expected[kind]:
+                assert dist.get_process_group_ranks(getter()) == expected[kind]
+                assert dist.get_rank(getter()) == expected[kind].index(rank)
+            else:
+                with pytest.raises(
+                    ParallelStateError, match=f"not initialized on rank {rank}: it is pipeline"
+                ):
+                    getter()
+        assert dist.get_world_size(ps.get_data_parallel_group()) == ps.get_data_parallel_world_size()
+        ps.destroy_model_parallel()
+
+
+def test_every_name_of_megatrons_sources_is_here():
+    names = """initialize_model_parallel model_parallel_is_initialized get_model_parallel_group
+        get_tensor_model_parallel_group get_pipeline_model_parallel_group get_data_parallel_group
+        get_embedding_group get_position_embedding_group set_tensor_model_parallel_world_size
+        set_pipeline_model_parallel_world_size get_tensor_model_parallel_world_size
+        get_pipeline_model_parallel_world_size set_tensor_model_parallel_rank set_pipeline_model_parallel_rank
+        set_pipeline_model_parallel_split_rank get_tensor_model_parallel_rank get_pipeline_model_parallel_rank
+        is_pipeline_first_stage is_pipeline_last_stage is_rank_in_embedding_group
+        is_rank_in_position_embedding_group is_pipeline_stage_before_split is_pipeline_stage_after_split
+        is_pipeline_stage_at_split get_virtual_pipeline_model_parallel_rank
+        set_virtual_pipeline_model_parallel_rank get_virtual_pipeline_model_parallel_world_size
+        get_tensor_model_parallel_src_rank get_data_parallel_src_rank get_pipeline_model_parallel_first_rank
+        get_pipeline_model_parallel_last_rank get_pipeline_model_parallel_next_rank
+        get_pipeline_model_parallel_prev_rank get_data_parallel_world_size get_data_parallel_rank
+        destroy_model_parallel"""
+    assert len(names.split()) == 36
+    for name in names.split():
+        assert callable(getattr(ps, name))
+        assert name in ps.__all__
+    assert all(callable(getattr(ps, name)) for name in ps.__all__)
+
+
+def test_first_four_arguments_are_megatrons():
+    names = list(inspect.signature(ps.initialize_model_parallel).parameters)[:4]
+    assert names == [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "pipeline_model_parallel_split_rank",
+    ]
+
+
+ASKS_FOR_STATE = [
+    name
+    for name in ps.__all__
+    if name.startswith(("get_", "is_"))
+    and "virtual" not in name  # None before initialization, as in Megatron
+    and name != "get_pipeline_model_parallel_split_rank"
+]
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_STATE)
+def test_asking_before_initialization_is_an_error_of_both_kinds(name):
+    for caught in (RuntimeError, AssertionError):
+        with pytest.raises(caught, match=r"is not initialized: call initialize_model_parallel"):
+            getattr(ps, name)()
+
+
+def test_asking_before_initialization_keeps_the_familiar_words():
+    for getter, words in [
+        (ps.get_model_parallel_group, "model parallel group is not initialized"),
+        (ps.get_tensor_model_parallel_group, "intra_layer_model parallel group is not initialized"),
+        (ps.get_pipeline_model_parallel_group, "pipeline_model parallel group is not initialized"),
+        (ps.get_data_parallel_group, "data parallel group is not initialized"),
+        (ps.get_embedding_group, "embedding group is not initialized"),
+        (ps.get_position_embedding_group, "position embedding group is not initialized"),
+        (ps.get_data_parallel_src_rank, "Data parallel group is not initialized"),
+        (ps.get_pipeline_model_parallel_first_rank, "Pipeline parallel group is not initialized"),
+    ]:
+        with pytest.raises(ParallelStateError, match=words):
+            getter()
+
+
+def test_virtual_state_is_empty_before_initialization():
+    assert not ps.model_parallel_is_initialized()
+    assert ps.get_virtual_pipeline_model_parallel_rank() is None
+    assert ps.get_virtual_pipeline_model_parallel_world_size() is None
+    assert ps.get_pipeline_model_parallel_split_rank() is None
+
+
+def test_sizes_and_ranks_change_on_the_fly():
+    with use(pretend(16, 2, 4, None, None, rank=6)):
+        ps.set_tensor_model_parallel_world_size(4)
+        ps.set_tensor_model_parallel_rank(3)
+        ps.set_pipeline_model_parallel_world_size(2)
+        ps.set_pipeline_model_parallel_rank(1)
+        assert ps.get_tensor_model_parallel_world_size() == 4
+        assert ps.get_tensor_model_parallel_rank() == 3
+        assert ps.get_pipeline_model_parallel_world_size() == 2
+        assert ps.get_pipeline_model_parallel_rank() == 1
+        assert ps.get_tensor_model_parallel_src_rank() == 4
+        assert ps.is_pipeline_last_stage()
+        assert ps.get_pipeline_model_parallel_last_rank() == 6  # second of 2, 6, 10, 14
+        assert ps.get_pipeline_model_parallel_next_rank() == 2
+        for take_back in (
+            ps.set_tensor_model_parallel_world_size,
+            ps.set_tensor_model_parallel_rank,
+            ps.set_pipeline_model_parallel_world_size,
+            ps.set_pipeline_model_parallel_rank,
+        ):
+            take_back(None)
+        assert ps.get_tensor_model_parallel_world_size() == 2
+        assert ps.get_pipeline_model_parallel_last_rank() == 14
+
+
+def test_sizes_set_on_the_fly_need_no_initialization():
+    """Checkpoint tools set sizes and ranks to build one rank's model in a lone process."""
+    try:
+        ps.set_tensor_model_parallel_world_size(8)
+        ps.set_tensor_model_parallel_rank(5)
+        ps.set_pipeline_model_parallel_world_size(2)
+        ps.set_pipeline_model_parallel_rank(1)
+        assert ps.get_tensor_model_parallel_world_size() == 8
+        assert ps.get_tensor_model_parallel_rank() == 5
+        assert ps.is_pipeline_last_stage()
+        assert not ps.is_pipeline_first_stage()
+        with fake_rank(13, 16):
+            assert ps.get_tensor_model_parallel_src_rank() == 8
+    finally:
+        ps.destroy_model_parallel()
+    with pytest.raises(ParallelStateError):
+        ps.get_tensor_model_parallel_world_size()
+
+
+def test_split_rank_set_on_the_fly_is_obeyed():
+    with use(pretend(8, 1, 4, None, 1, rank=2)):
+        assert not ps.is_pipeline_stage_before_split(1)
+        ps.set_pipeline_model_parallel_split_rank(3)
+        assert ps.get_pipeline_model_parallel_split_rank() == 3
+        assert ps.is_pipeline_stage_before_split(1)
+        assert ps.is_pipeline_stage_at_split() is (ps.get_pipeline_model_parallel_rank() == 2)
+        ps.set_pipeline_model_parallel_split_rank(None)
+        assert ps.get_pipeline_model_parallel_split_rank() == 1
+
+
+def test_pipeline_size_beyond_the_group_is_a_clear_error():
+    with use(pretend(8, 1, 4, None, None, rank=2)):
+        ps.set_pipeline_model_parallel_world_size(16)
+        with pytest.raises(
+            ParallelStateError, match="set to 16 on the fly, but this rank's pipeline group has 4"
+        ):
+            ps.get_pipeline_model_parallel_last_rank()
+
+
+def test_virtual_pipeline_starts_at_its_first_stage():
+    with use(pretend(4, 1, 4, 3, None, rank=0)):
+        assert ps.get_virtual_pipeline_model_parallel_rank() == 0
+        assert ps.is_pipeline_first_stage()
+        ps.set_virtual_pipeline_model_parallel_rank(1)
+        assert not ps.is_pipeline_first_stage()
+        assert ps.is_pipeline_first_stage(ignore_virtual=True)
+
+
+def test_destroy_clears_everything():
+    with fake_rank(5, 8):
+        ps.initialize_model_parallel(2, 4, 2, 1)
+        ps.set_tensor_model_parallel_world_size(16)
+        ps.set_virtual_pipeline_model_parallel_rank(1)
+        ps.destroy_model_parallel()
+        assert not ps.model_parallel_is_initialized()
+        assert ps.get_virtual_pipeline_model_parallel_rank() is None
+        assert ps.get_virtual_pipeline_model_parallel_world_size() is None
+        assert ps.get_pipeline_model_parallel_split_rank() is None
+        with pytest.raises(ParallelStateError):
+            ps.get_tensor_model_parallel_world_size()
+        ps.initialize_model_parallel(4, 1)
+        assert ps.get_tensor_model_parallel_world_size() == 4
+        assert ps.get_virtual_pipeline_model_parallel_world_size() is None
+
+
+def test_context_and_expert_groups_have_getters():
+    with fake_rank(5, 16):
+        ps.initialize_model_parallel(2, 1, context_parallel_size=2, expert_model_parallel_size=4)
+        assert ps.get_context_parallel_world_size() == 2
+        assert ps.get_context_parallel_rank() == 0
+        assert dist.get_process_group_ranks(ps.get_context_parallel_group()) == [5, 7]
+        assert ps.get_expert_model_parallel_world_size() == 4
+        assert ps.get_expert_model_parallel_rank() == 2
+        assert dist.get_process_group_ranks(ps.get_expert_model_parallel_group()) == [1, 3, 5, 7]
+        assert dist.get_process_group_ranks(ps.get_expert_data_parallel_group()) == [5, 13]
+        assert ps.get_data_parallel_world_size() == 4
+        assert ps.get_data_parallel_world_size(with_context_parallel=True) == 8
+        assert ps.get_data_parallel_rank(with_context_parallel=True) == 2
+        assert ps.get_data_parallel_src_rank() == 1
+        assert dist.get_world_size(ps.get_data_parallel_group(with_context_parallel=True)) == 8

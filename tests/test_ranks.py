@@ -1,0 +1,439 @@
+"""The rank pool: what it promises when all is well, and what it says when ranks raise, die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailure, RankPool
+
+ROOT = Path(__file__).parents[1]
+FOREVER = 600.0  # far beyond every time-out here
+
+
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[RankPool]:
+    """A pool whose ranks may be killed: the session's pools are spared the restart."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+# What the ranks do. At module level, because functions travel by name.
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def shout() -> None:
+    os.write(1, f"rank {dist.get_rank()} was here\n".encode())
+    print(f"rank {dist.get_rank()} printed")
+
+
+def make_a_lonely_group() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def sum_in_a_new_group() -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    return x.item()
+
+
+def excepthook_name() -> str:
+    return sys.excepthook.__qualname__
+
+
+def raise_on_every_rank() -> None:
+    raise ValueError(f"no luck on rank {dist.get_rank()}")
+
+
+def raise_on_rank_1() -> str:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    return "fine"
+
+
+class Stubborn(Exception):
+    """Can be pickled, but not unpickled: a common mistake."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def raise_stubborn() -> None:
+    raise Stubborn(1, 2)
+
+
+def leave() -> None:
+    sys.exit("enough")
+
+
+def raise_while_the_other_reduces() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    dist.all_reduce(torch.ones(1))
+
+
+def raise_while_the_other_sleeps() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    time.sleep(FOREVER)
+
+
+def sleep_on_every_rank() -> None:
+    time.sleep(FOREVER)
+
+
+def reduce_alone() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def return_before_a_pending_reduce_is_done() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def exit_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def be_killed_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def return_a_lambda() -> Callable[[], None]:
+    return lambda: None
+
+
+def set_up_model_parallel(problem: str) -> None:
+    """As far as the pool can see: a module with a function."""
+
+    def destroy_model_parallel() -> None:
+        assert dist.is_initialized()  # its groups go before the default group
+        sys.modules.pop("tpkernels.runtime.initialize")
+        if problem:
+            raise KeyError(problem)
+
+    module: Any = SimpleNamespace(destroy_model_parallel=destroy_model_parallel)
+    sys.modules["tpkernels.runtime.initialize"] = module
+
+
+def model_parallel_is_set_up() -> bool:
+    return "tpkernels.runtime.initialize" in sys.modules
+
+
+def report_pid_and_hang() -> None:
+    """Rank 0 in a collective that never ends; it can report from there, as gloo has let go of the GIL."""
+    if dist.get_rank() == 0:
+        threading.Timer(0.5, report_pid).start()
+        dist.all_reduce(torch.ones(1))
+    report_pid()
+    time.sleep(FOREVER)
+
+
+def report_pid() -> None:
+    os.write(1, f"{os.getpid()}\n".encode())
+
+
+# All is well.
+
+
+def test_run_returns_in_rank_order(ranks4: RankPool) -> None:
+    assert ranks4.run(rank_and_size) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+def test_run_in_a_world_of_one(ranks1: RankPool) -> None:
+    assert ranks1.run(rank_and_size) == [(0, 1)]
+
+
+def test_run_sends_arguments_and_collectives_work(ranks2: RankPool) -> None:
+    for total in ranks2.run(sum_over_ranks, torch.tensor([1.0, 2.5])):
+        torch.testing.assert_close(total, torch.tensor([2.0, 5.0]), rtol=0, atol=0)
+
+
+def test_run_each_gives_every_rank_its_own(ranks2: RankPool) -> None:
+    assert ranks2.run_each(add, [(1, 2), (30, 40)]) == [3, 70]
+
+
+def test_run_each_refuses_a_wrong_count(ranks2: RankPool) -> None:
+    with pytest.raises(ValueError, match="expected arguments for 2 ranks, got 1"):
+        ranks2.run_each(add, [(1, 2)])
+
+
+def test_ranks_live_on(ranks2: RankPool) -> None:
+    pids = ranks2.run(os.getpid)
+    assert len({*pids, os.getpid()}) == 3
+    assert ranks2.run(os.getpid) == pids
+
+
+def test_ranks_are_single_threaded(ranks2: RankPool) -> None:
+    assert ranks2.run(torch.get_num_threads) == [1, 1]
+
+
+def test_groups_do_not_outlive_a_run(ranks2: RankPool) -> None:
+    ranks2.run(make_a_lonely_group)  # would shift the names, or the store's keys, of later groups
+    assert ranks2.run(sum_in_a_new_group) == [2.0, 2.0]
+
+
+def test_excepthook_is_not_wrapped_once_per_run(ranks2: RankPool) -> None:
+    assert ranks2.run(excepthook_name) == [sys.__excepthook__.__qualname__] * 2
+
+
+def test_output_belongs_to_the_test(capfd: pytest.CaptureFixture[str]) -> None:
+    with RankPool(1) as pool:  # a new rank, because it inherits the output of now
+        pool.run(shout)
+        output = capfd.readouterr().out  # before the rank ends
+    assert "rank 0 was here\n" in output
+    assert "rank 0 printed\n" in output
+
+
+# Ranks raise.
+
+
+def test_exception_is_told_with_rank_and_traceback(ranks2: RankPool) -> None:
+    pids = ranks2.run(os.getpid)
+    with pytest.raises(RankFailure) as caught:
+        ranks2.run(raise_on_rank_1)
+    message = str(caught.value)
+    assert "1 of 2 ranks failed: tests.test_ranks.raise_on_rank_1" in message
+    assert "rank 1: ValueError: no luck" in message
+    assert 'raise ValueError("no luck")' in message  # the traceback quotes the line
+    assert "rank 0: returned" in message
+    assert list(caught.value.exceptions) == [1]
+    assert isinstance(caught.value.exceptions[1], ValueError)
+    assert ranks2.run(os.getpid) == pids
+
+
+def test_exceptions_of_all_ranks_are_told(ranks2: RankPool) -> None:
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
+        ranks2.run(raise_on_every_rank)
+    for rank in range(2):
+        assert f"rank {rank}: ValueError: no luck on rank {rank}" in str(caught.value)
+        assert str(caught.value.exceptions[rank]) == f"no luck on rank {rank}"
+
+
+def test_exception_that_cannot_be_pickled_is_told_in_words(ranks1: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"rank 0: tests\.test_ranks\.Stubborn: 1 and 2") as caught:
+        ranks1.run(raise_stubborn)
+    assert caught.value.exceptions == {0: None}
+
+
+def test_sys_exit_does_not_end_a_rank(ranks1: RankPool) -> None:
+    pids = ranks1.run(os.getpid)
+    with pytest.raises(RankFailure, match="SystemExit: enough"):
+        ranks1.run(leave)
+    assert ranks1.run(os.getpid) == pids
+
+
+def test_result_that_cannot_be_pickled_is_an_error(ranks2: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"return_a_lambda\.<locals>\.<lambda>"):
+        ranks2.run(return_a_lambda)
+    assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_argument_that_cannot_be_pickled_is_an_error_before_sending(ranks2: RankPool) -> None:
+    pids = ranks2.run(os.getpid)
+    with pytest.raises(TypeError, match=r"tests\.test_ranks\.add and its arguments cannot be sent"):
+        ranks2.run_each(add, [(1, 2), (1, threading.Lock())])
+    assert ranks2.run(os.getpid) == pids
+
+
+def test_local_function_is_an_error(ranks1: RankPool) -> None:
+    with pytest.raises(TypeError, match="expected a function at module level"):
+        ranks1.run(lambda: None)
+
+
+def test_raise_while_the_other_waits_ends_soon(ranks2: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
+        ranks2.run(raise_while_the_other_reduces)
+    assert time.monotonic() - start < 15  # gloo alone would wait for 30
+    message = str(caught.value)
+    assert message.index("rank 1: ValueError: no luck") < message.index("rank 0: ")  # the cause first
+    assert "in raise_while_the_other_reduces" in message[message.index("rank 0: ") :]
+    assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_raise_while_the_other_hangs_is_told_after_a_grace(fragile: RankPool) -> None:
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
+        fragile.run(raise_while_the_other_sleeps)
+    message = str(caught.value)
+    assert message.index("rank 1: ValueError: no luck") < message.index("rank 0: no answer after")
+    assert "in raise_while_the_other_sleeps" in message[message.index("rank 0: ") :]
+    assert caught.value.exceptions[0] is None
+    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_state_is_destroyed_after_a_run(fragile: RankPool) -> None:
+    fragile.run(set_up_model_parallel, "")
+    assert fragile.run(model_parallel_is_set_up) == [False, False]
+
+
+def test_destroying_state_may_fail_the_run(fragile: RankPool) -> None:
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
+        fragile.run(set_up_model_parallel, "a stale group")
+    assert "rank 1: KeyError: 'a stale group'" in str(caught.value)
+    assert "in destroy_model_parallel" in str(caught.value)
+    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]  # the default group went nevertheless
+
+
+# Ranks hang.
+
+
+def test_hang_is_told_with_all_stacks(fragile: RankPool) -> None:
+    pids = fragile.run(os.getpid)
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
+        fragile.run(sleep_on_every_rank, timeout=2)
+    for story in str(caught.value).split("rank 1: "):
+        assert "no answer after 2.0 s" in story
+        assert "in sleep_on_every_rank" in story
+    assert caught.value.exceptions == {0: None, 1: None}
+    assert not set(fragile.run(os.getpid)) & set(pids)
+
+
+def test_lone_collective_is_told_with_all_stacks(fragile: RankPool) -> None:
+    with pytest.raises(RankFailure, match="1 of 2 ranks failed") as caught:
+        fragile.run(reduce_alone, timeout=2)
+    hung, well = str(caught.value).split("rank 1: returned")
+    assert "in reduce_alone" in hung
+    assert "in _serve" in well
+    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_collective_left_pending_does_not_harm_the_next_run(fragile: RankPool) -> None:
+    fragile.run(return_before_a_pending_reduce_is_done)
+    assert fragile.run(sum_in_a_new_group) == [2.0, 2.0]
+
+
+def test_interrupted_wait_ends_the_ranks(fragile: RankPool) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with watched(fragile.run(os.getpid)) as exits:
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                fragile.run(sleep_on_every_rank)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        assert all_ended(exits, within=0)
+    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+# Ranks die.
+
+
+@pytest.mark.parametrize(
+    ("function", "end"),
+    [
+        pytest.param(exit_on_rank_1, "exited with code 3", id="exit"),
+        pytest.param(be_killed_on_rank_1, "killed by signal 9 (Killed)", id="sigkill"),
+        pytest.param(crash_on_rank_1, "killed by signal 11 (Segmentation fault)", id="crash"),
+    ],
+)
+def test_death_is_told_soon(fragile: RankPool, function: Callable[[], None], end: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        fragile.run(function)
+    assert time.monotonic() - start < 20  # of 60
+    message = str(caught.value)
+    assert message.splitlines()[1] == f"rank 1: {end}"
+    assert caught.value.exceptions[1] is None
+    if function is crash_on_rank_1:
+        assert "in crash_on_rank_1" in message
+    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_death_between_runs_is_told_by_the_next() -> None:
+    with RankPool(1) as pool:
+        os.kill(pool.run(os.getpid)[0], signal.SIGKILL)
+        with pytest.raises(RankFailure, match=r"rank 0: killed by signal 9"):
+            pool.run(rank_and_size)
+        assert pool.run(rank_and_size) == [(0, 1)]
+
+
+# Nobody is left behind.
+
+
+def test_close_ends_all_ranks() -> None:
+    with RankPool(1) as pool, watched(pool.run(os.getpid)) as exits:
+        pool.close()
+        assert all_ended(exits, within=0)
+
+
+def test_exit_of_the_parent_is_quiet() -> None:
+    parent = python("from tests.ranks import RankPool", "RankPool(1).run(report_pid)")
+    output, errors = parent.communicate(timeout=60)
+    assert output
+    assert errors == ""
+    assert parent.returncode == 0
+
+
+def test_ranks_end_with_a_parent_that_is_killed() -> None:
+    parent = python("from tests.ranks import RankPool", "RankPool(2).run(report_pid_and_hang)")
+    assert parent.stdout is not None
+    with watched([int(parent.stdout.readline()) for _ in range(2)]) as exits:
+        assert not all_ended(exits, within=0)
+        parent.kill()
+        assert all_ended(exits, within=20)
+    parent.communicate()
+
+
+def python(*lines: str) -> subprocess.Popen[str]:
+    script = "\n".join(["from tests.test_ranks import report_pid, report_pid_and_hang", *lines])
+    return subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@contextmanager
+def watched(pids: list[int]) -> Iterator[list[int]]:
+    """File descriptors that turn readable when these processes end: a zombie has, and no pid is mistaken."""
+    exits = [os.pidfd_open(pid) for pid in pids]
+    try:
+        yield exits
+    finally:
+        for descriptor in exits:
+            os.close(descriptor)
+
+
+def all_ended(exits: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    return all(wait([descriptor], max(0.0, deadline - time.monotonic())) for descriptor in exits)

@@ -1,0 +1,5 @@
+import sys
+
+from tpkernels.cli import main
+
+sys.exit(main())

@@ -1,0 +1,146 @@
+"""`python -m tpkernels doctor`: looks at this installation and says what is wrong with it.
+
+Whatever could crash runs in a process of its own: a torch that dies on import is a finding, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from tempfile import TemporaryFile
+
+from tpkernels import __version__
+from tpkernels.cli.findings import Finding, note, ok, problem
+
+PROBE_SECONDS = 120
+SELF_TEST_SECONDS = 120
+OUR_VARIABLES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = ArgumentParser(prog="python -m tpkernels doctor", description="Look at this installation.")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    options = parser.parse_args(argv)
+    findings = [_python(), *_probes(), _compiler(), *_environment()]
+    # without a torch there is nothing to test, and the finding above says so already
+    if not any(finding.name == "torch" and finding.health == "problem" for finding in findings):
+        findings.append(_self_test())
+    problems = [finding for finding in findings if finding.health == "problem"]
+    if options.json:
+        report = {
+            "version": __version__,
+            "healthy": not problems,
+            "findings": [f.as_dict() for f in findings],
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        _print(findings, problems)
+    return 1 if problems else 0
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return ok("python", f"{version} at {sys.executable}")
+
+
+def _probes() -> list[Finding]:
+    """The findings of `tpkernels.cli.probe`, and of how it ended."""
+    lines, ending = _run("tpkernels.cli.probe", PROBE_SECONDS)
+    findings: list[Finding] = []
+    probing = "probe"
+    for line in lines:
+        try:
+            said = json.loads(line)
+        except ValueError:  # a library's own chatter
+            continue
+        if isinstance(said, str):
+            probing = said
+        elif isinstance(said, dict):
+            findings.append(Finding(**said))
+    if ending:
+        findings.append(problem(probing, f"looking at it {ending}"))
+    return findings
+
+
+def _compiler() -> Finding:
+    name = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "")
+    if not name or not shutil.which(name.split()[0]):
+        return note("compiler", f"{name or 'none'} not found: the C++ extension cannot be built here")
+    try:
+        told = subprocess.run([*name.split(), "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return note("compiler", f"{name} does not run: {error}")
+    if told.returncode != 0:
+        return note("compiler", f"{name} --version fails with exit code {told.returncode}")
+    return ok("compiler", next(iter(told.stdout.splitlines()), name))
+
+
+def _environment() -> list[Finding]:
+    findings = []
+    for name in sorted(os.environ):
+        if name.startswith(OUR_VARIABLES) or name in LAUNCHER_VARIABLES:
+            findings.append(ok("variable", f"{name}={os.environ[name]}"))
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        findings.append(
+            note(
+                "variable",
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 is not needed here: overlap uses streams and events",
+            )
+        )
+    return findings
+
+
+def _self_test() -> Finding:
+    lines, ending = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS)
+    if ending:
+        return problem("self-test", f"two gloo processes on this machine: {ending}")
+    return ok("self-test", lines[-1] if lines else "two gloo processes agree")
+
+
+def _run(module: str, seconds: float) -> tuple[list[str], str]:
+    """The lines that `python -m module` printed, and in words how it failed: "" if it did not."""
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,  # so that its own children can be ended with it
+        )
+        try:
+            code = process.wait(seconds)
+            ending = _ending(code)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            ending = f"took more than {seconds:g} s"
+        output.seek(0)
+        errors.seek(0)
+        last_words = [line.strip() for line in errors if line.strip()][-1:]
+        if ending and last_words:
+            ending = f"{ending}: {last_words[0]}"
+        return output.read().splitlines(), ending
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}" if code else ""
+
+
+def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:
+    print(f"tpkernels {__version__}")
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"  {finding.health:<7}  {finding.name:<{width}}  {finding.text}")
+    if problems:
+        print(f"{len(problems)} problem{'s' * (len(problems) > 1)}: {', '.join(f.name for f in problems)}")
+    else:
+        print("healthy")

@@ -1,0 +1,121 @@
+"""The part of `doctor` that imports what may be broken. Prints one JSON line a finding.
+
+Before each probe it prints the probe's name, so that the parent knows what a crash was about.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+
+from tpkernels.cli.findings import Finding, note, ok, problem
+
+TESTED_TORCH = ("2.11", "2.14")
+
+
+def probe_torch() -> list[Finding]:
+    import torch
+
+    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    oldest, newest = (tuple(map(int, version.split("."))) for version in TESTED_TORCH)
+    if minor < oldest:
+        return [
+            problem("torch", f"{torch.__version__} is too old: tpkernels needs {TESTED_TORCH[0]} or newer")
+        ]
+    if minor > newest:
+        return [note("torch", f"{torch.__version__} is newer than the newest tested, {TESTED_TORCH[1]}")]
+    return [ok("torch", torch.__version__)]
+
+
+def probe_gpu() -> list[Finding]:
+    import torch
+
+    runtime = torch.version.cuda or torch.version.hip
+    if runtime is None:
+        return [note("gpu", "this torch is built for the CPU only: no GPU kernels, gloo collectives")]
+    if not torch.cuda.is_available():
+        return [
+            note("gpu", f"torch is built for {runtime}, but sees no GPU: check driver and visible devices")
+        ]
+    findings = []
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        text = (
+            f"{i}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}, CUDA {runtime}"
+        )
+        findings.append(ok("gpu", text))
+    return findings
+
+
+def probe_collectives() -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return [problem("collectives", "this torch is built without torch.distributed")]
+    present = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    names = [name for name, is_present in present.items() if is_present]
+    if present["nccl"] and torch.cuda.is_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        names[names.index("nccl")] = f"nccl {version}"
+    if not names:
+        return [problem("collectives", "this torch has neither gloo nor NCCL")]
+    return [ok("collectives", ", ".join(names))]
+
+
+def probe_triton() -> list[Finding]:
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        return [problem("triton", f"cannot be imported ({error}): no fused kernels; pip install triton")]
+    findings = [ok("triton", triton.__version__)]
+    try:
+        numpy = importlib.import_module("numpy").__version__
+    except ImportError:
+        return [
+            *findings,
+            note("numpy", "not installed: Triton's interpreter, and so kernel checks, need it"),
+        ]
+    if triton.__version__.startswith("3.6.") and tuple(map(int, numpy.split(".")[:2])) >= (2, 4):
+        text = f"{numpy} breaks the interpreter of Triton {triton.__version__}: use numpy < 2.4 or Triton 3.7"
+        findings.append(note("numpy", text))
+    return findings
+
+
+def probe_extension() -> list[Finding]:
+    from tpkernels.comm._ext import ExtensionState, extension
+
+    health = {ExtensionState.LOADED: ok, ExtensionState.ABSENT: note, ExtensionState.UNUSABLE: problem}
+    found = extension()
+    return [health[found.state]("extension", found.detail)]
+
+
+PROBES: dict[str, Callable[[], list[Finding]]] = {
+    "torch": probe_torch,
+    "gpu": probe_gpu,
+    "collectives": probe_collectives,
+    "triton": probe_triton,
+    "extension": probe_extension,
+}
+
+
+def main() -> None:
+    for name, probe in PROBES.items():
+        print(json.dumps(name), flush=True)
+        try:
+            findings = probe()
+        except Exception as error:  # whatever a broken install raises is what we are here to report
+            findings = [problem(name, f"{type(error).__name__}: {error}")]
+        for finding in findings:
+            print(json.dumps(finding.as_dict()), flush=True)
+        if name == "torch" and findings[0].health == "problem":
+            return  # the rest stands on it
+
+
+if __name__ == "__main__":
+    main()

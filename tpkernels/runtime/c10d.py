@@ -1,0 +1,87 @@
+"""The private parts of torch.distributed that we touch, in one place.
+
+`torch.distributed.new_group(ranks, use_local_synchronization=True)` would let only members take part, but
+it derives the group's name from the ranks and from how many groups this process has at the moment. Members
+with different histories then wait under different names for ever, and a group made again after it was
+destroyed finds the addresses of its dead namesake in the store. So we name groups ourselves and call the
+function beneath. Same signature in torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store, distributed_c10d
+
+from tpkernels.topology.grid import Ranks
+
+
+def default_group() -> ProcessGroup:
+    return distributed_c10d._get_default_group()
+
+
+def is_default(group: ProcessGroup) -> bool:
+    return dist.is_initialized() and group is default_group()
+
+
+def default_store() -> Store:
+    """The key-value store that the default process group was made with."""
+    return distributed_c10d._get_default_store()
+
+
+def default_timeout() -> timedelta:
+    """The time-out of the default process group."""
+    group = default_group()
+    try:
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):  # a wrapped, plugged-in or fake backend
+        return distributed_c10d.default_pg_timeout
+
+
+def splits_the_world() -> bool:
+    """Whether groups are split off the default communicator, in which every rank must then take part.
+
+    So it is when a device is bound to the default group: init_process_group("nccl", device_id=...).
+    """
+    return _split_source() is not None
+
+
+def stand_aside() -> None:
+    """Take part in a split of the default communicator without being in the new group."""
+    _split_source().perform_nocolor_split(default_group().bound_device_id)
+
+
+def _split_source() -> Any:
+    default = default_group()
+    return None if default.bound_device_id is None else distributed_c10d._get_split_source(default)
+
+
+def new_group(
+    ranks: Ranks, *, name: str, description: str, timeout: timedelta, backend: str | None, options: Any
+) -> ProcessGroup:
+    """A group of `ranks`, this one among them, under a name that its members agree on."""
+    default = default_group()
+    default_backend, store = distributed_c10d._world.pg_map[default]
+    group: ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend or default_backend),
+        store,
+        group_name=distributed_c10d.GroupName(name),
+        backend_options=options,
+        timeout=timeout,
+        device_id=default.bound_device_id,
+        group_desc=description,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
+    return group
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Destroy `group`, unless that happened already (with the default group, say)."""
+    if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

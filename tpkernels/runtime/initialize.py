@@ -1,0 +1,169 @@
+"""From sizes to process groups: agree, then check, then create."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from tpkernels.runtime import c10d
+from tpkernels.runtime.agreement import agree
+from tpkernels.runtime.process_groups import ProcessGroups, create_process_groups, destroy_process_groups
+from tpkernels.runtime.state import (
+    ParallelState,
+    ParallelStateError,
+    current_or_none,
+    install,
+    uninstall,
+)
+from tpkernels.topology.plan import KINDS, GroupPlan, Kind, plan_groups
+from tpkernels.topology.sizes import DEFAULT_ORDER
+
+_FAKE_CALLS = count(1)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    order: str = DEFAULT_ORDER,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    group_options: Mapping[Kind, Any] | None = None,
+) -> ParallelState:
+    """Split the world into groups and make them this process's parallel state.
+
+    Every rank calls it with the same arguments, after `torch.distributed.init_process_group`. Ranks that
+    disagree all get the same error, which says what two of them asked for.
+
+    virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 3 or more pipeline stages
+    pipeline_model_parallel_split_rank: the first stage of the decoder, in a model that has an encoder too
+    order: axes from the fastest varying to the slowest
+    timeout: for the agreement and for every group's collectives; default: the default process group's
+    backend: of every group; default: the default process group's
+    group_options: backend options by kind, such as {"tp": ProcessGroupNCCL.Options(...)} for high-priority
+        streams; a kind that is named here shares no communicator with other kinds or the default group
+    """
+    request = _as_text(
+        "initialize_model_parallel",
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_split_rank=pipeline_model_parallel_split_rank,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        order=order,
+        timeout=timeout,
+        backend=backend,
+        group_options=sorted(group_options) if group_options else None,
+    )
+    if current_or_none() is not None:
+        request += " while its model parallel groups are already initialized"
+    # before any check, so that a rank with a bad argument refuses together with all the others
+    call = _agree(request, timeout)
+    if current_or_none() is not None:
+        raise ParallelStateError(
+            "model parallel groups are already initialized: call destroy_model_parallel() first, or "
+            "create_parallel_state(plan) for a second state beside this one"
+        )
+    plan = plan_groups(
+        world_size=dist.get_world_size(),
+        tensor=tensor_model_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        context=context_parallel_size,
+        expert=expert_model_parallel_size,
+        virtual_pipeline=virtual_pipeline_model_parallel_size,
+        split_rank=pipeline_model_parallel_split_rank,
+        order=order,
+    )
+    state = _create(plan, call, timeout, backend, group_options or {})
+    install(state)
+    return state
+
+
+def create_parallel_state(
+    plan: GroupPlan,
+    *,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    group_options: Mapping[Kind, Any] | None = None,
+) -> ParallelState:
+    """The process groups of `plan` as a state of its own, to be passed to layers or entered by `use(state)`.
+
+    Every rank calls it with an equal plan. Ends with `destroy_parallel_state(state)`.
+    """
+    request = f"create_parallel_state({plan}, {timeout=}, {backend=}, {sorted(group_options or {})})"
+    call = _agree(request, timeout)
+    if plan.world_size != dist.get_world_size():
+        raise ValueError(
+            f"the plan is for {plan.world_size} ranks, but this world has {dist.get_world_size()}"
+        )
+    return _create(plan, call, timeout, backend, group_options or {})
+
+
+def destroy_model_parallel() -> None:
+    """Destroy the groups of the current state and forget it. Harmless when there is none."""
+    state = current_or_none()
+    uninstall()
+    if state is not None:
+        destroy_parallel_state(state)
+
+
+def destroy_parallel_state(state: ParallelState) -> None:
+    """Destroy the process groups of `state`."""
+    if isinstance(state.process_groups, ProcessGroups):  # not those that somebody else brought
+        destroy_process_groups(state.process_groups)
+
+
+def _agree(request: str, timeout: timedelta | None) -> int:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ParallelStateError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
+        )
+    if dist.get_backend() == "fake":  # one process that pretends: there is nobody to agree with
+        return next(_FAKE_CALLS)
+    return agree(
+        request,
+        store=c10d.default_store(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        timeout=timeout if isinstance(timeout, timedelta) else c10d.default_timeout(),
+    )
+
+
+def _create(
+    plan: GroupPlan,
+    call: int,
+    timeout: timedelta | None,
+    backend: str | None,
+    group_options: Mapping[Kind, Any],
+) -> ParallelState:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    for kind in group_options:
+        if kind not in KINDS:
+            raise ValueError(f"group_options has an unknown kind {kind!r}; known are {', '.join(KINDS)}")
+    rank = dist.get_rank()
+    groups = create_process_groups(
+        plan,
+        rank,
+        call=call,
+        timeout=timeout,
+        backend=backend,
+        options=group_options,
+    )
+    return ParallelState(rank=rank, plan=plan, process_groups=groups)
+
+
+def _as_text(function: str, **arguments: object) -> str:
+    """A call as one would write it, without the arguments that say nothing."""
+    usual = ("None", "1", repr(DEFAULT_ORDER))
+    said = [f"{name}={value!r}" for name, value in arguments.items() if repr(value) not in usual]
+    return f"{function}({', '.join(said)})"

@@ -1,0 +1,142 @@
+"""Named random streams: ranks draw alike where they must, and apart where they should.
+
+    default                 the same on all tensor-parallel ranks (dropout between layers)
+    data-parallel-rng       seeded like the default stream, but a stream of its own
+    model-parallel-rng      different on each tensor-parallel rank (dropout inside a split layer)
+    expert-parallel-rng     different for each expert shard
+
+The generators are torch's own global ones, for the CPU and for the current CUDA device: whatever draws from
+them inside `fork(name)` draws from that stream.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tpkernels.runtime.state import current
+
+DEFAULT_STREAM = "default"
+DATA_PARALLEL_STREAM = "data-parallel-rng"
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
+
+# Megatron's distances between the streams' seeds: a run started there goes on here with the same numbers.
+_MODEL_PARALLEL_OFFSET = 2718
+_EXPERT_PARALLEL_OFFSET = 1024
+_EXPERT_RANK_STRIDE = 100
+
+Generators = dict[str, Tensor]  # device type -> state of that device's generator
+
+
+class RngTracker:
+    """Streams by name. One is live in torch's generators; the states of the others wait here."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Generators] = {}
+        self._seeds: set[int] = set()
+        self._live = DEFAULT_STREAM
+
+    def reset(self) -> None:
+        """Forget every named stream. The default stream goes on."""
+        self._check_not_forked("reset")
+        self._waiting.clear()
+        self._seeds.clear()
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream that starts from `seed`. The live stream is not disturbed."""
+        if name == DEFAULT_STREAM or name in self._waiting:
+            raise ValueError(f"random stream {name!r} exists already")
+        if seed in self._seeds:
+            raise ValueError(f"seed {seed} is taken by another random stream: the two would draw alike")
+        live = _read()
+        try:
+            torch.manual_seed(seed)
+            self._waiting[name] = _read()
+        finally:
+            _write(live)
+        self._seeds.add(seed)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from the stream `name` inside the block. Nests; the same name inside itself goes on."""
+        if name != DEFAULT_STREAM and name not in self._waiting:
+            known = ", ".join([DEFAULT_STREAM, *self._waiting])
+            raise ValueError(
+                f"no random stream {name!r}; known are {known}; "
+                "tpkernels.manual_seed(seed) adds the usual ones"
+            )
+        outside = self._live
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outside)
+
+    def get_states(self) -> dict[str, Generators]:
+        """Every stream's state, the default stream's too: what a checkpoint keeps."""
+        return {**self._waiting, self._live: _read()}
+
+    def set_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what `get_states` gave. Streams that are not among `states` are forgotten."""
+        if not isinstance(states, Mapping) or self._live not in states:
+            raise ValueError(f"expected the states that get_states() gave, among them {self._live!r}'s")
+        for name, generators in states.items():
+            if not isinstance(generators, Mapping) or "cpu" not in generators:
+                raise ValueError(f"the state of random stream {name!r} holds no state of the CPU's generator")
+        self._waiting = {name: dict(generators) for name, generators in states.items()}
+        _write(self._waiting[self._live])
+
+    def _switch(self, name: str) -> None:
+        self._waiting[self._live] = _read()
+        _write(self._waiting[name])
+        self._live = name
+
+    def _check_not_forked(self, action: str) -> None:
+        if self._live != DEFAULT_STREAM:
+            raise RuntimeError(f"cannot {action} random streams inside fork({self._live!r})")
+
+
+_TRACKER = RngTracker()
+
+
+def get_rng_tracker() -> RngTracker:
+    """The streams of this process."""
+    return _TRACKER
+
+
+def manual_seed(seed: int) -> None:
+    """Seed torch's generators and the named streams for this rank of the current parallel state."""
+    state = current()
+    tensor_rank = state.rank_in("tp")
+    tracker = get_rng_tracker()
+    tracker.reset()
+    torch.manual_seed(seed)
+    tracker.add(DATA_PARALLEL_STREAM, seed)
+    tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + tensor_rank)
+    tracker.add(
+        EXPERT_PARALLEL_STREAM,
+        seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * state.rank_in("ep") + tensor_rank,
+    )
+
+
+def _read() -> Generators:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _write(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+        else:
+            warnings.warn(
+                "these random states were saved without CUDA: the CUDA generator stays as it is", stacklevel=3
+            )

@@ -1,0 +1,115 @@
+"""The one object that answers "who am I, and whom do I talk to"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch.distributed import ProcessGroup
+
+from tpkernels.topology.grid import Ranks
+from tpkernels.topology.plan import GroupPlan, Kind
+
+
+class ParallelStateError(RuntimeError, AssertionError):
+    """Model parallelism is not set up, or not the way the caller believes.
+
+    An `AssertionError` too, because that is what Megatron raises and what existing code catches.
+    """
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ParallelState:
+    """This process's place in a plan, with the process groups that it belongs to."""
+
+    rank: int
+    plan: GroupPlan
+    process_groups: Mapping[Kind, ProcessGroup]  # equal groups share one object
+
+    def ranks(self, kind: Kind) -> Ranks:
+        """The global ranks of this process's `kind` group."""
+        return self.plan.group_of(self.rank, kind)
+
+    def size(self, kind: Kind) -> int:
+        return len(self.ranks(kind))
+
+    def rank_in(self, kind: Kind) -> int:
+        """This process's position within its `kind` group."""
+        return self.plan.index_in(self.rank, kind)
+
+    def is_member(self, kind: Kind) -> bool:
+        return self.plan.is_member(self.rank, kind)
+
+    def process_group(self, kind: Kind) -> ProcessGroup:
+        if not self.is_member(kind):
+            raise ParallelStateError(
+                f"{kind.replace('_', ' ')} group is not initialized on rank {self.rank}: it is pipeline "
+                f"stage {self.plan.stage_of(self.rank)} of {self.plan.pipeline}, which is not in that group"
+            )
+        return self.process_groups[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class OnTheFly:
+    """What callers change while a program runs. None: as the plan has it."""
+
+    tensor_size: int | None = None
+    pipeline_size: int | None = None
+    tensor_rank: int | None = None
+    pipeline_rank: int | None = None
+    split_rank: int | None = None
+    virtual_rank: int | None = None  # the virtual pipeline stage being worked on
+
+
+class _Slot:
+    """Process-wide on purpose: autograd and recomputation run on threads that inherit no context."""
+
+    state: ParallelState | None = None
+    on_the_fly: OnTheFly = OnTheFly()
+
+
+def current_or_none() -> ParallelState | None:
+    return _Slot.state
+
+
+def current() -> ParallelState:
+    if _Slot.state is None:
+        raise ParallelStateError(
+            "model parallel state is not initialized: call tpkernels.initialize_model_parallel(...) "
+            "after torch.distributed.init_process_group(...)"
+        )
+    return _Slot.state
+
+
+def on_the_fly() -> OnTheFly:
+    return _Slot.on_the_fly
+
+
+def set_on_the_fly(changed: OnTheFly) -> None:
+    _Slot.on_the_fly = changed
+
+
+def install(state: ParallelState) -> None:
+    """Make `state` current. A virtual pipeline starts at its first stage."""
+    _Slot.state = state
+    if state.plan.virtual_pipeline is not None:
+        _Slot.on_the_fly = replace(_Slot.on_the_fly, virtual_rank=0)
+
+
+def uninstall() -> None:
+    """Forget the current state, and all that was changed on the fly."""
+    _Slot.state = None
+    _Slot.on_the_fly = OnTheFly()
+
+
+@contextmanager
+def use(state: ParallelState) -> Iterator[ParallelState]:
+    """Make `state` current inside the block (tests; two models in one process)."""
+    outside = _Slot.state, _Slot.on_the_fly
+    uninstall()
+    install(state)
+    try:
+        yield state
+    finally:
+        _Slot.state, _Slot.on_the_fly = outside

@@ -1,0 +1,327 @@
+"""A plan as a picture: one map of nodes and GPUs for each kind of group, one colour for each group."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+from tpkernels.topology import sizes as check
+from tpkernels.topology.draw import NAMES, group_text, headline, shown_kinds
+from tpkernels.topology.grid import Ranks
+
+if TYPE_CHECKING:
+    from tpkernels.topology.plan import GroupPlan, Kind
+
+PURPOSES: dict[Kind, str] = {
+    "tp": "one layer's weights are split over these ranks",
+    "cp": "one sequence is split over these ranks",
+    "ep": "one layer's experts are spread over these ranks",
+    "dp": "the same weights on these ranks, other samples",
+    "pp": "the layers are split over these ranks",
+    "model": "these ranks together hold one whole model",
+    "dp_cp": "gradients of ordinary weights are summed here",
+    "expert_dp": "gradients of experts are summed here",
+    "embedding": "stages that hold the word embedding",
+    "position_embedding": "stages that hold the position embedding",
+}
+
+# Paul Tol's "light" scheme, made for cells with text and for colour-blind readers, but indigo for olive;
+# ordered so that fills that some readers confuse, such as pink and mint, lie apart.
+SAFE_FILLS = ("#77aadd", "#ee8866", "#eedd88", "#5b5ea6", "#ffaabb", "#bbcc33", "#99ddff", "#44bb99")
+# Lightness and chroma of more fills. Three bands, because hues 8 golden angles apart are close, and
+# groups 8 apart often lie at the same place of neighbouring nodes.
+BANDS = ((0.86, 0.08), (0.47, 0.11), (0.70, 0.12))
+GOLDEN_ANGLE = math.radians(137.508)
+
+Size = tuple[int, int]
+
+INK, QUIET, LINE = "#1c2530", "#5b6875", "#c9d1d9"
+PAPER, CARD, NODE, SLOT = "#eef1f4", "#ffffff", "#f6f8fa", "#e9edf1"
+
+MARGIN, PANEL_GAP, PADDING = 24, 16, 16
+TILE_HEIGHT, TILE_GAP = 34, 4
+NODE_TITLE, NODE_PADDING, NODE_GAP = 18, 8, 10
+PANEL_TITLE, LEGEND_TOP = 46, 16
+SWATCH, SWATCH_HEIGHT, LEGEND_GAP, LEGEND_ROWS = 24, 15, 6, 8
+MAX_WIDTH = 1800  # a row takes fewer panels rather than grow wider
+
+
+@dataclass(frozen=True)
+class _Lattice:
+    """Equal cells in rows, and the gap between them."""
+
+    count: int
+    columns: int
+    width: int
+    height: int
+    gap: int
+
+    @property
+    def size(self) -> Size:
+        x, y = self.at(self.columns * -(-self.count // self.columns) - 1)
+        return x + self.width, y + self.height
+
+    def at(self, cell: int) -> tuple[int, int]:
+        row, column = divmod(cell, self.columns)
+        return column * (self.width + self.gap), row * (self.height + self.gap)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The nodes that are drawn, and the GPUs in each."""
+
+    ranks: range
+    tiles: _Lattice
+    nodes: _Lattice
+    note: str
+
+
+@dataclass(frozen=True)
+class _Group:
+    ranks: Ranks
+    text: str
+    fill: str
+    ink: str
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """The groups of one kind that have a rank on the map, by first rank."""
+
+    title: str
+    purpose: str
+    total: int
+    groups: list[_Group]
+    group_at: dict[int, int]
+
+
+def to_svg(plan: GroupPlan, *, gpus_per_node: int, max_nodes: int) -> str:
+    """The groups of the first `max_nodes` nodes as an SVG document that needs nothing else."""
+    machine = _machine(
+        plan.world_size,
+        gpus_per_node=check.positive(gpus_per_node, "gpus_per_node"),
+        max_nodes=check.positive(max_nodes, "max_nodes"),
+    )
+    kinds: list[Kind] = [*shown_kinds(plan), "model"]
+    panels = [_panel(plan, kind, machine.ranks) for kind in kinds]
+    cards = _cards(panels, machine)
+    width = cards.size[0] + 2 * MARGIN
+    columns = cards.size[0] // _width_of("x", 18, bold=True)
+    header = textwrap.wrap(headline(plan), columns, break_on_hyphens=False)
+    top = MARGIN + 24 * len(header) + 30
+    height = top + cards.size[1] + MARGIN
+
+    svg = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}")
+    svg.attrib |= {"width": str(width), "height": str(height), "font-family": "system-ui, sans-serif"}
+    ET.SubElement(svg, "title").text = headline(plan)
+    _rect(svg, (width, height), fill=PAPER, radius=0)
+    for i, line in enumerate(header):
+        _text(svg, MARGIN, MARGIN + 14 + 24 * i, line, size=18, bold=True)
+    _text(svg, MARGIN, top - 18, machine.note, size=13, fill=QUIET)
+    for i, panel in enumerate(panels):
+        x, y = cards.at(i)
+        _draw_panel(_at(svg, MARGIN + x, top + y), panel, machine, (cards.width, cards.height))
+    ET.indent(svg, " ")
+    return ET.tostring(svg, encoding="unicode") + "\n"
+
+
+def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int) -> _Machine:
+    nodes = -(-world_size // gpus_per_node)
+    drawn = min(nodes, max_nodes)
+    ranks = range(min(world_size, drawn * gpus_per_node))
+    slots = min(world_size, gpus_per_node)
+    tile_width = max(38, _width_of(f"g{ranks[-1]}", 12, bold=True) + 8)
+    tiles = _Lattice(slots, _columns(slots), tile_width, TILE_HEIGHT, TILE_GAP)
+    width = max(tiles.size[0], _width_of(f"node {drawn - 1}", 11)) + 2 * NODE_PADDING
+    height = tiles.size[1] + 2 * NODE_PADDING + NODE_TITLE
+    note = f"{nodes:,} node{'s' * (nodes != 1)}" if nodes == drawn else f"first {drawn:,} of {nodes:,} nodes"
+    note += f", {_gpus(slots)} per node; the small number on a GPU is its group"
+    return _Machine(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note)
+
+
+def _panel(plan: GroupPlan, kind: Kind, ranks: range) -> _Panel:
+    # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
+    size = len(plan.group_of(0, kind))
+    total = plan.world_size // (plan.pipeline if "embedding" in kind else size)
+    name = "whole-model replica" if kind == "model" else f"{NAMES[kind].replace('_', '-')} group"
+    groups: list[Ranks] = []
+    group_at: dict[int, int] = {}
+    for rank in ranks:
+        if rank not in group_at and plan.is_member(rank, kind):
+            groups.append(plan.group_of(rank, kind))
+            group_at |= dict.fromkeys(groups[-1], len(groups) - 1)
+    purpose = PURPOSES[kind]
+    if kind == "model" and plan.expert > 1:
+        purpose += ", experts aside"
+    if any(rank not in group_at for rank in ranks):
+        purpose += "; others outlined"
+    painted = [
+        _Group(members, group_text(members), fill, _ink_on(fill))
+        for members, fill in zip(groups, _fills(len(groups)), strict=True)
+    ]
+    return _Panel(f"{total:,} {name}{'s' * (total != 1)} of {_gpus(size)}", purpose, total, painted, group_at)
+
+
+def _cards(panels: list[_Panel], machine: _Machine) -> _Lattice:
+    """Room for every panel: as wide as the widest, as high as the highest."""
+    titles = [_width_of(panel.title, 15, bold=True) for panel in panels]
+    purposes = [_width_of(panel.purpose, 12) for panel in panels]
+    inner = max(machine.nodes.size[0], *titles, *purposes)
+    legend = max(_legend(panel, inner)[0].size[1] for panel in panels)
+    width = inner + 2 * PADDING
+    height = PANEL_TITLE + machine.nodes.size[1] + LEGEND_TOP + legend + 2 * PADDING
+    columns = max(1, min(_columns(len(panels)), MAX_WIDTH // width))
+    return _Lattice(len(panels), columns, width, height, PANEL_GAP)
+
+
+def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
+    """The cells of a legend and the texts of the groups it lists; a last row is for how many it does not."""
+    texts = [_shortened(group, width - SWATCH - 6) for group in panel.groups]
+    cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts)
+    columns = max(1, (width + LEGEND_GAP) // (cell + LEGEND_GAP))
+    texts = texts[: columns * LEGEND_ROWS]
+    rows = -(-len(texts) // columns)
+    columns = -(-len(texts) // rows)
+    rows += len(texts) < panel.total
+    cell = min(cell + 12, (width + LEGEND_GAP) // columns - LEGEND_GAP)
+    return _Lattice(rows * columns, columns, cell, SWATCH_HEIGHT, LEGEND_GAP), texts
+
+
+def _draw_panel(parent: ET.Element, panel: _Panel, machine: _Machine, size: Size) -> None:
+    _rect(parent, size, fill=CARD, stroke=LINE, radius=10)
+    inner = _at(parent, PADDING, PADDING)
+    _text(inner, 0, 13, panel.title, size=15, bold=True)
+    _text(inner, 0, 32, panel.purpose, size=12, fill=QUIET)
+    for node in range(machine.nodes.count):
+        x, y = machine.nodes.at(node)
+        _draw_node(_at(inner, x, PANEL_TITLE + y), node, panel, machine)
+    legend = _at(inner, 0, PANEL_TITLE + machine.nodes.size[1] + LEGEND_TOP)
+    _draw_legend(legend, panel, size[0] - 2 * PADDING)
+
+
+def _draw_node(parent: ET.Element, node: int, panel: _Panel, machine: _Machine) -> None:
+    _rect(parent, (machine.nodes.width, machine.nodes.height), fill=NODE, stroke=LINE, radius=8)
+    _text(parent, NODE_PADDING, 18, f"node {node}", size=11, fill=QUIET)
+    size = (machine.tiles.width, machine.tiles.height)
+    for slot in range(machine.tiles.count):
+        x, y = machine.tiles.at(slot)
+        tile = _at(parent, NODE_PADDING + x, NODE_PADDING + NODE_TITLE + y)
+        rank = node * machine.tiles.count + slot
+        if rank not in machine.ranks:
+            _rect(tile, size, fill=SLOT)
+        elif rank in panel.group_at:
+            _draw_member(tile, rank, panel, size)
+        else:
+            _draw_outsider(tile, rank, size)
+
+
+def _draw_member(tile: ET.Element, rank: int, panel: _Panel, size: Size) -> None:
+    number = panel.group_at[rank]
+    group = panel.groups[number]
+    ET.SubElement(tile, "title").text = f"g{rank}: group {group.text}, position {group.ranks.index(rank)}"
+    _rect(tile, size, fill=group.fill)
+    _text(tile, size[0] // 2, 16, f"g{rank}", size=12, fill=group.ink, bold=True, centred=True)
+    _text(tile, size[0] // 2, 28, str(number), size=9, fill=group.ink, centred=True)
+
+
+def _draw_outsider(tile: ET.Element, rank: int, size: Size) -> None:
+    ET.SubElement(tile, "title").text = f"g{rank}: in no group of this kind"
+    _rect(tile, size, fill="none", stroke=LINE)
+    _text(tile, size[0] // 2, 21, f"g{rank}", size=12, fill=QUIET, centred=True)
+
+
+def _draw_legend(parent: ET.Element, panel: _Panel, width: int) -> None:
+    cells, texts = _legend(panel, width)
+    for number, text in enumerate(texts):
+        group = panel.groups[number]
+        entry = _at(parent, *cells.at(number))
+        _rect(entry, (SWATCH, SWATCH_HEIGHT), fill=group.fill, radius=3)
+        _text(entry, SWATCH // 2, 11, str(number), size=9, fill=group.ink, centred=True)
+        _text(entry, SWATCH + 6, 12, text, size=12)
+    if len(texts) < panel.total:
+        rest = _at(parent, *cells.at(cells.count - cells.columns))
+        _text(rest, 0, 12, f"... and {panel.total - len(texts):,} more", size=12, fill=QUIET)
+
+
+def _columns(count: int) -> int:
+    """How many columns give `count` cells a full shape up to thrice as wide as high, or else a square."""
+    narrowest = math.ceil(math.sqrt(count))
+    full = [n for n in range(narrowest, math.isqrt(3 * count) + 1) if count % n == 0]
+    return full[0] if full else narrowest
+
+
+def _fills(count: int) -> list[str]:
+    if count <= len(SAFE_FILLS):
+        return list(SAFE_FILLS[:count])
+    return [_oklch(*BANDS[i % len(BANDS)], hue=4.5 + i * GOLDEN_ANGLE) for i in range(count)]
+
+
+def _oklch(lightness: float, chroma: float, *, hue: float) -> str:
+    """An sRGB fill; in this colour space equal lightness looks equally light, whatever the hue."""
+    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
+    long = (lightness + 0.3963 * a + 0.2158 * b) ** 3
+    medium = (lightness - 0.1056 * a - 0.0639 * b) ** 3
+    short = (lightness - 0.0895 * a - 1.2915 * b) ** 3
+    linear = (
+        4.0767 * long - 3.3077 * medium + 0.2310 * short,
+        -1.2684 * long + 2.6098 * medium - 0.3413 * short,
+        -0.0042 * long - 0.7034 * medium + 1.7076 * short,
+    )
+    return "#" + "".join(f"{round(255 * min(1.0, max(0.0, part)) ** (1 / 2.2)):02x}" for part in linear)
+
+
+def _ink_on(fill: str) -> str:
+    """White on dark fills, by the luminance that WCAG measures contrast with."""
+    red, green, blue = ((int(fill[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5))
+    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else INK
+
+
+def _shortened(group: _Group, width: int) -> str:
+    """The group's ranks as text, with as many of the first as fit into `width`."""
+    text = group.text
+    kept = min(len(group.ranks), 16) - 2
+    while _width_of(text, 12) > width and kept > 1:
+        kept -= 1
+        text = f"{group_text(group.ranks[:kept])[:-1]}, ..., g{group.ranks[-1]}]"
+    return text
+
+
+def _width_of(text: str, size: int, *, bold: bool = False) -> int:
+    """A guess on the safe side, as wide fonts such as DejaVu Sans take it."""
+    return math.ceil(len(text) * size * (0.64 if bold else 0.58))
+
+
+def _gpus(count: int) -> str:
+    return f"{count:,} GPU{'s' * (count != 1)}"
+
+
+def _at(parent: ET.Element, x: int, y: int) -> ET.Element:
+    return ET.SubElement(parent, "g", transform=f"translate({x} {y})")
+
+
+def _rect(parent: ET.Element, size: Size, *, fill: str, stroke: str = "none", radius: int = 5) -> None:
+    width, height = map(str, size)
+    ET.SubElement(parent, "rect", width=width, height=height, rx=str(radius), fill=fill, stroke=stroke)
+
+
+def _text(
+    parent: ET.Element,
+    x: int,
+    y: int,
+    text: str,
+    *,
+    size: int,
+    fill: str = INK,
+    bold: bool = False,
+    centred: bool = False,
+) -> None:
+    element = ET.SubElement(parent, "text", x=str(x), y=str(y), fill=fill)
+    element.set("font-size", str(size))
+    if bold:
+        element.set("font-weight", "600")
+    if centred:
+        element.set("text-anchor", "middle")
+    element.text = text
