@@ -16,8 +16,8 @@ import torch
 
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import A100, H100, MI300, Target
-from tpkernels.kernels.tiles import SUM, Kernel, MatmulTile, candidates
+from tpkernels.kernels.target import A100, H100, Target
+from tpkernels.kernels.tiles import Kernel, MatmulTile, candidates
 
 if TYPE_CHECKING:
     from triton.compiler import ASTSource
