@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from tpkernels.kernels.activations import ACTIVATIONS, act_grad_ref, act_ref
-from tpkernels.kernels.epilogues import act, act_and_grad, fast_math
-from tpkernels.kernels.target import A100, INTERPRETER, MI300
+from tpkernels.kernels.epilogues import act, act_and_grad
+from tpkernels.kernels.target import A100, INTERPRETER, MI300, fast_math
 
 
 @triton.jit
