@@ -61,7 +61,7 @@ def probe_collectives() -> list[Finding]:
     }
     names = [name for name, is_present in present.items() if is_present]
     if present["nccl"] and torch.cuda.is_available():
-        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        version = ".".join(map(str, torch.cuda.nccl.version()))
         names[names.index("nccl")] = f"nccl {version}"
     if not names:
         return [problem("collectives", "this torch has neither gloo nor NCCL")]

@@ -36,7 +36,7 @@ def main() -> None:
     start = time.perf_counter()
     with TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        mp.spawn(rank_main, args=(store,), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        mp.spawn(rank_main, args=(store,), nprocs=RANKS)
     print(f"{RANKS} gloo processes formed a group and agreed in {time.perf_counter() - start:.1f} s")
 
 

@@ -56,7 +56,7 @@ def load(library: Path) -> Extension:
             f"built for torch {built_with}, but torch {torch.__version__} runs; rebuild: {HOW_TO_BUILD}",
         )
     try:
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(library)
     except OSError as error:
         return Extension(ExtensionState.UNUSABLE, f"{error}; rebuild: {HOW_TO_BUILD}")
     return Extension(ExtensionState.LOADED, f"{library.name}, built for torch {built_with}")

@@ -1,0 +1,88 @@
+"""What every op does to its inputs first: autocast, checks, leading dimensions flattened into tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the dtype of an active autocast region, as `F.linear` takes them there."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return x, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
+
+
+def check_linear(
+    op: str, x: Tensor, in_features: int, weight: Tensor, bias: Tensor | None, names: tuple[str, str]
+) -> None:
+    """weight: (out_features, in_features), bias: (out_features,), both of the dtype and device of x."""
+    if (  # the usual case first: each look at a tensor costs, and tiny products are quick
+        weight.ndim == 2
+        and weight.shape[1] == in_features
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and (bias is None or _fits(bias, weight))
+        and x.is_floating_point()
+    ):
+        return
+    weight_name, bias_name = names
+    if weight.ndim != 2 or in_features != weight.shape[1]:
+        raise ValueError(
+            f"{op}: expected x (..., in_features) and {weight_name} (out_features, {in_features}), "
+            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"{op}: expected {bias_name} ({weight.shape[0]},) for {weight_name} {tuple(weight.shape)}, "
+            f"got {tuple(bias.shape)}"
+        )
+    for name, other in ((weight_name, weight), (bias_name, bias)):
+        if other is not None and other.dtype != x.dtype:
+            raise TypeError(
+                f"{op}: expected one dtype, got x in {x.dtype} and {name} in {other.dtype}; "
+                "cast one of them, or use torch.autocast"
+            )
+        if other is not None and other.device != x.device:
+            raise ValueError(
+                f"{op}: expected one device, got x on {x.device} and {name} on {other.device}; move one"
+            )
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: expected floating-point tensors, got {x.dtype}")
+
+
+def _fits(bias: Tensor, weight: Tensor) -> bool:
+    return (
+        bias.ndim == 1
+        and bias.shape[0] == weight.shape[0]
+        and bias.dtype == weight.dtype
+        and bias.device == weight.device
+    )
+
+
+def features_of(op: str, x: Tensor) -> int:
+    if x.ndim < 1:
+        raise ValueError(f"{op}: expected x (..., in_features), got a tensor without dimensions")
+    return x.shape[-1]
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """(..., features) -> (tokens, features), without a copy where x is a matrix already."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def like_tokens(y: Tensor, x: Tensor) -> Tensor:
+    """(tokens, features) -> the leading dimensions of x, features."""
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def any_requires_grad(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

@@ -1,0 +1,105 @@
+"""act(x Wᵀ + b) as one differentiable operator.
+
+T tokens, K in_features, N out_features:
+
+    x    (T, K)      weight  (N, K)      bias  (N,)
+
+    forward   z = x weightᵀ + bias,  y = act(z)       one kernel
+    dz        dy * act'(z)
+    dgrad     dx = dz weight
+    wgrad     dw = dzᵀ x
+    dbias     db = dz.sum(0)
+
+Saved for backward: x, weight, and z where there is an activation; what no gradient needs is not saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
+from tpkernels.ops import registered
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    check_linear,
+    features_of,
+    like_tokens,
+    tokens_of,
+)
+from tpkernels.tuning.steps import Steps, steps_on
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
+    """act(x weightᵀ + bias), as `F.linear` and an activation after it.
+
+    x: (..., in_features)
+    weight: (out_features, in_features)
+    bias: (out_features,)
+    activation: gelu, gelu_tanh, silu, relu, relu2 or None
+    returns: (..., out_features)
+    """
+    activation = activation or "none"
+    require_activation("linear", activation)
+    x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
+    check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
+    keep_z = activation != "none" and any_requires_grad(x, weight, bias)
+    arguments = (tokens_of(x), weight, bias, activation, keep_z)
+    y: Tensor
+    if torch.compiler.is_compiling():
+        y = registered.linear(*arguments)[0]
+    else:
+        y = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
+    return like_tokens(y, x)
+
+
+class _Linear(torch.autograd.Function):
+    """The eager way, straight to the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+    ) -> Tensor:
+        y, z = steps_on(x.device).linear(x, weight, bias, activation, keep_z)
+        _save(ctx, (x, weight, bias, activation, keep_z), (y, z))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, steps_on(dy.device), dy), None, None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    x, weight, bias, activation, _ = inputs
+    needs_dx, needs_dw, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, output[1])
+    ctx.activation = activation
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> Grads:
+    x, weight, z = ctx.saved_tensors
+    needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+    dz = act_grad_ref(dy, z, ctx.activation)
+    return (
+        steps.dgrad(dz, weight) if needs_dx else None,
+        steps.wgrad(dz, x) if needs_dw else None,
+        steps.bias_grad(dz).to(ctx.bias_dtype) if needs_db else None,
+    )
+
+
+def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    # nobody sees z, so dz says nothing
+    return *_gradients(ctx, cast("Steps", registered), dy), None, None
+
+
+registered.linear.register_autograd(_registered_backward, setup_context=_save)

@@ -1,0 +1,166 @@
+"""Up-projection, activation, down-projection as one differentiable operator.
+
+T tokens, K features in, F features between, N features out:
+
+    x    (T, K)      w_up  (F, K)      b_up  (F,)      w_down  (N, F)      b_down  (N,)
+
+    forward   z = x w_upᵀ + b_up,  h = act(z),  y = h w_downᵀ + b_down      two kernels
+    backward  dz = (dy w_down) * act'(z),  db_up = dz.sum(0)                one kernel: dh is never written
+              dw_down = dyᵀ act(z),  db_down = dy.sum(0)
+              dx = dz w_up,  dw_up = dzᵀ x
+
+Saved for backward: x, z and both weights; h is computed again from z.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation
+from tpkernels.ops import registered
+from tpkernels.ops.gated_mlp import gated_mlp
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    check_linear,
+    features_of,
+    like_tokens,
+    tokens_of,
+)
+from tpkernels.tuning.steps import Steps, steps_on
+
+
+def mlp(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    *,
+    activation: Activation | Glu | None = None,
+    w_gate: Tensor | None = None,
+) -> Tensor:
+    """act(x w_upᵀ + b_up) w_downᵀ + b_down, or the gated form with `w_gate`.
+
+    x: (..., in_features)
+    w_up, w_gate: (between, in_features)
+    b_up: (between,)
+    w_down: (out_features, between)
+    b_down: (out_features,)
+    activation: gelu_tanh unless given; with w_gate swiglu (the default), geglu or geglu_tanh
+    returns: (..., out_features)
+    """
+    if w_gate is not None:
+        if b_up is not None:
+            raise ValueError("mlp: expected no b_up with w_gate, a gated unit has no biases; pass None")
+        return gated_mlp(x, w_gate, w_up, w_down, b_down, kind=cast("Glu", activation or "swiglu"))
+    activation = cast("Activation", activation or "gelu_tanh")
+    require_activation("mlp", activation)
+    x, w_up, b_up, w_down, b_down = cast(
+        "tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]",
+        autocast(x, w_up, b_up, w_down, b_down),
+    )
+    check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
+    check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
+    keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
+    arguments = (tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
+    y: Tensor
+    if torch.compiler.is_compiling():
+        y = _registered(*arguments)[0]
+    else:
+        y = _Mlp.apply(*arguments)  # type: ignore[no-untyped-call]
+    return like_tokens(y, x)
+
+
+def _forward(
+    steps: Steps,
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+) -> tuple[Tensor, Tensor | None]:
+    h, z = steps.linear(x, w_up, b_up, activation, keep_z)
+    y, _ = steps.linear(h, w_down, b_down, "none", False)
+    return y, z
+
+
+class _Mlp(torch.autograd.Function):
+    """The eager way, straight to the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _forward(steps_on(inputs[0].device), *inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, steps_on(dy.device), dy), None, None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    x, w_up, b_up, w_down, b_down, activation, _ = inputs
+    ctx.save_for_backward(x, w_up, w_down, output[1])
+    ctx.activation = activation
+    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
+
+
+def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_up, w_down, z = ctx.saved_tensors
+    needs_dx, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down, *_ = ctx.needs_input_grad
+    dx = dw_up = db_up = dw_down = db_down = None
+    if needs_dx or needs_dw_up or needs_db_up:
+        dz, db = steps.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
+        dx = steps.dgrad(dz, w_up) if needs_dx else None
+        dw_up = steps.wgrad(dz, x) if needs_dw_up else None
+        db_up = None if db is None else db.to(ctx.bias_dtypes[0])
+    if needs_dw_down:
+        dw_down = steps.wgrad(dy, act_ref(z, ctx.activation))
+    if needs_db_down:
+        db_down = steps.bias_grad(dy).to(ctx.bias_dtypes[1])
+    return dx, dw_up, db_up, dw_down, db_down
+
+
+@torch.library.custom_op("tpkernels::mlp", mutates_args=())
+def _registered(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    activation: str,
+    keep_z: bool,
+) -> tuple[Tensor, Tensor]:
+    steps = steps_on(x.device)
+    y, z = _forward(steps, x, w_up, b_up, w_down, b_down, cast("Activation", activation), keep_z)
+    return y, registered.or_empty(z, y)
+
+
+@_registered.register_fake
+def _(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    activation: str,
+    keep_z: bool,
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape[0], w_down.shape[0])
+    return y, x.new_empty(x.shape[0], w_up.shape[0]) if keep_z else x.new_empty(0)
+
+
+def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    # nobody sees z, so dz says nothing
+    return *_gradients(ctx, cast("Steps", registered), dy), None, None
+
+
+_registered.register_autograd(_registered_backward, setup_context=_save)

@@ -1,0 +1,1 @@
+"""Who computes each step of an op: torch or our kernels, and with which tile."""

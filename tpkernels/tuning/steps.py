@@ -1,0 +1,78 @@
+"""The steps that ops are made of, and who computes them: torch, or our Triton kernels.
+
+TPKERNELS_BACKEND, read when this module is imported, says which:
+
+    auto      torch on the CPU, Triton on a GPU (the default)
+    torch     torch everywhere
+    triton    Triton everywhere: on the CPU only in its interpreter (TRITON_INTERPRET=1)
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tpkernels.kernels.activations import Activation, Glu
+
+BACKENDS = ("auto", "torch", "triton")
+
+# Read once: looking into the environment takes as long as a tenth of a tiny product.
+backend = os.environ.get("TPKERNELS_BACKEND", "auto")
+
+
+class Steps(Protocol):
+    """2-D tensors in, new tensors out. T tokens, N out_features, K in_features.
+
+    A result that was not asked for is None.
+    """
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """y = act(z), z = x weightᵀ + bias -> (y, z)."""
+
+    def glu(
+        self, x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """h = f(g) * u, g = x w_gateᵀ, u = x w_upᵀ -> (h, g, u)."""
+
+    def dgrad(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dy weight: the gradient of x in x weightᵀ."""
+
+    def dgrad_act(
+        self, dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """dz = (dy weight) * act'(z) and its sum over tokens in fp32 -> (dz, db)."""
+
+    def dglu(
+        self, dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)."""
+
+    def wgrad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dyᵀ x: the gradient of weight in x weightᵀ."""
+
+    def bias_grad(self, dy: Tensor) -> Tensor:
+        """The sum over tokens, in fp32."""
+
+
+@cache
+def _by(backend: str, device_type: str) -> Steps:
+    if backend not in BACKENDS:
+        raise ValueError(f"TPKERNELS_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    if backend == "triton" or (backend == "auto" and device_type == "cuda"):
+        from tpkernels.tuning import triton_steps  # here: a CPU user need not have Triton
+
+        return triton_steps
+    from tpkernels.tuning import torch_steps
+
+    return torch_steps
+
+
+def steps_on(device: torch.device) -> Steps:
+    """Who computes for tensors on `device`. An explicit choice never falls back silently."""
+    return _by(backend, device.type)

@@ -1,0 +1,46 @@
+"""Each step by torch alone. The contract is `steps.Steps`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_ref
+from tpkernels.kernels.reference import bias_grad_ref, dglu_ref, glu_ref
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+) -> tuple[Tensor, Tensor | None]:
+    z = functional.linear(x, weight, bias)
+    return act_ref(z, activation), z if keep_z else None
+
+
+def glu(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    h, g, u = glu_ref(x, w_gate, w_up, kind)
+    return (h, g, u) if keep_gu else (h, None, None)
+
+
+def dgrad(dy: Tensor, weight: Tensor) -> Tensor:
+    return dy @ weight
+
+
+def dgrad_act(
+    dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    dz = act_grad_ref(dy @ weight, z, activation)
+    return dz, bias_grad_ref(dz) if bias_grad else None
+
+
+def dglu(dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
+    return dglu_ref(dy, weight, g, u, kind)
+
+
+def wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.T @ x
+
+
+def bias_grad(dy: Tensor) -> Tensor:
+    return bias_grad_ref(dy)
