@@ -42,7 +42,7 @@ def gated_mlp(
     arguments = (tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu)
     y: Tensor
     if torch.compiler.is_compiling():
-        y = _registered(*arguments)[0]
+        y = registered_gated_mlp(*arguments)[0]
     else:
         y = _GatedMlp.apply(*arguments)  # type: ignore[no-untyped-call]
     return like_tokens(y, x)
@@ -98,7 +98,7 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @torch.library.custom_op("tpkernels::gated_mlp", mutates_args=())
-def _registered(
+def registered_gated_mlp(
     x: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
@@ -112,7 +112,7 @@ def _registered(
     return y, registered.or_empty(g, y), registered.or_empty(u, y)
 
 
-@_registered.register_fake
+@registered_gated_mlp.register_fake
 def _(
     x: Tensor,
     w_gate: Tensor,
@@ -134,4 +134,4 @@ def _registered_backward(
     return *_gradients(ctx, cast("Steps", registered), dy), None, None
 
 
-_registered.register_autograd(_registered_backward, setup_context=_save)
+registered_gated_mlp.register_autograd(_registered_backward, setup_context=_save)

@@ -70,7 +70,7 @@ def mlp(
     arguments = (tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
     y: Tensor
     if torch.compiler.is_compiling():
-        y = _registered(*arguments)[0]
+        y = registered_mlp(*arguments)[0]
     else:
         y = _Mlp.apply(*arguments)  # type: ignore[no-untyped-call]
     return like_tokens(y, x)
@@ -130,7 +130,7 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @torch.library.custom_op("tpkernels::mlp", mutates_args=())
-def _registered(
+def registered_mlp(
     x: Tensor,
     w_up: Tensor,
     b_up: Tensor | None,
@@ -144,7 +144,7 @@ def _registered(
     return y, registered.or_empty(z, y)
 
 
-@_registered.register_fake
+@registered_mlp.register_fake
 def _(
     x: Tensor,
     w_up: Tensor,
@@ -163,4 +163,4 @@ def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tup
     return *_gradients(ctx, cast("Steps", registered), dy), None, None
 
 
-_registered.register_autograd(_registered_backward, setup_context=_save)
+registered_mlp.register_autograd(_registered_backward, setup_context=_save)
