@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types docs plan doctor bench sdist clean
+.PHONY: help setup demo test check lint types docs plan doctor bench gpu sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ doctor: $(READY) ## what this machine has, and what is wrong with it
 
 bench: $(READY) ## benchmarks, with ratios against the naive way
 	$(BIN)/python -m pytest bench
+
+gpu: ## on a machine with a GPU, with its own Python and torch: tests and benchmarks; JSON into out/gpu
+	$(PYTHON) setup.py -q build_ext --inplace
+	mkdir -p out/gpu
+	$(PYTHON) -m pytest -q tests/kernels tests/ops tests/comm/test_ext.py tests/runtime/test_random.py
+	$(PYTHON) -m pytest -q bench/test_linear.py -k 4096 --benchmark-json out/gpu/linear.json
 
 sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
