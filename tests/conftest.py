@@ -17,9 +17,8 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # read where a kernel is decorated: for a whole process, or not at all
-    )
+    # read where a kernel is decorated: for a whole process, or not at all
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
