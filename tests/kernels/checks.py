@@ -3,17 +3,27 @@
 from collections.abc import Callable
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tpkernels.kernels.tiles import MatmulTile
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# norm-wise, against float64: about one and a half correct roundings of the result
+# norm-wise, against float64: about one and a half correct roundings of the result, on average over its
+# elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
 BOUND = {torch.float32: 3e-7, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
 
 TILE = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
 # (tokens, in_features, out_features), straddling the edges of TILE
-SHAPES = {"one_tile": (32, 32, 32), "ragged": (71, 45, 83), "aligned": (72, 96, 104), "one_row": (1, 40, 24)}
+SHAPES = {
+    "one_tile": (32, 32, 32),
+    "ragged": (71, 45, 83),
+    "aligned": (72, 96, 104),
+    "one_row": (1, 296, 304),
+}
+RANDOM_SHAPES = st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 80)).filter(
+    lambda shape: shape[0] * min(shape[1:]) >= 300
+)
 EMPTY_SHAPES = {"no_tokens": (0, 8, 16), "no_in_features": (5, 0, 16), "no_out_features": (5, 8, 0)}
 
 
@@ -65,6 +75,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded_rows": _padded_rows,
     "expanded": _expanded,
 }
+# an expanded operand gives rows that are all alike, too few different elements for a bound on averages
+RANDOM_LAYOUTS = st.sampled_from([layout for layout in LAYOUTS.values() if layout is not _expanded])
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

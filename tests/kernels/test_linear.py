@@ -9,6 +9,8 @@ from tests.kernels.checks import (
     DTYPES,
     EMPTY_SHAPES,
     LAYOUTS,
+    RANDOM_LAYOUTS,
+    RANDOM_SHAPES,
     SHAPES,
     TILE,
     assert_accurate,
@@ -111,10 +113,10 @@ def test_linear_fwd_rows_do_not_depend_on_the_batch(form, device):
 
 @settings(settings.get_profile("kernels"))
 @given(
-    shape=st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 80)),
+    shape=RANDOM_SHAPES,
     dtype=st.sampled_from(list(DTYPES.values())),
     activation=st.sampled_from(ACTIVATIONS),
-    layout=st.sampled_from(list(LAYOUTS.values())),
+    layout=RANDOM_LAYOUTS,
     bias=st.booleans(),
 )
 def test_linear_fwd_matches_float64_at_random(shape, dtype, activation, layout, bias):

@@ -23,9 +23,9 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
-from tpkernels.kernels.epilogues import act_and_grad, fast_math
+from tpkernels.kernels.epilogues import act_and_grad
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 

@@ -1,26 +1,19 @@
 """Activations as device helpers: f and f' of `activations`, for the epilogues of the matmul kernels.
 
 All work on fp32 blocks. FAST takes cheaper forms, whose error (5e-4 relative for tanh, 2e-7 absolute for Φ)
-drowns in the rounding of a 16-bit result. It holds PTX, so it is for CUDA only: launchers ask `fast_math`.
+drowns in the rounding of a 16-bit result. It holds PTX, so it is for CUDA only: launchers ask `target.fast_math`.
 The tanh form of GELU is computed as z s(v), which is 0.5 z (1 + tanh(v / 2)) without its cancellation in
 the left tail.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from tpkernels.kernels.interpret import mend
-from tpkernels.kernels.target import Target
 
 mend()
-
-
-def fast_math(dtype: torch.dtype, target: Target) -> bool:
-    """Whether the FAST forms may serve: a 16-bit result, on a GPU that has tanh.approx."""
-    return dtype.itemsize == 2 and target.backend == "cuda"
 
 
 @triton.jit

@@ -18,9 +18,9 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
-from tpkernels.kernels.epilogues import act, fast_math
+from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
-from tpkernels.kernels.epilogues import act, fast_math
+from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
-from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 

@@ -148,3 +148,35 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
             f"{launcher}: expected {name} with memory of its own for each element, got strides "
             f"{tensor.stride()} for shape {tuple(tensor.shape)}: clone the expanded tensor"
         )
+
+
+def require_parameter(launcher: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    """A vector with an element for each feature of x, in the dtype of x or in fp32, on its device."""
+    wanted = f"({x.shape[1]},), in {x.dtype} or torch.float32, on {x.device}"
+    _require_vector(launcher, name, tensor, x, x.shape[1], (x.dtype, torch.float32), wanted)
+
+
+def require_statistic(launcher: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    """A contiguous fp32 vector with an element for each row of x, as the forward returned it."""
+    wanted = f"({x.shape[0]},), in torch.float32 and contiguous, on {x.device}, as the forward returned it"
+    _require_vector(launcher, name, tensor, x, x.shape[0], (torch.float32,), wanted)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{launcher}: expected {name} of {wanted}; got strides {tensor.stride()}")
+
+
+def _require_vector(
+    launcher: str,
+    name: str,
+    tensor: Tensor,
+    x: Tensor,
+    length: int,
+    dtypes: tuple[torch.dtype, ...],
+    wanted: str,
+) -> None:
+    require_tensors(launcher, (name, tensor))
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{launcher}: expected {name} of {wanted}; got {tensor.dtype}")
+    if tuple(tensor.shape) != (length,) or tensor.device != x.device:
+        raise ValueError(
+            f"{launcher}: expected {name} of {wanted}; got {tuple(tensor.shape)} on {tensor.device}"
+        )

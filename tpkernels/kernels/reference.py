@@ -60,3 +60,51 @@ def wgrad_accumulate_ref_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 def bias_grad_ref(dy: Tensor) -> Tensor:
     """db of `bias_grad`: the sum over tokens, in fp32 or wider."""
     return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+
+
+def rms_norm_ref(
+    x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, summed, rstd) of `rms_norm_fwd`: computed in fp32 or wider, rounded once."""
+    summed = x if residual is None else x + residual
+    s = _at_least_fp32(summed)
+    rstd = torch.rsqrt(s.square().mean(1) + eps)
+    return (s * rstd[:, None] * weight).to(x.dtype), summed, rstd
+
+
+def layer_norm_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, summed, mean, rstd) of `layer_norm_fwd`: computed in fp32 or wider, rounded once."""
+    summed = x if residual is None else x + residual
+    s = _at_least_fp32(summed)
+    mean = s.mean(1)
+    centred = s - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(1) + eps)
+    y = centred * rstd[:, None] * weight
+    return (y if bias is None else y + bias).to(x.dtype), summed, mean, rstd
+
+
+def rms_norm_bwd_ref(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dsummed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx, dweight) of `rms_norm_bwd`."""
+    n, wide_dy = _at_least_fp32(x) * rstd[:, None], _at_least_fp32(dy)
+    dn = wide_dy * weight
+    ds = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))
+    return (ds if dsummed is None else ds + dsummed).to(x.dtype), (wide_dy * n).sum(0)
+
+
+def layer_norm_bwd_ref(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dsummed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) of `layer_norm_bwd`."""
+    n, wide_dy = (_at_least_fp32(x) - mean[:, None]) * rstd[:, None], _at_least_fp32(dy)
+    dn = wide_dy * weight
+    ds = rstd[:, None] * (dn - n * (dn * n).mean(1, keepdim=True) - dn.mean(1, keepdim=True))
+    dx = (ds if dsummed is None else ds + dsummed).to(x.dtype)
+    return dx, (wide_dy * n).sum(0), bias_grad_ref(dy)
+
+
+def _at_least_fp32(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))

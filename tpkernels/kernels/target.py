@@ -65,3 +65,8 @@ def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32
     """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed and dtype == torch.float32 and target.backend != "hip" else "ieee"
+
+
+def fast_math(dtype: torch.dtype, target: Target) -> bool:
+    """Whether the FAST forms of `epilogues` may serve: a 16-bit result, on a GPU that has tanh.approx."""
+    return dtype.itemsize == 2 and target.backend == "cuda"

@@ -68,6 +68,37 @@ class SumTile:
 SUM = SumTile(chunk=512, block_rows=32, block_cols=128, num_warps=4)
 INTERPRETED_SUM = SumTile(chunk=32, block_rows=16, block_cols=32, num_warps=4)
 
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """A norm: a program holds `block_rows` whole rows; backward, it goes through `chunk` of them."""
+
+    block_rows: int
+    block_cols: int  # at least the number of features
+    num_warps: int
+    chunk: int = (
+        32  # fixed, so that gradients do not depend on the GPU; 32 keeps partials to 2 % of the traffic
+    )
+
+    def __post_init__(self) -> None:
+        if self.chunk % self.block_rows:
+            raise ValueError(f"RowTile expected block_rows to divide chunk, got {self}")
+
+
+MAX_FEATURES = 2**15  # of a norm: a row is held in the registers of one program
+
+
+def row_tile(launcher: str, features: int) -> RowTile:
+    """The tile of a norm over so many features."""
+    if not 0 < features <= MAX_FEATURES:
+        raise ValueError(
+            f"{launcher}: expected 1 to {MAX_FEATURES} features, got {features}: use torch's own norm"
+        )
+    block_cols = max(16, 1 << (features - 1).bit_length())
+    block_rows = max(1, min(16, 2048 // block_cols))
+    return RowTile(block_rows, block_cols, num_warps=max(4, min(16, block_cols // 512)))
+
+
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
 
 # From the fastest at large sizes to the one that splits small results over the most processors.
@@ -82,7 +113,7 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=2),
     ),
     "dgrad": (
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=4, parts=2, per_processor=2),
     ),

@@ -1,0 +1,77 @@
+"""The interpreter's faults with bf16 exist upstream, and are mended here."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tpkernels.kernels.interpret import INTERPRETING, bf16_from_fp32, fp32_from_bf16
+
+# Each prints one line: what upstream gives for a product of ones, and for a cast that must round up.
+PROBE = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def product(x_ptr, y_ptr, S: tl.constexpr):
+    i = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None, :]
+    tl.store(y_ptr + i, tl.dot(tl.load(x_ptr + i), tl.load(x_ptr + i)))
+
+@triton.jit
+def cast(x_ptr, y_ptr):
+    tl.store(y_ptr, tl.load(x_ptr).to(tl.bfloat16))
+
+{mend}
+y = torch.zeros(16, 16)
+product[(1,)](torch.ones(16, 16, dtype=torch.bfloat16), y, S=16)
+z = torch.zeros(1, dtype=torch.bfloat16)
+cast[(1,)](torch.tensor([1 + 3 / 512]), z)
+print(y[0, 0].item(), z.item())
+"""
+
+
+def probe(tmp_path, mend: str) -> list[float]:
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE.format(mend=mend))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+    )
+    return [float(word) for word in run.stdout.split()]
+
+
+def test_upstream_interpreter_is_wrong_about_bf16(tmp_path):
+    """If this fails, upstream has mended its interpreter, and `interpret.mend` can shrink."""
+    product, rounded = probe(tmp_path, mend="")
+    assert product != 16
+    assert rounded == 1.0
+
+
+def test_mended_interpreter_is_right_about_bf16(tmp_path):
+    product, rounded = probe(tmp_path, mend="from tpkernels.kernels.interpret import mend; mend(); mend()")
+    assert product == 16
+    assert rounded == 1 + 1 / 128
+
+
+def test_bf16_from_fp32_rounds_as_torch_does():
+    bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 3.4e38, 1e-45, 1 + 1 / 256, 1 + 3 / 256])
+    values = torch.cat([bits.view(torch.float32), special])
+    numbers = ~values.isnan()
+    expected = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    ours = bf16_from_fp32(values.numpy())
+    np.testing.assert_array_equal(ours[numbers], expected[numbers])
+    assert np.isnan(fp32_from_bf16(ours[~numbers])).all()
+
+
+def test_fp32_from_bf16_is_exact():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    expected = every.view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(fp32_from_bf16(every.numpy()), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU these tests do not interpret")
+def test_this_process_interprets():
+    assert INTERPRETING

@@ -1,0 +1,79 @@
+"""Which form fits which layout on which GPU: a pure function, so it is tested for GPUs that are not here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.checks import LAYOUTS
+from tpkernels.kernels.operands import Layout, choose_form
+from tpkernels.kernels.target import A100, H100, INTERPRETER, MI300, Target, input_precision
+
+GOOD = Layout("x", rows=64, cols=128, row_stride=128, col_stride=1, itemsize=2, address=4096)
+B200 = Target("cuda", 100, 148)
+
+
+@pytest.mark.parametrize(
+    ("target", "form"),
+    [
+        (H100, "descriptor"),
+        (B200, "descriptor"),
+        (INTERPRETER, "descriptor"),
+        (A100, "pointer"),
+        (MI300, "pointer"),
+    ],
+    ids=["sm_90", "sm_100", "interpreter", "sm_80", "gfx942"],
+)
+def test_choose_form_follows_the_hardware(target, form):
+    assert choose_form(target, torch.bfloat16, (GOOD, GOOD)) == form
+
+
+OBSTACLES = {
+    "fortran_order": {"row_stride": 1, "col_stride": 64},
+    "every_other_column": {"row_stride": 256, "col_stride": 2},
+    "odd_pitch": {"row_stride": 131},
+    "misaligned": {"address": 4098},
+    "expanded": {"row_stride": 0},
+    "no_rows": {"rows": 0},
+    "no_cols": {"cols": 0},
+    "too_many_rows": {"rows": 2**31},
+}
+
+
+@pytest.mark.parametrize("change", OBSTACLES.values(), ids=OBSTACLES.keys())
+def test_choose_form_gives_one_awkward_operand_to_pointers(change):
+    assert choose_form(H100, torch.float16, (GOOD, replace(GOOD, **change))) == "pointer"
+
+
+def test_choose_form_gives_fp32_products_to_pointers_but_not_fp32_results():
+    wide = replace(GOOD, itemsize=4)
+    assert choose_form(H100, torch.float32, (wide, wide)) == "pointer"
+    assert choose_form(H100, torch.bfloat16, (GOOD, wide)) == "descriptor"
+
+
+def test_choose_form_ignores_the_strides_of_single_rows_and_columns():
+    assert choose_form(H100, torch.bfloat16, (replace(GOOD, rows=1, row_stride=7),)) == "descriptor"
+    assert choose_form(H100, torch.bfloat16, (replace(GOOD, cols=1, col_stride=5),)) == "descriptor"
+
+
+def test_row_pitch_of_a_single_row_is_aligned():
+    assert replace(GOOD, rows=1, cols=13, row_stride=13).row_pitch == 16
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_of_a_tensor_tells_which_form_fits(name):
+    matrix = LAYOUTS[name](torch.ones(16, 24, dtype=torch.bfloat16))
+    fits = "descriptor" if name == "padded_rows" else "pointer"
+    assert choose_form(H100, matrix.dtype, (Layout.of("x", matrix),)) == fits
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["ieee", "tf32"])
+def test_input_precision_follows_torchs_setting(allowed):
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        assert input_precision(torch.float32, H100) == ("tf32" if allowed else "ieee")
+        assert input_precision(torch.bfloat16, H100) == "ieee"
+        assert input_precision(torch.float32, MI300) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

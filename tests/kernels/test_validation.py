@@ -1,0 +1,140 @@
+"""Launchers refuse what they cannot compute, before launching, and say expected, got, and what to do."""
+
+import pytest
+import torch
+
+from tests.kernels.checks import TILE
+from tpkernels.kernels.bias_grad import bias_grad
+from tpkernels.kernels.dglu import dglu
+from tpkernels.kernels.dgrad import dgrad, dgrad_act
+from tpkernels.kernels.glu import glu_fwd
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_fwd
+from tpkernels.kernels.norm_backward import layer_norm_bwd, rms_norm_bwd
+from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, RowTile
+from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
+
+T, K, N = 6, 8, 16
+
+
+@pytest.fixture
+def ones(device):
+    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    return ones
+
+
+BAD_SHAPES = {
+    "linear weight": (
+        lambda o: linear_fwd(o(T, K), o(N, K + 1)),
+        r"weight of shape \(16, 8\).*got \(16, 9\)",
+    ),
+    "linear bias": (lambda o: linear_fwd(o(T, K), o(N, K), o(N + 1)), r"bias of shape \(16,\).*got \(17,\)"),
+    "linear 3-D": (
+        lambda o: linear_fwd(o(2, T, K), o(N, K)),
+        r"x of 2 dimensions, got shape \(2, 6, 8\).*flatten",
+    ),
+    "linear 1-D": (lambda o: linear_fwd(o(K), o(N, K)), r"x of 2 dimensions, got shape \(8,\)"),
+    "glu w_up": (lambda o: glu_fwd(o(T, K), o(N, K), o(N + 1, K)), r"w_up of shape \(16, 8\).*got \(17, 8\)"),
+    "dgrad weight": (lambda o: dgrad(o(T, N), o(N + 1, K)), r"weight of shape \(16, 8\).*got \(17, 8\)"),
+    "dgrad z": (
+        lambda o: dgrad_act(o(T, N), o(N, K), o(T, N), "gelu"),
+        r"z of shape \(6, 8\).*got \(6, 16\)",
+    ),
+    "dglu u": (lambda o: dglu(o(T, N), o(N, K), o(T, K), o(T, N)), r"u of shape \(6, 8\).*got \(6, 16\)"),
+    "wgrad tokens": (lambda o: wgrad(o(T, N), o(T + 1, K)), r"equal tokens, got \(6, 16\) and \(7, 8\)"),
+    "main_grad": (lambda o: wgrad_accumulate_(o(K, N), o(T, N), o(T, K)), r"main_grad of shape \(16, 8\)"),
+    "bias_grad 1-D": (lambda o: bias_grad(o(N)), r"dy of 2 dimensions"),
+    "rms_norm weight": (lambda o: rms_norm_fwd(o(T, K), o(N)), r"weight of \(8,\).*got \(16,\)"),
+    "norm residual": (
+        lambda o: rms_norm_fwd(o(T, K), o(K), residual=o(1, K)),
+        r"shape of x \(6, 8\), got \(1, 8\)",
+    ),
+    "norm rstd": (lambda o: rms_norm_bwd(o(T, K), o(T, K), o(K), o(K)), r"rstd of \(6,\).*got \(8,\)"),
+    "norm mean": (
+        lambda o: layer_norm_bwd(o(T, K), o(T, K), o(K), o(1), o(T)),
+        r"mean of \(6,\).*got \(1,\)",
+    ),
+    "norm no features": (lambda o: layer_norm_fwd(o(T, 0), o(0)), r"expected 1 to \d+ features, got 0"),
+    "norm too wide": (
+        lambda o: rms_norm_fwd(o(1, MAX_FEATURES + 1), o(MAX_FEATURES + 1)),
+        r"features, got 32769: use torch's own",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_SHAPES.values(), ids=BAD_SHAPES.keys())
+def test_launchers_refuse_shapes_that_do_not_match(call, message, ones):
+    with pytest.raises(ValueError, match=message):
+        call(ones)
+
+
+HALF = torch.bfloat16
+BAD_TYPES = {
+    "linear mixed": (
+        lambda o: linear_fwd(o(T, K), o(N, K, dtype=HALF)),
+        r"x in torch.float32 and weight in .*cast",
+    ),
+    "linear bias mixed": (lambda o: linear_fwd(o(T, K), o(N, K), o(N, dtype=HALF)), "bias in torch.bfloat16"),
+    "glu mixed": (lambda o: glu_fwd(o(T, K), o(N, K), o(N, K, dtype=HALF)), "w_up in torch.bfloat16"),
+    "dgrad mixed": (lambda o: dgrad(o(T, N, dtype=HALF), o(N, K)), "weight in torch.float32"),
+    "wgrad mixed": (lambda o: wgrad(o(T, N, dtype=HALF), o(T, K)), "x in torch.float32"),
+    "float64": (lambda o: linear_fwd(o(T, K, dtype=torch.float64), o(N, K)), "bfloat16, float16 or float32"),
+    "integers": (lambda o: bias_grad(o(T, N, dtype=torch.int32)), "got torch.int32"),
+    "wgrad dtype": (lambda o: wgrad(o(T, N), o(T, K), dtype=torch.float64), "got torch.float64"),
+    "norm parameter": (lambda o: rms_norm_fwd(o(T, K), o(K, dtype=HALF)), "weight of .*got torch.bfloat16"),
+    "sparse": (lambda o: linear_fwd(o(T, K).to_sparse(), o(N, K)), "call .to_dense"),
+    "not a tensor": (lambda o: linear_fwd([[1.0]], o(N, K)), "expected a Tensor as x, got list"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_TYPES.values(), ids=BAD_TYPES.keys())
+def test_launchers_refuse_types_that_do_not_match(call, message, ones):
+    with pytest.raises(TypeError, match=message):
+        call(ones)
+
+
+def test_launchers_refuse_mixed_devices(ones):
+    with pytest.raises(ValueError, match=r"expected one device, got x on .* and weight on meta"):
+        linear_fwd(ones(T, K), ones(N, K).to("meta"))
+    with pytest.raises(ValueError, match=r"main_grad on .* got meta"):
+        wgrad_accumulate_(ones(N, K).to("meta"), ones(T, N), ones(T, K))
+
+
+def test_launchers_refuse_a_device_without_kernels():
+    with pytest.raises(ValueError, match=r"expected tensors on .*, got meta.*TRITON_INTERPRET"):
+        linear_fwd(torch.ones(T, K, device="meta"), torch.ones(N, K, device="meta"))
+
+
+def test_launchers_refuse_unknown_names(ones):
+    with pytest.raises(ValueError, match=r"activation of none, gelu.*got 'tanh'"):
+        linear_fwd(ones(T, K), ones(N, K), activation="tanh")
+    with pytest.raises(ValueError, match=r"gated unit of swiglu.*got 'silu'"):
+        glu_fwd(ones(T, K), ones(N, K), ones(N, K), kind="silu")
+    with pytest.raises(ValueError, match="form 'descriptor' or 'pointer', got 'tma'"):
+        linear_fwd(ones(T, K), ones(N, K), form="tma")
+
+
+def test_an_explicit_form_never_falls_back(ones):
+    x, w = ones(T, K + 1, dtype=HALF)[:, 1:], ones(N, K, dtype=HALF)
+    with pytest.raises(
+        ValueError, match="does not fit: x starts 2 bytes past a 16-byte boundary; use form='pointer'"
+    ):
+        linear_fwd(x, w, form="descriptor", tile=TILE)
+    with pytest.raises(ValueError, match=r"multiply bfloat16 and float16, not torch.float32"):
+        linear_fwd(ones(T, K), ones(N, K), form="descriptor", tile=TILE)
+
+
+def test_wgrad_accumulate_refuses_shared_memory_in_main_grad(ones):
+    with pytest.raises(ValueError, match="memory of its own for each element, got strides"):
+        wgrad_accumulate_(ones(1, K).expand(N, K), ones(T, N), ones(T, K))
+
+
+def test_tiles_refuse_sizes_that_cannot_compile():
+    with pytest.raises(ValueError, match="block_rows to be a power of two, got 48"):
+        MatmulTile(48, 64, 32, num_warps=4, num_stages=1)
+    with pytest.raises(ValueError, match="at least 16"):
+        MatmulTile(64, 32, 32, num_warps=4, num_stages=1, parts=4)
+    with pytest.raises(ValueError, match="block_rows to divide chunk"):
+        RowTile(block_rows=64, block_cols=64, num_warps=4, chunk=32)

@@ -1,0 +1,279 @@
+"""Catalog entries of the matmul kernels: which tiles, dtypes and epilogues are compiled for which GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tpkernels.kernels.activations import GATE_OF, Activation, Glu
+from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry
+from tpkernels.kernels.operands import Form
+from tpkernels.kernels.target import A100, H100, MI300, Target, fast_math
+from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates
+
+HOPPER_AND_NEWER = ("sm_90", "sm_100")
+NVIDIA = ("sm_80", "sm_89", "sm_90")
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """An operand of a kernel, and the block of it that one descriptor load or store moves."""
+
+    name: str
+    block: tuple[int, int]
+    dtype: torch.dtype | None = None  # that of the multiplied operands unless given
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A kernel with one tile for one kind of GPU; the epilogues multiply it."""
+
+    kernel: Kernel
+    form: Form
+    dtype: torch.dtype
+    tile: MatmulTile
+    target: Target
+    architectures: tuple[str, ...]
+    precision: Literal["ieee", "tf32"] = "ieee"
+    ragged: bool = False  # addresses and sizes that are multiples of nothing
+
+    def entry(
+        self,
+        epilogue: str,
+        module: str,
+        function: str,
+        matrices: tuple[_Matrix, ...],
+        pointers: Mapping[str, torch.dtype],
+        strides: tuple[str, ...],
+        constants: Mapping[str, Constant],
+    ) -> Entry:
+        """strides: the names of outer strides; inner ones are 1, which a launch makes a constant."""
+        tile = self.tile
+        arguments = {
+            matrix.name: self._matrix_type(matrix.dtype or self.dtype, matrix.block) for matrix in matrices
+        }
+        arguments |= {name: f"*{TRITON_NAME[dtype]}" for name, dtype in pointers.items()}
+        integers = ("T", "N", "K", *strides)
+        aligned = set(arguments) | set(integers)
+        if self.form == "descriptor":  # which is aligned by itself
+            aligned -= {matrix.name for matrix in matrices}
+        size = f"{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
+        prefix = "" if self.target.backend == "cuda" else f"{self.target.backend}/"
+        suffix = "/ragged" * self.ragged + "/tf32" * (self.precision == "tf32")
+        return Entry(
+            name=f"{prefix}{self.kernel}/{self.form}/{TRITON_NAME[self.dtype]}/{size}/{epilogue}{suffix}",
+            module=module,
+            function=function,
+            form=self.form,
+            arguments=arguments | dict.fromkeys(integers, "i32"),
+            aligned=frozenset() if self.ragged else frozenset(aligned),
+            constants={
+                **constants,
+                "PRECISION": self.precision,
+                "BLOCK_ROWS": tile.block_rows,
+                "BLOCK_COLS": tile.block_cols,
+                "BLOCK_DEPTH": tile.block_depth,
+                "PARTS": tile.parts,
+                "GROUP": tile.group,
+                "FLATTEN": tile.flatten,
+                "TMA": self.form == "descriptor",
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            architectures=self.architectures,
+        )
+
+    def _matrix_type(self, dtype: torch.dtype, block: tuple[int, int]) -> str:
+        name = TRITON_NAME[dtype]
+        return f"tensordesc<{name}[{block[0]}, {block[1]}]>" if self.form == "descriptor" else f"*{name}"
+
+    @property
+    def fast(self) -> bool:
+        return fast_math(self.dtype, self.target)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.tile.block_rows, self.tile.block_cols // self.tile.parts
+
+
+def _linear(case: _Case, activation: Activation, bias: bool, keep_z: bool) -> Entry:
+    tile = case.tile
+    return case.entry(
+        activation + "+bias" * bias + "+z" * keep_z,
+        "linear",
+        "_linear_fwd_kernel",
+        (
+            _Matrix("x", (tile.block_rows, tile.block_depth)),
+            _Matrix("w", (tile.block_cols, tile.block_depth)),
+            _Matrix("z", case.part),
+            _Matrix("y", case.part),
+        ),
+        {"b_ptr": case.dtype},
+        ("stride_xt", "stride_wn"),
+        {
+            "ACTIVATION": activation,
+            "HAS_BIAS": bias,
+            "KEEP_Z": keep_z,
+            "FAST": case.fast,
+            **dict.fromkeys(("stride_xk", "stride_wk", "stride_bn"), 1),
+        },
+    )
+
+
+def _glu(case: _Case, kind: Glu, keep: bool) -> Entry:
+    tile = case.tile
+    weight_block = (tile.block_cols, tile.block_depth)
+    return case.entry(
+        kind + "+gu" * keep,
+        "glu",
+        "_glu_fwd_kernel",
+        (
+            _Matrix("x", (tile.block_rows, tile.block_depth)),
+            _Matrix("w_gate", weight_block),
+            _Matrix("w_up", weight_block),
+            *(_Matrix(name, case.part) for name in ("g", "u", "h")),
+        ),
+        {},
+        ("stride_xt", "stride_gn", "stride_un"),
+        {
+            "GATE": GATE_OF[kind],
+            "KEEP": keep,
+            "FAST": case.fast,
+            **dict.fromkeys(("stride_xk", "stride_gk", "stride_uk"), 1),
+        },
+    )
+
+
+def _dgrad(case: _Case, activation: Activation, bias_grad: bool) -> Entry:
+    tile = case.tile
+    return case.entry(
+        activation + "+db" * bias_grad,
+        "dgrad",
+        "_dgrad_kernel",
+        (
+            _Matrix("dy", (tile.block_rows, tile.block_depth)),
+            _Matrix("w", (tile.block_depth, tile.block_cols)),
+            _Matrix("z", case.part),
+            _Matrix("dx", case.part),
+        ),
+        {"partials_ptr": FP32},
+        ("stride_dyt", "stride_wn", "stride_zt"),
+        {
+            "ACTIVATION": activation,
+            "BIAS_GRAD": bias_grad,
+            "FAST": case.fast,
+            **dict.fromkeys(("stride_dyn", "stride_wk", "stride_zk"), 1),
+        },
+    )
+
+
+def _dglu(case: _Case, kind: Glu, emit_h: bool) -> Entry:
+    tile = case.tile
+    return case.entry(
+        kind + "+h" * emit_h,
+        "dglu",
+        "_dglu_kernel",
+        (
+            _Matrix("dy", (tile.block_rows, tile.block_depth)),
+            _Matrix("w", (tile.block_depth, tile.block_cols)),
+            *(_Matrix(name, case.part) for name in ("g", "u", "dg", "du", "h")),
+        ),
+        {},
+        ("stride_dyt", "stride_wn", "stride_gt", "stride_ut"),
+        {
+            "GATE": GATE_OF[kind],
+            "EMIT_H": emit_h,
+            "FAST": case.fast,
+            **dict.fromkeys(("stride_dyn", "stride_wk", "stride_gk", "stride_uk"), 1),
+        },
+    )
+
+
+def _wgrad(case: _Case, dtype: torch.dtype, accumulate: bool) -> Entry:
+    tile = case.tile
+    return case.entry(
+        ("+=" if accumulate else "=") + TRITON_NAME[dtype],
+        "wgrad",
+        "_wgrad_kernel",
+        (
+            _Matrix("dy", (tile.block_depth, tile.block_rows)),
+            _Matrix("x", (tile.block_depth, tile.block_cols)),
+            _Matrix("dw", case.part, dtype),
+        ),
+        {},
+        ("stride_dyt", "stride_xt", "stride_dwn"),
+        {
+            "ACCUMULATE": accumulate,
+            "REDUCE": accumulate and case.form == "descriptor" and dtype == FP32,
+            **dict.fromkeys(("stride_dyn", "stride_xk", "stride_dwk"), 1),
+        },
+    )
+
+
+def _epilogues(case: _Case, thorough: bool) -> Iterator[Entry]:
+    """What is launched with a tile: the costliest epilogue, and if `thorough` the others too."""
+    match case.kernel:
+        case "linear":
+            yield _linear(case, "gelu_tanh", bias=True, keep_z=True)
+            if thorough:
+                yield _linear(case, "none", bias=False, keep_z=False)
+                yield _linear(case, "gelu", bias=True, keep_z=True)
+                yield _linear(case, "silu", bias=True, keep_z=True)
+                yield _linear(case, "relu2", bias=True, keep_z=True)
+        case "glu":
+            yield _glu(case, "swiglu", keep=True)
+            if thorough:
+                yield _glu(case, "swiglu", keep=False)
+                yield _glu(case, "geglu", keep=True)
+                yield _glu(case, "geglu_tanh", keep=True)
+        case "dgrad":
+            yield _dgrad(case, "gelu_tanh", bias_grad=True)
+            if thorough:
+                yield _dgrad(case, "none", bias_grad=False)
+                yield _dgrad(case, "gelu_tanh", bias_grad=False)
+                yield _dgrad(case, "gelu", bias_grad=True)
+                yield _dgrad(case, "silu", bias_grad=True)
+                yield _dgrad(case, "relu2", bias_grad=True)
+        case "dglu":
+            yield _dglu(case, "swiglu", emit_h=True)
+            if thorough:
+                yield _dglu(case, "geglu", emit_h=True)
+                yield _dglu(case, "geglu_tanh", emit_h=True)
+        case "wgrad":
+            yield _wgrad(case, FP32, accumulate=True)
+            if thorough:
+                yield _wgrad(case, case.dtype, accumulate=False)
+                yield _wgrad(case, FP32, accumulate=False)
+                yield _wgrad(case, case.dtype, accumulate=True)
+
+
+def matmul_entries() -> Iterator[Entry]:
+    """Thorough where the speed is, in bf16 on Hopper; elsewhere the costliest epilogue of each tile."""
+    for kernel in KERNELS:
+        for tile in candidates(kernel, "descriptor", BF16, H100):
+            case = _Case(kernel, "descriptor", BF16, tile, H100, ("sm_90",))
+            yield from _epilogues(case, thorough=True)
+        largest = candidates(kernel, "descriptor", FP16, H100)[0]
+        yield from _epilogues(
+            _Case(kernel, "descriptor", FP16, largest, H100, HOPPER_AND_NEWER), thorough=False
+        )
+        for tile in candidates(kernel, "pointer", BF16, A100):
+            case = _Case(kernel, "pointer", BF16, tile, A100, NVIDIA)
+            yield from _epilogues(case, thorough=False)
+        largest = candidates(kernel, "pointer", BF16, A100)[0]
+        case = _Case(kernel, "pointer", BF16, largest, A100, ("sm_80", "sm_90"), ragged=True)
+        yield from _epilogues(case, thorough=False)
+        case = _Case(
+            kernel, "pointer", BF16, candidates(kernel, "pointer", BF16, MI300)[0], MI300, ("gfx942",)
+        )
+        yield from _epilogues(case, thorough=False)
+        for tile in candidates(kernel, "pointer", FP32, A100):
+            yield from _epilogues(
+                _Case(kernel, "pointer", FP32, tile, A100, ("sm_80", "sm_90")), thorough=False
+            )
+    largest = candidates("linear", "pointer", FP32, A100)[0]
+    case = _Case("linear", "pointer", FP32, largest, A100, ("sm_80", "sm_90"), precision="tf32")
+    yield from _epilogues(case, thorough=False)

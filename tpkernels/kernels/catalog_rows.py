@@ -1,0 +1,97 @@
+"""Catalog entries of the kernels that go over whole rows: norms and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tpkernels.kernels.entry import BF16, FP32, TRITON_NAME, Entry
+from tpkernels.kernels.tiles import MAX_FEATURES, SUM, row_tile
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+FEATURES = (1024, 8192, MAX_FEATURES)
+
+
+def row_entries() -> Iterator[Entry]:
+    """Norms with every option on, at three widths; the sum of each dtype that it meets."""
+    for centre in (False, True):
+        for features in FEATURES:
+            yield _norm_fwd(features, centre)
+            yield _norm_bwd(features, centre)
+    yield _sum_rows(BF16)
+    yield _sum_rows(FP32)
+
+
+def _norm_fwd(features: int, centre: bool) -> Entry:
+    tile = row_tile("catalog", features)
+    matrices = ("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "y_ptr", "summed_ptr")
+    arguments = dict.fromkeys(matrices, "*bf16") | dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("T", "K", "stride_xt", "stride_rt"), "i32")
+    return Entry(
+        name=f"norm_fwd/pointer/bf16/{features}/{'layer' if centre else 'rms'}+residual",
+        module="norm",
+        function="_norm_fwd_kernel",
+        form="pointer",
+        arguments=arguments | {"eps": "fp32"},
+        aligned=frozenset(arguments),
+        constants={
+            **dict.fromkeys(("stride_xk", "stride_rk", "stride_wk", "stride_bk"), 1),
+            "CENTRE": centre,
+            "HAS_RESIDUAL": True,
+            "HAS_BIAS": centre,
+            "BLOCK_ROWS": tile.block_rows,
+            "BLOCK_COLS": tile.block_cols,
+        },
+        num_warps=tile.num_warps,
+        num_stages=1,
+        architectures=ARCHITECTURES,
+    )
+
+
+def _norm_bwd(features: int, centre: bool) -> Entry:
+    tile = row_tile("catalog", features)
+    arguments = dict.fromkeys(("dy_ptr", "s_ptr", "dsummed_ptr", "weight_ptr", "ds_ptr"), "*bf16")
+    arguments |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("T", "K", "stride_dyt", "stride_st", "stride_dt"), "i32")
+    return Entry(
+        name=f"norm_bwd/pointer/bf16/{features}/{'layer' if centre else 'rms'}+dsummed",
+        module="norm_backward",
+        function="_norm_bwd_kernel",
+        form="pointer",
+        arguments=arguments,
+        aligned=frozenset(arguments),
+        constants={
+            **dict.fromkeys(("stride_dyk", "stride_sk", "stride_dk", "stride_wk"), 1),
+            "CENTRE": centre,
+            "HAS_DSUMMED": True,
+            "CHUNK": tile.chunk,
+            "BLOCK_ROWS": tile.block_rows,
+            "BLOCK_COLS": tile.block_cols,
+        },
+        num_warps=tile.num_warps,
+        num_stages=1,
+        architectures=ARCHITECTURES,
+    )
+
+
+def _sum_rows(dtype: torch.dtype) -> Entry:
+    arguments = {"source_ptr": f"*{TRITON_NAME[dtype]}", "sums_ptr": "*fp32"}
+    arguments |= dict.fromkeys(("rows", "cols", "stride_row"), "i32")
+    return Entry(
+        name=f"sum_rows/pointer/{TRITON_NAME[dtype]}/{SUM.chunk}x{SUM.block_cols}",
+        module="bias_grad",
+        function="_sum_rows_kernel",
+        form="pointer",
+        arguments=arguments,
+        aligned=frozenset(arguments),
+        constants={
+            "stride_col": 1,
+            "CHUNK": SUM.chunk,
+            "BLOCK_ROWS": SUM.block_rows,
+            "BLOCK_COLS": SUM.block_cols,
+        },
+        num_warps=SUM.num_warps,
+        num_stages=1,
+        architectures=ARCHITECTURES,
+    )

@@ -1,0 +1,174 @@
+"""RMSNorm and LayerNorm of each token, with an optional residual added on the way in. Oracles: `reference`.
+
+T tokens, K features; sums over the features of a token, in fp32:
+
+    s    = x + residual                            (T, K)    rounded to the dtype of x, as it is kept
+    mean = Σ s / K                                 (T,)      LayerNorm; 0 for RMSNorm
+    rstd = 1 / sqrt(Σ (s - mean)² / K + eps)       (T,)
+    y    = (s - mean) * rstd * weight + bias       (T, K)
+
+A program holds whole rows, so s is read once and the variance is that of centred values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.operands import require_matrices, require_parameter
+from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.tiles import RowTile, row_tile
+
+mend()
+
+
+@triton.jit
+def _norm_fwd_kernel(
+    x_ptr,  # (T, K)
+    residual_ptr,  # (T, K), unread unless HAS_RESIDUAL
+    weight_ptr,  # (K,)
+    bias_ptr,  # (K,), unread unless HAS_BIAS
+    y_ptr,  # (T, K) contiguous
+    summed_ptr,  # (T, K) contiguous, untouched unless HAS_RESIDUAL
+    mean_ptr,  # (T,), untouched unless CENTRE
+    rstd_ptr,  # (T,)
+    T,
+    K,
+    stride_xt,
+    stride_xk,
+    stride_rt,
+    stride_rk,
+    stride_wk,
+    stride_bk,
+    eps,
+    CENTRE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # at least K
+):
+    """One program normalises BLOCK_ROWS tokens."""
+    # int64: T * K passes 2**31 at 512k tokens of width 4096
+    t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    k = tl.arange(0, BLOCK_COLS).to(tl.int64)
+    in_rows = t < T
+    mask = in_rows[:, None] & (k < K)[None, :]
+    contiguous = t[:, None] * K + k[None, :]
+    s = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :] * stride_xk, mask, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        s += tl.load(residual_ptr + t[:, None] * stride_rt + k[None, :] * stride_rk, mask, 0.0).to(tl.float32)
+        rounded = s.to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + contiguous, rounded, mask)
+        s = rounded.to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(s, axis=1) / K
+        tl.store(mean_ptr + t, mean, in_rows)
+        s = tl.where(mask, s - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / K + eps)
+    tl.store(rstd_ptr + t, rstd, in_rows)
+    weight = tl.load(weight_ptr + k * stride_wk, k < K, 0.0).to(tl.float32)
+    y = s * rstd[:, None] * weight[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + k * stride_bk, k < K, 0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + contiguous, y.to(y_ptr.dtype.element_ty), mask)
+
+
+class NormForward(NamedTuple):
+    """What the norms return."""
+
+    y: Tensor  # (tokens, features)
+    summed: Tensor  # x + residual, which the backward takes as its x; x itself where there is no residual
+    mean: Tensor | None  # (tokens,) in fp32; RMSNorm has none
+    rstd: Tensor  # (tokens,) in fp32
+
+
+def rms_norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    tile: RowTile | None = None,
+) -> NormForward:
+    """(x + residual) / rms(x + residual) * weight, in the dtype of x.
+
+    x, residual: (tokens, features)
+    weight: (features,), in the dtype of x or fp32
+    """
+    return _norm_fwd("rms_norm_fwd", x, weight, None, eps, residual, False, tile)
+
+
+def layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    tile: RowTile | None = None,
+) -> NormForward:
+    """(x + residual), centred and scaled to unit variance, times weight plus bias, in the dtype of x.
+
+    x, residual: (tokens, features)
+    weight, bias: (features,), in the dtype of x or fp32
+    """
+    return _norm_fwd("layer_norm_fwd", x, weight, bias, eps, residual, True, tile)
+
+
+def _norm_fwd(
+    launcher: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    centre: bool,
+    tile: RowTile | None,
+) -> NormForward:
+    require_matrices(launcher, ("x", x), ("residual", residual))
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"{launcher}: expected residual of the shape of x {tuple(x.shape)}, got {tuple(residual.shape)}"
+        )
+    require_parameter(launcher, "weight", weight, x)
+    if bias is not None:
+        require_parameter(launcher, "bias", bias, x)
+    T, K = x.shape
+    tile = tile or row_tile(launcher, K)
+    target_of(x.device)
+    y = launch.empty((T, K), x.dtype, x.device)
+    summed = x if residual is None else launch.empty((T, K), x.dtype, x.device)
+    mean = launch.empty((T,), torch.float32, x.device) if centre else None
+    rstd = launch.empty((T,), torch.float32, x.device)
+    if T:
+        with launching_on(x.device):
+            _norm_fwd_kernel[(launch.ceil_div(T, tile.block_rows),)](
+                x,
+                x if residual is None else residual,
+                weight,
+                weight if bias is None else bias,
+                y,
+                y if residual is None else summed,
+                rstd if mean is None else mean,
+                rstd,
+                T,
+                K,
+                *x.stride(),
+                *(x if residual is None else residual).stride(),
+                weight.stride(0),
+                0 if bias is None else bias.stride(0),
+                eps,
+                CENTRE=centre,
+                HAS_RESIDUAL=residual is not None,
+                HAS_BIAS=bias is not None,
+                BLOCK_ROWS=tile.block_rows,
+                BLOCK_COLS=tile.block_cols,
+                num_warps=tile.num_warps,
+            )
+    return NormForward(y, summed, mean, rstd)
