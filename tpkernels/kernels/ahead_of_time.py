@@ -10,18 +10,19 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.kernels import machine_code, triton_ir
+from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.entry import Entry, ast_source
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-# architecture -> bytes of shared memory that one block may have. Compiling does not fail past it; launching does.
+# architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
 SHARED_LIMIT: Mapping[str, int] = {
     "sm_80": 166_912,
     "sm_89": 101_376,
@@ -49,9 +50,31 @@ class Facts:
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
 
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"aligned": sorted(self.aligned), "narrow_offsets": list(self.narrow_offsets)}
+
+    @staticmethod
+    def from_json(value: Any) -> Facts:
+        """What `as_json` gave; TypeError for anything else."""
+        if not isinstance(value, dict) or set(value) != {field.name for field in fields(Facts)}:
+            raise TypeError(f"expected the fields of Facts, got {value!r}")
+        sets = {"aligned": frozenset(value["aligned"]), "narrow_offsets": tuple(value["narrow_offsets"])}
+        return Facts(**value | sets)
+
 
 class CompileError(RuntimeError):
     """Triton refused an entry, or the compiler behind it did."""
+
+
+def facts_of(entry: Entry, architecture: str, cache: DiskCache) -> Facts:
+    """The facts of one entry on one architecture: from the cache, or compiled and put there."""
+    key = compile_key(entry, architecture)
+    try:
+        return Facts.from_json(cache.get(key))
+    except TypeError:  # nothing there
+        facts = compile_entry(entry, architecture)
+        cache.put(key, facts.as_json())
+        return facts
 
 
 def compile_entry(entry: Entry, architecture: str) -> Facts:
@@ -74,7 +97,7 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
-    """A hash of all that the facts depend on: kernel sources, signature, options, Triton, target, this code."""
+    """A hash of what the facts depend on: kernel sources, signature, options, Triton, target, this code."""
     import triton
     from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 
@@ -82,7 +105,9 @@ def compile_key(entry: Entry, architecture: str) -> str:
     options = backend.parse_options({"num_warps": entry.num_warps, "num_stages": entry.num_stages})
     variables = get_cache_invalidating_env_vars()  # of Triton: TRITON_PTXAS_PATH and the like
     key = get_cache_key(ast_source(entry), backend, options, variables)
-    ours = b"".join(Path(str(module)).read_bytes() for module in (__file__, machine_code.__file__, triton_ir.__file__))
+    ours = b"".join(
+        Path(str(module)).read_bytes() for module in (__file__, machine_code.__file__, triton_ir.__file__)
+    )
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a disassembly says of a kernel: counts of the instructions that decide its speed. Pure text, no Triton.
+"""What a disassembly says of a kernel: counts of the instructions that decide its speed. No Triton.
 
 An NVIDIA opcode is counted by its first word (`HGMMA.64x256x16.F32.BF16` is an HGMMA), and its 16-byte form
 apart (`LDGSTS.128`): that is what a lost alignment takes away. An AMD opcode is counted by its family.
@@ -11,7 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 NVIDIA_MIX = (
-    *("HGMMA", "UTCHMMA", "HMMA", "FFMA", "MUFU"),  # tensor cores of sm_90, sm_100, older; plain; transcendental
+    *(
+        "HGMMA",
+        "UTCHMMA",
+        "HMMA",
+        "FFMA",
+        "MUFU",
+    ),  # tensor cores of sm_90, sm_100, older; plain; transcendental
     *("UTMALDG", "UTMASTG", "UTMAREDG"),  # the copy engine: load, store, reduce
     *("LDGSTS", "LDG", "STG", "LDS", "STS"),  # cp.async; global and shared memory
     *("STL", "LDL"),  # local memory: spills

@@ -22,9 +22,7 @@ def aligned_arguments(ttir: str) -> frozenset[str]:
     header = _HEADER.search(_LOCATION.sub("", ttir))
     assert header, "TTIR without a public function"
     return frozenset(
-        name
-        for name, _, attributes in _ARGUMENT.findall(header[1])
-        if "tt.divisibility = 16" in attributes
+        name for name, _, attributes in _ARGUMENT.findall(header[1]) if "tt.divisibility = 16" in attributes
     )
 
 
