@@ -14,9 +14,6 @@ from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import A100, H100, MI300, Target, fast_math
 from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates
 
-HOPPER_AND_NEWER = ("sm_90", "sm_100")
-NVIDIA = ("sm_80", "sm_89", "sm_90")
-
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
@@ -252,28 +249,23 @@ def _epilogues(case: _Case, thorough: bool) -> Iterator[Entry]:
 
 def matmul_entries() -> Iterator[Entry]:
     """Thorough where the speed is, in bf16 on Hopper; elsewhere the costliest epilogue of each tile."""
+    for case in _cases():
+        yield from _epilogues(case, thorough=case.form == "descriptor" and case.dtype == BF16)
+
+
+def _cases() -> Iterator[_Case]:
     for kernel in KERNELS:
         for tile in candidates(kernel, "descriptor", BF16, H100):
-            case = _Case(kernel, "descriptor", BF16, tile, H100, ("sm_90",))
-            yield from _epilogues(case, thorough=True)
+            yield _Case(kernel, "descriptor", BF16, tile, H100, ("sm_90",))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
-        yield from _epilogues(
-            _Case(kernel, "descriptor", FP16, largest, H100, HOPPER_AND_NEWER), thorough=False
-        )
+        yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90", "sm_100"))
         for tile in candidates(kernel, "pointer", BF16, A100):
-            case = _Case(kernel, "pointer", BF16, tile, A100, NVIDIA)
-            yield from _epilogues(case, thorough=False)
-        largest = candidates(kernel, "pointer", BF16, A100)[0]
-        case = _Case(kernel, "pointer", BF16, largest, A100, ("sm_80", "sm_90"), ragged=True)
-        yield from _epilogues(case, thorough=False)
-        case = _Case(
-            kernel, "pointer", BF16, candidates(kernel, "pointer", BF16, MI300)[0], MI300, ("gfx942",)
-        )
-        yield from _epilogues(case, thorough=False)
+            yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_89", "sm_90"))
+        for tile in candidates(kernel, "pointer", BF16, A100, ragged=True):
+            yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_90"), ragged=True)
         for tile in candidates(kernel, "pointer", FP32, A100):
-            yield from _epilogues(
-                _Case(kernel, "pointer", FP32, tile, A100, ("sm_80", "sm_90")), thorough=False
-            )
+            yield _Case(kernel, "pointer", FP32, tile, A100, ("sm_80", "sm_90"))
+        largest = candidates(kernel, "pointer", BF16, MI300)[0]
+        yield _Case(kernel, "pointer", BF16, largest, MI300, ("gfx942",))
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    case = _Case("linear", "pointer", FP32, largest, A100, ("sm_80", "sm_90"), precision="tf32")
-    yield from _epilogues(case, thorough=False)
+    yield _Case("linear", "pointer", FP32, largest, A100, ("sm_80", "sm_90"), precision="tf32")

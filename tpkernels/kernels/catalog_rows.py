@@ -52,7 +52,7 @@ def _norm_fwd(features: int, centre: bool) -> Entry:
 def _norm_bwd(features: int, centre: bool) -> Entry:
     tile = row_tile("catalog", features)
     arguments = dict.fromkeys(("dy_ptr", "s_ptr", "dsummed_ptr", "weight_ptr", "ds_ptr"), "*bf16")
-    arguments |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr"), "*fp32")
     arguments |= dict.fromkeys(("T", "K", "stride_dyt", "stride_st", "stride_dt"), "i32")
     return Entry(
         name=f"norm_bwd/pointer/bf16/{features}/{'layer' if centre else 'rms'}+dsummed",

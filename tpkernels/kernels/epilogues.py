@@ -1,9 +1,9 @@
 """Activations as device helpers: f and f' of `activations`, for the epilogues of the matmul kernels.
 
 All work on fp32 blocks. FAST takes cheaper forms, whose error (5e-4 relative for tanh, 2e-7 absolute for Φ)
-drowns in the rounding of a 16-bit result. It holds PTX, so it is for CUDA only: launchers ask `target.fast_math`.
-The tanh form of GELU is computed as z s(v), which is 0.5 z (1 + tanh(v / 2)) without its cancellation in
-the left tail.
+drowns in the rounding of a 16-bit result. It holds PTX, so it is for CUDA only: launchers ask
+`target.fast_math`. The tanh form of GELU is computed as z s(v), which is 0.5 z (1 + tanh(v / 2)) without its
+cancellation in the left tail.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def choose(
         form = choose_form(target, dtype, layouts)
     else:
         require_form(launcher, form, target, dtype, layouts)
-    return form, tile or default_tile(kernel, form, dtype, target, *result)
+    ragged = any(layout.tma_obstacle() for layout in layouts)
+    return form, tile or default_tile(kernel, form, dtype, target, *result, ragged)
 
 
 def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | TensorDescriptor:

@@ -9,7 +9,8 @@ T tokens, K features; n = (s - mean) * rstd is what the forward multiplied by th
     dbias   = Σ over tokens of dy                                      (K,)      fp32, LayerNorm
 
 ds is the gradient of x and of the residual alike; dsummed is what reaches s past the norm, along the residual
-stream. Each program sums the parameter gradients of a fixed number of tokens; `sum_partials` adds those up.
+stream. Each program sums dweight over a fixed number of tokens, and `sum_partials` adds those up; dbias is
+left to `bias_grad`, as a second accumulator would not fit beside rows of 16k features.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
-from tpkernels.kernels.bias_grad import sum_partials
+from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.operands import require_matrices, require_parameter, require_statistic
 from tpkernels.kernels.target import launching_on, target_of
@@ -41,7 +42,6 @@ def _norm_bwd_kernel(
     rstd_ptr,  # (T,)
     ds_ptr,  # (T, K) contiguous
     dweight_ptr,  # (programs, K) contiguous, fp32
-    dbias_ptr,  # (programs, K) contiguous, fp32; untouched unless CENTRE
     T,
     K,
     stride_dyt,
@@ -59,37 +59,38 @@ def _norm_bwd_kernel(
 ):
     """One program takes CHUNK tokens, BLOCK_ROWS at a time."""
     program = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_COLS).to(tl.int64)
+    k = tl.arange(0, BLOCK_COLS)
     in_cols = k < K
-    weight = tl.load(weight_ptr + k * stride_wk, in_cols, 0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-    dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for step in range(0, CHUNK, BLOCK_ROWS):
         # int64: T * K passes 2**31 at 512k tokens of width 4096
         t = program * CHUNK + step + tl.arange(0, BLOCK_ROWS)
         in_rows = t < T
         mask = in_rows[:, None] & in_cols[None, :]
-        n = tl.load(s_ptr + t[:, None] * stride_st + k[None, :] * stride_sk, mask, 0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + t[:, None] * stride_dyt + k[None, :] * stride_dyk, mask, 0.0).to(tl.float32)
+        n = tl.load(s_ptr + t[:, None] * stride_st + k.to(tl.int64)[None, :] * stride_sk, mask, 0.0).to(
+            tl.float32
+        )
+        dy = tl.load(dy_ptr + t[:, None] * stride_dyt + k.to(tl.int64)[None, :] * stride_dyk, mask, 0.0).to(
+            tl.float32
+        )
         rstd = tl.load(rstd_ptr + t, in_rows, 0.0)
         if CENTRE:
             mean = tl.load(mean_ptr + t, in_rows, 0.0)
             n = tl.where(mask, n - mean[:, None], 0.0)
-            dbias += dy
         n *= rstd[:, None]
         dweight += dy * n
+        # read again for each block: held across the loop it would take the registers of a fourth row
+        weight = tl.load(weight_ptr + k.to(tl.int64) * stride_wk, in_cols, 0.0).to(tl.float32)
         dn = dy * weight[None, :]
         ds = dn - n * (tl.sum(dn * n, axis=1) / K)[:, None]
         if CENTRE:
             ds -= (tl.sum(dn, axis=1) / K)[:, None]
         ds *= rstd[:, None]
         if HAS_DSUMMED:
-            along = dsummed_ptr + t[:, None] * stride_dt + k[None, :] * stride_dk
+            along = dsummed_ptr + t[:, None] * stride_dt + k.to(tl.int64)[None, :] * stride_dk
             ds += tl.load(along, mask, 0.0).to(tl.float32)
         tl.store(ds_ptr + t[:, None] * K + k[None, :], ds.to(ds_ptr.dtype.element_ty), mask)
     tl.store(dweight_ptr + program * K + k, tl.sum(dweight, axis=0), in_cols)
-    if CENTRE:
-        tl.store(dbias_ptr + program * K + k, tl.sum(dbias, axis=0), in_cols)
 
 
 class NormBackward(NamedTuple):
@@ -163,7 +164,6 @@ def _norm_bwd(
     programs = max(1, launch.ceil_div(T, tile.chunk))  # no tokens: one program, which leaves zeros
     dx = launch.empty((T, K), x.dtype, x.device)
     dweight = launch.empty((programs, K), torch.float32, x.device)
-    dbias = None if mean is None else launch.empty((programs, K), torch.float32, x.device)
     with launching_on(x.device):
         _norm_bwd_kernel[(programs,)](
             dy,
@@ -174,7 +174,6 @@ def _norm_bwd(
             rstd,
             dx,
             dweight,
-            dweight if dbias is None else dbias,
             T,
             K,
             *dy.stride(),
@@ -188,4 +187,4 @@ def _norm_bwd(
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,
         )
-    return NormBackward(dx, sum_partials(dweight), None if dbias is None else sum_partials(dbias))
+    return NormBackward(dx, sum_partials(dweight), None if mean is None else bias_grad(dy))

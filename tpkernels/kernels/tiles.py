@@ -85,7 +85,7 @@ class RowTile:
             raise ValueError(f"RowTile expected block_rows to divide chunk, got {self}")
 
 
-MAX_FEATURES = 2**15  # of a norm: a row is held in the registers of one program
+MAX_FEATURES = 2**14  # of a norm: a row is held in the registers of one program
 
 
 def row_tile(launcher: str, features: int) -> RowTile:
@@ -141,25 +141,43 @@ _POINTER_16_BIT: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     )
     for kernel in ("glu", "dglu")
 }
+# An address an element: larger tiles spill
+_POINTER_RAGGED: tuple[MatmulTile, ...] = (
+    MatmulTile(64, 64, 32, num_warps=8, num_stages=2),
+    MatmulTile(16, 64, 32, num_warps=4, num_stages=2),
+)
 _POINTER_FP32: tuple[MatmulTile, ...] = (
     MatmulTile(64, 64, 16, num_warps=8, num_stages=3),
     MatmulTile(16, 64, 16, num_warps=4, num_stages=3),
 )
 
 
-def candidates(kernel: Kernel, form: Form, dtype: torch.dtype, target: Target) -> tuple[MatmulTile, ...]:
-    """Every tile that is shipped for this case: what the catalog compiles and the tuner times."""
+def candidates(
+    kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, ragged: bool = False
+) -> tuple[MatmulTile, ...]:
+    """Every tile that is shipped for this case: what the catalog compiles and the tuner times.
+
+    ragged: some address or row is not 16-byte aligned, so that elements are addressed one by one
+    """
     if target.backend == "interpreter":
         return (_INTERPRETED,)
     if dtype == torch.float32:
         return _POINTER_FP32
+    if ragged and form == "pointer":
+        return _POINTER_RAGGED
     return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
 
 
 def default_tile(
-    kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, rows: int, cols: int
+    kernel: Kernel,
+    form: Form,
+    dtype: torch.dtype,
+    target: Target,
+    rows: int,
+    cols: int,
+    ragged: bool = False,
 ) -> MatmulTile:
     """The first candidate that occupies every processor, else the one that occupies the most."""
-    tiles = candidates(kernel, form, dtype, target)
+    tiles = candidates(kernel, form, dtype, target, ragged)
     filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
