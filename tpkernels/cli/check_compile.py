@@ -1,7 +1,7 @@
 """The compile half of `check`: every catalog entry on every architecture, held to rules and budgets.
 
-Compiling runs in processes of its own: in parallel, away from TRITON_INTERPRET, and where a compiler that dies
-takes nothing but its own entry along.
+Compiling runs in processes of its own: in parallel, away from TRITON_INTERPRET, and where a compiler that
+dies takes nothing but its own entry along.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,29 @@ def read(path: Path = TABLE) -> dict[str, Budgets]:
         )
         for minor, table in json.loads(path.read_text(encoding="utf-8")).items()
     }
+
+
+def updated(
+    old: Budgets | None,
+    facts: Mapping[tuple[str, str], Facts],
+    current: Container[tuple[str, str]],
+    provenance: dict[str, str],
+) -> Budgets:
+    """The old budgets with those of `facts` in place of theirs, without rows that are no longer current.
+
+    facts, current: by (architecture, name of the entry)
+    """
+    flat = {
+        (architecture, name): budget
+        for architecture, entries in (old.rows if old else {}).items()
+        for name, budget in entries.items()
+        if (architecture, name) in current
+    }
+    flat |= {key: Budget.of(measured) for key, measured in facts.items()}
+    rows: dict[str, dict[str, Budget]] = {}
+    for (architecture, name), budget in flat.items():
+        rows.setdefault(architecture, {})[name] = budget
+    return Budgets(provenance, rows)
 
 
 def write(table: Mapping[str, Budgets], path: Path = TABLE) -> None:
