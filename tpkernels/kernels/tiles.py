@@ -122,24 +122,32 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4),
     ),
     "wgrad": (
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
     ),
 }
+# On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
+_BLACKWELL_WGRAD = (
+    MatmulTile(128, 256, 64, num_warps=8, num_stages=2, parts=4, flatten=True),
+    MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+)
+_POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
+_POINTER_ONE_RESULT = (
+    MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
+    _POINTER_SMALL,
+)
+_POINTER_SEVERAL_RESULTS = (
+    MatmulTile(64, 128, 32, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 32, num_warps=8, num_stages=3),
+    _POINTER_SMALL,
+)
 _POINTER_16_BIT: Mapping[Kernel, tuple[MatmulTile, ...]] = {
-    kernel: (
-        MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
-        MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
-        MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
-    )
-    for kernel in KERNELS
-} | {
-    kernel: (
-        MatmulTile(64, 128, 32, num_warps=8, num_stages=3),
-        MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
-        MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
-    )
-    for kernel in ("glu", "dglu")
+    "linear": _POINTER_ONE_RESULT,
+    "glu": _POINTER_SEVERAL_RESULTS,
+    "dgrad": _POINTER_ONE_RESULT,
+    "dglu": _POINTER_SEVERAL_RESULTS,
+    "wgrad": (MatmulTile(128, 128, 32, num_warps=8, num_stages=3), *_POINTER_SEVERAL_RESULTS[1:]),
 }
 # An address an element: larger tiles spill
 _POINTER_RAGGED: tuple[MatmulTile, ...] = (
@@ -165,6 +173,8 @@ def candidates(
         return _POINTER_FP32
     if ragged and form == "pointer":
         return _POINTER_RAGGED
+    if kernel == "wgrad" and form == "descriptor" and target.capability >= 100:
+        return _BLACKWELL_WGRAD
     return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
 
 
