@@ -12,7 +12,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tpkernels.cli.check_numerics import Computed
 
 PROCESSES = 2
+PACKAGES = ("triton", "torch", "numpy")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all facts and findings into FILE")
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
     options = parser.parse_args(argv)
-    for package in ("torch", "triton", "numpy"):
+    for package in PACKAGES:
         if find_spec(package) is None:
             parser.error(f"{package} is not installed, and the check needs it")
 
@@ -74,6 +75,8 @@ def _jobs(parser: ArgumentParser, wanted: str | None, only: str) -> list[Job]:
 
 def _compile(parser: ArgumentParser, jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[str]]:
     """What came of the jobs, and notes on the table of budgets."""
+    import triton
+
     from tpkernels.cli.check_compile import compile_all, judge
     from tpkernels.kernels import budgets
     from tpkernels.kernels.ahead_of_time import Facts
@@ -81,16 +84,14 @@ def _compile(parser: ArgumentParser, jobs: Sequence[Job], update: bool) -> tuple
 
     with Progress("compiling", len(jobs)) as step:
         results = compile_all(jobs, PROCESSES, step)
-    table, triton = budgets.read(), version("triton")
-    minor = budgets.minor_version(triton)
-    notes = []
+    table, minor, notes = budgets.read(), budgets.minor_version(triton.__version__), []
     if update:
         facts = {
             (job.architecture, job.entry.name): result
             for job, result in zip(jobs, results, strict=True)
             if isinstance(result, Facts)
         }
-        provenance = {"triton": triton, "date": date.today().isoformat(), "by": "check --update"}
+        provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
         current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
         table[minor] = budgets.updated(table.get(minor), facts, current, provenance)
         try:
@@ -120,7 +121,8 @@ def _report(
 ) -> int:
     from tpkernels.cli import check_report
 
-    versions = {"tpkernels": __version__} | {name: version(name) for name in ("triton", "torch", "numpy")}
+    modules = {name: import_module(name) for name in PACKAGES}
+    versions = {"tpkernels": __version__} | {name: module.__version__ for name, module in modules.items()}
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     check_report.print_compiled(compiled)
     check_report.print_computed(computed)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -68,5 +68,5 @@ def _key(only: str) -> str:
     for pattern in SOURCES:
         for path in sorted(PACKAGE.glob(pattern)):
             digest.update(path.name.encode() + path.read_bytes())
-    versions = [f"{name} {version(name)}" for name in ("triton", "numpy", "torch")]
+    versions = [f"{name} {import_module(name).__version__}" for name in ("triton", "numpy", "torch")]
     return f"{only} {versions} {digest.hexdigest()}"

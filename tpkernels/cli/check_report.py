@@ -32,9 +32,9 @@ def print_compiled(compiled: Sequence[Compiled]) -> None:
     for one in compiled:
         if one.job.architecture != architecture:
             architecture = one.job.architecture
-            print(f"\n{architecture:<{name_width + 4}}  regs   shared  spills  instructions")
+            print(f"\n{architecture:<{name_width + 5}}  regs   shared  spills  instructions")
         mark = "FAIL" if one.failures else "ok"
-        print(f"{mark:<4}{one.job.entry.name:<{name_width}}  {_numbers(one.facts)}".rstrip())
+        print(f"{mark:<5}{one.job.entry.name:<{name_width}}  {_numbers(one.facts)}".rstrip())
 
 
 def print_computed(computed: Sequence[Computed]) -> None:
@@ -48,7 +48,7 @@ def print_computed(computed: Sequence[Computed]) -> None:
     for launcher, cases in launchers.items():
         mark = "FAIL" if any(one.failure for one in cases) else "ok"
         worst = max((one.error for one in cases if one.error == one.error), default=float("nan"))
-        print(f"{mark:<4}{launcher:<20}  {len(cases):>3} cases  {worst:.2f}")
+        print(f"{mark:<5}{launcher:<20}  {len(cases):>3} cases  {worst:.2f}")
 
 
 def failure_lines(compiled: Sequence[Compiled], computed: Sequence[Computed]) -> list[str]:

@@ -89,8 +89,7 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
         try:
             compiled = triton.compile(ast_source(entry), target=target, options=options)
         except Exception as error:  # whatever the compiler raises is a finding about this entry
-            last = (str(error).strip().splitlines() or ["no message"])[-1]
-            raise CompileError(f"{type(error).__name__}: {last}") from error
+            raise CompileError(_reason(error)) from error
         seconds = time.perf_counter() - start
         look = _amd if target.backend == "hip" else _nvidia
         return look(compiled, seconds, Path(folder))
@@ -123,6 +122,14 @@ def gpu_target(architecture: str) -> GPUTarget:
     if architecture.startswith("gfx"):
         return GPUTarget("hip", architecture, 64)
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the first cause, where Triton shows the source around it, and the last words of that."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
+    return f"{type(error).__name__}: {words[-1] if words else 'without a message'}"
 
 
 def _nvidia(compiled: Any, seconds: float, folder: Path) -> Facts:
