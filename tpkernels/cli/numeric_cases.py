@@ -29,6 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAME = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 # tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
+WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
 
 Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
 
@@ -40,7 +41,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for form, dtype in (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32)):
+    for form, dtype in WAYS:
         yield from _matmuls(form, dtype)
     for dtype in (BF16, FP32):
         yield Case(f"bias_grad/{NAME[dtype]}", partial(_bias_grad, dtype))

@@ -103,7 +103,9 @@ def compile_key(entry: Entry, architecture: str) -> str:
     backend = make_backend(gpu_target(architecture))
     options = backend.parse_options({"num_warps": entry.num_warps, "num_stages": entry.num_stages})
     variables = get_cache_invalidating_env_vars()  # of Triton: TRITON_PTXAS_PATH and the like
-    key = get_cache_key(ast_source(entry), backend, options, variables)
+    source = ast_source(entry)
+    source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
+    key = get_cache_key(source, backend, options, variables)
     ours = b"".join(
         Path(str(module)).read_bytes() for module in (__file__, machine_code.__file__, triton_ir.__file__)
     )
