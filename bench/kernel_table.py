@@ -14,7 +14,7 @@ from typing import Any
 HEADER = """# Kernels as compiled
 
 Registers a thread, shared memory a block (bytes), spill instructions and instruction mix of every catalog
-entry, read off compiled code without a GPU. Nothing here is a time. Measured on {date} with Triton {versions},
+entry, read off compiled code without a GPU. Nothing here is a time. Measured {date} with Triton {versions},
 by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two numbers in a column are of
 these versions in this order, the mix is of the last. What is asserted of a row: [the check](check.md).
 """
