@@ -100,3 +100,5 @@ def _facts_or_error(job: Job) -> Facts | str:
         return facts_of(job.entry, job.architecture, DiskCache.of_user("facts"))
     except CompileError as error:
         return str(error)
+    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
+        return f"{type(error).__name__}: {error}"
