@@ -96,7 +96,7 @@ def row_tile(launcher: str, features: int) -> RowTile:
         )
     block_cols = max(16, 1 << (features - 1).bit_length())
     block_rows = max(1, min(16, 2048 // block_cols))
-    return RowTile(block_rows, block_cols, num_warps=max(4, min(16, block_cols // 512)))
+    return RowTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
@@ -109,7 +109,8 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(64, 128, 64, num_warps=4, num_stages=4, parts=2, per_processor=2),
     ),
     "glu": (
-        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+        # not flattened: with two accumulators the assembler then waits for every product before the next
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=2),
     ),
     "dgrad": (
