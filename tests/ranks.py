@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
 COLLECTIVE_SECONDS = 30.0  # below the default time-out of a call: a lone collective fails with a traceback
+JOIN_SECONDS = LEAVE_SECONDS = COLLECTIVE_SECONDS + 5.0  # may wait for a collective, or a store, to time out
 GRACE_SECONDS = 3.0  # gloo tells the peers of a failed rank within a second
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
@@ -68,7 +69,7 @@ class RankPool:
         """Call `function(*args)` on every rank; the results in rank order.
 
         function: importable by name; asks torch.distributed for its rank
-        timeout: seconds until ranks that have not answered are reported with their stacks, and killed
+        timeout: seconds of the function until the ranks are reported with their stacks, and killed
         """
         __tracebackhide__ = True  # pytest shows the line of the test instead
         return self.run_each(function, [args] * self.world_size, timeout=timeout)
@@ -192,7 +193,7 @@ class _Processes:
                     self._ranks.append(_Rank(process, ours, reader))
                     theirs.close()  # the rank now holds the only copy: its death is an end of file
                 lifeline.close()
-                self._results("starting", START_SECONDS, self._listen(time.monotonic() + START_SECONDS))
+                self._results("starting", self._listen(START_SECONDS))
                 self.idle = True
         except BaseException:
             self.kill()
@@ -200,21 +201,20 @@ class _Processes:
 
     def call(self, calls: Sequence[bytes], timeout: float, name: str) -> list[bytes]:
         __tracebackhide__ = True
-        start = time.monotonic()
         self.idle = False
         for rank, call in zip(self._ranks, calls, strict=True):
             with suppress(OSError):  # it died in the meantime, which is found and reported below
                 rank.connection.send_bytes(call)
-        answers = self._listen(start + timeout)
+        self._results(f"joining the world for {name}", self._listen(JOIN_SECONDS))
+        answers = self._listen(timeout)
         if _all_alive(answers):
-            # leave_world waits for collectives that the test left pending: they end, or time out.
-            partings = self._listen(time.monotonic() + COLLECTIVE_SECONDS + GRACE_SECONDS)
+            partings = self._listen(LEAVE_SECONDS)
             self.idle = _all_alive(partings)
             answers = [
                 answer if isinstance(answer, _Raised) or isinstance(parting, _Returned) else parting
                 for answer, parting in zip(answers, partings, strict=True)
             ]
-        return self._results(name, time.monotonic() - start, answers)
+        return self._results(name, answers)
 
     def kill(self) -> None:
         """End them: also the way to end idle ranks, which have nothing to lose, and would take longer."""
@@ -231,31 +231,27 @@ class _Processes:
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
-    def _results(self, name: str, waited: float, answers: list[_Answer | None]) -> list[bytes]:
+    def _results(self, name: str, answers: list[_Answer | None]) -> list[bytes]:
         __tracebackhide__ = True
         results = [answer.result for answer in answers if isinstance(answer, _Returned)]
         if len(results) < len(answers):
-            stacks = [""] * len(answers) if self.idle else self._last_stacks()
-            raise _failure(name, waited, answers, stacks)
+            raise _failure(name, answers, [""] * len(answers) if self.idle else self._last_stacks())
         return results
 
-    def _listen(self, deadline: float) -> list[_Answer | None]:
+    def _listen(self, seconds: float) -> list[_Answer | None]:
+        """One answer of each rank. A death shows at once: it ends the rank's pipe, as nobody else has it."""
+        deadline = time.monotonic() + seconds
         answers: list[_Answer | None] = [None] * len(self._ranks)
-        silent = set(range(len(self._ranks)))
-        while silent:
-            # The sentinel too: a dead rank's pipe may stay open in a process that it forked.
-            speakers: dict[Any, int] = {}
-            for rank in silent:
-                speakers[self._ranks[rank].connection] = rank
-                speakers[self._ranks[rank].process.sentinel] = rank
-            speaking = wait(list(speakers), max(0.0, deadline - time.monotonic()))
+        while silent := {number: rank for number, rank in enumerate(self._ranks) if answers[number] is None}:
+            connections = [rank.connection for rank in silent.values()]
+            speaking = wait(connections, max(0.0, deadline - time.monotonic()))
             if not speaking:
                 break
-            for rank in {speakers[speaker] for speaker in speaking}:
-                silent.remove(rank)
-                answer = answers[rank] = self._ranks[rank].answer()
-                if not isinstance(answer, _Returned):
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            for number, rank in silent.items():
+                if rank.connection in speaking:
+                    answer = answers[number] = rank.answer()
+                    if not isinstance(answer, _Returned):
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 
     def _last_stacks(self) -> list[str]:
@@ -289,6 +285,7 @@ def _serve(
         meeting = dist.PrefixStore(f"call {number}", store)
         join_world("gloo", meeting, rank, world_size)
         _meet(meeting, "arrival", world_size)  # a rank that left now would break connections still being made
+        connection.send(_Returned(b""))  # from now on time counts
         answer = _attempt(_called, call)
         sys.stdout.flush()  # into the output of this test, not of a later one
         connection.send(answer)
@@ -350,9 +347,7 @@ def _all_alive(answers: Sequence[_Answer | None]) -> bool:
     return all(isinstance(answer, _Returned | _Raised) for answer in answers)
 
 
-def _failure(
-    name: str, waited: float, answers: Sequence[_Answer | None], stacks: Sequence[str]
-) -> RankFailure:
+def _failure(name: str, answers: Sequence[_Answer | None], stacks: Sequence[str]) -> RankFailure:
     stories = []
     exceptions: dict[int, BaseException | None] = {}
     for rank in sorted(range(len(answers)), key=lambda rank: _order(answers[rank])):
@@ -365,7 +360,7 @@ def _failure(
             case _Returned():
                 summary = "returned"
             case None:
-                summary = f"no answer after {waited:.1f} s"
+                summary = "no answer in time"
         stories.append(f"rank {rank}: {summary}\n{textwrap.indent(details, '    ')}")
         if not isinstance(answer, _Returned):
             exceptions[rank] = _exception(answer)

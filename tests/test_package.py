@@ -121,3 +121,33 @@ def test_build_fails_without_the_extension_where_it_is_required(source, no_torch
     ran, names = wheel(source, "required", CXX="/bin/false", CC="/bin/false", TPKERNELS_REQUIRE_EXT="1")
     assert ran.returncode != 0
     assert not names
+
+
+USER_PROGRAM = """
+import tpkernels
+from tpkernels.interop import mpu
+
+mpu.initialize_model_parallel(tensor_model_parallel_size_=2)
+mpu.get_tensor_model_parallel_rank() + 1
+state: tpkernels.ParallelState = tpkernels.initialize_model_parallel(2, 1)
+tpkernels.interop.mpu.is_unitialized()
+"""
+MISTAKES = {
+    "misspelt": "tpkernels.initialise_model_parallel(2)",
+    "underscore_missing": "mpu.initialize_model_parallel(tensor_model_parallel_size=2)",
+    "wrong_type": "rank: str = mpu.get_tensor_model_parallel_rank()",
+}
+
+
+def mypy(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(program)
+    arguments = ("-m", "mypy", "--strict", "--follow-imports=silent", "program.py")
+    return run(*arguments, cwd=folder, MYPYPATH=str(ROOT), MYPY_CACHE_DIR=str(folder / "cache"))
+
+
+def test_users_type_checker_accepts_right_programs_and_finds_mistakes(tmp_path):
+    program = USER_PROGRAM + "".join(f"{line}  # {name}\n" for name, line in MISTAKES.items())
+    told = mypy(program, tmp_path).stdout
+    wrong = {int(line.split(":")[1]) for line in told.splitlines() if line.startswith("program.py:")}
+    lines = program.splitlines()
+    assert {lines[number - 1].split("# ")[-1] for number in wrong} == set(MISTAKES), told

@@ -50,12 +50,14 @@ _HOME = {
 __all__ = list(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
-    return import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module 'tpkernels' has no attribute {name!r}")
+        return import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted([*_HOME, "__version__"])

@@ -2,7 +2,7 @@
 
 Getters before `initialize_model_parallel` raise `ParallelStateError`, which is both the `RuntimeError` and
 the `AssertionError` that callers may catch. The `set_...` functions change sizes and ranks on the fly, with
-or without an initialized state; None takes a change back.
+or without an initialized state; None takes a change back (of the virtual rank: to None).
 """
 
 from __future__ import annotations

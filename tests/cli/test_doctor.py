@@ -122,3 +122,40 @@ def alive(pid: int) -> bool:
             return status.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_doctor_survives_odd_environments(monkeypatch, capsys, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'cc \\377\\n'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(doctor, "_probes", list)
+    monkeypatch.setattr(doctor, "_self_test", lambda: doctor.ok("self-test", "fine"))
+    for name in (" ", str(compiler), "/no/such/compiler"):
+        monkeypatch.setenv("CXX", name)
+        assert doctor.main([]) == 0
+    with pytest.raises(SystemExit) as exit_:
+        doctor.main(["--bogus"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_doctor_ignores_what_libraries_print(tmp_path):
+    path = broken_module(tmp_path, "torch", "print('{\"a\": 1}'); raise ImportError('broken')")
+    code, found = report(path=path)
+    assert code == 1
+    assert "broken" in found["torch"]["text"]
+
+
+def test_doctor_prints_on_a_terminal_without_the_characters(tmp_path):
+    path = broken_module(tmp_path, "torch", "raise ImportError('broken')")
+    environment = os.environ | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONIOENCODING": "ascii",
+        "OMP_X": "\u00e9",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
+    command = [sys.executable, "-m", "tpkernels", "doctor"]
+    ran = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert b"OMP_X=" in ran.stdout

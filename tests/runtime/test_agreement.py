@@ -1,14 +1,18 @@
 """`runtime/agreement.py`: ranks that disagree, stay away, come late or die, on real gloo ranks."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.checks import error_of
 from tests.ranks import RankFailure
+from tpkernels.runtime import agreement
+from tpkernels.runtime.agreement import agree
 from tpkernels.runtime.initialize import (
     create_parallel_state,
     initialize_model_parallel,
@@ -103,3 +107,90 @@ def test_rank_that_dies_is_named_to_the_others(ranks2):
         ranks2.run(die_or_call, timeout=30)
     assert isinstance(failure.value.exceptions[0], ParallelStateError)
     assert "7" in str(failure.value)  # the exit code of the dead rank
+
+
+# argument -> values that are not its default, though another argument's default may look like them
+OTHERS = {
+    "tensor_model_parallel_size": [None, 2],
+    "pipeline_model_parallel_size": [None, 2],
+    "virtual_pipeline_model_parallel_size": [1, 2],
+    "pipeline_model_parallel_split_rank": [0, 1],
+    "context_parallel_size": [None, 2],
+    "expert_model_parallel_size": [None, 2],
+    "order": [None, "tp-cp-ep-pp-dp"],
+    "timeout": [1, timedelta(seconds=9)],
+    "backend": [1, "gloo"],
+    "group_options": [{"tp": None}, {1: None, "tp": None}],
+}
+
+
+def differ_in(argument: str, value: object) -> tuple[str, str]:
+    odd = {argument: value} if dist.get_rank() == 1 else {}
+    return error_of(initialize_model_parallel, **odd)
+
+
+@pytest.mark.parametrize("argument", OTHERS)
+def test_default_and_anything_else_are_a_disagreement(ranks2, argument):
+    for value in OTHERS[argument]:
+        errors = ranks2.run(differ_in, argument, value)
+        assert errors[0] == errors[1], value
+        assert errors[0][0] == "ParallelStateError"
+        assert f"rank 1 asked for initialize_model_parallel({argument}=" in errors[0][1]
+
+
+def agree_about_equal_integers() -> int:
+    size = torch.tensor(2) if dist.get_rank() == 1 else 2
+    return initialize_model_parallel(size).size("tp")
+
+
+def test_integers_of_other_libraries_are_integers(ranks2):
+    assert ranks2.run(agree_about_equal_integers) == [2, 2]
+
+
+def come_to_a_file_store(folder: str, late: int, seconds: float) -> tuple[str, str, float]:
+    rank = dist.get_rank()
+    store = dist.FileStore(f"{folder}/store", dist.get_world_size())
+    time.sleep(seconds + 2.5 if rank == late else 0)  # a FileStore counts in whole seconds
+    start = time.monotonic()
+    error = error_of(agree, "x", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
+    return (*error, time.monotonic() - start)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_late_rank_hears_the_verdict_at_once_whatever_the_store(ranks2, tmp_path, late):
+    answers = ranks2.run(come_to_a_file_store, str(tmp_path), late, 2.0)
+    assert answers[0][:2] == answers[1][:2]
+    assert answers[late][2] < 1, "the late rank waited, though the verdict was there"
+    assert answers[late][0] == "ParallelStateError"
+    assert f"rank {late} did not call it" in answers[late][1]
+
+
+def test_verdict_is_one_however_close_the_race():
+    """The last rank comes just as the first gives up; what they hear must be the same."""
+    for delay in [0.18, 0.19, 0.195, 0.2, 0.205, 0.21, 0.22] * 3:
+        store = dist.HashStore()
+        heard: dict[int, tuple[str, str]] = {}
+
+        def call(rank: int, wait: float, store=store, heard=heard) -> None:
+            time.sleep(wait)
+            heard[rank] = error_of(
+                agree, "x", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=0.2)
+            )
+
+        threads = [threading.Thread(target=call, args=args) for args in [(0, 0.0), (1, delay)]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert heard[0] == heard[1], delay
+
+
+class LostStore(dist.Store):
+    def add(self, key: str, amount: int) -> int:
+        raise dist.DistNetworkError("Failed to recv, got 0 bytes")
+
+
+def test_lost_store_is_told_in_words(monkeypatch):
+    monkeypatch.setattr(agreement, "PrefixStore", lambda prefix, store: store)
+    with pytest.raises(ParallelStateError, match=r"the store of torch\.distributed is gone.*rank 0"):
+        agree("x", store=LostStore(), rank=1, world_size=2, timeout=timedelta(seconds=1))

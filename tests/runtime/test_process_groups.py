@@ -1,5 +1,7 @@
 """`runtime/process_groups.py`: few creations, shared groups, the same order on every rank."""
 
+import os
+import threading
 from datetime import timedelta
 
 import pytest
@@ -140,7 +142,7 @@ def test_all_ranks_take_part_when_groups_are_split_off_the_world(monkeypatch):
     """With a device bound to the default group NCCL splits its communicator: a collective of all ranks."""
     plan = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=2)
     took_part: list[str] = []
-    monkeypatch.setattr(c10d, "splits_the_world", lambda: True)
+    monkeypatch.setattr(c10d, "splits_the_world", lambda backend: True)
     monkeypatch.setattr(c10d, "stand_aside", lambda: took_part.append("aside"))
     monkeypatch.setattr(c10d, "default_timeout", lambda: timedelta(seconds=1))
     monkeypatch.setattr(c10d, "new_group", lambda ranks, *, name, **_: took_part.append(name.split("/")[2]))
@@ -169,3 +171,107 @@ def test_group_of_one_rank_is_made_when_it_is_asked_for(monkeypatch):
         assert len(created) == made
         destroy_model_parallel()
         assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def ask_from_threads() -> list[int]:
+    """Distinct groups that eight threads get which ask at once for a group not made yet."""
+    counts = []
+    for _ in range(10):
+        initialize_model_parallel(2)
+        start = threading.Barrier(8)
+
+        def ask(got: list, start: threading.Barrier = start) -> None:
+            start.wait()
+            got.append(ps.get_data_parallel_group())
+
+        got: list = []
+        threads = [threading.Thread(target=ask, args=(got,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts.append(len(set(got)) if len(got) == 8 else -1)
+        destroy_model_parallel()
+    return counts
+
+
+def test_threads_that_ask_at_once_get_one_group(ranks2):
+    assert ranks2.run(ask_from_threads) == [[1] * 10] * 2
+
+
+def test_looking_whether_a_kind_is_there_makes_no_group(monkeypatch):
+    with fake_rank(3, 8):
+        created = count_creations(monkeypatch)
+        state = initialize_model_parallel(2, 4)
+        made = len(created)
+        assert "cp" in state.process_groups
+        assert len(state.process_groups) == len(list(state.process_groups))
+        assert len(created) == made
+
+
+def test_group_that_could_not_be_made_may_be_asked_for_again(monkeypatch):
+    with fake_rank(3, 8):
+        state = initialize_model_parallel(2, 4)
+        create = c10d.new_group
+        monkeypatch.setattr(c10d, "new_group", lambda ranks, **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            state.process_group("cp")
+        monkeypatch.setattr(c10d, "new_group", create)
+        assert dist.get_process_group_ranks(state.process_group("cp")) == [3]
+
+
+def test_group_of_a_destroyed_state_is_a_clear_error():
+    with fake_rank(0, 4):
+        state = initialize_model_parallel(2)
+        destroy_model_parallel()
+        with pytest.raises(ParallelStateError, match="the tp group was destroyed with its parallel state"):
+            state.process_group("tp")
+
+
+def test_group_in_a_forked_child_is_a_clear_error(monkeypatch):
+    with fake_rank(0, 4):
+        state = initialize_model_parallel(2)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(ParallelStateError, match="a forked child cannot use it"):
+            state.process_group("tp")
+        monkeypatch.undo()
+        state.process_group("tp")
+
+
+def test_kinds_named_in_options_share_with_nobody_and_options_are_not_written_to(monkeypatch):
+    options = {"timeout": 1}
+    seen = []
+    with fake_rank(0, 8):
+        create = c10d.new_group
+
+        def recorded(ranks, **settings):
+            seen.append(settings["options"])
+            return create(ranks, **{**settings, "options": None})
+
+        monkeypatch.setattr(c10d, "new_group", recorded)
+        state = initialize_model_parallel(8, group_options={"tp": options, "model": options})
+        groups = {id(state.process_group(kind)) for kind in ("tp", "model", "dp")}
+        assert len(groups) == 3
+        assert seen[0] == options
+        assert seen[0] is not options
+
+
+def test_groups_are_destroyed_in_reverse_order(monkeypatch):
+    destroyed = []
+    with fake_rank(0, 8):
+        state = initialize_model_parallel(2, 2)
+        made = list(state.process_groups.made.values())
+        monkeypatch.setattr(c10d, "destroy_group", destroyed.append)
+        destroy_model_parallel()
+        assert destroyed == made[::-1]
+        assert len(made) == 4
+
+
+def test_only_nccl_groups_are_split_off(monkeypatch):
+    with fake_rank(0, 2):
+        monkeypatch.setattr(c10d, "_split_source", lambda: "a communicator")
+        assert c10d.splits_the_world("nccl")
+        assert c10d.splits_the_world("cpu:gloo,cuda:nccl")
+        assert not c10d.splits_the_world("gloo")
+        monkeypatch.setattr(c10d, "_split_source", lambda: None)
+        assert not c10d.splits_the_world("nccl")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.fake_world import fake_rank
+from tpkernels import parallel_state
 from tpkernels.runtime.initialize import initialize_model_parallel
 from tpkernels.runtime.random import RngTracker, get_rng_tracker, manual_seed
 from tpkernels.runtime.state import ParallelState, ParallelStateError, use
@@ -232,3 +233,45 @@ def test_streams_cover_the_gpu():
     rest = torch.rand(2, device="cuda")
     torch.testing.assert_close(torch.cat([first, rest]), expected[1], rtol=0, atol=0)
     torch.testing.assert_close(forked, expected[11], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", [1.9, "7", None, True], ids=repr)
+def test_seed_must_be_an_integer(tracker, seed):
+    with pytest.raises(TypeError, match="a seed must be an integer"):
+        tracker.add("c", seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64])
+def test_seed_out_of_range_is_refused_before_anything_is_lost(seed):
+    with fake_rank(0, 2):
+        initialize_model_parallel(2)
+        manual_seed(5)
+        with pytest.raises(ValueError, match=r"a seed must be from 0 to 2\*\*63 - 1"):
+            manual_seed(seed)
+        with get_rng_tracker().fork():
+            assert draw() == draws(5 + 2718, 1)
+
+
+def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
+    states = tracker.get_states()
+    states["a"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="the state of random stream 'a' is not one of a generator"):
+        tracker.set_states(states)
+    with tracker.fork("b"):
+        assert draw() == draws(22, 1)
+
+
+def test_states_without_the_default_stream_are_refused_inside_a_fork(tracker):
+    with tracker.fork("a"):
+        states = {"a": tracker.get_states()["a"]}
+        with pytest.raises(ValueError, match="default"):
+            tracker.set_states(states)
+
+
+def test_tensor_rank_set_on_the_fly_is_seeded_for():
+    with fake_rank(0, 4):
+        initialize_model_parallel(4)
+        parallel_state.set_tensor_model_parallel_rank(3)
+        manual_seed(5)
+        with get_rng_tracker().fork():
+            assert draw() == draws(5 + 2718 + 3, 1)

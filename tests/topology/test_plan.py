@@ -274,6 +274,19 @@ def test_describe_shortens_a_huge_world():
     assert len(text) < 40_000
 
 
+def test_describing_a_huge_world_lists_only_what_is_shown():
+    start = time.perf_counter()
+    plan_groups(world_size=10_000_000, tensor=8, pipeline=4).describe()
+    assert time.perf_counter() - start < 2
+
+
+def test_counts_of_groups_are_the_lengths_of_the_lists():
+    for plan in (LESSON, plan_groups(world_size=32, tensor=2, context=2, expert=4, pipeline=4, split_rank=1)):
+        for kind in KINDS:
+            assert plan.count_groups(kind) == len(plan.groups[kind])
+            assert tuple(plan.first_groups(kind, 3)) == plan.groups[kind][:3]
+
+
 def test_describe_names_what_is_special():
     text = plan_groups(
         world_size=32, tensor=2, context=2, expert=2, pipeline=4, virtual_pipeline=2, split_rank=2

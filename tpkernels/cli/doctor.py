@@ -11,12 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
+from io import TextIOWrapper
 from tempfile import TemporaryFile
 
 from tpkernels import __version__
-from tpkernels.cli.findings import Finding, note, ok, problem
+from tpkernels.cli import OneLineParser
+from tpkernels.cli.findings import PREFIX, Finding, note, ok, problem
 
 PROBE_SECONDS = 120
 SELF_TEST_SECONDS = 120
@@ -25,10 +26,12 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(prog="python -m tpkernels doctor", description="Look at this installation.")
+    parser = OneLineParser(prog="python -m tpkernels doctor", description="Look at this installation.")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     options = parser.parse_args(argv)
     findings = [_python(), *_probes(), _compiler(), *_environment()]
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal that cannot show a character is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
     # without a torch there is nothing to test, and the finding above says so already
     if not any(finding.name == "torch" and finding.health == "problem" for finding in findings):
         findings.append(_self_test())
@@ -57,24 +60,27 @@ def _probes() -> list[Finding]:
     probing = "probe"
     for line in lines:
         try:
-            said = json.loads(line)
-        except ValueError:  # a library's own chatter
-            continue
+            said = json.loads(line.removeprefix(PREFIX)) if line.startswith(PREFIX) else None
+        except ValueError:
+            said = None
         if isinstance(said, str):
             probing = said
         elif isinstance(said, dict):
             findings.append(Finding(**said))
+        # anything else is a library's own chatter
     if ending:
         findings.append(problem(probing, f"looking at it {ending}"))
     return findings
 
 
 def _compiler() -> Finding:
-    name = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "")
+    name = os.environ.get("CXX", "").strip()
+    name = name or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), "")
     if not name or not shutil.which(name.split()[0]):
         return note("compiler", f"{name or 'none'} not found: the C++ extension cannot be built here")
     try:
-        told = subprocess.run([*name.split(), "--version"], capture_output=True, text=True, timeout=30)
+        command = [*name.split(), "--version"]
+        told = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         return note("compiler", f"{name} does not run: {error}")
     if told.returncode != 0:
@@ -106,7 +112,7 @@ def _self_test() -> Finding:
 
 def _run(module: str, seconds: float) -> tuple[list[str], str]:
     """The lines that `python -m module` printed, and in words how it failed: "" if it did not."""
-    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+    with TemporaryFile("w+", errors="replace") as output, TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.DEVNULL,

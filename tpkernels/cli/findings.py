@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+PREFIX = "tpkernels-finding: "  # before each line of the probe, to tell it from what libraries print
+
 
 @dataclass(frozen=True)
 class Finding:

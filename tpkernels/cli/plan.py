@@ -43,10 +43,11 @@ def main(argv: Sequence[str]) -> int:
             split_rank=options.split_rank,
             order=options.order,
         )
-        print(plan.describe() if options.rank is None else describe_rank(plan, options.rank))
+        text = plan.describe() if options.rank is None else describe_rank(plan, options.rank)
         if options.svg is not None:
             options.svg.write_text(plan.to_svg(gpus_per_node=options.gpus_per_node), encoding="utf-8")
-            print(f"\ndrawn into {options.svg}")
+            text += f"\n\ndrawn into {options.svg}"
+        print(text)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

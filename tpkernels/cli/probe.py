@@ -9,7 +9,7 @@ import importlib
 import json
 from collections.abc import Callable
 
-from tpkernels.cli.findings import Finding, note, ok, problem
+from tpkernels.cli.findings import PREFIX, Finding, note, ok, problem
 
 TESTED_TORCH = ("2.11", "2.14")
 
@@ -106,13 +106,13 @@ PROBES: dict[str, Callable[[], list[Finding]]] = {
 
 def main() -> None:
     for name, probe in PROBES.items():
-        print(json.dumps(name), flush=True)
+        print(PREFIX + json.dumps(name), flush=True)
         try:
             findings = probe()
         except Exception as error:  # whatever a broken install raises is what we are here to report
             findings = [problem(name, f"{type(error).__name__}: {error}")]
         for finding in findings:
-            print(json.dumps(finding.as_dict()), flush=True)
+            print(PREFIX + json.dumps(finding.as_dict()), flush=True)
         if name == "torch" and findings[0].health == "problem":
             return  # the rest stands on it
 

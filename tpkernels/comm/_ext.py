@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 
-HOW_TO_BUILD = (
-    "pip install --no-build-isolation --force-reinstall --no-deps tpkernels (or `pip install -e .`)"
-)
+HOW_TO_BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 _STAMP = re.compile(rb"tpkernels built with torch ([0-9.]+)")
 
 

@@ -1,1 +1,3 @@
 """Other people's names and formats, over ours."""
+
+from tpkernels.interop import mpu as mpu

@@ -2,22 +2,144 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state import *  # noqa: F403 - every name of the newer face is one of the older, too
+from tpkernels.parallel_state import (
+    destroy_model_parallel as destroy_model_parallel,
+)
+from tpkernels.parallel_state import (
+    get_context_parallel_group as get_context_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_context_parallel_rank as get_context_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    get_context_parallel_world_size as get_context_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    get_data_parallel_group as get_data_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_data_parallel_rank as get_data_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    get_data_parallel_src_rank as get_data_parallel_src_rank,
+)
+from tpkernels.parallel_state import (
+    get_data_parallel_world_size as get_data_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    get_embedding_group as get_embedding_group,
+)
+from tpkernels.parallel_state import (
+    get_expert_data_parallel_group as get_expert_data_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_expert_model_parallel_group as get_expert_model_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_expert_model_parallel_rank as get_expert_model_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    get_expert_model_parallel_world_size as get_expert_model_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    get_model_parallel_group as get_model_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_first_rank as get_pipeline_model_parallel_first_rank,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_group as get_pipeline_model_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_last_rank as get_pipeline_model_parallel_last_rank,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_next_rank as get_pipeline_model_parallel_next_rank,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_prev_rank as get_pipeline_model_parallel_prev_rank,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_split_rank as get_pipeline_model_parallel_split_rank,
+)
+from tpkernels.parallel_state import (
+    get_pipeline_model_parallel_world_size as get_pipeline_model_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    get_position_embedding_group as get_position_embedding_group,
+)
+from tpkernels.parallel_state import (
+    get_tensor_model_parallel_group as get_tensor_model_parallel_group,
+)
+from tpkernels.parallel_state import (
+    get_tensor_model_parallel_rank as get_tensor_model_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    get_tensor_model_parallel_src_rank as get_tensor_model_parallel_src_rank,
+)
+from tpkernels.parallel_state import (
+    get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    get_virtual_pipeline_model_parallel_world_size as get_virtual_pipeline_model_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    is_pipeline_first_stage as is_pipeline_first_stage,
+)
+from tpkernels.parallel_state import (
+    is_pipeline_last_stage as is_pipeline_last_stage,
+)
+from tpkernels.parallel_state import (
+    is_pipeline_stage_after_split as is_pipeline_stage_after_split,
+)
+from tpkernels.parallel_state import (
+    is_pipeline_stage_at_split as is_pipeline_stage_at_split,
+)
+from tpkernels.parallel_state import (
+    is_pipeline_stage_before_split as is_pipeline_stage_before_split,
+)
+from tpkernels.parallel_state import (
+    is_rank_in_embedding_group as is_rank_in_embedding_group,
+)
+from tpkernels.parallel_state import (
+    is_rank_in_position_embedding_group as is_rank_in_position_embedding_group,
+)
+from tpkernels.parallel_state import (
+    model_parallel_is_initialized as model_parallel_is_initialized,
+)
+from tpkernels.parallel_state import (
+    set_pipeline_model_parallel_rank as set_pipeline_model_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    set_pipeline_model_parallel_split_rank as set_pipeline_model_parallel_split_rank,
+)
+from tpkernels.parallel_state import (
+    set_pipeline_model_parallel_world_size as set_pipeline_model_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    set_tensor_model_parallel_rank as set_tensor_model_parallel_rank,
+)
+from tpkernels.parallel_state import (
+    set_tensor_model_parallel_world_size as set_tensor_model_parallel_world_size,
+)
+from tpkernels.parallel_state import (
+    set_virtual_pipeline_model_parallel_rank as set_virtual_pipeline_model_parallel_rank,
+)
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.sizes import InvalidSizes
-
-__all__ = [
-    *parallel_state.__all__,
-    "is_unitialized",
-    "get_num_layers",
-    "get_num_layers_decoder",
-]
 
 
 class LayerArguments(Protocol):
@@ -35,7 +157,7 @@ def is_unitialized() -> bool:
     return not parallel_state.model_parallel_is_initialized()
 
 
-def initialize_model_parallel(  # type: ignore[no-redef] # the one name whose arguments differ
+def initialize_model_parallel(
     tensor_model_parallel_size_: int = 1,
     pipeline_model_parallel_size_: int = 1,
     virtual_pipeline_model_parallel_size_: int | None = None,
@@ -66,7 +188,7 @@ def _at_most_world(size: int, name: str) -> int:
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
         )
     world_size = dist.get_world_size()
-    if not isinstance(size, int) or size <= world_size:
+    if not isinstance(size, SupportsIndex) or operator.index(size) <= world_size:
         return size
     warnings.warn(f"{name} {size} is larger than the world: using {world_size}", stacklevel=3)
     return world_size

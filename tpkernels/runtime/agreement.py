@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from tpkernels.runtime.state import ParallelStateError
+
+AGREED = "agreed"
 
 
 def agree(request: str, *, store: Store, rank: int, world_size: int, timeout: timedelta) -> int:
@@ -18,31 +20,59 @@ def agree(request: str, *, store: Store, rank: int, world_size: int, timeout: ti
     Raises the same error on every rank if any rank's request differs, and within `timeout` if a rank never
     makes one.
     """
-    store = PrefixStore("tpkernels/agreement", store)
-    # Each rank counts its own calls, in the store so that the count lives and dies with the world.
-    call = store.add(f"calls/{rank}", 1)
-    board = PrefixStore(f"{call}", store)
     try:
-        if rank == 0:
-            board.set("request", request)
-        board.wait(["request"], timeout)
-        asked = board.get("request").decode()
-        if asked != request:
-            _refuse(board, f"ranks disagree: rank 0 asked for {asked}, but rank {rank} asked for {request}")
-        if board.add("arrived", 1) == world_size:
-            board.set("everyone", "arrived")
-        board.wait(["everyone"], timeout)
-    except DistStoreError as error:
-        missing = [str(r) for r in range(world_size) if store.add(f"calls/{r}", 0) < call]
-        reason = (
-            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not call it" if missing else str(error)
-        )
-        _refuse(board, f"rank {rank} waited {timeout.total_seconds():g} s in {request}: {reason}")
-    if board.check(["refusal"]):
-        raise ParallelStateError(board.get("refusal").decode())
+        # Each rank counts its own calls, in the store so that the count lives and dies with the world.
+        call = PrefixStore("tpkernels/calls", store).add(str(rank), 1)
+        board = PrefixStore(f"tpkernels/agreement/{call}", store)
+        verdict = _verdict(board, request, rank, world_size, timeout)
+    except DistNetworkError as error:
+        raise ParallelStateError(
+            f"the store of torch.distributed is gone, and most likely rank 0 with it, in {request}: {error}"
+        ) from error
+    if verdict != AGREED:
+        raise ParallelStateError(verdict)
     return call
 
 
-def _refuse(board: Store, reason: str) -> None:
-    """The first refusal is the one that every rank reports."""
-    board.compare_set("refusal", "", reason)
+def _verdict(board: Store, request: str, rank: int, world_size: int, timeout: timedelta) -> str:
+    """What holds for all ranks: the first verdict that any of them pronounces, and no later one."""
+    board.set(f"arrived/{rank}", "")
+    if rank == 0:
+        board.set("request", request)
+    if board.check(["verdict"]):  # we are late, and the others have given up
+        return board.get("verdict").decode()
+    if _wait(board, "request", timeout):
+        asked = board.get("request").decode()
+        if asked != request:
+            _pronounce(
+                board, f"ranks disagree: rank 0 asked for {asked}, but rank {rank} asked for {request}"
+            )
+        elif board.add("alike", 1) == world_size:
+            _pronounce(board, AGREED)
+        if _wait(board, "verdict", timeout):
+            return board.get("verdict").decode()
+    # One rank looks for the others, so that a large world does not ask the store world x world questions.
+    if board.add("overdue", 1) == 1:
+        missing = [str(r) for r in range(world_size) if not board.check([f"arrived/{r}"])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "some rank"
+        came = "did not call it" if missing else "called it too late"
+        _pronounce(board, f"rank {rank} waited {timeout.total_seconds():g} s in {request}: {who} {came}")
+    elif not _wait(board, "verdict", timeout):
+        _pronounce(board, f"rank {rank} waited twice {timeout.total_seconds():g} s in {request}")
+    return board.get("verdict").decode()
+
+
+def _pronounce(board: Store, verdict: str) -> None:
+    """Sets the verdict unless there is one: an atomic step, so that a late rank cannot be told otherwise."""
+    board.compare_set("verdict", "", verdict)
+
+
+def _wait(board: Store, key: str, timeout: timedelta) -> bool:
+    """Whether `key` is set in time."""
+    try:
+        board.wait([key], timeout)
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # stores differ in what they raise for a time-out: DistStoreError is one kind of it
+        return board.check([key])
+    return True

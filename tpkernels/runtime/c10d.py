@@ -40,12 +40,15 @@ def default_timeout() -> timedelta:
         return distributed_c10d.default_pg_timeout
 
 
-def splits_the_world() -> bool:
-    """Whether groups are split off the default communicator, in which every rank must then take part.
+def splits_the_world(backend: str | None) -> bool:
+    """Whether groups of `backend` are split off the default communicator, in which every rank takes part.
 
-    So it is when a device is bound to the default group: init_process_group("nccl", device_id=...).
+    So it is with NCCL when a device is bound to the default group: init_process_group("nccl", device_id=...).
     """
-    return _split_source() is not None
+    if _split_source() is None:
+        return False
+    wanted = distributed_c10d.BackendConfig(dist.Backend(backend or dist.get_backend()))
+    return bool("nccl" in wanted.get_device_backend_map().values())
 
 
 def stand_aside() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import operator
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, SupportsIndex, TypeGuard
 
 import torch.distributed as dist
 
@@ -52,17 +54,17 @@ def initialize_model_parallel(
         streams; a kind that is named here shares no communicator with other kinds or the default group
     """
     request = _as_text(
-        "initialize_model_parallel",
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_split_rank=pipeline_model_parallel_split_rank,
-        context_parallel_size=context_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        order=order,
-        timeout=timeout,
-        backend=backend,
-        group_options=sorted(group_options) if group_options else None,
+        initialize_model_parallel,
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_split_rank,
+        context_parallel_size,
+        expert_model_parallel_size,
+        order,
+        timeout,
+        backend,
+        sorted(map(repr, group_options)) if group_options else None,
     )
     if current_or_none() is not None:
         request += " while its model parallel groups are already initialized"
@@ -99,7 +101,8 @@ def create_parallel_state(
 
     Every rank calls it with an equal plan. Ends with `destroy_parallel_state(state)`.
     """
-    request = f"create_parallel_state({plan}, {timeout=}, {backend=}, {sorted(group_options or {})})"
+    options = sorted(map(repr, group_options)) if group_options else None
+    request = _as_text(create_parallel_state, plan, timeout, backend, options)
     call = _agree(request, timeout)
     if plan.world_size != dist.get_world_size():
         raise ValueError(
@@ -134,8 +137,12 @@ def _agree(request: str, timeout: timedelta | None) -> int:
         store=c10d.default_store(),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        timeout=timeout if isinstance(timeout, timedelta) else c10d.default_timeout(),
+        timeout=timeout if _is_timeout(timeout) else c10d.default_timeout(),
     )
+
+
+def _is_timeout(timeout: object) -> TypeGuard[timedelta]:
+    return isinstance(timeout, timedelta) and timeout > timedelta()
 
 
 def _create(
@@ -147,6 +154,8 @@ def _create(
 ) -> ParallelState:
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    if timeout is not None and not _is_timeout(timeout):
+        raise ValueError(f"timeout must be positive, got {timeout!r}")
     for kind in group_options:
         if kind not in KINDS:
             raise ValueError(f"group_options has an unknown kind {kind!r}; known are {', '.join(KINDS)}")
@@ -162,8 +171,19 @@ def _create(
     return ParallelState(rank=rank, plan=plan, process_groups=groups)
 
 
-def _as_text(function: str, **arguments: object) -> str:
-    """A call as one would write it, without the arguments that say nothing."""
-    usual = ("None", "1", repr(DEFAULT_ORDER))
-    said = [f"{name}={value!r}" for name, value in arguments.items() if repr(value) not in usual]
-    return f"{function}({', '.join(said)})"
+def _as_text(function: Callable[..., object], *values: object) -> str:
+    """A call as one would write it. What is left out is exactly an argument's own default."""
+    parameters = inspect.signature(function).parameters.values()
+    said = [
+        f"{parameter.name}={_plain(value)!r}"
+        for parameter, value in zip(parameters, values, strict=True)
+        if repr(_plain(value)) != repr(parameter.default)
+    ]
+    return f"{function.__name__}({', '.join(said)})"
+
+
+def _plain(value: object) -> object:
+    """Integers of other libraries as Python's, which are equal and should look so."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return operator.index(value)
+    return value

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -23,14 +26,31 @@ class ProcessGroups(Mapping[Kind, ProcessGroup]):
 
     def __init__(self, first_alike: Mapping[Kind, Kind]) -> None:
         self._first_alike = first_alike  # of the kinds that this rank is in a group of
+        self._process = os.getpid()
+        self._lock = Lock()  # autograd's threads may be the first to ask for a group
         self.made: dict[Kind, ProcessGroup] = {}
         self.to_make: dict[Kind, Callable[[], ProcessGroup]] = {}
+        self.destroyed = False
 
     def __getitem__(self, kind: Kind) -> ProcessGroup:
         first = self._first_alike[kind]
-        if first in self.to_make:
-            self.made[first] = self.to_make.pop(first)()
-        return self.made[first]
+        if self.destroyed:
+            raise ParallelStateError(
+                f"the {kind} group was destroyed with its parallel state; "
+                "call initialize_model_parallel(...) again, and ask the new state"
+            )
+        if self._process != os.getpid():
+            raise ParallelStateError(
+                f"the {kind} group belongs to process {self._process}: a forked child cannot use it; "
+                "start processes by spawn, and initialize in each"
+            )
+        with self._lock:
+            if first not in self.made:
+                self.made[first] = self.to_make[first]()
+            return self.made[first]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._first_alike  # Mapping's own would make the group to find out
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self._first_alike)
@@ -57,7 +77,7 @@ def create_process_groups(
     """
     first_alike = kinds_alike(plan, options)
     groups = ProcessGroups({kind: first for kind, first in first_alike.items() if plan.is_member(rank, kind)})
-    everyone = c10d.splits_the_world()
+    everyone = c10d.splits_the_world(backend)
     for kind in dict.fromkeys(first_alike.values()):
         ranks = plan.members_near(rank, kind)
         make = partial(_make, kind, ranks, call=call, timeout=timeout, backend=backend, options=options)
@@ -80,16 +100,15 @@ def create_process_groups(
 
 
 def kinds_alike(plan: GroupPlan, options: Mapping[Kind, Any]) -> dict[Kind, Kind]:
-    """For each kind the first kind whose groups, and options, are the same.
+    """For each kind the first kind with the same groups. A kind with options of its own is like no other.
 
     Judged at rank 0, which is in a group of every kind: so all ranks share the same kinds, whether or not
     they are members, and take part in the same creations.
     """
     alike: dict[Kind, Kind] = {}
-    seen: dict[tuple[Ranks, int | None], Kind] = {}
+    seen: dict[Ranks, Kind] = {}
     for kind in KINDS:
-        own_options = id(options[kind]) if kind in options else None
-        alike[kind] = seen.setdefault((plan.group_of(0, kind), own_options), kind)
+        alike[kind] = kind if kind in options else seen.setdefault(plan.group_of(0, kind), kind)
     return alike
 
 
@@ -98,8 +117,7 @@ def destroy_process_groups(groups: ProcessGroups) -> None:
     for group in reversed(list(groups.made.values())):
         if not c10d.is_default(group):
             c10d.destroy_group(group)
-    groups.made.clear()
-    groups.to_make.clear()
+    groups.destroyed = True
 
 
 def _make(
@@ -117,5 +135,5 @@ def _make(
         description=f"tpkernels {kind}",
         timeout=timeout or c10d.default_timeout(),
         backend=backend,
-        options=options.get(kind),
+        options=deepcopy(options.get(kind)),  # torch writes name, ranks and time-out into them
     )

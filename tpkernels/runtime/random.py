@@ -11,14 +11,16 @@ them inside `fork(name)` draws from that stream.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from tpkernels.runtime.state import current
+from tpkernels.runtime.state import current, on_the_fly
 
 DEFAULT_STREAM = "default"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
@@ -51,21 +53,17 @@ class RngTracker:
         """A new stream that starts from `seed`. The live stream is not disturbed."""
         if name == DEFAULT_STREAM or name in self._waiting:
             raise ValueError(f"random stream {name!r} exists already")
+        seed = checked_seed(seed)
         if seed in self._seeds:
             raise ValueError(f"seed {seed} is taken by another random stream: the two would draw alike")
-        live = _read()
-        try:
-            torch.manual_seed(seed)
-            self._waiting[name] = _read()
-        finally:
-            _write(live)
+        self._waiting[name] = _started_from(seed)
         self._seeds.add(seed)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from the stream `name` inside the block. Nests; the same name inside itself goes on."""
         if name != DEFAULT_STREAM and name not in self._waiting:
-            known = ", ".join([DEFAULT_STREAM, *self._waiting])
+            known = ", ".join(dict.fromkeys([DEFAULT_STREAM, *self._waiting]))
             raise ValueError(
                 f"no random stream {name!r}; known are {known}; "
                 "tpkernels.manual_seed(seed) adds the usual ones"
@@ -83,11 +81,11 @@ class RngTracker:
 
     def set_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from what `get_states` gave. Streams that are not among `states` are forgotten."""
-        if not isinstance(states, Mapping) or self._live not in states:
-            raise ValueError(f"expected the states that get_states() gave, among them {self._live!r}'s")
+        if not isinstance(states, Mapping) or not {DEFAULT_STREAM, self._live} <= states.keys():
+            needed = sorted({DEFAULT_STREAM, self._live})
+            raise ValueError(f"expected the states that get_states() gave, among them those of {needed}")
         for name, generators in states.items():
-            if not isinstance(generators, Mapping) or "cpu" not in generators:
-                raise ValueError(f"the state of random stream {name!r} holds no state of the CPU's generator")
+            _check_state(name, generators)
         self._waiting = {name: dict(generators) for name, generators in states.items()}
         _write(self._waiting[self._live])
 
@@ -111,17 +109,46 @@ def get_rng_tracker() -> RngTracker:
 
 def manual_seed(seed: int) -> None:
     """Seed torch's generators and the named streams for this rank of the current parallel state."""
-    state = current()
-    tensor_rank = state.rank_in("tp")
+    state, changed = current(), on_the_fly()
+    seed = checked_seed(seed)
+    tensor_rank = state.rank_in("tp") if changed.tensor_rank is None else changed.tensor_rank
+    model_seed = checked_seed(seed + _MODEL_PARALLEL_OFFSET + tensor_rank)
+    expert_seed = checked_seed(
+        seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * state.rank_in("ep") + tensor_rank
+    )
     tracker = get_rng_tracker()
     tracker.reset()
     torch.manual_seed(seed)
     tracker.add(DATA_PARALLEL_STREAM, seed)
-    tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + tensor_rank)
-    tracker.add(
-        EXPERT_PARALLEL_STREAM,
-        seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * state.rank_in("ep") + tensor_rank,
-    )
+    tracker.add(MODEL_PARALLEL_STREAM, model_seed)
+    tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
+
+
+def checked_seed(seed: int) -> int:
+    """`seed` as a plain int that torch takes."""
+    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
+        raise TypeError(f"a seed must be an integer, got {seed!r}")
+    number = operator.index(seed)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"a seed must be from 0 to 2**63 - 1, got {number}")
+    return number
+
+
+def _started_from(seed: int) -> Generators:
+    states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.Generator("cuda").manual_seed(seed).get_state()
+    return states
+
+
+def _check_state(name: str, generators: object) -> None:
+    """Before anything is replaced: a state that torch would not take leaves the streams as they are."""
+    if not isinstance(generators, Mapping) or "cpu" not in generators:
+        raise ValueError(f"the state of random stream {name!r} holds no state of the CPU's generator")
+    try:
+        torch.Generator().set_state(generators["cpu"])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"the state of random stream {name!r} is not one of a generator: {error}") from None
 
 
 def _read() -> Generators:

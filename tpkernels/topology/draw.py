@@ -62,21 +62,20 @@ def describe(plan: GroupPlan, *, max_groups: int) -> str:
     """Every group of every kind worth showing, and which ranks hold each copy of the model."""
     lines = [headline(plan), ""]
     for kind in shown_kinds(plan):
-        count = len(plan.groups[kind])
-        shown = [group_text(ranks) for ranks in plan.groups[kind][:max_groups]]
+        count = plan.count_groups(kind)
+        shown = [group_text(ranks) for ranks in plan.first_groups(kind, max_groups)]
         if count > max_groups:
             shown.append(f"... and {count - max_groups} more")
         lines.append(f"{count} {NAMES[kind]} group{'s' * (count != 1)}:")
         lines += _wrap(shown)
-    models = plan.groups["model"]
-    count = len(models)
+    count = plan.count_groups("model")
     lines += [
         "",
         f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} GPUs:",
     ]
     lines += [
         f"    model {i} is partitioned into gpus {','.join(_shorten([str(rank) for rank in ranks]))}"
-        for i, ranks in enumerate(models[:max_groups])
+        for i, ranks in enumerate(plan.first_groups("model", max_groups))
     ]
     if count > max_groups:
         lines.append(f"    ... and {count - max_groups} more")

@@ -5,13 +5,13 @@
 (1, 0, 1)
 >>> grid.group_of(5, ("pp",))
 (1, 5)
->>> grid.groups(("tp", "pp"))
-((0, 1, 4, 5), (2, 3, 6, 7))
+>>> list(grid.groups(("tp", "pp")))
+[(0, 1, 4, 5), (2, 3, 6, 7)]
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
 Ranks = tuple[int, ...]
@@ -36,14 +36,16 @@ class Grid:
         origin = rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
         return tuple(origin + offset for offset in self._offsets(axes))
 
-    def groups(self, axes: Collection[str]) -> tuple[Ranks, ...]:
+    def groups(self, axes: Collection[str]) -> Iterator[Ranks]:
         """Every group along `axes`, by ascending first rank."""
-        offsets = self._offsets(axes)
-        origins = self._offsets([axis for axis in self.sizes if axis not in axes])
-        return tuple(tuple(origin + offset for offset in offsets) for origin in origins)
+        offsets = list(self._offsets(axes))
+        for origin in self._offsets([axis for axis in self.sizes if axis not in axes]):
+            yield tuple(origin + offset for offset in offsets)
 
-    def _offsets(self, axes: Collection[str]) -> list[int]:
+    def _offsets(self, axes: Collection[str]) -> Iterator[int]:
         # slowest axis first, so that the products come out ascending
         slowest_first = [axis for axis in reversed(self.sizes) if axis in axes]
-        spans = [[i * self.strides[axis] for i in range(self.sizes[axis])] for axis in slowest_first]
-        return [sum(parts) for parts in product(*spans)]
+        spans = [
+            range(0, self.sizes[axis] * self.strides[axis], self.strides[axis]) for axis in slowest_first
+        ]
+        return (sum(parts) for parts in product(*spans))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Literal, get_args
 
 from tpkernels.topology import sizes as check
@@ -143,10 +144,18 @@ class GroupPlan:
         grid, axes = self._along(kind)
         return grid.group_of(rank, axes)
 
-    def _all_groups(self, kind: Kind) -> tuple[Ranks, ...]:
+    def first_groups(self, kind: Kind, count: int) -> list[Ranks]:
+        """As many of a kind's groups, without listing the others."""
+        return list(islice(self._each_group(kind), count))
+
+    def count_groups(self, kind: Kind) -> int:
+        per_group = self.pipeline if "embedding" in kind else len(self.group_of(0, kind))
+        return self.world_size // per_group
+
+    def _each_group(self, kind: Kind) -> Iterator[Ranks]:
         if kind in ("embedding", "position_embedding"):
             stages = self._embedding_stages(kind)
-            return tuple(tuple(ranks[stage] for stage in stages) for ranks in self.groups["pp"])
+            return (tuple(ranks[stage] for stage in stages) for ranks in self._each_group("pp"))
         grid, axes = self._along(kind)
         return grid.groups(axes)
 
@@ -166,7 +175,7 @@ class _Groups(Mapping[Kind, tuple[Ranks, ...]]):
         if kind not in KINDS:
             raise KeyError(f"unknown kind of group {kind!r}; known are {', '.join(KINDS)}")
         if kind not in self._known:
-            self._known[kind] = self._plan._all_groups(kind)
+            self._known[kind] = tuple(self._plan._each_group(kind))
         return self._known[kind]
 
     def __iter__(self) -> Iterator[Kind]:

@@ -145,7 +145,7 @@ def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int) -> _Machine
 def _panel(plan: GroupPlan, kind: Kind, ranks: range) -> _Panel:
     # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
     size = len(plan.group_of(0, kind))
-    total = plan.world_size // (plan.pipeline if "embedding" in kind else size)
+    total = plan.count_groups(kind)
     name = "whole-model replica" if kind == "model" else f"{NAMES[kind].replace('_', '-')} group"
     groups: list[Ranks] = []
     group_at: dict[int, int] = {}

@@ -1,0 +1,162 @@
+"""What the tests of the rank pool send to ranks: functions that answer, raise, hang, crash and die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FOREVER = 600.0  # far beyond every time-out here
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def shout() -> None:
+    os.write(1, f"rank {dist.get_rank()} was here\n".encode())
+    print(f"rank {dist.get_rank()} printed")
+
+
+def make_a_lonely_group() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def sum_in_a_new_group() -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    return x.item()
+
+
+def excepthook_name() -> str:
+    return sys.excepthook.__qualname__
+
+
+def raise_on_every_rank() -> None:
+    raise ValueError(f"no luck on rank {dist.get_rank()}")
+
+
+def raise_on_rank_1() -> str:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    return "fine"
+
+
+class Stubborn(Exception):
+    """Can be pickled, but not unpickled: a common mistake."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def raise_stubborn() -> None:
+    raise Stubborn(1, 2)
+
+
+def leave() -> None:
+    sys.exit("enough")
+
+
+def raise_while_the_other_reduces() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    dist.all_reduce(torch.ones(1))
+
+
+def raise_while_the_other_sleeps() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    time.sleep(FOREVER)
+
+
+def sleep_on_every_rank() -> None:
+    time.sleep(FOREVER)
+
+
+def reduce_alone() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def alarm_the_parent_and_hang() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getppid(), signal.SIGALRM)
+    time.sleep(FOREVER)
+
+
+def return_before_a_pending_reduce_is_done() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def exit_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def be_killed_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def return_a_lambda() -> Callable[[], None]:
+    return lambda: None
+
+
+def set_up_model_parallel(problem: str) -> None:
+    """As far as the pool can see: a module with a function."""
+
+    def destroy_model_parallel() -> None:
+        assert dist.is_initialized()  # its groups go before the default group
+        sys.modules.pop("tpkernels.runtime.initialize")
+        if problem:
+            raise KeyError(problem)
+
+    module: Any = SimpleNamespace(destroy_model_parallel=destroy_model_parallel)
+    sys.modules["tpkernels.runtime.initialize"] = module
+
+
+def model_parallel_is_set_up() -> bool:
+    return "tpkernels.runtime.initialize" in sys.modules
+
+
+def report_pid_and_hang() -> None:
+    """Rank 0 in a collective that never ends; it can report from there, as gloo has let go of the GIL."""
+    if dist.get_rank() == 0:
+        threading.Timer(0.5, report_pid).start()
+        dist.all_reduce(torch.ones(1))
+    report_pid()
+    time.sleep(FOREVER)
+
+
+def report_pid() -> None:
+    os.write(1, f"{os.getpid()}\n".encode())
+
+
+# All is well.
