@@ -37,6 +37,7 @@ class Candidate:
 
 
 TORCH = Candidate("torch")
+BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
 
 
 def candidates(problem: Problem, gpu: Gpu) -> tuple[Candidate, ...]:
@@ -57,7 +58,8 @@ def _ours(problem: Problem, gpu: Gpu) -> Iterator[Candidate]:
     for form in forms:
         tiles = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
         for tile in tiles:
-            if _fits(tile, form, problem, gpu) and not _oversized(tile, tiles, problem):
+            fits = least_shared_memory(tile, form, problem) <= gpu.shared_memory
+            if fits and not _oversized(tile, tiles, problem) and not _undersized(tile, tiles, problem, gpu):
                 yield Candidate(_name(tile, form), tile, form)
 
 
@@ -66,14 +68,19 @@ def _name(tile: MatmulTile, form: Form) -> str:
     return f"triton/{form}/{blocks}-w{tile.num_warps}-s{tile.num_stages}"
 
 
-def _fits(tile: MatmulTile, form: Form, problem: Problem, gpu: Gpu) -> bool:
-    return least_shared_memory(tile, form, problem) <= gpu.shared_memory
-
-
 def _oversized(tile: MatmulTile, tiles: tuple[MatmulTile, ...], problem: Problem) -> bool:
     """Whether half of this tile's rows would cover the result, and a lower tile is there to do so."""
     lower = any(other.block_rows < tile.block_rows for other in tiles)
     return lower and problem.product[0] * 2 <= tile.block_rows
+
+
+def _undersized(tile: MatmulTile, tiles: tuple[MatmulTile, ...], problem: Problem, gpu: Gpu) -> bool:
+    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
+    return any(
+        other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
+        and other.tiles(*problem.product) >= BUSY_TURNS * gpu.target.processors
+        for other in tiles
+    )
 
 
 def least_shared_memory(tile: MatmulTile, form: Form, problem: Problem) -> int:
