@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.tuning.conftest import TRITON_WINS, VERSIONS, FakeTimer
+from tests.tuning.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
 from tpkernels.cli import main, tune
 from tpkernels.cli.progress import Progress
 from tpkernels.kernels.target import INTERPRETER
@@ -84,6 +84,7 @@ def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
 @pytest.fixture
 def timer(monkeypatch, tmp_path) -> FakeTimer:
     """A machine with a GPU, as far as the command can tell."""
+    need_interpreter()
     timer = FakeTimer(TRITON_WINS)
 
     def chooser_on(device):

@@ -15,7 +15,7 @@ from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import A100, H100, MI300
 from tpkernels.kernels.tiles import MatmulTile
 
-TOKENS = 300
+TOKENS = 100
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS = ["linear", "glu", "dgrad", "dgrad_act", "dglu"]
 SIZES = {"aligned": (72, 80), "ragged_n": (45, 64), "ragged_k": (64, 45)}
@@ -26,7 +26,7 @@ TILES = (
 )
 # The interpreter multiplies by BLAS, which rounds the last rows of a block otherwise: there a row keeps its
 # place in its tile. On a GPU it need not.
-BATCHES = ((0, 1), (32, 33), (0, 21), (64, 97), (96, 291)) + ((7, 8), (5, 38)) * torch.cuda.is_available()
+BATCHES = ((0, 1), (32, 33), (0, 21), (64, 97)) + ((7, 8), (5, 38)) * torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,11 @@ MakeChooser = Callable[..., Chooser]
 TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
 
 
+def need_interpreter() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
+
+
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TPKERNELS_TUNE", "TPKERNELS_LOG", "TPKERNELS_CACHE_DIR"):
@@ -46,6 +51,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make_chooser(tmp_path: Path) -> MakeChooser:
     """A chooser whose process has just begun, on the cache of this test."""
+    need_interpreter()
 
     def make(
         timer: FakeTimer | None = None,

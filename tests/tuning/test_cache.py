@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tuning.conftest import VERSIONS
+from tpkernels.tuning import cache as module
 from tpkernels.tuning.cache import Cache, Choice, ForeignFile, cache_folder, parse, render
 from tpkernels.tuning.shipped import shipped_choices
 from tpkernels.tuning.versions import source_hash, versions_for
@@ -53,6 +54,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.tuning.conftest import VERSIONS
+from tpkernels.tuning import cache as module
 from tpkernels.tuning.cache import Cache, Choice
 cache = Cache(Path(sys.argv[1]), VERSIONS)
 for i in range(40):
@@ -76,6 +78,16 @@ def test_concurrent_processes_lose_nothing(tmp_path):
         for i in range(40):
             assert final.get(f"{writer}-{i}") == Choice("torch", {"torch": float(i)})
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_writer_that_is_stuck_does_not_stop_the_others(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.05)
+    cache = Cache(tmp_path, VERSIONS)
+    with cache.path.with_suffix(".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache.put("k", A)
+    assert Cache(tmp_path, VERSIONS).get("k") == A
 
 
 GOOD = render(VERSIONS, {"k": A})

@@ -8,7 +8,6 @@ import torch
 
 from tests.tuning.conftest import CPU, TRITON_WINS, FakeTimer
 from tpkernels.kernels import linear as linear_kernel
-from tpkernels.tuning import chooser as module
 from tpkernels.tuning import log, torch_steps
 from tpkernels.tuning.cache import Choice
 from tpkernels.tuning.chooser import obstacle, winner
@@ -211,7 +210,3 @@ def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):
     for thread in threads:
         thread.join()
     assert len(timer.asked) == 1
-
-
-def test_margin_is_documented_as_it_is():
-    assert module.MARGIN == 0.02

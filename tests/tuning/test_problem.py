@@ -45,7 +45,7 @@ def test_tf32_is_another_problem():
     assert problem_of("dgrad", arguments).key == "dgrad float32 64x32x16 rows,rows,rows"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert problem_of("dgrad", arguments).key == "dgrad float32 64x32x16 tf32 rows,rows,rows"
+        assert problem_of("dgrad", arguments).key == "dgrad float32/tf32 64x32x16 rows,rows,rows"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -71,6 +71,14 @@ def test_token_class_is_an_upper_bound_within_a_quarter(tokens):
     rounded = token_class(tokens)
     assert tokens <= rounded < 1.25 * tokens + 1
     assert token_class(rounded) == rounded
+
+
+def test_token_counts_of_a_class_are_one_problem():
+    """Or the same key would have other candidates from one batch to the next."""
+    for tokens in (4097, 4500, 5120):
+        problem = problem_of("linear", Layer(tokens, 64, 64).arguments("linear"))
+        assert problem.key.startswith("linear bfloat16 5120x64x64")
+        assert problem.product == (5120, 64)
 
 
 def test_token_classes_are_few():

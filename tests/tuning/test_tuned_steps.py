@@ -113,3 +113,12 @@ def test_batch_invariance_leaves_nothing_to_choose(monkeypatch):
     monkeypatch.setattr(steps, "backend", "auto")
     monkeypatch.setattr(invariance, "batch_invariant", True)
     assert steps.steps_on(CUDA) is triton_steps
+
+
+@pytest.mark.usefixtures("_chooser_without_a_gpu")
+def test_batch_invariance_that_torch_does_not_keep_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(steps, "backend", "torch")
+    monkeypatch.setattr(invariance, "batch_invariant", True)
+    for _ in range(2):
+        assert steps.steps_on(CUDA) is torch_steps
+    assert caplog.text.count("TPKERNELS_BATCH_INVARIANT=1 promises nothing there") == 1

@@ -37,7 +37,7 @@ def offers(problem: Problem, target: Target) -> tuple[str, ...]:
             fitting = "addmm_activation" if hasattr(torch, "_addmm_activation") else None
         case "linear", ("gelu_tanh", "bias") if target.backend == "cuda":  # elsewhere it is the erf form
             fitting = "addmm_activation" if hasattr(torch, "_addmm_activation") else None
-        case "wgrad_accumulate_", (main_grad, *_) if main_grad == str(problem.dtype).removeprefix("torch."):
+        case "wgrad_accumulate_", (main_grad,) if main_grad == str(problem.dtype).removeprefix("torch."):
             fitting = "addmm_"
         case "wgrad_accumulate_", ("float32",) if target.backend == "cuda" and problem.dtype.itemsize == 2:
             fitting = "addmm_dtype_out" if hasattr(torch.ops.aten.addmm, "dtype_out") else None

@@ -43,7 +43,8 @@ class Problem:
 
     step: Step
     dtype: torch.dtype  # of what is multiplied
-    tokens: int
+    tf32: bool  # whether fp32 may be multiplied so
+    tokens: int  # their class, see `token_class`
     out_features: int
     in_features: int
     options: tuple[str, ...]
@@ -81,11 +82,11 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """One line that names this problem in files and logs; token counts of a class share it."""
+        """One line that names this problem in files and logs."""
         words = (
             self.step,
-            str(self.dtype).removeprefix("torch."),
-            f"{token_class(self.tokens)}x{self.out_features}x{self.in_features}",
+            str(self.dtype).removeprefix("torch.") + "/tf32" * self.tf32,
+            f"{self.tokens}x{self.out_features}x{self.in_features}",
             "+".join(self.options),
             ",".join(map(layout_class, self.layouts)),
         )
@@ -164,12 +165,11 @@ def problem_of(step: Step, arguments: tuple[Any, ...]) -> Problem:
             matrices, result = (dy, x, main_grad), None
             options = (str(main_grad.dtype).removeprefix("torch."),)
     dtype = matrices[0].dtype
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        options = (*options, "tf32")
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     layouts = [Layout.of("", matrix) for matrix in matrices]
     if result is not None:
         layouts.append(_allocated(result, dtype))
-    return Problem(step, dtype, T, N, K, options, tuple(layouts))
+    return Problem(step, dtype, tf32, token_class(T), N, K, options, tuple(layouts))
 
 
 def _allocated(shape: tuple[int, int], dtype: torch.dtype) -> Layout:

@@ -31,7 +31,7 @@ def results_of(step: Step, run: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 def flaw(actual: Results, expected: Results, problem: Problem) -> str | None:
     """In words, how far a result is off; None if it is sound."""
-    bound = TF32_BOUND if "tf32" in problem.options else BOUND[problem.dtype]
+    bound = TF32_BOUND if problem.tf32 else BOUND[problem.dtype]
     for i, (ours, torchs) in enumerate(zip(actual, expected, strict=True)):
         if ours is None or torchs is None:
             if ours is not torchs:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation, Glu
+from tpkernels.tuning import log
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -82,6 +83,10 @@ def _by(backend: str, device: torch.device) -> Steps:
         return TunedSteps(chooser_on(device))
     from tpkernels.tuning import torch_steps
 
+    if invariance.batch_invariant:
+        log.warnings.warning(
+            "torch computes on %s: TPKERNELS_BATCH_INVARIANT=1 promises nothing there", device
+        )
     return torch_steps
 
 
