@@ -9,10 +9,10 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types docs plan doctor bench sdist clean
+.PHONY: help setup demo test check lint types docs plan doctor bench gpu compile gate check-triton-3.6 sdist clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv: pinned packages, this package, its C++ extension
 
@@ -40,6 +40,21 @@ lint: $(READY) ## style of Python and C++
 types: $(READY) ## static types
 	$(BIN)/mypy
 
+gate: $(READY) ## compile the kernels and run them interpreted, without a GPU
+	$(BIN)/python -m tpkernels check
+
+compile: $(READY) ## the compile half of the gate
+	$(BIN)/python -m tpkernels check --skip numerics
+
+$(VENV)-triton36/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(@D)/.bootstrap virtualenv && PYTHONPATH=$(@D)/.bootstrap $(PYTHON) -m virtualenv -q $(@D); }
+	@# Triton 3.6's interpreter breaks with numpy 2.4; torch as pinned
+	$(@D)/bin/python -m pip --disable-pip-version-check install -q triton==3.6.0 'numpy<2.4' "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv of its own
+	PYTHONPATH=. $(VENV)-triton36/bin/python -m tpkernels check
+
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py
 
@@ -52,8 +67,14 @@ doctor: $(READY) ## what this machine has, and what is wrong with it
 bench: $(READY) ## benchmarks, with ratios against the naive way
 	$(BIN)/python -m pytest bench
 
+gpu: ## on a machine with a GPU, with its own Python and torch: tests and benchmarks; JSON into out/gpu
+	$(PYTHON) setup.py -q build_ext --inplace
+	mkdir -p out/gpu
+	$(PYTHON) -m pytest -q tests/kernels tests/ops tests/comm/test_ext.py tests/runtime/test_random.py
+	$(PYTHON) -m pytest -q bench/test_linear.py -k 4096 --benchmark-json out/gpu/linear.json
+
 sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build dist out *.egg-info tpkernels/*.so plan.svg
+	rm -rf $(VENV) $(VENV)-triton36 build dist out *.egg-info tpkernels/*.so plan.svg

@@ -1,16 +1,22 @@
-"""Two ways to do the same thing, timed side by side: what counts is their ratio, in one run."""
+"""Ways to do the same thing, timed side by side: what counts is their ratio, in one run."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of each round, ours and the naive way's, taken alternately."""
+    """Seconds of each round, ours and another way's, taken alternately."""
 
     ours: list[float]
     naive: list[float]
@@ -31,8 +37,8 @@ class Comparison:
             "ratio": round(self.ratio, 3),
             "ratio_quartile_low": round(low, 3),
             "ratio_quartile_high": round(high, 3),
-            "ours_ms": round(1e3 * statistics.median(self.ours), 3),
-            "naive_ms": round(1e3 * statistics.median(self.naive), 3),
+            "ours_ms": round(1e3 * statistics.median(self.ours), 4),
+            "naive_ms": round(1e3 * statistics.median(self.naive), 4),
             "rounds": len(self.ours),
         }
 
@@ -43,12 +49,40 @@ class Comparison:
         return f"{info['ratio']:.2f}x ({spread} in the middle half of {info['rounds']} rounds; {times})"
 
 
-def compare(ours: Callable[[], object], naive: Callable[[], object], rounds: int) -> Comparison:
-    """Time both in turn, each going first every other round."""
-    seconds: dict[Callable[[], object], list[float]] = {ours: [], naive: []}
+def compare(ours: Way, naive: Way, rounds: int) -> Comparison:
+    """Time two ways on this machine's clock."""
+    seconds = interleave({"ours": ours, "naive": naive}, rounds, seconds_on_cpu)
+    return Comparison(seconds["ours"], seconds["naive"])
+
+
+def interleave(ways: Mapping[str, Way], rounds: int, clock: Callable[[Way], float]) -> dict[str, list[float]]:
+    """Seconds of each way in each round. The order turns, so that none is always first."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
     for round_ in range(rounds):
-        for way in (ours, naive) if round_ % 2 else (naive, ours):
-            start = time.perf_counter()
-            way()
-            seconds[way].append(time.perf_counter() - start)
-    return Comparison(seconds[ours], seconds[naive])
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(clock(ways[name]))
+    return seconds
+
+
+def seconds_on_cpu(way: Way) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start
+
+
+def seconds_on_gpu(way: Way) -> float:
+    """By events around one call, from a cold L2 cache."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _cache_filler().zero_()
+    start.record()
+    way()
+    end.record()
+    end.synchronize()
+    return 1e-3 * float(start.elapsed_time(end))
+
+
+@cache
+def _cache_filler() -> Tensor:
+    return torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # several times the L2 of an H200

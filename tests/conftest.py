@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from glob import glob
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,19 +11,20 @@ import pytest
 if TYPE_CHECKING:
     from tests.ranks import RankPool
 
-if not glob("/dev/nvidia[0-9]*"):  # read when a kernel is decorated: for the whole run, or not at all
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is imported
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # read where a kernel is decorated: for a whole process, or not at all
     os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is first imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in on_gpu:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def ranks4() -> Iterator[RankPool]:
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
-    from tests.ranks import RankPool  # imports torch, which a test of arithmetic need not wait for
+    from tests.ranks import RankPool
 
     with RankPool(world_size) as pool:
         yield pool

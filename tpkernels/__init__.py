@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels import interop as interop
+    from tpkernels import ops as ops
     from tpkernels import parallel_state as parallel_state
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
 
 _HOME = {
     "interop": "tpkernels",
+    "ops": "tpkernels",
     "parallel_state": "tpkernels",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",

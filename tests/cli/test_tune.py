@@ -1,6 +1,5 @@
 """`python -m tpkernels tune`, as a user types it; timing itself by a fake clock."""
 
-import io
 import json
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from tests.tuning.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
 from tpkernels.cli import main, tune
-from tpkernels.cli.progress import Progress
 from tpkernels.kernels.target import INTERPRETER
 from tpkernels.tuning.cache import Cache, parse
 from tpkernels.tuning.chooser import Chooser
@@ -117,18 +115,3 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
 
     assert main([*command, "--again"]) == 0
     assert len(timer.asked) == 2 * asked
-
-
-def test_progress_is_shown_on_a_terminal_and_wiped():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    progress = Progress(2, terminal)
-    for what in ("first", "second"):
-        progress.begin(what)
-    progress.clear()
-    assert terminal.getvalue() == (
-        f"\r\033[K[{' ' * 30}] 0/2 first\r\033[K[{'#' * 15}{' ' * 15}] 1/2 second\r\033[K"
-    )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tpkernels.kernels.tiles import MatmulTile
@@ -21,9 +20,6 @@ SHAPES = {
     "aligned": (72, 96, 104),
     "one_row": (1, 296, 304),
 }
-RANDOM_SHAPES = st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 80)).filter(
-    lambda shape: shape[0] * min(shape[1:]) >= 300
-)
 EMPTY_SHAPES = {"no_tokens": (0, 8, 16), "no_in_features": (5, 0, 16), "no_out_features": (5, 8, 0)}
 
 
@@ -75,8 +71,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded_rows": _padded_rows,
     "expanded": _expanded,
 }
-# an expanded operand gives rows that are all alike, too few different elements for a bound on averages
-RANDOM_LAYOUTS = st.sampled_from([layout for layout in LAYOUTS.values() if layout is not _expanded])
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

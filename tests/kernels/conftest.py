@@ -1,26 +1,12 @@
-"""Without a GPU every kernel here runs in Triton's interpreter; with one, on it. The tests are the same."""
+"""Kernels run on a GPU, or else in Triton's interpreter, which the root conftest switches on."""
 
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(
-            "triton was imported before tests/kernels/conftest.py could choose its interpreter"
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from hypothesis import settings
-
 from tests.kernels.checks import Frames
 from tpkernels.kernels import launch
-
-# derandomize: a red run is red for everyone; a kernel in the interpreter is slow, so no deadline
-settings.register_profile("kernels", derandomize=True, deadline=None, max_examples=15, database=None)
 
 
 @pytest.fixture

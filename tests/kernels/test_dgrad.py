@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.kernels.checks import (
     BOUND,
     DTYPES,
     EMPTY_SHAPES,
     LAYOUTS,
-    RANDOM_LAYOUTS,
-    RANDOM_SHAPES,
     SHAPES,
     TILE,
     assert_accurate,
@@ -108,16 +104,3 @@ def test_dgrad_act_with_a_wrong_derivative_is_out_of_bounds(activation, device):
     dy, w, z = operands(SHAPES["ragged"], torch.float32, device)
     exact, _ = dgrad_act_ref(dy.double(), w.double(), z.double(), "gelu")
     assert relative_error(dgrad_act(dy, w, z, activation, tile=TILE).dz, exact) > 1000 * BOUND[torch.float32]
-
-
-@settings(settings.get_profile("kernels"))
-@given(
-    shape=RANDOM_SHAPES,
-    dtype=st.sampled_from(list(DTYPES.values())),
-    activation=st.sampled_from(ACTIVATIONS),
-    layout=RANDOM_LAYOUTS,
-)
-def test_dgrad_act_matches_float64_at_random(shape, dtype, activation, layout):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dy, w, z = operands(shape, dtype, device)
-    assert_dgrad_act(layout(dy), layout(w), layout(z), activation)

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.kernels.checks import (
     DTYPES,
     EMPTY_SHAPES,
     LAYOUTS,
-    RANDOM_LAYOUTS,
-    RANDOM_SHAPES,
     SHAPES,
     TILE,
     assert_accurate,
@@ -109,17 +105,3 @@ def test_linear_fwd_rows_do_not_depend_on_the_batch(form, device):
         assert torch.equal(
             linear_fwd(x[:tokens], w, b, activation="gelu", tile=TILE, form=form).y, whole[:tokens]
         )
-
-
-@settings(settings.get_profile("kernels"))
-@given(
-    shape=RANDOM_SHAPES,
-    dtype=st.sampled_from(list(DTYPES.values())),
-    activation=st.sampled_from(ACTIVATIONS),
-    layout=RANDOM_LAYOUTS,
-    bias=st.booleans(),
-)
-def test_linear_fwd_matches_float64_at_random(shape, dtype, activation, layout, bias):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x, w, b = operands(shape, dtype, device)
-    assert_linear(layout(x), layout(w), b if bias else None, activation)

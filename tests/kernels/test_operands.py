@@ -7,10 +7,9 @@ import torch
 
 from tests.kernels.checks import LAYOUTS
 from tpkernels.kernels.operands import Layout, choose_form
-from tpkernels.kernels.target import A100, H100, INTERPRETER, MI300, Target, input_precision
+from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300, input_precision
 
 GOOD = Layout("x", rows=64, cols=128, row_stride=128, col_stride=1, itemsize=2, address=4096)
-B200 = Target("cuda", 100, 148)
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,35 @@
-"""A progress bar on a terminal; nothing where output goes to a file."""
+"""One line on a terminal that says how far a long command is; nothing where nobody watches."""
 
 from __future__ import annotations
 
+import shutil
 import sys
-from typing import TextIO
-
-WIDTH = 30
+from types import TracebackType
 
 
 class Progress:
-    """`[######      ] 3/14 what is being done`, on one line that `clear` wipes."""
+    """`with Progress("compiling", total) as step: step("what was done")`; a total may be unknown."""
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        self._total = total
-        self._done = 0
-        self._stream = sys.stderr if stream is None else stream
+    def __init__(self, verb: str, total: int | None = None) -> None:
+        self.verb = verb
+        self.total = total
+        self.done = 0
+        self.shown = sys.stderr.isatty()
 
-    def begin(self, what: str) -> None:
-        """Show what is done next."""
-        filled = WIDTH * self._done // max(self._total, 1)
-        bar = "#" * filled + " " * (WIDTH - filled)
-        self._show(f"[{bar}] {self._done}/{self._total} {what}"[:120])
-        self._done += 1
+    def __enter__(self) -> Progress:
+        return self
 
-    def clear(self) -> None:
-        """Leave the line to whatever is printed next."""
-        self._show("")
+    def __call__(self, what: object) -> None:
+        self.done += 1
+        if self.shown:
+            width = shutil.get_terminal_size().columns - 1
+            of_total = "" if self.total is None else f"/{self.total}"
+            line = f"{self.verb} [{self.done}{of_total}] {what}"
+            sys.stderr.write(f"\r{line[:width]:<{width}}")
+            sys.stderr.flush()
 
-    def _show(self, text: str) -> None:
-        if self._stream.isatty():
-            self._stream.write(f"\r\033[K{text}")  # back to the start of the line, and wipe it
-            self._stream.flush()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.shown and self.done:
+            sys.stderr.write(f"\r{'':<{shutil.get_terminal_size().columns - 1}}\r")

@@ -116,14 +116,13 @@ def _list(calls: Sequence[Call], gpu: Gpu) -> str:
 
 def _tune(calls: Sequence[Call], chooser: Chooser, again: bool) -> str:
     """Print the choice for each call, and return all of them as the text of a cache file."""
-    progress = Progress(len(calls))
-    choices = {}
-    for step, arguments in calls:
-        progress.begin(problem_of(step, arguments).key)
-        known = None if again else chooser.known(step, arguments)
-        decision = known or chooser.timed(step, arguments)
-        progress.clear()
-        print(decision, flush=True)
-        if decision.milliseconds:
-            choices[decision.key] = Choice(decision.candidate.name, decision.milliseconds)
+    decisions = []
+    with Progress("timing", len(calls)) as step_begins:
+        for step, arguments in calls:
+            step_begins(problem_of(step, arguments).key)
+            known = None if again else chooser.known(step, arguments)
+            decisions.append(known or chooser.timed(step, arguments))
+    print("\n".join(map(str, decisions)))
+    timed = (decision for decision in decisions if decision.milliseconds)
+    choices = {d.key: Choice(d.candidate.name, d.milliseconds) for d in timed}
     return render(versions_for(chooser.gpu.name), choices)

@@ -11,7 +11,7 @@ import torch
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import A100, H100, MI300, Target, fast_math
+from tpkernels.kernels.target import A100, B200, H100, MI300, Target, fast_math
 from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates
 
 
@@ -58,7 +58,7 @@ class _Case:
         if self.form == "descriptor":  # which is aligned by itself
             aligned -= {matrix.name for matrix in matrices}
         size = f"{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
-        prefix = "" if self.target.backend == "cuda" else f"{self.target.backend}/"
+        prefix = f"{self.architectures[0]}/" if self.target in (B200, MI300) else ""
         suffix = "/ragged" * self.ragged + "/tf32" * (self.precision == "tf32")
         return Entry(
             name=f"{prefix}{self.kernel}/{self.form}/{TRITON_NAME[self.dtype]}/{size}/{epilogue}{suffix}",
@@ -250,7 +250,7 @@ def _epilogues(case: _Case, thorough: bool) -> Iterator[Entry]:
 def matmul_entries() -> Iterator[Entry]:
     """Thorough where the speed is, in bf16 on Hopper; elsewhere the costliest epilogue of each tile."""
     for case in _cases():
-        yield from _epilogues(case, thorough=case.form == "descriptor" and case.dtype == BF16)
+        yield from _epilogues(case, thorough=case.target == H100 and case.dtype == BF16)
 
 
 def _cases() -> Iterator[_Case]:
@@ -258,7 +258,9 @@ def _cases() -> Iterator[_Case]:
         for tile in candidates(kernel, "descriptor", BF16, H100):
             yield _Case(kernel, "descriptor", BF16, tile, H100, ("sm_90",))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
-        yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90", "sm_100"))
+        yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
+        largest = candidates(kernel, "descriptor", BF16, B200)[0]
+        yield _Case(kernel, "descriptor", BF16, largest, B200, ("sm_100",))
         for tile in candidates(kernel, "pointer", BF16, A100):
             yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_89", "sm_90"))
         for tile in candidates(kernel, "pointer", BF16, A100, ragged=True):

@@ -29,6 +29,7 @@ INTERPRETER = Target(
 )  # 3: persistent loops take several turns even at small sizes
 H100 = Target("cuda", 90, 132)
 A100 = Target("cuda", 80, 108)
+B200 = Target("cuda", 100, 148)
 MI300 = Target("hip", processors=304)
 
 

@@ -96,7 +96,7 @@ def row_tile(launcher: str, features: int) -> RowTile:
         )
     block_cols = max(16, 1 << (features - 1).bit_length())
     block_rows = max(1, min(16, 2048 // block_cols))
-    return RowTile(block_rows, block_cols, num_warps=max(4, min(16, block_cols // 512)))
+    return RowTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
@@ -109,7 +109,8 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(64, 128, 64, num_warps=4, num_stages=4, parts=2, per_processor=2),
     ),
     "glu": (
-        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+        # not flattened: with two accumulators the assembler then waits for every product before the next
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=2),
     ),
     "dgrad": (
@@ -122,24 +123,32 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4),
     ),
     "wgrad": (
-        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
     ),
 }
+# On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
+_BLACKWELL_WGRAD = (
+    MatmulTile(128, 256, 64, num_warps=8, num_stages=2, parts=4, flatten=True),
+    MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+)
+_POINTER_SMALL = MatmulTile(16, 64, 64, num_warps=4, num_stages=3)
+_POINTER_ONE_RESULT = (
+    MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
+    _POINTER_SMALL,
+)
+_POINTER_SEVERAL_RESULTS = (
+    MatmulTile(64, 128, 32, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 32, num_warps=8, num_stages=3),
+    _POINTER_SMALL,
+)
 _POINTER_16_BIT: Mapping[Kernel, tuple[MatmulTile, ...]] = {
-    kernel: (
-        MatmulTile(128, 128, 32, num_warps=8, num_stages=3),
-        MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
-        MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
-    )
-    for kernel in KERNELS
-} | {
-    kernel: (
-        MatmulTile(64, 128, 32, num_warps=8, num_stages=3),
-        MatmulTile(64, 64, 32, num_warps=4, num_stages=3),
-        MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
-    )
-    for kernel in ("glu", "dglu")
+    "linear": _POINTER_ONE_RESULT,
+    "glu": _POINTER_SEVERAL_RESULTS,
+    "dgrad": _POINTER_ONE_RESULT,
+    "dglu": _POINTER_SEVERAL_RESULTS,
+    "wgrad": (MatmulTile(128, 128, 32, num_warps=8, num_stages=3), *_POINTER_SEVERAL_RESULTS[1:]),
 }
 # An address an element: larger tiles spill
 _POINTER_RAGGED: tuple[MatmulTile, ...] = (
@@ -165,6 +174,8 @@ def candidates(
         return _POINTER_FP32
     if ragged and form == "pointer":
         return _POINTER_RAGGED
+    if kernel == "wgrad" and form == "descriptor" and target.capability >= 100:
+        return _BLACKWELL_WGRAD
     return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.kernels.target import A100, H100, MI300, Target, target_of
+from tpkernels.kernels.target import A100, B200, H100, MI300, Target, target_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ GPUS: Mapping[str, Gpu] = {
     "l40s": Gpu("NVIDIA L40S", Target("cuda", 89, 142), 101_376),
     "h100": Gpu("NVIDIA H100 80GB HBM3", H100, 232_448),
     "h200": Gpu("NVIDIA H200", H100, 232_448),
+    "b200": Gpu("NVIDIA B200", B200, 232_448),
     "mi300x": Gpu("AMD Instinct MI300X", MI300, 65_536),
 }
 

@@ -1,0 +1,193 @@
+"""`python -m tpkernels check` as others run it: green on what is sound, red on faults planted in a copy."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+import tpkernels
+from tpkernels.cli import main
+from tpkernels.kernels.budgets import minor_version, read
+
+SOUND = "linear/pointer/bf16/16x64x64/gelu_tanh+bias+z"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, to plant faults in."""
+    package = Path(tpkernels.__file__).parent
+    shutil.copytree(package, tmp_path / "tpkernels", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return tmp_path
+
+
+def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder), "TPKERNELS_CACHE_DIR": str(folder / "cache")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tpkernels", "check", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "Traceback" not in ran.stderr, ran.stderr
+    return ran
+
+
+def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
+    path = folder / "tpkernels" / file
+    source = path.read_text()
+    assert sound in source, f"{file} has changed: plant the fault anew"
+    path.write_text(source.replace(sound, faulty))
+
+
+def test_check_is_green_and_quick_the_second_time(copy):
+    arguments = ("--arch", "sm_80,sm_90", "--only", SOUND, "--json", "report.json")
+    reports = []
+    for _ in range(2):
+        ran = check(copy, *arguments)
+        assert ran.returncode == 0, ran.stdout
+        assert "all well: 2 compilations and 0 computations" in ran.stdout
+        assert re.search(rf"^ok +{re.escape(SOUND)} +\d+ ", ran.stdout, re.MULTILINE)
+        assert ran.stderr == ""  # no progress where nobody watches
+        reports.append(json.loads((copy / "report.json").read_text()))
+    first, second = reports
+    assert first == second  # down to the seconds that compiling took: nothing was compiled again
+    assert first["failures"] == []
+    assert first["versions"]["triton"] == triton.__version__
+    assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_90"}
+    assert all(row["facts"]["registers"] > 0 for row in first["compiled"])
+
+
+PLANTED_CATALOG = """
+from dataclasses import replace
+
+def catalog():
+    entries = {entry.name: entry for entry in (*matmul_entries(), *row_entries())}
+    linear = entries["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+    dgrad = entries["dgrad/descriptor/bf16/128x128x64/gelu_tanh+db"]
+    pointer = entries["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
+    return (
+        replace(linear, num_warps=4),
+        replace(dgrad, num_stages=8),
+        replace(pointer, aligned=pointer.aligned - {"stride_wn"}),
+        replace(entries["sum_rows/pointer/fp32/512x128"], module="deadly"),
+        replace(linear, name="newcomer"),
+    )
+"""
+
+
+def test_check_turns_red_on_each_fault_of_compilation(copy):
+    with (copy / "tpkernels" / "kernels" / "catalog.py").open("a") as file:
+        file.write(PLANTED_CATALOG)
+    (copy / "tpkernels" / "kernels" / "deadly.py").write_text("import os; os._exit(9)")
+    plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
+    ran = check(copy, "--arch", "sm_90", "--skip", "numerics", "--json", "report.json")
+    assert ran.returncode == 1
+    for expected in (
+        r"entry linear/descriptor/.* on sm_90: spills: \d+ loads and stores of local memory",
+        r"entry linear/descriptor/.* on sm_90: registers 255 > \d+",
+        r"entry dgrad/descriptor/.* on sm_90: shared memory [\d,]+ > 232,448 bytes: cannot be launched",
+        r"entry dgrad/descriptor/.* on sm_90: shared [\d,]+ > [\d,]+",
+        r"entry linear/pointer/.* on sm_90: 16-byte alignment lost: stride_wn",
+        r"entry linear/pointer/.* on sm_90: 32-bit product in an address, wraps past .*muli",
+        r"entry sum_rows/.* on sm_90: does not compile: the compiler died",
+        r"entry newcomer on sm_90: no budget yet: record one with --update",
+    ):
+        assert re.search(f"^{expected}", ran.stdout, re.MULTILINE), f"{expected} not in {ran.stdout}"
+    report = json.loads((copy / "report.json").read_text())
+    assert all(failure in ran.stdout for failure in report["failures"])
+    assert {row["facts"] is None for row in report["compiled"]} == {True, False}
+
+
+def test_update_records_what_exceeded_the_budget(copy):
+    table = copy / "tpkernels" / "kernels" / "budgets.json"
+    text = table.read_text()
+    row = re.compile(rf'("{re.escape(SOUND)}": \{{ "registers": )\d+')
+    table.write_text(row.sub(r"\g<1>8", text))
+    arguments = ("--arch", "sm_90", "--skip", "numerics", "--only", SOUND)
+    ran = check(copy, *arguments)
+    assert ran.returncode == 1
+    assert re.search(rf"^entry {re.escape(SOUND)} on sm_90: registers \d+ > 8$", ran.stdout, re.MULTILINE)
+    assert check(copy, *arguments, "--update").returncode == 0
+    assert check(copy, *arguments).returncode == 0
+    minor = minor_version(triton.__version__)
+    updated, shipped = read(table)[minor], read()[minor]
+    assert updated.provenance["triton"] == triton.__version__
+    assert updated.rows["sm_90"] == shipped.rows["sm_90"]  # the others are as they were
+
+
+WRONG = {
+    "activation_derivative": (
+        "kernels/epilogues.py",
+        "return z * s, s + z * s * (1.0 - s)\n",
+        "return z * s, s + z * s * (1.0 + s)\n",
+        "dgrad_act/pointer/fp32/silu",
+        "dz is off by ",
+    ),
+    "unmasked_edge_of_a_load": (
+        "kernels/blocks.py",
+        "mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)",
+        "mask=(r < rows)[:, None] & (c < cols + 8)[None, :], other=0.0)",
+        "dgrad/pointer/fp32",
+        "dx holds NaN",
+    ),
+    "unmasked_edge_of_a_store": (
+        "kernels/blocks.py",
+        "mask = (r < rows)[:, None] & (c < cols)[None, :]\n",
+        "mask = (r < rows + 1)[:, None] & (c < cols)[None, :]\n",
+        "dgrad/pointer/fp32",
+        "written outside an output",
+    ),
+    "interpreter_that_dies": (
+        "cli/numerics.py",
+        "if only in case.name:",
+        "if only in case.name and not sys.exit('no more'):",
+        "dgrad/pointer/fp32",
+        "ended with exit code 1: no more",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "sound", "faulty", "only", "finding"), WRONG.values(), ids=WRONG.keys())
+def test_check_turns_red_on_each_fault_of_numerics(copy, file, sound, faulty, only, finding):
+    plant(copy, file, sound, faulty)
+    ran = check(copy, "--skip", "compile", "--only", only, "--json", "report.json")
+    assert ran.returncode == 1
+    assert re.search(rf"^numerics of .*: .*{finding}", ran.stdout, re.MULTILINE), ran.stdout
+    assert len(json.loads((copy / "report.json").read_text())["failures"]) == 1
+
+
+def test_check_tells_of_a_triton_without_budgets(copy):
+    (copy / "tpkernels" / "kernels" / "budgets.json").unlink()
+    ran = check(copy, "--arch", "sm_80", "--skip", "numerics", "--only", SOUND)
+    assert ran.returncode == 0
+    assert (
+        f"note: no budgets for Triton {minor_version(triton.__version__)} (there are for none)" in ran.stdout
+    )
+
+
+BAD = {
+    "architecture": ["--arch", "sm_90,sm_42"],
+    "name": ["--skip", "numerics", "--only", "no such kernel"],
+    "option": ["--fast"],
+    "half": ["--skip", "everything"],
+    "unwritable": ["--json", "/nowhere/report.json"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_check_refuses_bad_arguments_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", *arguments])
+    assert exit_.value.code == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("python -m tpkernels check: error: ")
+    assert refusal.count("\n") == 1

@@ -1,0 +1,50 @@
+"""The table of budgets: what counts as over, and how it is kept."""
+
+from dataclasses import replace
+
+from tpkernels.kernels import budgets
+from tpkernels.kernels.ahead_of_time import ARCHITECTURES, Facts
+from tpkernels.kernels.budgets import Budget
+from tpkernels.kernels.catalog import catalog
+
+ENTRIES = {entry.name: entry for entry in catalog()}
+FACTS = Facts(
+    registers=163,
+    stack=0,
+    spills=0,
+    shared=1000,
+    in_flight=1,
+    instructions={"HGMMA": 4},
+    aligned=frozenset({"x", "w"}),
+    narrow_offsets=("%1",),
+    seconds=1.0,
+)
+
+
+def test_budget_is_exact_but_for_the_unit_of_registers():
+    budget = Budget.of(FACTS)
+    assert budget == Budget(registers=168, shared=1000)
+    assert [*budget.excesses(replace(FACTS, registers=168))] == []
+    assert [*budget.excesses(replace(FACTS, registers=191, shared=1001, spills=2))] == [
+        "registers 191 > 168",
+        "shared 1,001 > 1,000",
+        "spills 2 > 0",
+    ]
+
+
+def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):
+    path = tmp_path / "budgets.json"
+    measured = {("sm_90", name): FACTS for name in ("one", "two")}
+    table = {"3.7": budgets.updated(None, measured, set(measured), {"triton": "3.7.1"})}
+    budgets.write(table, path)
+    assert budgets.read(path) == table
+    assert sum("registers" in line for line in path.read_text().splitlines()) == 2  # a line an entry
+    later = budgets.updated(table["3.7"], {}, {("sm_90", "two")}, {})
+    assert list(later.rows["sm_90"]) == ["two"]
+
+
+def test_shipped_budgets_are_of_entries_in_the_catalog():
+    for table in budgets.read().values():
+        for architecture, rows in table.rows.items():
+            assert architecture in ARCHITECTURES
+            assert all(architecture in ENTRIES[name].architectures for name in rows)

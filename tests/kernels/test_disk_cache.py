@@ -1,0 +1,50 @@
+"""The cache on disk gives back what was put there, or nothing; a damaged file is nothing."""
+
+import pytest
+
+from tpkernels.kernels.ahead_of_time import Facts
+from tpkernels.kernels.disk_cache import DiskCache
+
+FACTS = Facts(
+    registers=163,
+    stack=0,
+    spills=0,
+    shared=1000,
+    in_flight=1,
+    instructions={"HGMMA": 4},
+    aligned=frozenset({"x", "w"}),
+    narrow_offsets=("%1",),
+    seconds=1.0,
+)
+DAMAGE = {
+    "truncated": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "not_json": lambda text: "\0\1\2",
+    "of_other_shape": lambda text: "[1, 2]",
+    "changed": lambda text: text.replace("163", "16"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_cache_ignores_a_damaged_file(damage, tmp_path):
+    cache = DiskCache(tmp_path)
+    cache.put("key", FACTS.as_json())
+    assert Facts.from_json(cache.get("key")) == FACTS
+    assert cache.get("another key") is None
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage(file.read_text()))
+    assert cache.get("key") is None
+    cache.put("key", FACTS.as_json())
+    assert Facts.from_json(cache.get("key")) == FACTS
+
+
+def test_cache_does_without_a_folder_it_cannot_make(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = DiskCache(tmp_path / "file" / "folder")
+    cache.put("key", 1)
+    assert cache.get("key") is None
+
+
+def test_facts_of_another_version_are_refused():
+    with pytest.raises(TypeError):
+        Facts.from_json(FACTS.as_json() | {"more": 1})

@@ -1,0 +1,34 @@
+"""What is proven from Triton's intermediate code."""
+
+import pytest
+
+from tpkernels.kernels import triton_ir
+
+TTIR = """
+  tt.func public @kernel(%x: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x"(#loc)), %n: i32) {
+    %c8 = arith.constant 8 : i32 loc(#loc1)
+    %pid = tt.get_program_id x : i32 loc(#loc1)
+    %block = arith.muli %pid, %c8 : i32 loc(#loc1)
+    %wide = arith.extsi %block : i32 to i64 loc(#loc1)
+    %n64 = arith.extsi %n : i32 to i64 loc(#loc1)
+    %good = arith.muli %wide, %n64 : i64 loc(#loc1)
+    %bad = arith.muli %block, %n : i32 loc(#loc1)
+    %late = arith.extsi %bad : i32 to i64 loc(#loc1)
+    %out = scf.for %i = %c8 to %n step %c8 iter_args(%at = %good) -> (i64)  : i32 {
+      %p = tt.addptr %x, OFFSET : !tt.ptr<bf16>, i64 loc(#loc1)
+      %next = arith.addi %at, NEXT : i64 loc(#loc1)
+      scf.yield %next : i64 loc(#loc1)
+    } loc(#loc2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("offset", "following", "narrow"),
+    [("%good", "%n64", False), ("%late", "%n64", True), ("%at", "%n64", False), ("%at", "%late", True)],
+    ids=["wide", "widened_too_late", "carried_wide", "carried_narrow"],
+)
+def test_narrow_offsets_are_followed_to_their_product(offset, following, narrow):
+    text = TTIR.replace("OFFSET", offset).replace("NEXT", following)
+    expected = ("%bad = arith.muli %block, %n : i32",) if narrow else ()
+    assert triton_ir.narrow_offsets(text) == expected
+    assert triton_ir.aligned_arguments(text) == {"x"}

@@ -1,0 +1,140 @@
+"""`python -m tpkernels check`: would the kernels still be right and fast? Answered without a GPU.
+
+Compiles every catalog entry and holds what the compiler made of it to rules and budgets, then runs every
+launcher in Triton's interpreter against float64. Exit code 1 means a regression.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from datetime import date
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpkernels import __version__
+from tpkernels.cli import OneLineParser
+from tpkernels.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from tpkernels.cli.check_compile import Compiled, Job
+    from tpkernels.cli.check_numerics import Computed
+
+PROCESSES = 2
+PACKAGES = ("triton", "torch", "numpy")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m tpkernels check",
+        description="Compile the kernels and run them in Triton's interpreter, without a GPU.",
+    )
+    parser.add_argument("--arch", metavar="LIST", help="compile for these GPUs only, such as sm_90,gfx942")
+    parser.add_argument("--only", default="", metavar="NAME", help="what has NAME in its name")
+    parser.add_argument("--skip", choices=("compile", "numerics"), help="leave one half out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all facts and findings into FILE")
+    parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
+    options = parser.parse_args(argv)
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            parser.error(f"{package} is not installed, and the check needs it")
+
+    start = time.perf_counter()
+    if options.json is not None:
+        _require_writable(parser, options.json)
+    jobs = [] if options.skip == "compile" else _jobs(parser, options.arch, options.only)
+    compiled, notes = _compile(parser, jobs, options.update) if jobs else ([], [])
+    computed = [] if options.skip == "numerics" else _compute(options.only)
+    if not compiled and not computed:
+        parser.error(f"nothing has {options.only!r} in its name")
+    return _report(options.json, compiled, computed, notes, time.perf_counter() - start)
+
+
+def _require_writable(parser: ArgumentParser, path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        parser.error(f"cannot write to {path}")
+
+
+def _jobs(parser: ArgumentParser, wanted: str | None, only: str) -> list[Job]:
+    from tpkernels.cli.check_compile import jobs_of
+    from tpkernels.kernels.ahead_of_time import ARCHITECTURES
+    from tpkernels.kernels.catalog import catalog
+
+    architectures = ARCHITECTURES if wanted is None else tuple(wanted.split(","))
+    unknown = [name for name in architectures if name not in ARCHITECTURES]
+    if unknown:
+        parser.error(f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}")
+    return jobs_of(catalog(), architectures, only)
+
+
+def _compile(parser: ArgumentParser, jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[str]]:
+    """What came of the jobs, and notes on the table of budgets."""
+    import triton
+
+    from tpkernels.cli.check_compile import compile_all, judge
+    from tpkernels.kernels import budgets
+    from tpkernels.kernels.ahead_of_time import Facts
+    from tpkernels.kernels.catalog import catalog
+
+    with Progress("compiling", len(jobs)) as step:
+        results = compile_all(jobs, PROCESSES, step)
+    table, minor, notes = budgets.read(), budgets.minor_version(triton.__version__), []
+    if update:
+        facts = {
+            (job.architecture, job.entry.name): result
+            for job, result in zip(jobs, results, strict=True)
+            if isinstance(result, Facts)
+        }
+        provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
+        current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
+        table[minor] = budgets.updated(table.get(minor), facts, current, provenance)
+        try:
+            budgets.write(table)
+        except OSError as error:
+            parser.error(f"cannot write the budgets: {error}")
+        notes.append(f"{len(facts)} budgets for Triton {minor} written into {budgets.TABLE}")
+    elif minor not in table:
+        known = ", ".join(sorted(table)) or "none"
+        notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
+    return [judge(*pair, table.get(minor)) for pair in zip(jobs, results, strict=True)], notes
+
+
+def _compute(only: str) -> list[Computed]:
+    from tpkernels.cli.check_numerics import run_numerics
+
+    with Progress("computing") as step:
+        return run_numerics(only, step)
+
+
+def _report(
+    path: Path | None,
+    compiled: Sequence[Compiled],
+    computed: Sequence[Computed],
+    notes: Sequence[str],
+    seconds: float,
+) -> int:
+    from tpkernels.cli import check_report
+
+    modules = {name: import_module(name) for name in PACKAGES}
+    versions = {"tpkernels": __version__} | {name: module.__version__ for name, module in modules.items()}
+    print(", ".join(f"{name} {number}" for name, number in versions.items()))
+    check_report.print_compiled(compiled)
+    check_report.print_computed(computed)
+    print()
+    for note in notes:
+        print(f"note: {note}")
+    failures = check_report.failure_lines(compiled, computed)
+    for failure in failures:
+        print(failure)
+    told = f"{len(compiled)} compilations and {len(computed)} computations in {seconds:.0f} s"
+    print(f"{len(failures)} failures in {told}" if failures else f"all well: {told}")
+    if path is not None:
+        report = check_report.as_json(versions, compiled, computed, notes)
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if failures else 0

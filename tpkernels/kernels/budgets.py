@@ -1,0 +1,114 @@
+"""The table of what each entry may use, per Triton version and architecture: `budgets.json` beside this file.
+
+Compiling is deterministic, so a budget has no tolerance: shared memory to the byte, registers to the next
+multiple of 8, in which the hardware hands them out. Another minor version of Triton allocates registers
+differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tpkernels.kernels.ahead_of_time import Facts
+
+TABLE = Path(__file__).with_name("budgets.json")
+REGISTER_UNIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    registers: int
+    shared: int
+    spills: int = 0
+
+    @staticmethod
+    def of(facts: Facts) -> Budget:
+        """What the facts need, and no more."""
+        registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
+        return Budget(registers, facts.shared, facts.spills)
+
+    def as_json(self) -> dict[str, int]:
+        return {name: number for name, number in asdict(self).items() if number or name != "spills"}
+
+    def excesses(self, facts: Facts) -> Iterator[str]:
+        """Each number that is over its budget, as "registers 191 > 168"."""
+        for name, ceiling in asdict(self).items():
+            used = getattr(facts, name)
+            if used > ceiling:
+                yield f"{name} {used:,} > {ceiling:,}"
+
+
+@dataclass(slots=True)
+class Budgets:
+    """The budgets of one minor version of Triton, with where they come from."""
+
+    provenance: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, dict[str, Budget]] = field(default_factory=dict)  # architecture -> entry -> budget
+
+    def of(self, architecture: str, entry: str) -> Budget | None:
+        return self.rows.get(architecture, {}).get(entry)
+
+
+def minor_version(triton_version: str) -> str:
+    """ "3.7" of "3.7.1"."""
+    return ".".join(triton_version.split(".")[:2])
+
+
+def read(path: Path = TABLE) -> dict[str, Budgets]:
+    """The whole table: minor version of Triton -> budgets."""
+    if not path.exists():
+        return {}
+    return {
+        minor: Budgets(
+            table["provenance"],
+            {
+                architecture: {name: Budget(**numbers) for name, numbers in entries.items()}
+                for architecture, entries in table["rows"].items()
+            },
+        )
+        for minor, table in json.loads(path.read_text(encoding="utf-8")).items()
+    }
+
+
+def updated(
+    old: Budgets | None,
+    facts: Mapping[tuple[str, str], Facts],
+    current: Container[tuple[str, str]],
+    provenance: dict[str, str],
+) -> Budgets:
+    """The old budgets with those of `facts` in place of theirs, without rows that are no longer current.
+
+    facts, current: by (architecture, name of the entry)
+    """
+    flat = {
+        (architecture, name): budget
+        for architecture, entries in (old.rows if old else {}).items()
+        for name, budget in entries.items()
+        if (architecture, name) in current
+    }
+    flat |= {key: Budget.of(measured) for key, measured in facts.items()}
+    rows: dict[str, dict[str, Budget]] = {}
+    for (architecture, name), budget in flat.items():
+        rows.setdefault(architecture, {})[name] = budget
+    return Budgets(provenance, rows)
+
+
+def write(table: Mapping[str, Budgets], path: Path = TABLE) -> None:
+    """In a fixed order and one line an entry, so that a change of the table reads well in review."""
+    plain = {
+        minor: {
+            "provenance": budgets.provenance,
+            "rows": {
+                architecture: {name: budget.as_json() for name, budget in entries.items()}
+                for architecture, entries in budgets.rows.items()
+            },
+        }
+        for minor, budgets in table.items()
+    }
+    text = json.dumps(plain, indent=1, sort_keys=True)
+    innermost = re.compile(r"\{[^{}]*\}")
+    path.write_text(innermost.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")

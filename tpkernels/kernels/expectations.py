@@ -1,0 +1,89 @@
+"""What must hold of every compiled entry, whatever its numbers are; `budgets` holds the numbers.
+
+These are rules, not measurements: updating the table of budgets cannot make one of them pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tpkernels.kernels.ahead_of_time import SHARED_LIMIT, Facts
+from tpkernels.kernels.entry import Entry
+
+MATMULS = ("linear", "glu", "dgrad", "dglu", "wgrad")
+
+
+def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
+    """Each rule that the facts break, in words."""
+    yield from _memory(architecture, facts)
+    yield from _addresses(entry, facts)
+    if entry.module not in MATMULS:
+        return
+    if architecture == "sm_90":
+        yield from _hopper(entry, facts)
+    elif architecture == "sm_100":
+        yield from _present(facts, "UTCHMMA", "UTMALDG")
+    elif architecture.startswith("gfx"):
+        yield from _present(facts, "v_mfma")
+    elif _multiplies_on_tensor_cores(entry):
+        yield from _present(facts, "HMMA")
+    if architecture.startswith("sm_") and entry.form == "pointer" and not is_ragged(entry):
+        # cp.async of 16 bytes: what pipelining consists of, and what a lost alignment takes away
+        yield from _present(facts, "LDGSTS.128")
+    if not _multiplies_on_tensor_cores(entry):
+        yield from _present(facts, "FFMA" if architecture.startswith("sm_") else "v_fma")
+        yield from _absent(facts, "products in true fp32", "HMMA", "HGMMA", "UTCHMMA", "v_mfma")
+
+
+def is_ragged(entry: Entry) -> bool:
+    """Whether this is the form for addresses and sizes that are multiples of nothing."""
+    return "ragged" in entry.name.split("/")
+
+
+def _memory(architecture: str, facts: Facts) -> Iterator[str]:
+    if facts.shared > SHARED_LIMIT[architecture]:
+        yield f"shared memory {facts.shared:,} > {SHARED_LIMIT[architecture]:,} bytes: cannot be launched"
+    if architecture == "sm_90" and (facts.spills or facts.stack):
+        yield f"spills: {facts.spills} loads and stores of local memory, {facts.stack} bytes of stack"
+
+
+def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
+    # every pointer and every size: not `entry.aligned`, which may be what has gone wrong
+    promised = {name for name, kind in entry.arguments.items() if kind == "i32" or kind.startswith("*")}
+    lost = sorted(promised - facts.aligned)
+    if lost and not is_ragged(entry):
+        yield f"16-byte alignment lost: {', '.join(lost)}"
+    for product in facts.narrow_offsets:
+        yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
+
+
+def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
+    if entry.form == "descriptor":
+        yield from _present(facts, "HGMMA", "UTMALDG", _store_of(entry))
+        yield from _absent(facts, "the tensor core's older instruction", "HMMA")
+    if _multiplies_on_tensor_cores(entry) and not facts.count("HGMMA") + facts.count("HMMA"):
+        yield "no tensor-core instruction"
+    if facts.count("HGMMA") and not facts.in_flight and not is_ragged(entry):
+        yield "wgmma serialised: no product runs while the next operands are awaited"
+
+
+def _store_of(entry: Entry) -> str:
+    """The instruction by which results leave a descriptor kernel."""
+    return "UTMAREDG" if entry.constants.get("REDUCE") else "UTMASTG"
+
+
+def _multiplies_on_tensor_cores(entry: Entry) -> bool:
+    first = next(iter(entry.arguments.values()))
+    return "fp32" not in first or entry.constants.get("PRECISION") == "tf32"
+
+
+def _present(facts: Facts, *instructions: str) -> Iterator[str]:
+    for instruction in instructions:
+        if not facts.count(instruction):
+            yield f"no {instruction}"
+
+
+def _absent(facts: Facts, why: str, *instructions: str) -> Iterator[str]:
+    for instruction in instructions:
+        if facts.count(instruction):
+            yield f"{facts.count(instruction)} {instruction}, expected none ({why})"
