@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tpkernels.kernels.invariance import judged_layouts, judged_rows
 from tpkernels.kernels.operands import Form, Layout, choose_form, require_form
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile
@@ -37,14 +38,15 @@ def choose(
         return "pointer", tile or default_tile(
             kernel, "pointer", matrices[0][1].dtype, target, *result
         )  # unused
-    layouts = tuple(Layout.of(name, tensor) for name, tensor in matrices)
+    layouts = judged_layouts(kernel, tuple(Layout.of(name, tensor) for name, tensor in matrices))
     dtype = matrices[0][1].dtype
     if form is None:
         form = choose_form(target, dtype, layouts)
     else:
         require_form(launcher, form, target, dtype, layouts)
     ragged = any(layout.tma_obstacle() for layout in layouts)
-    return form, tile or default_tile(kernel, form, dtype, target, *result, ragged)
+    rows, cols = result
+    return form, tile or default_tile(kernel, form, dtype, target, judged_rows(kernel, rows), cols, ragged)
 
 
 def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | TensorDescriptor:

@@ -2,9 +2,12 @@
 
 TPKERNELS_BACKEND, read when this module is imported, says which:
 
-    auto      torch on the CPU, Triton on a GPU (the default)
+    auto      torch on the CPU; on a GPU whoever is fastest, see `chooser` (the default)
     torch     torch everywhere
     triton    Triton everywhere: on the CPU only in its interpreter (TRITON_INTERPRET=1)
+
+With TPKERNELS_BATCH_INVARIANT=1 `auto` is Triton on a GPU: torch's libraries choose their kernels by the
+number of rows, and a timed choice would depend on the batch that came first.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation, Glu
+from tpkernels.tuning import log
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -56,23 +61,35 @@ class Steps(Protocol):
     def wgrad(self, dy: Tensor, x: Tensor) -> Tensor:
         """dyᵀ x: the gradient of weight in x weightᵀ."""
 
+    def wgrad_accumulate_(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+        """main_grad += dyᵀ x, in place; main_grad may be wider than dy and x."""
+
     def bias_grad(self, dy: Tensor) -> Tensor:
         """The sum over tokens, in fp32."""
 
 
 @cache
-def _by(backend: str, device_type: str) -> Steps:
+def _by(backend: str, device: torch.device) -> Steps:
     if backend not in BACKENDS:
         raise ValueError(f"TPKERNELS_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
-    if backend == "triton" or (backend == "auto" and device_type == "cuda"):
-        from tpkernels.tuning import triton_steps  # here: a CPU user need not have Triton
+    # imported here: a CPU user need not have Triton
+    if backend == "triton" or (backend == "auto" and device.type == "cuda" and invariance.batch_invariant):
+        from tpkernels.tuning import triton_steps
 
         return triton_steps
+    if backend == "auto" and device.type == "cuda":
+        from tpkernels.tuning.tuned_steps import TunedSteps, chooser_on
+
+        return TunedSteps(chooser_on(device))
     from tpkernels.tuning import torch_steps
 
+    if invariance.batch_invariant:
+        log.warnings.warning(
+            "torch computes on %s: TPKERNELS_BATCH_INVARIANT=1 promises nothing there", device
+        )
     return torch_steps
 
 
 def steps_on(device: torch.device) -> Steps:
     """Who computes for tensors on `device`. An explicit choice never falls back silently."""
-    return _by(backend, device.type)
+    return _by(backend, device)

@@ -42,5 +42,9 @@ def wgrad(dy: Tensor, x: Tensor) -> Tensor:
     return dy.T @ x
 
 
+def wgrad_accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    main_grad.add_(dy.T @ x)
+
+
 def bias_grad(dy: Tensor) -> Tensor:
     return bias_grad_ref(dy)

@@ -1,4 +1,7 @@
-"""Each step by our kernels, with the tile that their launchers choose. The contract is `steps.Steps`."""
+"""Each step by our kernels. The contract is `steps.Steps`.
+
+Tile and form are those that the launchers choose, unless the chooser, which timed others, names them.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +14,81 @@ from tpkernels.kernels import glu as _glu
 from tpkernels.kernels import linear as _linear
 from tpkernels.kernels import wgrad as _wgrad
 from tpkernels.kernels.activations import Activation, Glu
+from tpkernels.kernels.operands import Form
+from tpkernels.kernels.tiles import MatmulTile
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+    *,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    return _linear.linear_fwd(x, weight, bias, activation=activation, keep_z=keep_z)
+    return _linear.linear_fwd(x, weight, bias, activation=activation, keep_z=keep_z, tile=tile, form=form)
 
 
 def glu(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    kind: Glu,
+    keep_gu: bool,
+    *,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _glu.glu_fwd(x, w_gate, w_up, kind=kind, keep_gu=keep_gu)
+    return _glu.glu_fwd(x, w_gate, w_up, kind=kind, keep_gu=keep_gu, tile=tile, form=form)
 
 
-def dgrad(dy: Tensor, weight: Tensor) -> Tensor:
-    return _dgrad.dgrad(dy, weight)
+def dgrad(dy: Tensor, weight: Tensor, *, tile: MatmulTile | None = None, form: Form | None = None) -> Tensor:
+    return _dgrad.dgrad(dy, weight, tile=tile, form=form)
 
 
 def dgrad_act(
-    dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
+    dy: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    activation: Activation,
+    bias_grad: bool,
+    *,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    return _dgrad.dgrad_act(dy, weight, z, activation, bias_grad=bias_grad)
+    return _dgrad.dgrad_act(dy, weight, z, activation, bias_grad=bias_grad, tile=tile, form=form)
 
 
-def dglu(dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
-    dg, du, h = _dglu.dglu(dy, weight, g, u, kind=kind, emit_h=True)
+def dglu(
+    dy: Tensor,
+    weight: Tensor,
+    g: Tensor,
+    u: Tensor,
+    kind: Glu,
+    *,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dg, du, h = _dglu.dglu(dy, weight, g, u, kind=kind, emit_h=True, tile=tile, form=form)
     assert h is not None
     return dg, du, h
 
 
-def wgrad(dy: Tensor, x: Tensor) -> Tensor:
-    return _wgrad.wgrad(dy, x)
+def wgrad(dy: Tensor, x: Tensor, *, tile: MatmulTile | None = None, form: Form | None = None) -> Tensor:
+    return _wgrad.wgrad(dy, x, tile=tile, form=form)
+
+
+def wgrad_accumulate_(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    *,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> None:
+    _wgrad.wgrad_accumulate_(main_grad, dy, x, tile=tile, form=form)
 
 
 def bias_grad(dy: Tensor) -> Tensor:

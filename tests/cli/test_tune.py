@@ -1,0 +1,117 @@
+"""`python -m tpkernels tune`, as a user types it; timing itself by a fake clock."""
+
+import json
+
+import pytest
+import torch
+
+from tests.tuning.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
+from tpkernels.cli import main, tune
+from tpkernels.kernels.target import INTERPRETER
+from tpkernels.tuning.cache import Cache, parse
+from tpkernels.tuning.chooser import Chooser
+from tpkernels.tuning.gpus import Gpu
+
+DRY = ["tune", "--dry-run", "--shapes", "8192x4096x4096"]
+
+
+def test_dry_run_lists_candidates(capsys, tmp_path):
+    report = tmp_path / "tune.json"
+    assert main([*DRY, "--steps", "linear,wgrad_accumulate_", "--json", str(report)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096"
+    )
+    listed = json.loads(report.read_text())
+    assert listed["gpu"] == "NVIDIA H100 80GB HBM3"
+    # linear with and without its activation, and the accumulation
+    assert len(listed["candidates"]) == 3
+    for key, names in listed["candidates"].items():
+        assert names[0] == "torch"
+        assert all(f"    {name}\n" in printed for name in names)
+        assert ("addmm_dtype_out" in names) == key.startswith("wgrad_accumulate_")
+
+
+def test_dry_run_takes_every_option(capsys):
+    options = "--gpu a100 --dtype fp16 --activation relu --glu geglu --no-bias --inference"
+    assert main([*DRY, *options.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "A100" in printed
+    assert "glu float16 8192x4096x4096 geglu rows" in printed
+    assert "descriptor" not in printed
+
+
+def test_shapes_are_listed_each_once(capsys):
+    assert main(["tune", "--dry-run", "--shapes", "64x32x16,64x32x16,128x32x16", "--steps", "dgrad"]) == 0
+    assert capsys.readouterr().out.count("dgrad bfloat16") == 2
+
+
+BAD = {
+    "missing": [],
+    "two_sizes": ["--shapes", "8192x4096", "--dry-run"],
+    "zero": ["--shapes", "0x1x1", "--dry-run"],
+    "a_word": ["--shapes", "axbxc", "--dry-run"],
+    "step": ["--shapes", "1x1x1", "--steps", "conv", "--dry-run"],
+    "dtype": ["--shapes", "1x1x1", "--dtype", "fp8", "--dry-run"],
+    "gpu": ["--shapes", "1x1x1", "--gpu", "tpu", "--dry-run"],
+    "gpu_without_dry_run": ["--shapes", "1x1x1", "--gpu", "h100"],
+    "unwritable": ["--shapes", "1x1x1", "--dry-run", "--json", "/nowhere/file.json"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_tune_refuses_bad_arguments_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["tune", *arguments])
+    assert exit_.value.code == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("python -m tpkernels tune: error: ")
+    assert refusal.count("\n") == 1
+
+
+def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        main(["tune", "--shapes", "64x64x64"])
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "there is no GPU here to time on; --dry-run lists" in said
+    assert said.count("\n") == 1
+
+
+@pytest.fixture
+def timer(monkeypatch, tmp_path) -> FakeTimer:
+    """A machine with a GPU, as far as the command can tell."""
+    need_interpreter()
+    timer = FakeTimer(TRITON_WINS)
+
+    def chooser_on(device):
+        gpu = Gpu(VERSIONS.gpu, INTERPRETER, 2**31)
+        return Chooser(torch.device("cpu"), gpu, timer, Cache(tmp_path, VERSIONS), {})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune, "chooser_on", chooser_on)
+    return timer
+
+
+def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
+    report = tmp_path / "out" / "tune.json"
+    report.parent.mkdir()
+    command = ["tune", "--shapes", "64x48x32", "--json", str(report)]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("(timed: triton/") == 8  # each step, linear twice
+    assert not printed.err  # no bar where nobody watches
+    versions, choices = parse(report.read_text())
+    assert versions["gpu"] == VERSIONS.gpu
+    assert len(choices) == 8
+
+    asked = len(timer.asked)
+    assert main(command) == 0
+    assert len(timer.asked) == asked
+    assert capsys.readouterr().out.count("(cached: triton/") == 8
+    assert parse(report.read_text())[1] == choices
+
+    assert main([*command, "--again"]) == 0
+    assert len(timer.asked) == 2 * asked

@@ -1,0 +1,41 @@
+"""The GPU that a choice is made for: a value, so that choices can be looked at without having one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tpkernels.kernels.target import A100, B200, H100, MI300, Target, target_of
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A model of GPU, as far as choosing cares."""
+
+    name: str  # as torch spells it
+    target: Target
+    shared_memory: int  # bytes that one program can have
+
+
+GPUS: Mapping[str, Gpu] = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", A100, 166_912),
+    "l40s": Gpu("NVIDIA L40S", Target("cuda", 89, 142), 101_376),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", H100, 232_448),
+    "h200": Gpu("NVIDIA H200", H100, 232_448),
+    "b200": Gpu("NVIDIA B200", B200, 232_448),
+    "mi300x": Gpu("AMD Instinct MI300X", MI300, 65_536),
+}
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a device; in a process that interprets kernels the CPU stands in for one."""
+    target = target_of(device)
+    if target.backend == "interpreter":
+        return Gpu("interpreter", target, shared_memory=2**31)
+    from triton.runtime import driver  # its limit is the one that a launch is held to
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared_memory: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return Gpu(torch.cuda.get_device_name(index), target, shared_memory)
