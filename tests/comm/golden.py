@@ -13,7 +13,7 @@ ENGINES = [pytest.param("cpp", marks=needs_extension), "python"]
 on_both_engines = pytest.mark.parametrize("engine", ENGINES)
 
 WIDTH = 8
-SMALL = 600  # bytes: about a layer of `chain` in a bucket
+SMALL = 1200  # bytes: a layer of `chain` in a bucket
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 

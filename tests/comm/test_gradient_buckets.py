@@ -1,4 +1,4 @@
-"""`GradientBuckets` gives the gradients that one process with all the data would get, in every way to train."""
+"""`GradientBuckets` gives the gradients that one process with all the data would get, however one trains."""
 
 import itertools
 

@@ -96,7 +96,7 @@ def bucketed_all_gather(
         call.run("all_gather", [_gathering(*pair) for pair in zip(gathered, parts, strict=True)])
         return call.in_order(
             [
-                piece.reshape(_joined(shard.shape, ranks))
+                piece.contiguous().view(_joined(shard.shape, ranks))
                 for bucket, whole in zip(buckets, gathered, strict=True)
                 for shard, piece in zip(bucket, whole.split_with_sizes(_numels(bucket), 1), strict=True)
             ]
@@ -243,7 +243,9 @@ def _scattering(shard: Tensor, flat: Tensor, reduction: ReduceOp.RedOpType) -> S
 
 def _pack(bucket: list[Tensor]) -> Tensor:
     """One flat tensor; a lone contiguous one is not copied."""
-    return bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
+    if len(bucket) == 1:
+        return bucket[0].contiguous().view(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
 def _unpack(flat: Tensor, bucket: list[Tensor]) -> None:
