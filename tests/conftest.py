@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is first imported
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
 @pytest.fixture(scope="session")
 def ranks1() -> Iterator[RankPool]:
     yield from _pool(1)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
 COLLECTIVE_SECONDS = 30.0  # below the default time-out of a call: a lone collective fails with a traceback
 GRACE_SECONDS = 3.0  # gloo tells the peers of a failed rank within a second
-EXIT_SECONDS = 10.0  # an upper bound; ranks leave within half a second
+EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
 
 class RankFailure(RuntimeError):
@@ -94,7 +94,7 @@ class RankPool:
     def close(self) -> None:
         """End all ranks. A later call would start new ones."""
         if self._processes is not None:
-            self._processes.close()
+            self._processes.kill()
             self._processes = None
         atexit.unregister(self.close)
 
@@ -216,13 +216,8 @@ class _Processes:
             ]
         return self._results(name, time.monotonic() - start, answers)
 
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.connection.close()  # end of file ends its loop
-        self._join()
-        self.kill()
-
     def kill(self) -> None:
+        """End them: also the way to end idle ranks, which have nothing to lose, and would take longer."""
         for rank in self._ranks:
             rank.process.kill()
         self._join()
@@ -289,7 +284,7 @@ def _serve(
     for number in itertools.count():
         try:
             call = connection.recv_bytes()
-        except EOFError:  # the pool is closed
+        except EOFError:  # the parent is gone
             return
         meeting = dist.PrefixStore(f"call {number}", store)
         join_world("gloo", meeting, rank, world_size)

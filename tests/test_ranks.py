@@ -215,14 +215,12 @@ def test_excepthook_is_not_wrapped_once_per_run(ranks2: RankPool) -> None:
     assert ranks2.run(excepthook_name) == [sys.__excepthook__.__qualname__] * 2
 
 
-def test_output_belongs_to_the_test(fragile: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
-    fragile.close()  # a new rank inherits the output of now
-    fragile.run(shout)
-    output = capfd.readouterr().out
-    fragile.close()
-    for rank in range(2):
-        assert f"rank {rank} was here\n" in output
-        assert f"rank {rank} printed\n" in output
+def test_output_belongs_to_the_test(capfd: pytest.CaptureFixture[str]) -> None:
+    with RankPool(1) as pool:  # a new rank, because it inherits the output of now
+        pool.run(shout)
+        output = capfd.readouterr().out  # before the rank ends
+    assert "rank 0 was here\n" in output
+    assert "rank 0 printed\n" in output
 
 
 # Ranks raise.
@@ -321,9 +319,9 @@ def test_destroying_state_may_fail_the_run(fragile: RankPool) -> None:
 def test_hang_is_told_with_all_stacks(fragile: RankPool) -> None:
     pids = fragile.run(os.getpid)
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        fragile.run(sleep_on_every_rank, timeout=3)
+        fragile.run(sleep_on_every_rank, timeout=2)
     for story in str(caught.value).split("rank 1: "):
-        assert "no answer after 3.0 s" in story
+        assert "no answer after 2.0 s" in story
         assert "in sleep_on_every_rank" in story
     assert caught.value.exceptions == {0: None, 1: None}
     assert not set(fragile.run(os.getpid)) & set(pids)
@@ -331,7 +329,7 @@ def test_hang_is_told_with_all_stacks(fragile: RankPool) -> None:
 
 def test_lone_collective_is_told_with_all_stacks(fragile: RankPool) -> None:
     with pytest.raises(RankFailure, match="1 of 2 ranks failed") as caught:
-        fragile.run(reduce_alone, timeout=3)
+        fragile.run(reduce_alone, timeout=2)
     hung, well = str(caught.value).split("rank 1: returned")
     assert "in reduce_alone" in hung
     assert "in _serve" in well
@@ -383,26 +381,27 @@ def test_death_is_told_soon(fragile: RankPool, function: Callable[[], None], end
     assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
 
 
-def test_death_between_runs_is_told_by_the_next(fragile: RankPool) -> None:
-    os.kill(fragile.run(os.getpid)[0], signal.SIGKILL)
-    with pytest.raises(RankFailure, match=r"rank 0: killed by signal 9"):
-        fragile.run(rank_and_size)
-    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+def test_death_between_runs_is_told_by_the_next() -> None:
+    with RankPool(1) as pool:
+        os.kill(pool.run(os.getpid)[0], signal.SIGKILL)
+        with pytest.raises(RankFailure, match=r"rank 0: killed by signal 9"):
+            pool.run(rank_and_size)
+        assert pool.run(rank_and_size) == [(0, 1)]
 
 
 # Nobody is left behind.
 
 
 def test_close_ends_all_ranks() -> None:
-    with RankPool(2) as pool, watched(pool.run(os.getpid)) as exits:
+    with RankPool(1) as pool, watched(pool.run(os.getpid)) as exits:
         pool.close()
         assert all_ended(exits, within=0)
 
 
 def test_exit_of_the_parent_is_quiet() -> None:
-    parent = python("from tests.ranks import RankPool", "RankPool(2).run(report_pid)")
+    parent = python("from tests.ranks import RankPool", "RankPool(1).run(report_pid)")
     output, errors = parent.communicate(timeout=60)
-    assert len(output.split()) == 2
+    assert output
     assert errors == ""
     assert parent.returncode == 0
 

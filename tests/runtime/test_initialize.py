@@ -100,7 +100,7 @@ def again_and_again(rounds: int) -> tuple[int, int, int, str]:
     group = None
     for i in range(rounds):
         # the same groups time and again, alternating with others
-        initialize_model_parallel(*((2, 2), (4, 1), (1, 4))[i % 3])
+        initialize_model_parallel(*((2, 2), (4, 1), (1, 2))[i % 3])
         group = ps.get_pipeline_model_parallel_group()
         total = torch.ones(1)
         dist.all_reduce(total, group=ps.get_tensor_model_parallel_group())

@@ -41,9 +41,28 @@ def test_equal_rank_lists_share_one_group_and_options_part_them():
         assert state.process_group("dp") is state.process_group("dp_cp")
         assert state.process_group("tp") is not state.process_group("dp")
         assert len(set(state.process_groups.values())) == 5  # tp, dp, pp, model, and this rank alone
+        assert set(state.process_groups) == set(KINDS)
         destroy_model_parallel()
         state = initialize_model_parallel(2, 2, group_options={"embedding": None})
         assert state.process_group("pp") is not state.process_group("embedding")
+
+
+def test_group_of_all_ranks_is_the_default_group_unless_it_is_to_differ():
+    with fake_rank(3, 8):
+        state = initialize_model_parallel(8)
+        assert state.process_group("tp") is dist.group.WORLD
+        assert state.process_group("model") is dist.group.WORLD
+        destroy_model_parallel()
+        assert dist.is_initialized()
+        for difference in (
+            {"timeout": timedelta(seconds=5)},
+            {"backend": "fake"},
+            {"group_options": {"tp": None}},
+        ):
+            state = initialize_model_parallel(8, **difference)
+            assert state.process_group("tp") is not dist.group.WORLD
+            assert dist.get_process_group_ranks(state.process_group("tp")) == list(range(8))
+            destroy_model_parallel()
 
 
 def test_unknown_kind_of_options_is_refused():
@@ -113,28 +132,40 @@ def test_group_that_cannot_be_created_is_an_error_that_names_it(monkeypatch):
             ParallelStateError, match=r"could not create the dp group \[1, 3\]: connection refused"
         ):
             initialize_model_parallel(2)
-        assert len(destroyed) == 2  # those made before it: tp, and this rank alone
+        assert [dist.get_process_group_ranks(group) for group in destroyed] == [[0, 1]]  # made before it
         assert current_or_none() is None
 
 
 def test_all_ranks_take_part_when_groups_are_split_off_the_world(monkeypatch):
     """With a device bound to the default group NCCL splits its communicator: a collective of all ranks."""
     plan = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=2)
-    calls: list[tuple[tuple[int, ...], str]] = []
-
-    def record(ranks, *, name, **options):
-        calls.append((ranks, name.split("/")[2]))
-        return object() if rank in ranks else None
-
+    took_part: list[str] = []
     monkeypatch.setattr(c10d, "splits_the_world", lambda: True)
-    monkeypatch.setattr(c10d, "new_group", record)
-    kinds_by_rank = []
+    monkeypatch.setattr(c10d, "stand_aside", lambda: took_part.append("aside"))
+    monkeypatch.setattr(c10d, "default_timeout", lambda: timedelta(seconds=1))
+    monkeypatch.setattr(c10d, "new_group", lambda ranks, *, name, **_: took_part.append(name.split("/")[2]))
+    splits_by_rank = []
     for rank in range(16):
-        calls.clear()
-        groups = create_process_groups(plan, rank, call=1, timeout=timedelta(1), backend=None, options={})
-        kinds_by_rank.append([kind for _, kind in calls])
+        took_part.clear()
+        groups = create_process_groups(plan, rank, call=1, timeout=None, backend=None, options={})
+        splits_by_rank.append(list(took_part))
         assert set(groups) == {kind for kind in KINDS if plan.is_member(rank, kind)}
-        for ranks, kind in calls:
-            assert (rank in ranks) == plan.is_member(rank, kind)
-    assert all(kinds == kinds_by_rank[0] for kinds in kinds_by_rank)
-    assert "embedding" in kinds_by_rank[0]
+    everything = splits_by_rank[0]
+    assert everything == ["tp", "cp", "dp", "pp", "model", "embedding", "position_embedding"]
+    for rank, splits in enumerate(splits_by_rank):
+        expected = [kind if plan.is_member(rank, kind) else "aside" for kind in everything]
+        assert splits == expected
+
+
+def test_group_of_one_rank_is_made_when_it_is_asked_for(monkeypatch):
+    with fake_rank(3, 8):
+        created = count_creations(monkeypatch)
+        state = initialize_model_parallel(2, 4)
+        assert (3,) not in created
+        assert dist.get_process_group_ranks(state.process_group("cp")) == [3]
+        assert created[-1] == (3,)
+        made = len(created)
+        assert state.process_group("dp") is state.process_group("ep") is state.process_group("cp")
+        assert len(created) == made
+        destroy_model_parallel()
+        assert len(dist.distributed_c10d._world.pg_map) == 1

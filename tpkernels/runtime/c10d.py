@@ -18,6 +18,14 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d
 from tpkernels.topology.grid import Ranks
 
 
+def default_group() -> ProcessGroup:
+    return distributed_c10d._get_default_group()
+
+
+def is_default(group: ProcessGroup) -> bool:
+    return dist.is_initialized() and group is default_group()
+
+
 def default_store() -> Store:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()
@@ -25,7 +33,7 @@ def default_store() -> Store:
 
 def default_timeout() -> timedelta:
     """The time-out of the default process group."""
-    group = distributed_c10d._get_default_group()
+    group = default_group()
     try:
         return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, IndexError, RuntimeError):  # a wrapped, plugged-in or fake backend
@@ -33,21 +41,33 @@ def default_timeout() -> timedelta:
 
 
 def splits_the_world() -> bool:
-    """Whether groups are split off the default communicator, in which every rank must then take part."""
-    return distributed_c10d._get_default_group().bound_device_id is not None
+    """Whether groups are split off the default communicator, in which every rank must then take part.
+
+    So it is when a device is bound to the default group: init_process_group("nccl", device_id=...).
+    """
+    return _split_source() is not None
+
+
+def stand_aside() -> None:
+    """Take part in a split of the default communicator without being in the new group."""
+    _split_source().perform_nocolor_split(default_group().bound_device_id)
+
+
+def _split_source() -> Any:
+    default = default_group()
+    return None if default.bound_device_id is None else distributed_c10d._get_split_source(default)
 
 
 def new_group(
     ranks: Ranks, *, name: str, description: str, timeout: timedelta, backend: str | None, options: Any
-) -> ProcessGroup | None:
-    """A group of `ranks` under a name that its members agree on; None where this rank is not a member."""
-    default = distributed_c10d._get_default_group()
+) -> ProcessGroup:
+    """A group of `ranks`, this one among them, under a name that its members agree on."""
+    default = default_group()
     default_backend, store = distributed_c10d._world.pg_map[default]
-    rank = dist.get_rank()
     group: ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
-        ranks.index(rank) if rank in ranks else None,
+        ranks.index(dist.get_rank()),
         list(ranks),
         dist.Backend(backend or default_backend),
         store,
@@ -57,8 +77,6 @@ def new_group(
         device_id=default.bound_device_id,
         group_desc=description,
     )
-    if rank not in ranks:
-        return None
     distributed_c10d._world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
     return group
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.agreement import agree
-from tpkernels.runtime.process_groups import create_process_groups, destroy_process_groups
+from tpkernels.runtime.process_groups import ProcessGroups, create_process_groups, destroy_process_groups
 from tpkernels.runtime.state import (
     ParallelState,
     ParallelStateError,
@@ -49,7 +49,7 @@ def initialize_model_parallel(
     timeout: for the agreement and for every group's collectives; default: the default process group's
     backend: of every group; default: the default process group's
     group_options: backend options by kind, such as {"tp": ProcessGroupNCCL.Options(...)} for high-priority
-        streams; a kind with options of its own shares no communicator with another kind
+        streams; a kind that is named here shares no communicator with other kinds or the default group
     """
     request = _as_text(
         "initialize_model_parallel",
@@ -118,7 +118,8 @@ def destroy_model_parallel() -> None:
 
 def destroy_parallel_state(state: ParallelState) -> None:
     """Destroy the process groups of `state`."""
-    destroy_process_groups(state.process_groups.values())
+    if isinstance(state.process_groups, ProcessGroups):  # not those that somebody else brought
+        destroy_process_groups(state.process_groups)
 
 
 def _agree(request: str, timeout: timedelta | None) -> int:
@@ -154,7 +155,7 @@ def _create(
         plan,
         rank,
         call=call,
-        timeout=timeout or c10d.default_timeout(),
+        timeout=timeout,
         backend=backend,
         options=group_options,
     )

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelStateError
+from tpkernels.topology.grid import Ranks
 from tpkernels.topology.plan import KINDS, GroupPlan, Kind
+
+
+class ProcessGroups(Mapping[Kind, ProcessGroup]):
+    """The groups of one rank by kind; kinds with equal ranks share one.
+
+    A group of this rank alone needs no other rank, and is seldom used: it is made when it is asked for.
+    """
+
+    def __init__(self, first_alike: Mapping[Kind, Kind]) -> None:
+        self._first_alike = first_alike  # of the kinds that this rank is in a group of
+        self.made: dict[Kind, ProcessGroup] = {}
+        self.to_make: dict[Kind, Callable[[], ProcessGroup]] = {}
+
+    def __getitem__(self, kind: Kind) -> ProcessGroup:
+        first = self._first_alike[kind]
+        if first in self.to_make:
+            self.made[first] = self.to_make.pop(first)()
+        return self.made[first]
+
+    def __iter__(self) -> Iterator[Kind]:
+        return iter(self._first_alike)
+
+    def __len__(self) -> int:
+        return len(self._first_alike)
 
 
 def create_process_groups(
@@ -18,42 +44,38 @@ def create_process_groups(
     rank: int,
     *,
     call: int,
-    timeout: timedelta,
+    timeout: timedelta | None,
     backend: str | None,
     options: Mapping[Kind, Any],
-) -> dict[Kind, ProcessGroup]:
-    """The process groups of `rank` by kind, made in the same order of kinds on every rank.
+) -> ProcessGroups:
+    """The process groups of `rank`, made in the same order of kinds on every rank.
 
     call: a number that no earlier call in this world had; it makes the groups' names new, too.
+
+    A group of all ranks is the default group itself, as in torch's DeviceMesh, unless it is to differ by
+    time-out, backend or options: a second communicator over the whole world is the dearest of all.
     """
-    groups: dict[Kind, ProcessGroup] = {}
     first_alike = kinds_alike(plan, options)
+    groups = ProcessGroups({kind: first for kind, first in first_alike.items() if plan.is_member(rank, kind)})
     everyone = c10d.splits_the_world()
-    for kind in KINDS:
-        is_member = plan.is_member(rank, kind)
-        if first_alike[kind] != kind:
-            if is_member:
-                groups[kind] = groups[first_alike[kind]]
-            continue
-        if not (is_member or everyone):
-            continue
+    for kind in dict.fromkeys(first_alike.values()):
         ranks = plan.members_near(rank, kind)
-        try:
-            group = c10d.new_group(
-                ranks,
-                name=f"tpkernels/{call}/{kind}/{ranks[0]}",
-                description=f"tpkernels {kind}",
-                timeout=timeout,
-                backend=backend,
-                options=options.get(kind),
-            )
-        except Exception as error:
-            destroy_process_groups(groups.values())
-            raise ParallelStateError(
-                f"rank {rank} could not create the {kind} group {list(ranks)}: {error}"
-            ) from error
-        if group is not None:
-            groups[kind] = group
+        make = partial(_make, kind, ranks, call=call, timeout=timeout, backend=backend, options=options)
+        if rank not in ranks:
+            if everyone:
+                c10d.stand_aside()
+        elif len(ranks) == plan.world_size and timeout is None and backend is None and kind not in options:
+            groups.made[kind] = c10d.default_group()
+        elif len(ranks) == 1 and not everyone:
+            groups.to_make[kind] = make
+        else:
+            try:
+                groups.made[kind] = make()
+            except Exception as error:
+                destroy_process_groups(groups)
+                raise ParallelStateError(
+                    f"rank {rank} could not create the {kind} group {list(ranks)}: {error}"
+                ) from error
     return groups
 
 
@@ -64,14 +86,36 @@ def kinds_alike(plan: GroupPlan, options: Mapping[Kind, Any]) -> dict[Kind, Kind
     they are members, and take part in the same creations.
     """
     alike: dict[Kind, Kind] = {}
-    seen: dict[tuple[tuple[int, ...], int | None], Kind] = {}
+    seen: dict[tuple[Ranks, int | None], Kind] = {}
     for kind in KINDS:
         own_options = id(options[kind]) if kind in options else None
         alike[kind] = seen.setdefault((plan.group_of(0, kind), own_options), kind)
     return alike
 
 
-def destroy_process_groups(groups: Iterable[ProcessGroup]) -> None:
-    """Destroy each group once, the last made first."""
-    for group in reversed(list(dict.fromkeys(groups))):
-        c10d.destroy_group(group)
+def destroy_process_groups(groups: ProcessGroups) -> None:
+    """Destroy each group once, the last made first. The default group is its maker's to destroy."""
+    for group in reversed(list(groups.made.values())):
+        if not c10d.is_default(group):
+            c10d.destroy_group(group)
+    groups.made.clear()
+    groups.to_make.clear()
+
+
+def _make(
+    kind: Kind,
+    ranks: Ranks,
+    *,
+    call: int,
+    timeout: timedelta | None,
+    backend: str | None,
+    options: Mapping[Kind, Any],
+) -> ProcessGroup:
+    return c10d.new_group(
+        ranks,
+        name=f"tpkernels/{call}/{kind}/{ranks[0]}",
+        description=f"tpkernels {kind}",
+        timeout=timeout or c10d.default_timeout(),
+        backend=backend,
+        options=options.get(kind),
+    )

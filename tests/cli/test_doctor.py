@@ -1,0 +1,124 @@
+"""`python -m tpkernels doctor` on this installation, and on broken ones."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tpkernels.cli import doctor
+
+REPORT = ["-m", "tpkernels", "doctor", "--json"]
+
+
+def report(*, path=None, **variables: str) -> tuple[int, dict]:
+    """Exit code and findings by name; modules in the folder `path` hide the installed ones."""
+    environment = os.environ | variables
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
+    ran = subprocess.run(
+        [sys.executable, *REPORT], capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert "Traceback" not in ran.stderr
+    told = json.loads(ran.stdout)
+    return ran.returncode, {finding["name"]: finding for finding in told["findings"]} | {"": told}
+
+
+def test_doctor_finds_this_installation_healthy():
+    code, found = report(TPKERNELS_SOMETHING="set")
+    assert code == 0, found
+    assert found[""]["healthy"] is True
+    for name in ("python", "torch", "gpu", "collectives", "triton", "extension", "compiler", "self-test"):
+        assert found[name]["health"] in ("ok", "note")
+        assert found[name]["text"]
+    assert "agreed in" in found["self-test"]["text"]
+
+
+def broken_module(tmp_path, name: str, body: str):
+    (tmp_path / f"{name}.py").write_text(body)
+    return tmp_path
+
+
+def test_doctor_explains_a_torch_that_cannot_be_imported(tmp_path):
+    path = broken_module(tmp_path, "torch", "raise ImportError('libtorch_cpu.so: cannot open shared object')")
+    code, found = report(path=path)
+    assert code == 1
+    assert found[""]["healthy"] is False
+    assert found["torch"]["health"] == "problem"
+    assert "libtorch_cpu.so: cannot open shared object" in found["torch"]["text"]
+    assert "self-test" not in found
+
+
+def test_doctor_explains_a_torch_that_kills_the_process(tmp_path):
+    path = broken_module(tmp_path, "torch", "import os; os.kill(os.getpid(), 11)")
+    code, found = report(path=path)
+    assert code == 1
+    assert found["torch"]["text"] == "looking at it ended by SIGSEGV"
+
+
+def test_doctor_explains_an_old_torch(tmp_path):
+    code, found = report(path=broken_module(tmp_path, "torch", "__version__ = '1.13.1'"))
+    assert code == 1
+    assert "1.13.1 is too old: tpkernels needs 2.11 or newer" in found["torch"]["text"]
+
+
+def test_doctor_explains_a_missing_triton(tmp_path):
+    code, found = report(
+        path=broken_module(tmp_path, "triton", "raise ImportError('No module named triton')")
+    )
+    assert code == 1
+    assert "No module named triton" in found["triton"]["text"]
+    assert found["torch"]["health"] == "ok"
+
+
+def test_doctor_explains_a_compiler_that_does_not_work():
+    code, found = report(CXX="/bin/false")
+    assert code == 0  # the package works without
+    assert found["compiler"] == {
+        "name": "compiler",
+        "health": "note",
+        "text": "/bin/false --version fails with exit code 1",
+    }
+
+
+def test_doctor_shows_variables_that_matter(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_probes", list)
+    monkeypatch.setattr(doctor, "_self_test", lambda: doctor.problem("self-test", "no network"))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert doctor.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "NCCL_DEBUG=INFO" in printed
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 is not needed" in printed
+    assert printed.endswith("1 problem: self-test\n")
+
+
+def test_doctor_ends_a_probe_that_hangs(tmp_path, monkeypatch):
+    """With all processes that the probe started."""
+    hanging = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
+    hanging += (
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); print('before', flush=True); p.wait()"
+    )
+    (tmp_path / "hanging_probe.py").write_text(hanging)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    lines, ending = doctor._run("hanging_probe", 3)
+    assert lines == ["before"]
+    assert ending == "took more than 3 s"
+    child = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not alive(child):
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the probe's own child lives on")
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as status:
+            return status.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,78 @@
+"""`python -m tpkernels plan`, as a user types it."""
+
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tests.topology.test_plan import DESCRIPTION
+from tpkernels.cli import main
+
+LESSON = ["plan", "--world-size", "16", "--tp", "2", "--pp", "4"]
+
+
+def test_plan_prints_the_lesson_and_draws_it(tmp_path, capsys):
+    picture = tmp_path / "plan.svg"
+    assert main([*LESSON, "--svg", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(DESCRIPTION)
+    assert printed.endswith(f"drawn into {picture}\n")
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_plan_shows_one_ranks_place(capsys):
+    assert main([*LESSON, "--rank", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert "rank 6 of 16" in printed
+    assert "1 of 4 in [g2, g6, g10, g14]" in printed
+    assert "not a member" in printed
+
+
+def test_plan_takes_every_option(capsys):
+    options = "--world-size 32 --tp 2 --cp 2 --ep 2 --pp 4 --virtual-pipeline 2 --split-rank 2"
+    assert main(["plan", *options.split(), "--order", "tp-cp-ep-dp-pp"]) == 0
+    assert "2 virtual stages on each rank, decoder from stage 2" in capsys.readouterr().out
+
+
+BAD = {
+    "not_divisible": ["--world-size", "16", "--tp", "3"],
+    "not_a_number": ["--world-size", "many"],
+    "missing": ["--tp", "2"],
+    "unknown_option": ["--world-size", "16", "--np", "2"],
+    "order": ["--world-size", "16", "--order", "tp-zz"],
+    "virtual": ["--world-size", "16", "--pp", "2", "--virtual-pipeline", "2"],
+    "split": ["--world-size", "16", "--pp", "2", "--split-rank", "2"],
+    "rank": ["--world-size", "16", "--rank", "16"],
+    "unwritable": ["--world-size", "16", "--svg", "/nowhere/plan.svg"],
+    "no_gpus_in_a_node": ["--world-size", "16", "--svg", "plan.svg", "--gpus-per-node", "0"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_plan_refuses_bad_arguments_in_one_line(arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *arguments])
+    assert exit_.value.code == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("python -m tpkernels plan: error: ")
+    assert refusal.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"]], ids=["none", "unknown"])
+def test_unknown_command_is_refused_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_plan_loads_no_torch():
+    program = f"import sys; from tpkernels.cli import main; main({LESSON}); print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.endswith("False\n")
+    assert DESCRIPTION in ran.stdout

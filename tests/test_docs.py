@@ -1,0 +1,127 @@
+"""What README and docs say can be typed, works."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tpkernels.topology.plan import plan_groups
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    number: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.language}-{self.number}"
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    return [Block(page, i, *match) for i, match in enumerate(FENCE.findall(text))]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page.name, page.read_text())]
+PROGRAMS = [block for block in BLOCKS if block.language == "python"]
+COMMANDS = [
+    line.split(" # ")[0].strip()
+    for block in BLOCKS
+    if block.language == "console"
+    for line in block.text.splitlines()
+]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program that forms a process group runs on two ranks, any other alone."""
+    program = folder / "block.py"
+    program.write_text(block.text)
+    launcher = [sys.executable]
+    if "init_process_group" in block.text:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run([*launcher, str(program)], folder)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+def test_code_block_runs(block, tmp_path):
+    ran = run_block(block, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_failing_code_block_is_noticed(tmp_path):
+    (block,) = blocks_of("page.md", "text\n```python\nassert 1 + 1 == 3\n```\n")
+    assert run_block(block, tmp_path).returncode != 0
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c.startswith("python")}))
+def test_command_runs(command, tmp_path):
+    ran = run([sys.executable, *command.split()[1:]], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):.*?## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_make_targets_that_are_named_exist():
+    named = {word for command in COMMANDS if command.startswith("make ") for word in command.split()[1:]}
+    for page in PAGES:
+        named |= {
+            word for words in re.findall(r"`make ([a-z -]+)`", page.read_text()) for word in words.split()
+        }
+    assert {"demo", "test", "check"} <= named
+    assert named <= make_targets(), named - make_targets()
+
+
+def test_every_command_is_one_that_some_test_runs():
+    for command in COMMANDS:
+        assert command.split()[0] in ("make", "python"), f"nothing runs {command!r}"
+
+
+def test_make_help_lists_every_target():
+    shown = run(["make", "-C", str(ROOT), "--no-print-directory", "help"], ROOT).stdout
+    for target in make_targets():
+        assert f"make {target} " in shown
+
+
+def test_ci_runs_the_readmes_test_command():
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert any(line.split(" # ")[0].strip() == "make test" for line in script)
+    assert "make test" in COMMANDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_picture_in_the_readme_is_what_the_planner_draws():
+    drawn = plan_groups(world_size=16, tensor=2, pipeline=4).to_svg()
+    assert (ROOT / "docs" / "plan.svg").read_text(encoding="utf-8") == drawn
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_runs_on_two_ranks(example, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = run([*launcher, str(example)], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "three times over" in ran.stdout

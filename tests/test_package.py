@@ -1,0 +1,123 @@
+"""What is installed, and what importing it costs."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tpkernels
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | variables,
+        check=False,
+    )
+
+
+def test_importing_the_package_loads_neither_torch_nor_triton():
+    ran = run("-c", "import sys, tpkernels; print({'torch', 'triton', 'numpy'} & set(sys.modules))")
+    assert ran.stdout == "set()\n", ran.stderr
+
+
+def test_every_public_name_can_be_imported():
+    for name in tpkernels.__all__:
+        assert getattr(tpkernels, name) is not None
+        assert name in dir(tpkernels)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = tpkernels.nonsense
+
+
+def test_type_checkers_see_the_same_public_names():
+    tree = ast.parse((ROOT / "tpkernels" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = [alias.asname for node in block.body for alias in node.names]
+    assert sorted(seen) == sorted(tpkernels.__all__)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The sources as version control knows them, unpacked elsewhere: builds leave no trace here."""
+    copy = tmp_path_factory.mktemp("source") / "tpkernels"
+    ignored = shutil.ignore_patterns(".*", "*.so", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    return copy
+
+
+def test_sdist_holds_sources_and_type_marker(source):
+    ran = run("-m", "build", "--sdist", "--no-isolation", "--outdir", "dist", cwd=source)
+    assert ran.returncode == 0, ran.stderr
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.split("/", 1)[-1] for name in files.getnames()}
+    wanted = {
+        str(path.relative_to(source)) for path in (source / "csrc").iterdir() if path.suffix in (".cpp", ".h")
+    }
+    wanted |= {
+        "tpkernels/py.typed",
+        "tpkernels/__init__.py",
+        "setup.py",
+        "LICENSE",
+        "README.md",
+        "constraints.txt",
+    }
+    assert len(wanted) > 6
+    assert wanted <= names, wanted - names
+
+
+def wheel(source: Path, folder: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Build a wheel; what was printed, and the files in it."""
+    ran = run("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, cwd=source, **variables)
+    names = []
+    for built in (source / folder).glob("*.whl"):
+        with zipfile.ZipFile(built) as files:
+            names += files.namelist()
+    return ran, names
+
+
+@pytest.fixture
+def no_torch(tmp_path) -> str:
+    """A search path on which torch cannot be imported, as in an isolated build."""
+    (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
+    return str(tmp_path)
+
+
+def test_build_without_torch_is_pure_python_and_says_how_to_get_the_extension(source, no_torch):
+    ran, names = wheel(source, "pure", PYTHONPATH=no_torch, TPKERNELS_REQUIRE_EXT="0")
+    assert ran.returncode == 0, ran.stderr
+    assert "tpkernels/py.typed" in names
+    assert not [name for name in names if name.endswith(".so")]
+    printed = ran.stdout + ran.stderr
+    assert "the C++ extension is left out (torch cannot be imported" in printed
+    assert "pip install --no-build-isolation" in printed
+
+
+def test_build_without_compiler_is_pure_python(source):
+    ran, names = wheel(source, "uncompiled", CXX="/bin/false", CC="/bin/false", TPKERNELS_REQUIRE_EXT="0")
+    assert ran.returncode == 0, ran.stderr
+    assert "tpkernels/__init__.py" in names
+    assert not [name for name in names if name.endswith(".so")]
+    assert "the C++ extension is left out" in ran.stdout + ran.stderr
+
+
+def test_build_fails_without_the_extension_where_it_is_required(source, no_torch):
+    ran, names = wheel(source, "required", PYTHONPATH=no_torch, TPKERNELS_REQUIRE_EXT="1")
+    assert ran.returncode != 0
+    assert not names
+    assert "TPKERNELS_REQUIRE_EXT=1, but the C++ extension cannot be built" in ran.stdout + ran.stderr
+    ran, names = wheel(source, "required", CXX="/bin/false", CC="/bin/false", TPKERNELS_REQUIRE_EXT="1")
+    assert ran.returncode != 0
+    assert not names
