@@ -34,6 +34,12 @@ def small_tensors() -> Shapes:
 LISTS: dict[str, Callable[[], Shapes]] = {"gpt2_small": gpt2_small, "400_small": small_tensors}
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 class UsesAll(nn.Module):
     """A loss that every parameter has a part in, with as little arithmetic as can be."""
 
@@ -51,7 +57,7 @@ class UsesAll(nn.Module):
 
 def with_buckets(shapes: Shapes, engine: EngineChoice) -> Way:
     module = UsesAll(shapes)
-    buckets = GradientBuckets(module, dist.group.WORLD, engine=engine)
+    buckets = GradientBuckets(module, world(), engine=engine)
 
     def step() -> None:
         buckets.zero()
@@ -138,7 +144,7 @@ def time_construction(rounds: int) -> dict[str, list[float]]:
     module = UsesAll(small_tensors())
 
     def construct(engine: EngineChoice) -> None:
-        GradientBuckets(module, dist.group.WORLD, engine=engine).detach()
+        GradientBuckets(module, world(), engine=engine).detach()
 
     ways: dict[str, Way] = {
         "cpp": lambda: construct("cpp"),
@@ -153,7 +159,7 @@ def time_hooks(rounds: int) -> dict[str, list[float]]:
 
     def accumulating(engine: EngineChoice | None) -> Way:
         module = UsesAll(small_tensors())
-        buckets = GradientBuckets(module, dist.group.WORLD, engine=engine) if engine else None
+        buckets = GradientBuckets(module, world(), engine=engine) if engine else None
 
         def step() -> None:
             if buckets is None:
@@ -170,11 +176,9 @@ def time_hooks(rounds: int) -> dict[str, list[float]]:
 
 
 def bytes_on_the_wire(list_name: str, wire_dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """Bytes of a step that each rank brings to collectives, bytes of the gradients, and how many collectives."""
+    """What each rank brings to the collectives of a step, the size of the gradients, how many collectives."""
     module = UsesAll(LISTS[list_name]())
-    buckets = GradientBuckets(
-        module, dist.group.WORLD, wire_dtype=wire_dtype, timeout=timedelta(seconds=60)
-    )
+    buckets = GradientBuckets(module, world(), wire_dtype=wire_dtype, timeout=timedelta(seconds=60))
     sent = sum(bucket.numel() * (wire_dtype or bucket.dtype).itemsize for bucket in buckets.buckets)
     gradients = sum(parameter.nbytes for parameter in module.parameters())
     return sent, gradients, len(buckets.buckets)

@@ -31,7 +31,9 @@ def slowest(by_rank: list[Seconds]) -> Seconds:
 
 def report(benchmark: BenchmarkFixture, title: str, seconds: Seconds, ours: str, other: str) -> float:
     comparison = Comparison(seconds[ours], seconds[other])
-    benchmark.extra_info.update({f"{ours}/{other} {key}": value for key, value in comparison.as_info().items()})
+    benchmark.extra_info.update(
+        {f"{ours}/{other} {key}": value for key, value in comparison.as_info().items()}
+    )
     print(f"\n{title}: {ours} against {other}: {comparison}")
     return comparison.ratio
 
@@ -87,5 +89,7 @@ def test_bytes(
         pytest.skip("each rank brings the same bytes for any number of ranks")
     sent, gradients, collectives = ranks.run(bytes_on_the_wire, list_name, wire_dtype, timeout=100)[0]
     benchmark.extra_info.update(sent=sent, gradients=gradients, collectives=collectives)
-    print(f"\n{list_name}, {wire_dtype}: {sent} bytes in {collectives} collectives; gradients {gradients} bytes")
+    print(
+        f"\n{list_name}, {wire_dtype}: {sent} bytes in {collectives} collectives; gradients {gradients} bytes"
+    )
     benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]

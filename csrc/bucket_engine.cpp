@@ -58,16 +58,15 @@ BucketEngine::BucketEngine(std::vector<at::Tensor> parameters, std::vector<std::
   }
 }
 
-BucketEngine::~BucketEngine() {
-  detach();
-  abandon();
-}
+BucketEngine::~BucketEngine() { detach(); }
 
 void BucketEngine::detach() {
+  const std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
     if (slot.hook != 0) slot.accumulator->del_post_hook(slot.hook);
     slot.hook = 0;
   }
+  abandon();
 }
 
 void BucketEngine::arrange(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,

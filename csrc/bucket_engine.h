@@ -57,7 +57,7 @@ class BucketEngine : public torch::CustomClassHolder {
   std::vector<int64_t> finish();
   // Whether gradients count towards a launch, or are only accumulated.
   void set_synchronizing(bool synchronizing);
-  // Removes the hooks.
+  // Leaves the parameters alone from now on: no hooks, nothing in flight.
   void detach();
 
   std::vector<at::Tensor> buckets() const;

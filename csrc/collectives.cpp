@@ -17,9 +17,13 @@ auto find_operator(const char* name) {
 }  // namespace
 
 LiveGroup::LiveGroup(std::string name)
-    : name_(std::move(name)), group_(c10d::resolve_process_group(name_)), process_(getpid()) {}
+    : name_(std::move(name)), group_(c10d::resolve_process_group(name_)), process_(getpid()) {
+  const Group group = group_.lock();
+  size_ = group->getSize();
+  rank_ = group->getRank();
+}
 
-const Group& LiveGroup::get() const {
+Group LiveGroup::get() const {
   TORCH_CHECK(getpid() == process_, "GradientBuckets made in process ", process_,
               " cannot be used in process ", getpid(),
               ", which was forked from it; make process groups and GradientBuckets after the fork");
@@ -28,13 +32,13 @@ const Group& LiveGroup::get() const {
     registered = c10d::resolve_process_group(name_);
   } catch (const std::exception&) {  // no longer registered: reported below
   }
-  TORCH_CHECK(registered == group_, "process group '", name_,
+  TORCH_CHECK(registered && registered == group_.lock(), "process group '", name_,
               "' was destroyed; make a new group and new GradientBuckets");
-  return group_;
+  return registered;
 }
 
 bool LiveGroup::averages(c10::DeviceType device) const {
-  return group_->getBackend(device)->getBackendName() == "nccl";
+  return get()->getBackend(device)->getBackendName() == "nccl";
 }
 
 InFlight start_all_reduce(const Group& group, const at::Tensor& data, Reduction reduction,

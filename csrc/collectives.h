@@ -20,16 +20,20 @@ class LiveGroup {
   explicit LiveGroup(std::string name);
 
   // Throws if the group was destroyed, or if this process was forked from the one that made it.
-  const Group& get() const;
+  Group get() const;
   const std::string& name() const { return name_; }
-  int size() const { return group_->getSize(); }
-  int rank() const { return group_->getRank(); }
+  int size() const { return size_; }
+  int rank() const { return rank_; }
   // Whether the backend divides by the number of ranks while it reduces.
   bool averages(c10::DeviceType device) const;
 
  private:
   std::string name_;
-  Group group_;
+  // Weak, because the last owner ends the backend's threads. Those may wait for Python's lock, which Python's
+  // own reference lets go of in the meantime, and ours would not.
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  int size_;
+  int rank_;
   pid_t process_;
 };
 

@@ -373,3 +373,21 @@ def test_python_engine_stands_in_with_one_warning(monkeypatch):
     with pytest.raises(ValueError, match="expected 'auto', 'cpp' or 'python', got 'rust'"):
         engine_module.runs_native("rust")
     engine_module._warn_once.cache_clear()
+
+
+def dropped_in_a_round(engine):
+    for _ in range(3):
+        module = chain()
+        buckets = wrap(module, engine)
+        for _ in range(2):
+            buckets.zero()
+            loss_of(module(own_batch())).backward()
+            if not buckets.launched_in_backward:
+                buckets.finish()
+        del buckets  # with all its buckets in flight
+        loss_of(module(own_batch())).backward()
+
+
+@on_both_engines
+def test_buckets_may_be_dropped_in_a_round(ranks2, engine):
+    ranks2.run(dropped_in_a_round, engine)

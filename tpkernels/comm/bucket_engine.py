@@ -58,6 +58,8 @@ class BucketEngine:
     def detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        with self._lock:
+            self._abandon()
 
     def arrange(self, bucket_of: list[int], offset_of: list[int], elements: list[int], /) -> None:
         with self._lock, torch.no_grad():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.utils.hooks import RemovableHandle
 
 from tpkernels.comm import parameters as protocol
 from tpkernels.comm.agreement import Claim, agree, describe
@@ -139,7 +140,6 @@ class GradientBuckets:
     def detach(self) -> None:
         """Leave the parameters alone from now on. Their gradients stay."""
         if self._engine is not None:
-            self._engine.detach()
             self._engine = None
             self._release()
 
@@ -192,7 +192,9 @@ class GradientBuckets:
         self._arrange(self._engine, list(range(len(self._parameters)))[::-1])
         protocol.refuse_copies(self._parameters)
         handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
-        self._release = weakref.finalize(self, protocol.release, self._parameters, handles)
+        # not left to the engine's end, which would wait for what is in flight with Python's lock in its hand
+        self._release = weakref.finalize(self, _let_go, self._engine, self._parameters, handles)
+        self._release.atexit = False
 
     def _arrange(self, engine: Engine, order: list[int]) -> None:
         """Make buckets of the parameters in this order."""
@@ -284,6 +286,11 @@ class GradientBuckets:
         except (TypeError, ValueError) as error:  # other data-parallel groups have to hear of it
             problem = type(error).__name__, str(error)
         agree(Claim(request, over_tensor, problem), tensor_parallel_group)
+
+
+def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:
+    engine.detach()
+    protocol.release(parameters, handles)
 
 
 def _option_problem(

@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Whether gradients count towards a launch, or are only accumulated."""
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Leave the parameters alone from now on: no hooks, nothing in flight."""
 
     def buckets(self) -> list[Tensor]:
         """The flat buckets."""
