@@ -1,9 +1,10 @@
 // What Python sees. Bindings go through the dispatcher: no pybind, and no CUDA headers to build.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/new_zeros.h>
+#include <torch/custom_class.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
+
+#include "bucket_engine.h"
+#include "bucket_layout.h"
 
 // Read from the file before it is loaded, so that an extension built for another torch never runs.
 extern "C" __attribute__((visibility("default"), used)) const char tpkernels_stamp[] =
@@ -12,35 +13,51 @@ extern "C" __attribute__((visibility("default"), used)) const char tpkernels_sta
 namespace tpkernels {
 namespace {
 
-// The tensors flattened into one, each at a multiple of `alignment` elements, with zeros between.
-at::Tensor pack(at::TensorList tensors, int64_t alignment) {
-  TORCH_CHECK_VALUE(!tensors.empty(), "pack: expected at least one tensor, got an empty list");
-  TORCH_CHECK_VALUE(alignment > 0, "pack: expected a positive alignment, got ", alignment);
-  std::vector<at::Tensor> pieces;
-  pieces.reserve(2 * tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.scalar_type() == tensors[0].scalar_type(),
-                      "pack: expected tensors of one dtype, got ", tensors[0].scalar_type(), " and ",
-                      tensor.scalar_type());
-    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), "pack: expected tensors on one device, got ",
-                      tensors[0].device(), " and ", tensor.device());
-    pieces.push_back(tensor.reshape({-1}));
-    // an empty gap is added as well: to leave it out would ask a symbolic size for its value
-    const c10::SymInt gap = (alignment - tensor.sym_numel() % alignment) % alignment;
-    pieces.push_back(tensor.new_zeros_symint({gap}));
-  }
-  return at::cat(pieces);
-}
+using Ints = std::vector<int64_t>;
 
 std::string built_with_torch() { return TORCH_VERSION; }
+
+std::tuple<Ints, Ints, Ints> bucket_layout(at::IntArrayRef numels, at::IntArrayRef kinds,
+                                           at::IntArrayRef element_bytes, int64_t bucket_bytes,
+                                           int64_t first_bucket_bytes, int64_t alignment, int64_t padding) {
+  BucketLayout layout =
+      lay_out_buckets(numels, kinds, element_bytes, {bucket_bytes, first_bucket_bytes, alignment, padding});
+  return {std::move(layout.bucket_of), std::move(layout.offset_of), std::move(layout.elements)};
+}
+
+c10::intrusive_ptr<BucketEngine> make_engine(std::vector<at::Tensor> parameters,
+                                             std::vector<std::string> names, const c10::List<bool>& marked,
+                                             std::string group, std::string tensor_parallel_group,
+                                             int64_t rank, bool reduce_scatter, bool average, bool main_grad,
+                                             bool check_nan, std::optional<at::ScalarType> grad_dtype,
+                                             std::optional<at::ScalarType> wire_dtype, int64_t timeout_ms) {
+  return c10::make_intrusive<BucketEngine>(
+      std::move(parameters), std::move(names), std::vector<bool>(marked.begin(), marked.end()),
+      EngineOptions{std::move(group), std::move(tensor_parallel_group), rank, reduce_scatter, average,
+                    main_grad, check_nan, grad_dtype, wire_dtype, timeout_ms});
+}
 
 }  // namespace
 
 TORCH_LIBRARY(tpkernels, library) {
   library.def("built_with_torch() -> str", &built_with_torch);
-  // Made of differentiable operators: autograd, meta tensors and every device come with them.
-  library.def("pack(Tensor[] tensors, int alignment) -> Tensor");
-  library.impl("pack", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(pack)));
+  library.def(
+      "bucket_layout(int[] numels, int[] kinds, int[] element_bytes, *, int bucket_bytes, "
+      "int first_bucket_bytes, int alignment, int padding) -> (int[], int[], int[])",
+      &bucket_layout);
+  library.class_<BucketEngine>("BucketEngine")
+      .def(torch::init(&make_engine))
+      .def("arrange", &BucketEngine::arrange)
+      .def("expect", &BucketEngine::expect)
+      .def("zero", &BucketEngine::zero)
+      .def("finish", &BucketEngine::finish)
+      .def("set_synchronizing", &BucketEngine::set_synchronizing)
+      .def("detach", &BucketEngine::detach)
+      .def("buckets", &BucketEngine::buckets)
+      .def("views", &BucketEngine::views)
+      .def("arrivals", &BucketEngine::arrivals)
+      .def("last_arrivals", &BucketEngine::last_arrivals)
+      .def("launched_in_backward", &BucketEngine::launched_in_backward);
 }
 
 }  // namespace tpkernels

@@ -14,6 +14,11 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels import interop as interop
     from tpkernels import ops as ops
     from tpkernels import parallel_state as parallel_state
+    from tpkernels.comm.bucketed import bucketed_all_gather as bucketed_all_gather
+    from tpkernels.comm.bucketed import bucketed_all_reduce_ as bucketed_all_reduce_
+    from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
+    from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
+    from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -32,6 +37,11 @@ _HOME = {
     "interop": "tpkernels",
     "ops": "tpkernels",
     "parallel_state": "tpkernels",
+    "bucketed_all_gather": "tpkernels.comm.bucketed",
+    "bucketed_all_reduce_": "tpkernels.comm.bucketed",
+    "bucketed_broadcast_": "tpkernels.comm.bucketed",
+    "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
+    "GradientBuckets": "tpkernels.comm.buckets",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",

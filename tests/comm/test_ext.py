@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from tpkernels.comm import _ext
 from tpkernels.comm._ext import Extension, ExtensionState
@@ -61,53 +60,3 @@ def test_absent_extension_is_no_error(monkeypatch):
     assert "pip install --no-build-isolation" in found.detail
     monkeypatch.setattr(_ext, "extension", lambda: found)
     assert not _ext.available()
-
-
-@needs_extension
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_pack_lays_tensors_at_aligned_offsets(dtype):
-    tensors = [
-        torch.arange(3),
-        torch.empty(0, 5),
-        torch.ones(2, 4),
-        torch.tensor(7),
-        torch.arange(6).view(2, 3).T,
-    ]
-    tensors = [tensor.to(dtype) for tensor in tensors]
-    packed = torch.ops.tpkernels.pack(tensors, 4)
-    assert packed.dtype == dtype
-    assert packed.tolist() == [0, 1, 2, 0, *[1] * 8, 7, 0, 0, 0, 0, 3, 1, 4, 2, 5, 0, 0]
-
-
-@needs_extension
-def test_pack_without_alignment_is_a_concatenation():
-    tensors = [torch.randn(3), torch.randn(2, 2)]
-    expected = torch.cat([tensor.flatten() for tensor in tensors])
-    assert torch.equal(torch.ops.tpkernels.pack(tensors, 1), expected)
-
-
-@needs_extension
-def test_pack_is_a_well_behaved_operator():
-    tensors = [torch.randn(3, requires_grad=True), torch.randn(2, 5, requires_grad=True)]
-    opcheck(torch.ops.tpkernels.pack.default, (tensors, 8))
-    torch.autograd.gradcheck(
-        lambda a, b: torch.ops.tpkernels.pack([a, b], 4),
-        [tensor.detach().double().requires_grad_() for tensor in tensors],
-    )
-    assert torch.ops.tpkernels.pack([torch.empty(5, device="meta")], 8).shape == (8,)
-
-
-@needs_extension
-@pytest.mark.parametrize(
-    ("tensors", "alignment", "words"),
-    [
-        ([], 4, "expected at least one tensor"),
-        ([torch.ones(1)], 0, "expected a positive alignment, got 0"),
-        ([torch.ones(1), torch.ones(1, dtype=torch.int32)], 4, "one dtype, got Float and Int"),
-        ([torch.ones(1), torch.ones(1, device="meta")], 4, "one device, got cpu and meta"),
-    ],
-    ids=["empty", "alignment", "dtypes", "devices"],
-)
-def test_pack_refuses_what_cannot_lie_in_one_buffer(tensors, alignment, words):
-    with pytest.raises(ValueError, match=words):
-        torch.ops.tpkernels.pack(tensors, alignment)

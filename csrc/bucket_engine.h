@@ -1,0 +1,139 @@
+// Gradients in flat buckets, reduced over ranks while backward goes on.
+//
+// A round goes from `zero` (or the first gradient after `finish`) to `finish`. In a round each parameter's
+// hook takes its gradient into the bucket; the hook that completes a bucket launches the collective; `finish`
+// launches the rest and waits. Buckets are launched strictly in their order, so that all ranks agree on it.
+//
+// Until `expect` says how many gradients each parameter receives, nothing is launched before `finish`:
+// a parameter may receive several in one backward (reentrant checkpoints), and only a whole one tells.
+//
+// tpkernels/comm/bucket_engine.py is the same engine in Python. Its texts and its order are these.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/custom_class.h>
+
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives.h"
+#include "side_stream.h"
+
+namespace tpkernels {
+
+struct EngineOptions {
+  std::string group;
+  std::string tensor_parallel_group;  // where gradients of marked parameters are summed first; "": nowhere
+  int64_t rank;                       // of this process in the world, for messages
+  bool reduce_scatter;                // else all-reduce
+  bool average;                       // over `group`; else sum
+  bool main_grad;                     // gradients are accumulated beside `grad`, which stays undefined
+  bool check_nan;
+  std::optional<at::ScalarType> grad_dtype;  // of buckets; the parameters' own if absent
+  std::optional<at::ScalarType> wire_dtype;  // of what is sent; the buckets' own if absent
+  int64_t timeout_ms;                        // of a collective; below zero: the group's own
+};
+
+class BucketEngine : public torch::CustomClassHolder {
+ public:
+  // marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
+  BucketEngine(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> marked,
+               EngineOptions options);
+  ~BucketEngine() override;
+
+  // Makes the buckets, and moves the gradients into them. All parameters of a bucket are of one dtype, and
+  // all are marked or none is.
+  void arrange(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
+               const std::vector<int64_t>& elements);
+  // How many gradients each parameter receives in a round: from now on, backward launches.
+  void expect(const std::vector<int64_t>& arrivals);
+
+  // Starts a round without gradients. A round that other ranks may have finished is finished first.
+  void zero();
+  // Ends the round: all gradients are reduced. The parameters that received none here; again if asked again.
+  std::vector<int64_t> finish();
+  // Whether gradients count towards a launch, or are only accumulated.
+  void set_synchronizing(bool synchronizing);
+  // Leaves the parameters alone from now on: no hooks, nothing in flight.
+  void detach();
+
+  std::vector<at::Tensor> buckets() const;
+  std::vector<at::Tensor> views() const;  // by parameter
+  // Of the last round, by parameter: how many gradients came, and when the last did (from 1; 0: never).
+  std::vector<int64_t> arrivals() const;
+  std::vector<int64_t> last_arrivals() const;
+  // Of the last round: how many buckets did not have to wait for `finish`.
+  int64_t launched_in_backward() const { return launched_in_backward_; }
+
+ private:
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+  struct Slot {  // of one parameter
+    at::Tensor parameter;
+    std::string name;
+    bool marked;
+    Accumulator accumulator;
+    uintptr_t hook = 0;
+    at::Tensor view = {};
+    size_t bucket = 0;
+    int64_t expected = 0;
+    // in this round:
+    bool touched = false;  // it received a gradient, synchronizing or not
+    int64_t arrived = 0;   // gradients that count
+    int64_t last_arrival = 0;
+    bool scaled = false;   // divided already, while it was taken in
+    bool reduced = false;  // holds the result of an earlier round
+  };
+
+  struct Bucket {
+    at::Tensor flat;
+    std::vector<size_t> members;
+    bool marked = false;
+    size_t pending = 0;  // members that still expect a gradient
+    std::vector<c10::Stream> streams = {};
+    at::Tensor wire = {};
+    InFlight work = {};
+  };
+
+  void on_gradient(size_t index);
+  void take_in(Slot& slot);
+  void take_leftover(Slot& slot);
+  void refuse_late(const Slot& slot) const;
+  void refuse_reduced(const Slot& slot) const;
+
+  void begin_round();
+  void launch(size_t index);
+  void start(Bucket& bucket);
+  void reduce(Bucket& bucket);
+  void complete();
+  void await(Bucket& bucket, const LiveGroup& group, const char* operation);
+  void abandon() noexcept;
+
+  void scale(Bucket& bucket);
+  void refuse_nan(const Bucket& bucket);
+  std::string describe(const Bucket& bucket) const;
+  bool keeps_average() const { return options_.average && !options_.reduce_scatter; }
+
+  const EngineOptions options_;
+  const LiveGroup group_;
+  const std::optional<LiveGroup> tensor_parallel_group_;
+  const SideStream side_;
+  const bool divides_;        // before sending; not if the backend does
+  const at::Tensor divisor_;  // no dimensions
+  const Reduction reduction_;
+
+  mutable std::mutex mutex_;  // autograd runs hooks in its own threads
+  std::vector<Slot> slots_;
+  std::vector<Bucket> buckets_;
+  bool learning_ = true;
+  bool synchronizing_ = true;
+  bool finished_ = false;
+  size_t next_ = 0;  // the bucket to launch
+  int64_t clock_ = 0;
+  int64_t launched_in_backward_ = 0;
+};
+
+}  // namespace tpkernels

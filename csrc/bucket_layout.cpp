@@ -1,0 +1,80 @@
+#include "bucket_layout.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <unordered_map>
+
+namespace tpkernels {
+namespace {
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+void check(c10::IntArrayRef numels, c10::IntArrayRef kinds, c10::IntArrayRef element_bytes,
+           const LayoutRules& rules) {
+  TORCH_CHECK_VALUE(kinds.size() == numels.size() && element_bytes.size() == numels.size(),
+                    "bucket_layout: expected one kind and one element size for each of ", numels.size(),
+                    " tensors, got ", kinds.size(), " and ", element_bytes.size());
+  TORCH_CHECK_VALUE(rules.bucket_bytes > 0 && rules.first_bucket_bytes > 0,
+                    "bucket_layout: expected bucket sizes of at least one byte, got ", rules.bucket_bytes,
+                    " and ", rules.first_bucket_bytes);
+  TORCH_CHECK_VALUE(rules.alignment > 0 && rules.padding > 0,
+                    "bucket_layout: expected an alignment and a padding of at least one element, got ",
+                    rules.alignment, " and ", rules.padding);
+}
+
+// Renumbers buckets by their last tensor. Otherwise a bucket that is opened first and filled last (the norm
+// weights of a whole model, say) would hold back all others, since buckets are launched in order.
+void number_by_completion(BucketLayout& layout) {
+  std::vector<size_t> last_tensor(layout.elements.size());
+  for (size_t tensor = 0; tensor < layout.bucket_of.size(); ++tensor) {
+    last_tensor[layout.bucket_of[tensor]] = tensor;
+  }
+  std::vector<size_t> order(layout.elements.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return last_tensor[a] < last_tensor[b]; });
+
+  std::vector<int64_t> number(order.size()), elements(order.size());
+  for (size_t position = 0; position < order.size(); ++position) {
+    number[order[position]] = static_cast<int64_t>(position);
+    elements[position] = layout.elements[order[position]];
+  }
+  for (int64_t& bucket : layout.bucket_of) bucket = number[bucket];
+  layout.elements = std::move(elements);
+}
+
+}  // namespace
+
+BucketLayout lay_out_buckets(c10::IntArrayRef numels, c10::IntArrayRef kinds, c10::IntArrayRef element_bytes,
+                             const LayoutRules& rules) {
+  check(numels, kinds, element_bytes, rules);
+  BucketLayout layout;
+  struct OpenBucket {
+    int64_t number;
+    int64_t capacity_bytes;
+  };
+  std::unordered_map<int64_t, OpenBucket> open;  // by kind
+  for (size_t tensor = 0; tensor < numels.size(); ++tensor) {
+    const int64_t size = round_up(numels[tensor], rules.alignment);
+    auto found = open.find(kinds[tensor]);
+    const bool is_first = found == open.end();
+    if (is_first || (layout.elements[found->second.number] + size) * element_bytes[tensor] >
+                        found->second.capacity_bytes) {
+      const OpenBucket next{
+          static_cast<int64_t>(layout.elements.size()),
+          is_first ? std::min(rules.first_bucket_bytes, rules.bucket_bytes) : rules.bucket_bytes};
+      found = open.insert_or_assign(kinds[tensor], next).first;
+      layout.elements.push_back(0);
+    }
+    int64_t& filled = layout.elements[found->second.number];
+    layout.bucket_of.push_back(found->second.number);
+    layout.offset_of.push_back(filled);
+    filled += size;
+  }
+  number_by_completion(layout);
+  for (int64_t& elements : layout.elements) elements = round_up(elements, rules.padding);
+  return layout;
+}
+
+}  // namespace tpkernels

@@ -1,0 +1,63 @@
+#include "collectives.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+namespace tpkernels {
+namespace {
+
+// Schemas, because the methods of ProcessGroup change names between torch 2.11 and 2.14, and these do not.
+template <typename Signature>
+auto find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+LiveGroup::LiveGroup(std::string name)
+    : name_(std::move(name)), group_(c10d::resolve_process_group(name_)), process_(getpid()) {
+  const Group group = group_.lock();
+  size_ = group->getSize();
+  rank_ = group->getRank();
+}
+
+Group LiveGroup::get() const {
+  TORCH_CHECK(getpid() == process_, "GradientBuckets made in process ", process_,
+              " cannot be used in process ", getpid(),
+              ", which was forked from it; make process groups and GradientBuckets after the fork");
+  Group registered;
+  try {
+    registered = c10d::resolve_process_group(name_);
+  } catch (const std::exception&) {  // no longer registered: reported below
+  }
+  TORCH_CHECK(registered && registered == group_.lock(), "process group '", name_,
+              "' was destroyed; make a new group and new GradientBuckets");
+  return registered;
+}
+
+bool LiveGroup::averages(c10::DeviceType device) const {
+  return get()->getBackend(device)->getBackendName() == "nccl";
+}
+
+InFlight start_all_reduce(const Group& group, const at::Tensor& data, Reduction reduction,
+                          int64_t timeout_ms) {
+  static const auto all_reduce = find_operator<std::tuple<std::vector<at::Tensor>, InFlight>(
+      at::TensorList, const Group&, const c10::intrusive_ptr<c10d::ReduceOp>&,
+      const std::optional<at::Tensor>&, bool, int64_t)>("c10d::allreduce_");
+  const std::vector<at::Tensor> tensors{data};
+  return std::get<1>(all_reduce.call(tensors, group, c10::make_intrusive<c10d::ReduceOp>(reduction),
+                                     std::nullopt, /*async_op=*/true, timeout_ms));
+}
+
+InFlight start_reduce_scatter(const Group& group, at::Tensor shard, at::Tensor data, Reduction reduction,
+                              int64_t timeout_ms) {
+  static const auto reduce_scatter = find_operator<std::tuple<at::Tensor, InFlight>(
+      at::Tensor&, at::Tensor&, const Group&, const c10::intrusive_ptr<c10d::ReduceOp>&, bool, int64_t)>(
+      "c10d::_reduce_scatter_base_");
+  return std::get<1>(reduce_scatter.call(shard, data, group, c10::make_intrusive<c10d::ReduceOp>(reduction),
+                                         /*async_op=*/true, timeout_ms));
+}
+
+}  // namespace tpkernels

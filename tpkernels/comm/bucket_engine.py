@@ -1,0 +1,356 @@
+"""csrc/bucket_engine.cpp in Python, for where the extension is absent: same order of launches, same texts.
+
+A round goes from `zero` (or the first gradient after `finish`) to `finish`. In a round each parameter's hook
+takes its gradient into the bucket; the hook that completes a bucket launches the collective; `finish`
+launches the rest and waits. Until `expect` says how many gradients come, nothing is launched before `finish`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.profiler import record_function
+
+from tpkernels.comm.bucket_state import Bucket, Slot
+from tpkernels.comm.engine import EngineOptions
+from tpkernels.comm.groups import LiveGroup, start_all_reduce, start_reduce_scatter
+from tpkernels.comm.side_stream import SideStream
+
+
+class BucketEngine:
+    """See `tpkernels.comm.engine.Engine`."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        marked: Sequence[bool],
+        options: EngineOptions,
+    ) -> None:
+        self._options = options
+        self._group = LiveGroup(options.group)
+        tensor_parallel = options.tensor_parallel_group
+        self._tensor_parallel_group = None if tensor_parallel is None else LiveGroup(tensor_parallel)
+        device = parameters[0].device
+        self._side = SideStream(device)
+        in_backend = self._group.averages(device)
+        self._divisor = options.group.size()
+        self._divides = options.average and self._divisor > 1 and not in_backend  # before sending
+        self._reduction = ReduceOp.AVG if options.average and not self._divides else ReduceOp.SUM
+        self._lock = threading.Lock()  # autograd runs hooks in its own threads
+        self._buckets: list[Bucket] = []
+        self._learning = self._synchronizing = True
+        self._finished = False
+        self._next = self._clock = self._launched_in_backward = 0
+        self._slots = [
+            Slot(parameter, name, is_marked, parameter.expand_as(parameter).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+            for parameter, name, is_marked in zip(parameters, names, marked, strict=True)
+        ]
+        self._hooks = [slot.accumulator.register_hook(self._hook(slot)) for slot in self._slots]
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        with self._lock:
+            self._abandon()
+
+    def arrange(self, bucket_of: list[int], offset_of: list[int], elements: list[int], /) -> None:
+        with self._lock, torch.no_grad():
+            # Memory of old buckets is held by their views, and goes with the last of them.
+            self._buckets.clear()
+            members: list[list[Slot]] = [[] for _ in elements]
+            for slot, bucket in zip(self._slots, bucket_of, strict=True):
+                members[bucket].append(slot)
+            offset = dict(zip(self._slots, offset_of, strict=True))
+            for number, (slots, size) in enumerate(zip(members, elements, strict=True)):
+                first = slots[0].parameter
+                flat = torch.zeros(size, dtype=self._options.grad_dtype or first.dtype, device=first.device)
+                self._buckets.append(Bucket(flat, slots))
+                for slot in slots:
+                    slot.move_to(flat, offset[slot])
+                    slot.bucket = number
+
+    def expect(self, arrivals: list[int], /) -> None:
+        with self._lock:
+            for slot, count in zip(self._slots, arrivals, strict=True):
+                slot.expected = count
+            self._learning = False
+
+    def _hook(self, slot: Slot) -> Callable[..., None]:
+        engine = weakref.ref(self)  # the hook is held by autograd, where no garbage collector looks
+
+        def on_gradient(*_: Any) -> None:
+            if alive := engine():
+                with alive._lock, torch.no_grad():
+                    alive._on_gradient(slot)
+
+        return on_gradient
+
+    def _on_gradient(self, slot: Slot) -> None:
+        if self._finished:
+            self._begin_round()
+        self._refuse_late(slot)
+        self._take_in(slot)
+        slot.touched = True
+        bucket = self._buckets[slot.bucket]
+        self._side.note_current(bucket.streams)
+        if not self._synchronizing:
+            return
+        slot.arrived += 1
+        self._clock += 1
+        slot.last_arrival = self._clock
+        if self._learning or slot.arrived < slot.expected:
+            return
+        bucket.pending -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._launch()
+            self._launched_in_backward += 1
+
+    def _take_in(self, slot: Slot) -> None:
+        """A gradient of a backward into its place in the bucket."""
+        grad = slot.parameter.grad
+        if grad is None:  # nothing came, or a fused kernel has added it to the bucket already
+            return
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"GradientBuckets: the gradient of '{slot.name}' is sparse; expected a dense one: make its "
+                "embedding with sparse=False"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"GradientBuckets: the gradient of '{slot.name}' has a graph of its own; "
+                "backward(create_graph=True) is not supported, use torch.autograd.grad"
+            )
+        if self._options.main_grad:
+            self._refuse_reduced(slot)
+            slot.place.add_(grad)
+            slot.parameter.grad = None
+        elif slot.is_in_place(grad):
+            self._refuse_reduced(slot)
+        else:
+            # The first gradient after `zero` is written, not added: that reads and writes half as much, and
+            # can divide on the way.
+            slot.scaled = self._divides and self._synchronizing and slot.expected == 1
+            if slot.scaled:
+                torch.div(grad, self._divisor, out=slot.place)
+            else:
+                slot.place.copy_(grad)
+            slot.parameter.grad = slot.view
+            slot.reduced = False
+
+    def _take_leftover(self, slot: Slot) -> None:
+        """What lies in `grad` when the bucket is sent, where no hook took it in during this round."""
+        if self._options.main_grad:
+            return
+        grad = slot.parameter.grad
+        if grad is not None and slot.is_in_place(grad):
+            if not slot.touched:
+                self._refuse_reduced(slot)
+            return
+        if grad is None:
+            slot.place.zero_()
+        else:
+            slot.place.copy_(grad)
+        slot.parameter.grad = slot.view
+
+    def _refuse_late(self, slot: Slot) -> None:
+        if not self._learning and (slot.bucket < self._next or slot.arrived >= slot.expected):
+            raise RuntimeError(
+                f"GradientBuckets: '{slot.name}' received gradient {slot.arrived + 1} of this step, but "
+                f"{slot.expected} had been expected, as in the first step, and may be on its way; run all "
+                "backwards but the last under no_sync(), then finish()"
+            )
+
+    def _refuse_reduced(self, slot: Slot) -> None:
+        keeps_average = self._options.average and not self._options.reduce_scatter
+        if slot.reduced and not keeps_average:
+            raise RuntimeError(
+                f"GradientBuckets: the gradient of '{slot.name}' is reduced already, and more cannot be "
+                "added to it; call zero() first"
+            )
+
+    def _begin_round(self) -> None:
+        for slot in self._slots:
+            slot.touched = slot.scaled = False
+            slot.arrived = slot.last_arrival = 0
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.members)
+            bucket.streams.clear()
+        self._next = self._clock = self._launched_in_backward = 0
+        self._finished = False
+
+    def zero(self) -> None:
+        with self._lock, torch.no_grad():
+            self._group.get()
+            interrupted = not self._finished and any(slot.arrived for slot in self._slots)
+            if interrupted:
+                self._send_nan()
+            for slot in self._slots:
+                slot.reduced = False
+                if not self._options.main_grad:
+                    slot.parameter.grad = None
+            if self._options.main_grad or interrupted:
+                for bucket in self._buckets:
+                    bucket.flat.zero_()
+            self._begin_round()
+
+    def _send_nan(self) -> None:
+        """This rank gave up in the middle (an exception in backward, say). Ranks that did not wait for its
+        buckets: they get them, but as NaN, so that nobody takes a part of the sum for the whole."""
+        try:
+            for bucket in self._buckets[self._next :]:
+                bucket.flat.fill_(torch.nan)
+                self._start(bucket)
+            self._complete()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def finish(self) -> list[int]:
+        with self._lock, torch.no_grad():
+            self._group.get()
+            if not self._finished:
+                try:
+                    while self._next < len(self._buckets):
+                        self._launch()
+                    self._complete()
+                except BaseException:
+                    self._abandon()
+                    raise
+                for slot in self._slots:
+                    slot.reduced = True
+                self._finished = True
+            return [index for index, slot in enumerate(self._slots) if not slot.touched]
+
+    def set_synchronizing(self, synchronizing: bool, /) -> None:
+        self._synchronizing = synchronizing
+
+    def _launch(self) -> None:
+        """Send the next bucket."""
+        bucket = self._buckets[self._next]
+        with record_function(f"tpkernels: {self._describe(bucket)}"):
+            self._group.get()
+            for slot in bucket.members:
+                self._take_leftover(slot)
+            if self._options.check_nan:
+                self._refuse_nan(bucket)
+            self._scale(bucket)
+            self._start(bucket)
+        self._next += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        """Marked buckets go through the tensor-parallel group first; `_complete` sends them on."""
+        self._side.note_current(bucket.streams)
+        self._side.wait_for(bucket.streams)
+        with self._side.entered():
+            bucket.wire = bucket.flat.to(self._options.wire_dtype or bucket.flat.dtype)
+            if bucket.marked:
+                assert self._tensor_parallel_group is not None
+                group = self._tensor_parallel_group.get()
+                bucket.work = start_all_reduce(group, bucket.wire, ReduceOp.SUM, self._options.timeout)
+            else:
+                self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        group, timeout = self._group.get(), self._options.timeout
+        assert bucket.wire is not None
+        if self._options.reduce_scatter:
+            shard = bucket.wire.chunk(group.size())[group.rank()]
+            bucket.work = start_reduce_scatter(group, shard, bucket.wire, self._reduction, timeout)
+        else:
+            bucket.work = start_all_reduce(group, bucket.wire, self._reduction, timeout)
+
+    def _complete(self) -> None:
+        """Wait for all buckets: the host on a CPU, the current stream elsewhere."""
+        with self._side.entered():
+            for bucket in self._buckets:
+                if bucket.marked:
+                    assert self._tensor_parallel_group is not None
+                    self._await(bucket, self._tensor_parallel_group, "all_reduce")
+                    self._reduce(bucket)
+            for bucket in self._buckets:
+                operation = "reduce_scatter" if self._options.reduce_scatter else "all_reduce"
+                self._await(bucket, self._group, operation)
+                if bucket.wire is not None and bucket.wire is not bucket.flat:
+                    bucket.flat.copy_(bucket.wire)
+                bucket.wire = None
+        self._side.let_current_wait()
+
+    def _await(self, bucket: Bucket, group: LiveGroup, operation: str) -> None:
+        work, bucket.work = bucket.work, None
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"GradientBuckets: {operation} of {self._describe(bucket)} failed in process group "
+                f"'{group.name}' of {group.group.size()} ranks, here on rank {self._options.rank}; a rank "
+                f"died, came too late, or left the common order of calls. Cause: {error}"
+            ) from error
+
+    def _abandon(self) -> None:
+        """Nothing stays in flight, for memory that is sent must not be written or freed."""
+        for bucket in self._buckets:
+            work, bucket.work = bucket.work, None
+            with suppress(RuntimeError):  # one failure has been reported; others follow from it
+                if work is not None:
+                    work.wait()
+            bucket.wire = None
+        self._finished = True
+
+    def _scale(self, bucket: Bucket) -> None:
+        if not self._divides:
+            return
+        if not any(slot.scaled for slot in bucket.members):
+            bucket.flat.div_(self._divisor)
+            return
+        for slot in bucket.members:
+            if not slot.scaled:
+                slot.place.div_(self._divisor)
+
+    def _refuse_nan(self, bucket: Bucket) -> None:
+        """All ranks learn of a NaN on any of them, so that all refuse to send the bucket."""
+        found = 0  # rank and parameter, both from 1
+        for index, slot in enumerate(self._slots):
+            if slot in bucket.members and bool(slot.place.isnan().any()):
+                found = (self._options.rank + 1) << 32 | (index + 1)
+        anywhere = torch.full((1,), found, dtype=torch.int64, device=bucket.flat.device)
+        if bucket.marked:
+            assert self._tensor_parallel_group is not None
+            group = self._tensor_parallel_group.get()
+            start_all_reduce(group, anywhere, ReduceOp.MAX, self._options.timeout).wait()
+        start_all_reduce(self._group.get(), anywhere, ReduceOp.MAX, self._options.timeout).wait()
+        found = int(anywhere.item())
+        if found:
+            name = self._slots[(found & 0xFFFFFFFF) - 1].name
+            raise RuntimeError(
+                f"GradientBuckets: on rank {(found >> 32) - 1} the gradient of '{name}' holds NaN; "
+                f"{self._describe(bucket)} was not sent"
+            )
+
+    def _describe(self, bucket: Bucket) -> str:
+        number = self._buckets.index(bucket)
+        first, last = bucket.members[0].name, bucket.members[-1].name
+        return f"bucket {number} of {len(self._buckets)} ('{first}' to '{last}', {bucket.flat.nbytes} bytes)"
+
+    def buckets(self) -> list[Tensor]:
+        return [bucket.flat for bucket in self._buckets]
+
+    def views(self) -> list[Tensor]:
+        return [slot.place for slot in self._slots]
+
+    def arrivals(self) -> list[int]:
+        return [slot.arrived for slot in self._slots]
+
+    def last_arrivals(self) -> list[int]:
+        return [slot.last_arrival for slot in self._slots]
+
+    def launched_in_backward(self) -> int:
+        return self._launched_in_backward

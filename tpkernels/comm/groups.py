@@ -1,0 +1,139 @@
+"""Process groups as collectives need them: given, alive, and of this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+
+def required_group(group: object, argument: str = "group") -> ProcessGroup:
+    """`group`, if this rank is a member of it."""
+    if not isinstance(group, ProcessGroup):
+        got = "not a member's group" if group is dist.GroupMember.NON_GROUP_MEMBER else repr(group)
+        raise ValueError(
+            f"{argument}: expected a process group that rank {_world_rank()} is a member of, got {got}; "
+            "torch.distributed.group.WORLD holds all ranks"
+        )
+    return group
+
+
+def group_or_world(group: object) -> ProcessGroup:
+    """`group`, or the default group for None."""
+    if group is not None:
+        return required_group(group)
+    if not dist.is_initialized():
+        raise ValueError("group: expected torch.distributed to be initialised; call init_process_group first")
+    return required_group(dist.group.WORLD)
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """A process group, checked before each use: torch lets a destroyed group go on silently, and a
+    collective in a forked process hangs."""
+
+    group: ProcessGroup
+    process: int = field(default_factory=os.getpid)
+
+    def get(self) -> ProcessGroup:
+        """The group, if it may be used now."""
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"GradientBuckets made in process {self.process} cannot be used in process {os.getpid()}, "
+                "which was forked from it; make process groups and GradientBuckets after the fork"
+            )
+        if not is_alive(self.group):
+            raise RuntimeError(
+                f"process group '{self.name}' was destroyed; make a new group and new GradientBuckets"
+            )
+        return self.group
+
+    @property
+    def name(self) -> str:
+        return str(self.group.group_name)
+
+    def averages(self, device: torch.device) -> bool:
+        """Whether the backend divides by the number of ranks while it reduces."""
+        return bool(self.group._get_backend(device).name() == "nccl")
+
+
+def is_alive(group: ProcessGroup) -> bool:
+    """Whether `group` is still registered under its name."""
+    try:
+        return c10d._resolve_process_group(group.group_name) is group
+    except RuntimeError:
+        return False
+
+
+Start = Callable[[ProcessGroup], Work]
+
+
+def start_together(group: ProcessGroup, device: torch.device, starts: Sequence[Start]) -> list[Work]:
+    """Start collectives in this order: in one launch, where the backend can."""
+    if len(starts) == 1 or not group._get_backend(device).supports_coalescing:
+        return [start(group) for start in starts]
+    group._start_coalescing(device)
+    for start in starts:
+        start(group)
+    return [group._end_coalescing(device)]
+
+
+# ProcessGroup's own methods, because only they take a time-out; under names that torch 2.11 to 2.14 share.
+
+
+def start_all_reduce(
+    group: ProcessGroup, data: torch.Tensor, reduction: ReduceOp.RedOpType, timeout: timedelta | None
+) -> Work:
+    """All-reduce `data` in place. timeout: None for the group's own"""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = ReduceOp(reduction)
+    if timeout is not None:
+        options.timeout = timeout
+    return group.allreduce([data], options)
+
+
+def start_reduce_scatter(
+    group: ProcessGroup,
+    shard: torch.Tensor,
+    data: torch.Tensor,
+    reduction: ReduceOp.RedOpType,
+    timeout: timedelta | None,
+) -> Work:
+    """Reduce `data`; this rank's part of the result goes to `shard`, which may be that part of `data`."""
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = ReduceOp(reduction)
+    if timeout is not None:
+        options.timeout = timeout
+    return group._reduce_scatter_base(shard, data, options)
+
+
+def start_all_gather(group: ProcessGroup, gathered: torch.Tensor, part: torch.Tensor) -> Work:
+    """The parts of all ranks, one after the other."""
+    return group._allgather_base(gathered, part, c10d.AllgatherOptions())
+
+
+def start_broadcast(group: ProcessGroup, data: torch.Tensor, group_source: int) -> Work:
+    """`data` of the rank with number `group_source` in the group."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = group_source
+    return group.broadcast([data], options)
+
+
+def exchange_device(group: ProcessGroup) -> torch.device:
+    """Where small messages between hosts travel: the CPU if the group's backend can, so that no GPU waits."""
+    kinds = [device.type for device in group._device_types]
+    return (
+        torch.device("cpu")
+        if "cpu" in kinds
+        else torch.device(kinds[0], torch.accelerator.current_device_index())
+    )
+
+
+def _world_rank() -> int | str:
+    return dist.get_rank() if dist.is_initialized() else "of no world"
