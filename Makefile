@@ -70,7 +70,7 @@ bench: $(READY) ## benchmarks, with ratios against the naive way
 gpu: ## on a machine with a GPU, with its own Python and torch: tests and benchmarks; JSON into out/gpu
 	$(PYTHON) setup.py -q build_ext --inplace
 	mkdir -p out/gpu
-	$(PYTHON) -m pytest -q tests/kernels tests/ops tests/comm/test_ext.py tests/runtime/test_random.py
+	$(PYTHON) -m pytest -q tests/kernels tests/ops tests/tuning tests/comm tests/runtime/test_random.py
 	$(PYTHON) -m pytest -q bench/test_linear.py -k 4096 --benchmark-json out/gpu/linear.json
 
 sdist: $(READY) ## the source distribution

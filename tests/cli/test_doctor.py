@@ -31,7 +31,17 @@ def test_doctor_finds_this_installation_healthy():
     code, found = report(TPKERNELS_SOMETHING="set")
     assert code == 0, found
     assert found[""]["healthy"] is True
-    for name in ("python", "torch", "gpu", "collectives", "triton", "extension", "compiler", "self-test"):
+    for name in (
+        "python",
+        "torch",
+        "gpu",
+        "collectives",
+        "triton",
+        "backend",
+        "extension",
+        "compiler",
+        "self-test",
+    ):
         assert found[name]["health"] in ("ok", "note")
         assert found[name]["text"]
     assert "agreed in" in found["self-test"]["text"]
@@ -159,3 +169,9 @@ def test_doctor_prints_on_a_terminal_without_the_characters(tmp_path):
     ran = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
     assert ran.returncode == 1, ran.stderr
     assert b"OMP_X=" in ran.stdout
+
+
+def test_doctor_explains_an_unknown_backend():
+    code, found = report(TPKERNELS_BACKEND="cuda")
+    assert code == 1
+    assert found["backend"]["text"] == "TPKERNELS_BACKEND=cuda; known are auto, torch, triton"

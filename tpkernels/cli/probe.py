@@ -87,6 +87,18 @@ def probe_triton() -> list[Finding]:
     return findings
 
 
+def probe_backend() -> list[Finding]:
+    from tpkernels.tuning import steps
+
+    if steps.backend not in steps.BACKENDS:
+        return [
+            problem("backend", f"TPKERNELS_BACKEND={steps.backend}; known are {', '.join(steps.BACKENDS)}")
+        ]
+    cpu = {"triton": "Triton's interpreter"}.get(steps.backend, "torch")
+    gpu = {"triton": "Triton", "torch": "torch"}.get(steps.backend, "whoever was timed fastest")
+    return [ok("backend", f"{steps.backend}: on the CPU {cpu}, on a GPU {gpu}")]
+
+
 def probe_extension() -> list[Finding]:
     from tpkernels.comm._ext import ExtensionState, extension
 
@@ -100,6 +112,7 @@ PROBES: dict[str, Callable[[], list[Finding]]] = {
     "gpu": probe_gpu,
     "collectives": probe_collectives,
     "triton": probe_triton,
+    "backend": probe_backend,
     "extension": probe_extension,
 }
 

@@ -82,10 +82,7 @@ def publish_main_grads(parameters: Sequence[nn.Parameter], views: Sequence[Tenso
 
 def drop_dummies(parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
     """Drop the gradient that a fused kernel returns for form's sake. Runs before the engine's hook."""
-    return [
-        parameter.register_post_accumulate_grad_hook(_drop_dummy)
-        for parameter in parameters
-    ]
+    return [parameter.register_post_accumulate_grad_hook(_drop_dummy) for parameter in parameters]
 
 
 def _drop_dummy(parameter: Tensor) -> None:
