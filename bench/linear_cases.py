@@ -39,7 +39,7 @@ class Case:
 def passes_of(shape: Shape) -> list[str]:
     """The passes that are worth measuring on this layer."""
     extra = {"fc_up": ["mlp"], "fc_down": ["dgrad"]}
-    return ["forward", "wgrad", *extra.get(shape.layer, [])]
+    return ["forward", "wgrad", "wgrad_add", *extra.get(shape.layer, [])]
 
 
 def case_of(shape: Shape, pass_: str, dtype: torch.dtype, device: torch.device) -> Case:
@@ -47,7 +47,9 @@ def case_of(shape: Shape, pass_: str, dtype: torch.dtype, device: torch.device) 
         matrix: Tensor = torch.randn(rows, cols, device=device).to(dtype) / cols**0.5
         return matrix
 
-    build = {"forward": _forward, "wgrad": _wgrad, "mlp": _mlp, "dgrad": _dgrad_act}[pass_]
+    build = {"forward": _forward, "wgrad": _wgrad, "wgrad_add": _wgrad_add, "mlp": _mlp, "dgrad": _dgrad_act}[
+        pass_
+    ]
     return build(shape, normal)
 
 
@@ -79,6 +81,21 @@ def _wgrad(shape: Shape, normal: Operands) -> Case:
     steps = steps_on(x.device)
     ways = {"ours": lambda: (steps.wgrad(dy, x),), "naive": lambda: (dy.T @ x,)}
     return Case(f"{shape}-wgrad", ways, shape.flops, 2 * (t * n + t * k + n * k))
+
+
+def _wgrad_add(shape: Shape, normal: Operands) -> Case:
+    """Into an fp32 `main_grad`, against a product and an addition. Each way has a sum of its own."""
+    t, n, k = shape.tokens, shape.out_features, shape.in_features
+    dy, x = normal(t, n), normal(t, k)
+    ours, naive = (torch.zeros(n, k, dtype=torch.float32, device=x.device) for _ in range(2))
+    steps = steps_on(x.device)
+
+    def accumulate() -> tuple[Tensor, ...]:
+        steps.wgrad_accumulate_(ours, dy, x)
+        return (ours,)
+
+    ways = {"ours": accumulate, "naive": lambda: (naive.add_(dy.T @ x),)}
+    return Case(f"{shape}-wgrad-add", ways, shape.flops, 2 * (t * n + t * k) + 8 * n * k)
 
 
 def _dgrad_act(shape: Shape, normal: Operands) -> Case:
