@@ -82,10 +82,9 @@ def _norm_bwd_kernel(
         # read again for each block: held across the loop it would take the registers of a fourth row
         weight = tl.load(weight_ptr + k.to(tl.int64) * stride_wk, in_cols, 0.0).to(tl.float32)
         dn = dy * weight[None, :]
-        ds = dn - n * (tl.sum(dn * n, axis=1) / K)[:, None]
-        if CENTRE:
-            ds -= (tl.sum(dn, axis=1) / K)[:, None]
-        ds *= rstd[:, None]
+        scale = tl.sum(dn * n, axis=1) / K
+        shift = tl.sum(dn, axis=1) / K if CENTRE else tl.zeros((BLOCK_ROWS,), tl.float32)
+        ds = (dn - n * scale[:, None] - shift[:, None]) * rstd[:, None]
         if HAS_DSUMMED:
             along = dsummed_ptr + t[:, None] * stride_dt + k.to(tl.int64)[None, :] * stride_dk
             ds += tl.load(along, mask, 0.0).to(tl.float32)
