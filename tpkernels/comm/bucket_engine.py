@@ -35,13 +35,12 @@ class BucketEngine:
         options: EngineOptions,
     ) -> None:
         self._options = options
-        self._group = LiveGroup(options.group)
-        tensor_parallel = options.tensor_parallel_group
-        self._tensor_parallel_group = None if tensor_parallel is None else LiveGroup(tensor_parallel)
+        self._group = options.group
+        self._tensor_parallel_group = options.tensor_parallel_group
         device = parameters[0].device
         self._side = SideStream(device)
         in_backend = self._group.averages(device)
-        self._divisor = options.group.size()
+        self._divisor = options.group.size
         self._divides = options.average and self._divisor > 1 and not in_backend  # before sending
         self._reduction = ReduceOp.AVG if options.average and not self._divides else ReduceOp.SUM
         self._lock = threading.Lock()  # autograd runs hooks in its own threads
@@ -291,7 +290,7 @@ class BucketEngine:
         except RuntimeError as error:
             raise RuntimeError(
                 f"GradientBuckets: {operation} of {self._describe(bucket)} failed in process group "
-                f"'{group.name}' of {group.group.size()} ranks, here on rank {self._options.rank}; a rank "
+                f"'{group.name}' of {group.size} ranks, here on rank {self._options.rank}; a rank "
                 f"died, came too late, or left the common order of calls. Cause: {error}"
             ) from error
 

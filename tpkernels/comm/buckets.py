@@ -27,7 +27,13 @@ from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.bucket_layout import LayoutRules, lay_out_buckets
 from tpkernels.comm.bucketed import bucketed_all_gather
 from tpkernels.comm.engine import Engine, EngineChoice, EngineOptions, make_engine, runs_native
-from tpkernels.comm.groups import exchange_device, required_group, start_all_reduce, start_broadcast
+from tpkernels.comm.groups import (
+    LiveGroup,
+    exchange_device,
+    required_group,
+    start_all_reduce,
+    start_broadcast,
+)
 from tpkernels.comm.parameters import trainable
 from tpkernels.comm.supported import FLOATING, Problem, problem_of
 
@@ -72,10 +78,10 @@ class GradientBuckets:
     ) -> None:
         native = runs_native(engine)
         options = EngineOptions(
-            group=required_group(group),
+            group=LiveGroup(required_group(group)),
             tensor_parallel_group=None
             if tensor_parallel_group is None
-            else required_group(tensor_parallel_group, "tensor_parallel_group"),
+            else LiveGroup(required_group(tensor_parallel_group, "tensor_parallel_group")),
             rank=dist.get_rank(),
             reduce_scatter=reduce == "reduce_scatter",
             average=average,
@@ -173,7 +179,7 @@ class GradientBuckets:
             raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
         with torch.no_grad():
             parts = [shard.to(flat.dtype) for shard, (flat, _) in zip(shards, flats, strict=True)]
-            gathered = bucketed_all_gather(parts, self._options.group)
+            gathered = bucketed_all_gather(parts, self._options.group.get())
             for whole, (flat, members) in zip(gathered, flats, strict=True):
                 flat.copy_(whole)
                 for parameter, view in members:
@@ -225,13 +231,13 @@ class GradientBuckets:
         guess = list(range(len(times)))[::-1]
         # those that never came go last, for they hold back what comes after them
         observed = sorted(guess, key=lambda index: times[index] or float("inf"))
-        device = exchange_device(self._options.group)
+        device = exchange_device(self._options.group.get())
         order = torch.tensor(observed, device=device)
         arrivals = torch.tensor(engine.arrivals(), device=device)
         for group in (self._options.tensor_parallel_group, self._options.group):
             if group is not None:
-                start_broadcast(group, order, 0).wait()
-                start_all_reduce(group, arrivals, ReduceOp.MAX, self._options.timeout).wait()
+                start_broadcast(group.get(), order, 0).wait()
+                start_all_reduce(group.get(), arrivals, ReduceOp.MAX, self._options.timeout).wait()
         counts: list[int] = arrivals.tolist()
         if not any(counts):  # a step without backward teaches nothing
             return
@@ -242,7 +248,7 @@ class GradientBuckets:
         engine.expect([max(1, count) for count in counts])
 
     def _own_part(self, flat: Tensor) -> Tensor:
-        group = self._options.group
+        group = self._options.group.get()
         return flat.tensor_split(group.size())[group.rank()]
 
     def _flat_parameters(self) -> list[tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]]:
@@ -279,13 +285,13 @@ class GradientBuckets:
         )
         group, tensor_parallel_group = self._options.group, self._options.tensor_parallel_group
         if tensor_parallel_group is None:
-            agree(Claim(request, over_data, problem), group)
+            agree(Claim(request, over_data, problem), group.get())
             return
         try:
-            agree(Claim(request, over_data, problem), group)
+            agree(Claim(request, over_data, problem), group.get())
         except (TypeError, ValueError) as error:  # other data-parallel groups have to hear of it
             problem = type(error).__name__, str(error)
-        agree(Claim(request, over_tensor, problem), tensor_parallel_group)
+        agree(Claim(request, over_tensor, problem), tensor_parallel_group.get())
 
 
 def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:

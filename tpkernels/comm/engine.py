@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpkernels.comm import _ext
+from tpkernels.comm.groups import LiveGroup
 
 EngineChoice = Literal["auto", "cpp", "python"]
 
@@ -22,8 +22,8 @@ EngineChoice = Literal["auto", "cpp", "python"]
 class EngineOptions:
     """What both engines are told at construction."""
 
-    group: ProcessGroup
-    tensor_parallel_group: ProcessGroup | None  # where gradients of marked parameters are summed first
+    group: LiveGroup
+    tensor_parallel_group: LiveGroup | None  # where gradients of marked parameters are summed first
     rank: int  # of this process in the world, for messages
     reduce_scatter: bool  # else all-reduce
     average: bool  # over `group`; else sum
@@ -119,8 +119,8 @@ def make_engine(
         list(parameters),
         list(names),
         list(marked),
-        options.group.group_name,
-        "" if tensor_parallel_group is None else tensor_parallel_group.group_name,
+        options.group.name,
+        "" if tensor_parallel_group is None else tensor_parallel_group.name,
         options.rank,
         options.reduce_scatter,
         options.average,

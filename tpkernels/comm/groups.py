@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -33,34 +33,37 @@ def group_or_world(group: object) -> ProcessGroup:
     return required_group(dist.group.WORLD)
 
 
-@dataclass(frozen=True)
 class LiveGroup:
     """A process group, checked before each use: torch lets a destroyed group go on silently, and a
-    collective in a forked process hangs."""
+    collective in a forked process hangs.
 
-    group: ProcessGroup
-    process: int = field(default_factory=os.getpid)
+    Held weakly. A group that is destroyed but still held keeps its threads; one of them may then outlive the
+    interpreter with a finished collective in its hands, and abort the process.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = ref(group)
+        self._process = os.getpid()
+        self.name = str(group.group_name)
+        self.size = group.size()
 
     def get(self) -> ProcessGroup:
         """The group, if it may be used now."""
-        if os.getpid() != self.process:
+        if os.getpid() != self._process:
             raise RuntimeError(
-                f"GradientBuckets made in process {self.process} cannot be used in process {os.getpid()}, "
+                f"GradientBuckets made in process {self._process} cannot be used in process {os.getpid()}, "
                 "which was forked from it; make process groups and GradientBuckets after the fork"
             )
-        if not is_alive(self.group):
+        group = self._group()
+        if group is None or not is_alive(group):
             raise RuntimeError(
                 f"process group '{self.name}' was destroyed; make a new group and new GradientBuckets"
             )
-        return self.group
-
-    @property
-    def name(self) -> str:
-        return str(self.group.group_name)
+        return group
 
     def averages(self, device: torch.device) -> bool:
         """Whether the backend divides by the number of ranks while it reduces."""
-        return bool(self.group._get_backend(device).name() == "nccl")
+        return bool(self.get()._get_backend(device).name() == "nccl")
 
 
 def is_alive(group: ProcessGroup) -> bool:

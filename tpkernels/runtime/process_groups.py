@@ -118,6 +118,9 @@ def destroy_process_groups(groups: ProcessGroups) -> None:
         if not c10d.is_default(group):
             c10d.destroy_group(group)
     groups.destroyed = True
+    # A group that is still held keeps its threads, and one of them may outlive the interpreter.
+    groups.made.clear()
+    groups.to_make.clear()
 
 
 def _make(
