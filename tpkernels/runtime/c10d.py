@@ -4,7 +4,7 @@
 it derives the group's name from the ranks and from how many groups this process has at the moment. Members
 with different histories then wait under different names for ever, and a group made again after it was
 destroyed finds the addresses of its dead namesake in the store. So we name groups ourselves and call the
-function beneath. Same signature in torch 2.11 to 2.14.
+function beneath. Its signature is the same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
