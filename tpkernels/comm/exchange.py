@@ -1,0 +1,167 @@
+"""Rows in flight between the ranks of a group: gathered, or reduced. No autograd, no kernels.
+
+    gathering = Gathering("op", shard, rows, group)      reducing = Reducing("op", rows, cols, like, group)
+    for rows, part in gathering.arrivals():              reducing.send_all(partial_sums_of_rows)
+        ... part = full[rows] is there ...               ... more work ...
+    full = gathering.wait()                              total = reducing.wait()
+
+Transfers are point to point, as `pieces` plans them: each is on its way as soon as it is started, and what is
+computed meanwhile hides it. On NCCL they run on the backend's own stream and `wait` holds up the current
+stream only; on gloo its thread moves them, and `wait` blocks.
+
+Sums are taken here and not by the backend: in fp32 (or wider) and in the order of ranks, so that they depend
+neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from tpkernels.comm.pieces import bounds, cut, parts_of_shard, peers_by_step
+from tpkernels.comm.transfers import Transfers
+
+PartialOf = Callable[[slice], Tensor]
+
+
+class Pending(Protocol):
+    """A result in flight."""
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+
+
+class Gathering:
+    """Shards of all ranks on their way into one matrix."""
+
+    def __init__(self, op: str, shard: Tensor, rows: int, group: ProcessGroup) -> None:
+        """shard: (this rank's rows, cols), as `pieces.bounds` divides `rows` over the ranks"""
+        ranks, rank = group.size(), group.rank()
+        first, last = bounds(rows, ranks, rank)
+        assert len(shard) == last - first, "the caller divides rows as the plan does"
+        shard = shard.contiguous()
+        self._full = shard.new_empty(rows, shard.shape[1])
+        self._own = slice(first, last)
+        self._transfers = Transfers(op, group)
+        self._arriving: list[tuple[slice, int, Work | None]] = []
+        parts = parts_of_shard(-(-rows // ranks) * shard.shape[1] * shard.element_size())
+        own = cut(rows, ranks, rank, parts)
+        for to, source in peers_by_step(ranks, rank):
+            for ours, theirs in zip(own, cut(rows, ranks, source, parts), strict=True):
+                outgoing = shard[ours.start - first : ours.stop - first]
+                received = self._transfers.exchange(to, outgoing, source, self._full[theirs.rows])
+                self._arriving.append((theirs.rows, source, received))
+        self._full[self._own].copy_(shard)
+
+    def arrivals(self) -> Iterator[tuple[slice, Tensor]]:
+        """Row ranges and their rows, each as soon as it is there: own rows first, then as planned."""
+        yield self._own, self._full[self._own]
+        for rows, source, received in self._arriving:
+            self._transfers.await_rows(received, source)
+            yield rows, self._full[rows]
+        self._arriving.clear()
+        self._transfers.await_sends()
+
+    def wait(self) -> Tensor:
+        """All rows."""
+        for _ in self.arrivals():
+            pass
+        return self._full
+
+
+class Reducing:
+    """Partial sums of all ranks on their way to the owners of the rows: a reduce-scatter."""
+
+    def __init__(
+        self,
+        op: str,
+        partial_of: PartialOf,
+        rows: int,
+        cols: int,
+        like: Tensor,
+        group: ProcessGroup,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Compute and send, others' rows first.
+
+        partial_of: this rank's part of the sums of some rows
+        like: a tensor of the dtype and device of partial sums
+        bias: (cols,), added once
+        """
+        ranks, rank = group.size(), group.rank()
+        first, last = bounds(rows, ranks, rank)
+        self._bias = bias
+        self._slots = like.new_empty(ranks, last - first, cols)
+        self._transfers = Transfers(op, group)
+        self._arriving: list[tuple[int, Work | None]] = []
+        parts = parts_of_shard(-(-rows // ranks) * cols * like.element_size())
+        own = cut(rows, ranks, rank, parts)
+        for to, source in peers_by_step(ranks, rank):
+            for ours, theirs in zip(own, cut(rows, ranks, to, parts), strict=True):
+                slot = self._slots[source, ours.start - first : ours.stop - first]
+                partial = partial_of(theirs.rows).contiguous()
+                received = self._transfers.exchange(to, partial, source, slot)
+                self._arriving.append((source, received))
+        self._slots[rank].copy_(partial_of(slice(first, last)))
+
+    def wait(self) -> Tensor:
+        """The sums of this rank's rows, over ranks in their order, plus bias; rounded once."""
+        for source, received in self._arriving:
+            self._transfers.await_rows(received, source)
+        self._arriving.clear()
+        self._transfers.await_sends()
+        wide = self._slots.dtype
+        if wide.is_floating_point:
+            wide = torch.promote_types(wide, torch.float32)
+        total = self._slots[0].to(wide) + self._slots[1]
+        for slot in self._slots[2:]:
+            total += slot
+        if self._bias is not None:
+            total += self._bias
+        return total.to(self._slots.dtype)
+
+
+class AllReducing:
+    """Partial sums of all ranks on their way to all of them, a chunk of rows after the other.
+
+    A chunk is reduced while the next one is computed, and gathered while the one after that is.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        partial_of: PartialOf,
+        rows: int,
+        cols: int,
+        like: Tensor,
+        group: ProcessGroup,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Like `Reducing`."""
+        self._op, self._group = op, group
+        self._like, self._cols = like, cols
+        self._gathering: list[Gathering] = []
+        self._reducing: tuple[int, Reducing] | None = None
+        chunks = parts_of_shard(-(-rows // group.size()) * cols * like.element_size())
+        for chunk in range(chunks):
+            start, stop = bounds(rows, chunks, chunk)
+            partial = partial_of(slice(start, stop))
+            reducing = Reducing(op, partial.__getitem__, stop - start, cols, like, group, bias)
+            self._gather_reduced()
+            self._reducing = stop - start, reducing
+
+    def wait(self) -> Tensor:
+        """The sums of all rows, plus bias; the same bits on all ranks."""
+        self._gather_reduced()
+        parts = [gathering.wait() for gathering in self._gathering]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _gather_reduced(self) -> None:
+        if self._reducing is not None:
+            rows, reducing = self._reducing
+            self._gathering.append(Gathering(self._op, reducing.wait(), rows, self._group))
+            self._reducing = None

@@ -1,0 +1,62 @@
+"""Point-to-point transfers of one call: in one order on all ranks, with errors that say whose fault it is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from tpkernels.comm.groups import Start, start_together
+
+_TAG = 7465  # apart from what users send in the same group, whose tag is mostly 0
+
+
+class Transfers:
+    """Sends and receives that belong to one operator."""
+
+    def __init__(self, op: str, group: ProcessGroup) -> None:
+        self._op, self._group = op, group
+        self._sends: list[tuple[Work, int, Tensor]] = []  # buffers live until they are sent
+
+    def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
+        """Send and receive at once, which NCCL needs to get past both; what is empty is left out.
+
+        returns: to wait for before `incoming` is read; None if it is empty
+        """
+        starts: list[Start] = []
+        if outgoing.numel():
+            starts.append(lambda group: group.send([outgoing], to, _TAG))
+        if incoming.numel():
+            starts.append(lambda group: group.recv([incoming], source, _TAG))
+        if not starts:
+            return None
+        try:
+            works = start_together(self._group, outgoing.device, starts)  # one for both, or one each
+        except RuntimeError as error:
+            raise self._failure(f"rank {to} or {source} cannot be reached", error) from error
+        if outgoing.numel():
+            self._sends.append((works[0], to, outgoing))
+        return works[-1] if incoming.numel() else None
+
+    def await_rows(self, received: Work | None, source: int) -> None:
+        try:
+            if received is not None:
+                received.wait()
+        except RuntimeError as error:
+            raise self._failure(f"rows of rank {source} did not arrive", error) from error
+
+    def await_sends(self) -> None:
+        """Until then nobody may overwrite what was sent."""
+        for work, to, _ in self._sends:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(f"rank {to} did not take its rows", error) from error
+        self._sends.clear()
+
+    def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
+        group = self._group
+        return RuntimeError(
+            f"{self._op}: {what}: it died, came too late, or left the common order of calls. Ranks "
+            f"are numbered within process group '{group.group_name}', where this is {group.rank()} of "
+            f"{group.size()}. Cause: {error}"
+        )

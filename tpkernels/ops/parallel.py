@@ -1,0 +1,95 @@
+"""What every op over a group does first: look at the group, and agree on shapes where that was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.exchange import AllReducing, Gathering, Pending, Reducing
+from tpkernels.comm.groups import required_group
+
+# TPKERNELS_DEBUG=1: ranks compare shapes before each transfer. Read once: an op should cost little.
+debug = os.environ.get("TPKERNELS_DEBUG", "0") == "1"
+
+
+def checked_group(
+    group: object, op: str, *, dtype: torch.dtype, rows: tuple[int, ...], width: int
+) -> ProcessGroup:
+    """`group`, if this rank is a member; with TPKERNELS_DEBUG=1 only if all ranks ask for the same transfers.
+
+    rows: the leading dimensions of what is moved; width: its features
+    """
+    group = required_group(group)
+    if debug and group.size() > 1:
+        agree(Claim(op, (f"what is moved: {(*rows, width)} {dtype}",)), group)
+    return group
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group that an operator under torch.compile was given by name."""
+    return c10d._resolve_process_group(name)
+
+
+def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
+    """Dimension 0 of x can be split over the ranks."""
+    if x.shape[0] % group.size():
+        raise ValueError(
+            f"{op}: expected dimension 0 of x divisible by the {group.size()} ranks of the group, got "
+            f"{tuple(x.shape)}; pad the sequence to a multiple of {group.size()}"
+        )
+
+
+class Done:
+    """A result that needed no transfer."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+def start_sum(
+    op: str,
+    partial_of: Callable[[slice], Tensor],
+    rows: int,
+    cols: int,
+    like: Tensor,
+    group: ProcessGroup,
+    *,
+    scatter: bool,
+    overlap: bool,
+    bias: Tensor | None = None,
+) -> Pending:
+    """Sums over ranks of `partial_of(rows)`: of this rank's rows, or of all.
+
+    Without overlap all is computed before the first row travels. A rank alone touches no transfer.
+    """
+    if group.size() == 1:
+        alone = partial_of(slice(0, rows))
+        return Done(alone if bias is None else alone + bias)
+    if not overlap:
+        partial_of = partial_of(slice(0, rows)).__getitem__
+    sums = Reducing if scatter else AllReducing
+    return sums(op, partial_of, rows, cols, like, group, bias)
+
+
+def start_rows(op: str, shard: Tensor, group: ProcessGroup) -> Gathering | Done:
+    """All ranks' shards, which have as many rows each."""
+    ranks = group.size()
+    return Done(shard) if ranks == 1 else Gathering(op, shard, ranks * shard.shape[0], group)
+
+
+def arrivals(gathering: Gathering | Done, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Rows as they arrive, or all at once."""
+    if overlap and isinstance(gathering, Gathering):
+        yield from gathering.arrivals()
+    else:
+        full = gathering.wait()
+        yield slice(0, full.shape[0]), full
