@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.exchange import AllReducing, Gathering, Pending, Reducing
@@ -33,7 +34,7 @@ def checked_group(
 
 def group_named(name: str) -> ProcessGroup:
     """The group that an operator under torch.compile was given by name."""
-    return c10d._resolve_process_group(name)
+    return c10d._resolve_process_group(GroupName(name))
 
 
 def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:

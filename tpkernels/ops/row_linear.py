@@ -105,7 +105,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(ctx: Any, call: RowCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _save(ctx, ctx.needs_input_grad[1:], x, weight, bias)
         ctx.call = call
-        return _forward(call, x, weight, bias)
+        return row_forward("row_linear", call, x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -121,12 +121,12 @@ def _save(ctx: Any, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Te
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
 
 
-def _forward(call: RowCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def row_forward(op: str, call: RowCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     steps = steps_on(x.device)
     if call.group.size() == 1:
         return steps.linear(x, weight, bias, "none", False)[0]
     return start_sum(
-        "row_linear",
+        op,
         lambda rows: steps.linear(x[rows], weight, None, "none", False)[0],
         x.shape[0],
         weight.shape[0],
@@ -171,7 +171,8 @@ def registered_row_linear(
     sequence_parallel: bool,
     overlap: bool,
 ) -> Tensor:
-    return _forward(RowCall(group_named(group_name), sequence_parallel, overlap), x, weight, bias)
+    call = RowCall(group_named(group_name), sequence_parallel, overlap)
+    return row_forward("row_linear", call, x, weight, bias)
 
 
 @registered_row_linear.register_fake

@@ -1,0 +1,214 @@
+"""What ranks run in tests of how ops over a group behave, beside the numbers that they compute."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.ops.parallel_cases import Setting, leaf, prepare, shard
+from tpkernels.comm import transfers
+from tpkernels.ops import column_linear, parallel, row_linear
+from tpkernels.ops.parallel_mlp import parallel_mlp
+
+
+def block(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
+    h = column_linear(x, w, None, dist.group.WORLD, activation="gelu", **options)
+    return row_linear(h, w2, None, dist.group.WORLD, **options)
+
+
+def _operands(seed: int, rows: int = 16) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x, w, w2 = torch.randn(rows, 24), torch.randn(32, 24) / 5, torch.randn(24, 32) / 5
+    return [shard(x, 0), shard(w, 0), shard(w2, 1)]
+
+
+def _with_gradients(function: Callable[..., Tensor], operands: list[Tensor], **options: Any) -> list[Tensor]:
+    leaves = [leaf(t) for t in operands]
+    y = function(*leaves, **options)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def repeats_are_equal(sequence_parallel: bool) -> bool:
+    """Five calls with fresh data and other delays give the bits of a call without delays."""
+    prepare(Setting())
+    for seed in range(5):
+        operands = _operands(seed)
+        if not sequence_parallel:
+            operands[0] = torch.ones(9, 24) * torch.arange(9.0)[:, None].sin()
+        calm = _with_gradients(block, operands, sequence_parallel=sequence_parallel)
+        original = transfers.Transfers.exchange
+
+        def late(self: Any, *arguments: Any, original: Any = original, seed: int = seed) -> Any:
+            time.sleep(0.003 * ((dist.get_rank() + seed) % dist.get_world_size()))
+            return original(self, *arguments)
+
+        transfers.Transfers.exchange = late  # type: ignore[method-assign]
+        try:
+            delayed = _with_gradients(block, operands, sequence_parallel=sequence_parallel)
+        finally:
+            transfers.Transfers.exchange = original  # type: ignore[method-assign]
+        if not _equal(calm, delayed):
+            return False
+    return True
+
+
+def overlap_changes_rounding_only() -> float:
+    prepare(Setting())
+    operands = _operands(0)
+    a = _with_gradients(block, operands, sequence_parallel=True, overlap=True)
+    b = _with_gradients(block, operands, sequence_parallel=True, overlap=False)
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(a, b, strict=True))
+
+
+def interleaved_layers_do_not_mix() -> bool:
+    """Two blocks whose forwards and backwards alternate."""
+    prepare(Setting())
+    alone = [_with_gradients(block, _operands(seed), sequence_parallel=True) for seed in (1, 2)]
+    leaves = [[leaf(t) for t in _operands(seed)] for seed in (1, 2)]
+    ys = [block(*operands, sequence_parallel=True) for operands in leaves]
+    torch.autograd.backward([y.square().sum() for y in ys])
+    together = [[y.detach(), *(t.grad for t in operands)] for y, operands in zip(ys, leaves, strict=True)]
+    return all(_equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def checkpointed_equals_plain(reentrant: bool) -> bool:
+    prepare(Setting())
+    plain = _with_gradients(block, _operands(3), sequence_parallel=True)
+
+    def recomputed(*operands: Tensor) -> Tensor:
+        return checkpoint(lambda *t: block(*t, sequence_parallel=True), *operands, use_reentrant=reentrant)
+
+    leaves = [leaf(t) for t in _operands(3)]
+    y = recomputed(*leaves)
+    y.square().sum().backward()
+    return _equal(plain, [y.detach(), *(t.grad for t in leaves)])
+
+
+def without_grad() -> bool:
+    prepare(Setting())
+    operands = _operands(4)
+    expected = _with_gradients(block, operands, sequence_parallel=True)[0]
+    with torch.no_grad():
+        return torch.equal(block(*operands, sequence_parallel=True), expected)
+
+
+def lists_share_one_gather() -> tuple[bool, int]:
+    """Whether a list gives what single calls give, and how many transfers three need more than one."""
+    prepare(Setting())
+    x, w, _ = _operands(5)
+    weights = [w, w[:4] * 2, w[:2] * 3]
+    counts = []
+
+    def column(x: Tensor, *weights: Tensor) -> Tensor:
+        ys = column_linear(x, list(weights), None, dist.group.WORLD, sequence_parallel=True)
+        return torch.cat(ys, 1)
+
+    def one_by_one(x: Tensor, *weights: Tensor) -> Tensor:
+        ys = [column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True) for w in weights]
+        return torch.cat(ys, 1)
+
+    original = transfers.Transfers.exchange
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        counts[-1] += 1
+        return original(self, *arguments)
+
+    transfers.Transfers.exchange = counted  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            for several in (weights, weights[:1]):
+                counts.append(0)
+                column(x, *several)
+    finally:
+        transfers.Transfers.exchange = original  # type: ignore[method-assign]
+    together = _with_gradients(column, [x, *weights])
+    apart = _with_gradients(one_by_one, [x, *weights])
+    close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(together, apart, strict=True))
+    return close, counts[0] - counts[1]
+
+
+def a_rank_alone_touches_no_transfer() -> bool:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("a rank alone has nobody to talk to")
+
+    transfers.Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
+    results = _with_gradients(block, _operands(6), sequence_parallel=True)
+    mlp = _with_gradients(
+        lambda x, w, w2: parallel_mlp(x, w, None, w2, None, dist.group.WORLD, sequence_parallel=True),
+        _operands(6),
+    )
+    return all(t.isfinite().all() for t in (*results, *mlp))
+
+
+def message_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def bad_call(name: str) -> str:
+    group = dist.group.WORLD
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    calls: dict[str, Callable[[], object]] = {
+        "ragged tokens": lambda: row_linear(x[:5], w, None, group, sequence_parallel=True),
+        "no group": lambda: column_linear(x, w, None, None),  # type: ignore[arg-type]
+        "width": lambda: column_linear(x, torch.randn(8, 7), None, group),
+        "dtype": lambda: row_linear(x, w.half(), None, group),
+        "no tokens": lambda: column_linear(x[0], w, None, group, sequence_parallel=True),
+        "lists": lambda: column_linear(x, [w, w], [None], group),
+        "main_grad": lambda: row_linear(x, w, None, group, main_grad=torch.zeros(3, 8)),
+        "gated bias": lambda: parallel_mlp(x, w, x[0], w, None, group, w_gate_shard=w),
+    }
+    return message_of(calls[name])
+
+
+def other_shape_in_debug() -> str:
+    parallel.debug = True
+    try:
+        rows = 4 + 2 * dist.get_rank()
+        return message_of(lambda: row_linear(torch.randn(rows, 8), torch.randn(8, 8), None, dist.group.WORLD))
+    finally:
+        parallel.debug = False
+
+
+def peer_dies() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    block(*_operands(7), sequence_parallel=True)
+
+
+def peer_stays_away(seconds: float) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    if dist.get_rank() == 1:
+        time.sleep(3 * seconds)
+        return "late"
+    x, w, _ = _operands(8)
+    return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
+
+
+def doubled_bias() -> float:
+    """What the comparison says of a bias that lands once a rank: it has to be far beyond what is allowed."""
+    from tests.ops import parallel_cases
+
+    original = parallel_cases.row_linear
+    parallel_cases.row_linear = lambda x, w, b, group, **options: original(  # type: ignore[assignment]
+        x, w, b * group.size(), group, **options
+    )
+    try:
+        return parallel_cases.row(Setting())["y"]
+    finally:
+        parallel_cases.row_linear = original

@@ -1,0 +1,144 @@
+"""The seven regions of tensor parallelism: what is done to activations, and what that means for gradients.
+
+    region                                    forward                         backward
+    copy_to_region                            as it is                        all-reduce
+    reduce_from_region                        all-reduce                      as it is
+    scatter_to_region                         our part of the features        all-gather features
+    gather_from_region                        all-gather features             our part of the features
+    scatter_to_sequence_region                our part of the tokens          all-gather tokens
+    gather_from_sequence_region               all-gather tokens               reduce-scatter tokens
+    reduce_scatter_to_sequence_region         reduce-scatter tokens           all-gather tokens
+
+Features are the last dimension, tokens the first; a size that the ranks do not divide is refused. Inputs are
+never changed, and a rank alone gets its input back. Sums are taken in fp32 in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.exchange import AllReducing, Gathering, Reducing
+from tpkernels.ops.parallel import checked_group
+
+Move = Callable[[str, Tensor, ProcessGroup], Tensor]
+
+
+def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's x; gradients are summed over ranks."""
+    return _move("copy_to_region", x, group, _keep, _sum)
+
+
+def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of the ranks' x."""
+    return _move("reduce_from_region", x, group, _sum, _keep)
+
+
+def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the features of x, which is the same on all ranks."""
+    return _move("scatter_to_region", x, group, _our_features, _all_features)
+
+
+def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All features; each rank brings its part."""
+    return _move("gather_from_region", x, group, _all_features, _our_features)
+
+
+def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the tokens of x, which is the same on all ranks."""
+    return _move("scatter_to_sequence_region", x, group, _our_tokens, _all_tokens)
+
+
+def gather_from_sequence_region(
+    x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
+) -> Tensor:
+    """All tokens; each rank brings its part.
+
+    tensor_parallel_output_grad: what follows is split over the ranks: each has a part of the gradient, and
+        parts are summed; if False, all ranks have the whole gradient, and each takes its tokens
+    """
+    backward = _sum_of_tokens if tensor_parallel_output_grad else _our_tokens
+    return _move("gather_from_sequence_region", x, group, _all_tokens, backward)
+
+
+def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's tokens of the sum of the ranks' x."""
+    return _move("reduce_scatter_to_sequence_region", x, group, _sum_of_tokens, _all_tokens)
+
+
+def _move(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
+    if x.ndim < 1:
+        raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
+    group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1])
+    if group.size() == 1:
+        return x
+    moved: Tensor = _Region.apply(op, x, group, forward, backward)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
+        ctx.op, ctx.group, ctx.backward_move = op, group, backward
+        return forward(op, x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.backward_move(f"{ctx.op} backward", dy, ctx.group), None, None, None
+
+
+def _keep(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _our_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, -1, group)
+    return x.chunk(group.size(), -1)[group.rank()].contiguous()
+
+
+def _our_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, 0, group)
+    return x.chunk(group.size(), 0)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+
+def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    whole = Gathering(op, _rows(x), group.size() * x.shape[0], group).wait()
+    return whole.view(group.size() * x.shape[0], *x.shape[1:])
+
+
+def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    # rows of a gather are contiguous: ranks become the first dimension, and then part of the last
+    parts = Gathering(op, x.reshape(1, x.numel()), group.size(), group).wait()
+    parts = parts.view(group.size(), *x.shape).movedim(0, -2)
+    return parts.reshape(*x.shape[:-1], group.size() * x.shape[-1])
+
+
+def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, 0, group)
+    rows = _rows(x)
+    ours = Reducing(op, rows.__getitem__, rows.shape[0], rows.shape[1], rows, group).wait()
+    return ours.view(x.shape[0] // group.size(), *x.shape[1:])
+
+
+def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    rows = x.reshape(x.numel(), 1)  # any number of them will do
+    return AllReducing(op, rows.__getitem__, rows.shape[0], 1, rows, group).wait().view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A row for each token."""
+    return x.reshape(x.shape[0], x[0].numel() if len(x) else 0)
+
+
+def _require_even(op: str, x: Tensor, dim: int, group: ProcessGroup) -> None:
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"{op}: expected dimension {dim} divisible by the {group.size()} ranks of the group, got "
+            f"{tuple(x.shape)}; pad it to a multiple of {group.size()}"
+        )

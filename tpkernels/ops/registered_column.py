@@ -1,0 +1,132 @@
+"""Column-parallel linear under torch.compile: both directions as operators, which name their group.
+
+A list that an operator takes holds no None: biases come without, and `has_bias` says whose they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.ops.column_steps import (
+    ColumnCall,
+    column_forward,
+    column_gradients,
+    in_dtypes,
+    save_for_column,
+)
+from tpkernels.ops.registered import or_empty
+
+
+@torch.library.custom_op("tpkernels::column_linear", mutates_args=())
+def registered_column_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    has_bias: Sequence[bool],
+    group_name: str,
+    activation: str,
+    sequence_parallel: bool,
+    overlap: bool,
+    keep_z: bool,
+    keep_gathered: bool,
+) -> list[Tensor]:
+    call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
+    return column_forward(call, x, weights, _spread(biases, has_bias))
+
+
+@registered_column_linear.register_fake
+def _(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    has_bias: Sequence[bool],
+    group_name: str,
+    activation: str,
+    sequence_parallel: bool,
+    overlap: bool,
+    keep_z: bool,
+    keep_gathered: bool,
+) -> list[Tensor]:
+    call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
+    tokens = x.shape[0] * (call.group.size() if call.gathers else 1)
+    ys = [x.new_empty(tokens, weight.shape[0]) for weight in weights]
+    zs = [torch.empty_like(y) for y in ys] if keep_z else []
+    return [*ys, *zs, x.new_empty(tokens, x.shape[1])] if call.saves_gathered else [*ys, *zs]
+
+
+@torch.library.custom_op("tpkernels::column_linear_backward", mutates_args=())
+def registered_column_linear_backward(
+    needs: Sequence[bool],
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    zs: Sequence[Tensor],
+    group_name: str,
+    activation: str,
+    sequence_parallel: bool,
+    overlap: bool,
+    keep_z: bool,
+    keep_gathered: bool,
+) -> list[Tensor]:
+    call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
+    dx, dws, dbs = column_gradients(call, needs, dys, x, weights, zs, [None] * len(weights))
+    return [or_empty(gradient, dys[0]) for gradient in (dx, *dws, *dbs)]
+
+
+@registered_column_linear_backward.register_fake
+def _(
+    needs: Sequence[bool],
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    zs: Sequence[Tensor],
+    group_name: str,
+    activation: str,
+    sequence_parallel: bool,
+    overlap: bool,
+    keep_z: bool,
+    keep_gathered: bool,
+) -> list[Tensor]:
+    call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
+    tokens = dys[0].shape[0] // (call.group.size() if call.gathers else 1)
+    shapes = [(tokens, x.shape[1]), *(tuple(weight.shape) for weight in weights)]
+    shapes += [(weight.shape[0],) for weight in weights]
+    wide = [torch.float32 if number > len(weights) else x.dtype for number in range(len(shapes))]
+    return [
+        x.new_empty(shape, dtype=dtype) if need else x.new_empty(0)
+        for need, shape, dtype in zip(needs, shapes, wide, strict=True)
+    ]
+
+
+def _spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
+    """One for each weight again."""
+    given = iter(biases)
+    return [next(given) if has else None for has in has_bias]
+
+
+def _registered_save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, given, ctx.has_bias, *ctx.options = inputs
+    biases = _spread(given, ctx.has_bias)
+    ctx.count = len(weights)
+    save_for_column(ctx, ColumnCall.of_options(*ctx.options), x, weights, biases, output)
+    ctx.needs = [tensor is not None and tensor.requires_grad for tensor in (x, *weights, *biases)]
+
+
+def _registered_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    # nobody sees z and the gathered x, so their gradients say nothing
+    count = ctx.count
+    x, *saved = ctx.saved_tensors
+    results = registered_column_linear_backward(
+        ctx.needs, list(grads[:count]), x, saved[:count], saved[count:], *ctx.options
+    )
+    found = [result if need else None for result, need in zip(results, ctx.needs, strict=True)]
+    dbs = in_dtypes(ctx.bias_dtypes, found[1 + count :])
+    given = [db for db, has in zip(dbs, ctx.has_bias, strict=True) if has]
+    return found[0], found[1 : 1 + count], given, None, *(None for _ in ctx.options)
+
+
+registered_column_linear.register_autograd(_registered_backward, setup_context=_registered_save)
