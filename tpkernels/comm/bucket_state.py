@@ -35,8 +35,7 @@ class Slot:
 
     def is_in_place(self, grad: Tensor) -> bool:
         """Whether autograd added to the bucket itself. By storage, for empty tensors have no address."""
-        place = self.place
-        return grad.storage_offset() == place.storage_offset() and torch._C._is_alias_of(grad, place)  # type: ignore[attr-defined,no-any-return]
+        return grad.is_set_to(self.place)
 
     def alias(self) -> Tensor:
         """What `grad` becomes. Not the view itself: `module.to()` replaces the data of `grad`, and with it
