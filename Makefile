@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types docs plan doctor bench gpu compile gate check-triton-3.6 sdist clean
+.PHONY: help setup demo test check lint types docs plan doctor bench bench-overlap gpu compile gate check-triton-3.6 sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ doctor: $(READY) ## what this machine has, and what is wrong with it
 
 bench: $(READY) ## benchmarks, with ratios against the naive way
 	$(BIN)/python -m pytest bench
+
+bench-overlap: $(READY) ## what communication hides behind computation, on a throttled link; needs root
+	$(BIN)/python -m pytest -s bench/test_overlap.py
 
 gpu: ## on a machine with a GPU, with its own Python and torch: tests and benchmarks; JSON into out/gpu
 	$(PYTHON) setup.py -q build_ext --inplace

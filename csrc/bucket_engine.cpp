@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/div.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -14,18 +13,10 @@
 #include <limits>
 #include <numeric>
 
+#include "gradient_views.h"
+
 namespace tpkernels {
 namespace {
-
-// Laid out like the parameter, so that optimizers walk both in the same order.
-at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& flat, int64_t offset) {
-  const at::Tensor dense = at::empty_like(parameter, parameter.options().device(at::kMeta));
-  return flat.as_strided(parameter.sizes(), dense.strides(), flat.storage_offset() + offset);
-}
-
-bool is_in_place(const at::Tensor& grad, const at::Tensor& view) {
-  return grad.data_ptr() == view.data_ptr();
-}
 
 std::string reason(const std::exception& error) {
   const auto* from_torch = dynamic_cast<const c10::Error*>(&error);  // whose what() has a C++ backtrace
@@ -42,13 +33,15 @@ BucketEngine::BucketEngine(std::vector<at::Tensor> parameters, std::vector<std::
                                  ? std::nullopt
                                  : std::make_optional<LiveGroup>(options_.tensor_parallel_group)),
       side_(parameters.at(0).device()),
-      divides_(options_.average && group_.size() > 1 && !group_.averages(parameters[0].device().type())),
+      in_backend_(group_.averages(parameters[0].device().type())),
+      divides_(options_.average && group_.size() > 1 && !in_backend_),
       divisor_(at::scalar_tensor(group_.size())),
       reduction_(options_.average && !divides_ ? Reduction::AVG : Reduction::SUM) {
   TORCH_INTERNAL_ASSERT(parameters.size() == names.size() && parameters.size() == marked.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     slots_.push_back(
         {parameters[i], names[i], marked[i], torch::autograd::impl::grad_accumulator(parameters[i])});
+    slots_[i].dtype = parameters[i].scalar_type();
     slots_[i].hook =
         slots_[i].accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
             [this, i](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
@@ -88,7 +81,7 @@ void BucketEngine::arrange(const std::vector<int64_t>& bucket_of, const std::vec
       at::Tensor& grad = slot.parameter.mutable_grad();
       const bool is_ours = slot.view.defined() && grad.defined() && is_in_place(grad, slot.view);
       if (slot.view.defined()) view.copy_(slot.view);
-      if (is_ours) grad = view;
+      if (is_ours) grad = alias_of(view);
       slot.view = view;
       slot.bucket = b;
     }
@@ -145,7 +138,7 @@ void BucketEngine::take_in(Slot& slot) {
     } else {
       slot.view.copy_(grad);
     }
-    grad = slot.view;
+    grad = alias_of(slot.view);
     slot.reduced = false;
   }
 }
@@ -163,7 +156,13 @@ void BucketEngine::take_leftover(Slot& slot) {
   } else {
     slot.view.zero_();
   }
-  grad = slot.view;
+  grad = alias_of(slot.view);
+}
+
+void BucketEngine::refuse_converted(const Slot& slot) const {
+  TORCH_CHECK(slot.parameter.scalar_type() == slot.dtype && slot.parameter.device() == slot.view.device(),
+              "GradientBuckets: '", slot.name, "' was converted or moved, which takes its hook away; make ",
+              "GradientBuckets after that");
 }
 
 void BucketEngine::refuse_late(const Slot& slot) const {
@@ -228,6 +227,7 @@ std::vector<int64_t> BucketEngine::finish() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   group_.get();
+  for (const Slot& slot : slots_) refuse_converted(slot);
   if (!finished_) {
     try {
       while (next_ < buckets_.size()) launch(next_);
@@ -269,13 +269,19 @@ void BucketEngine::start(Bucket& bucket) {
   side_.wait_for(bucket.streams);
   c10::OptionalStreamGuard on_side;
   side_.enter(on_side);
-  bucket.wire = options_.wire_dtype ? bucket.flat.to(*options_.wire_dtype) : bucket.flat;
+  bucket.wire = bucket.flat.to(wire_dtype(bucket.flat.scalar_type()));
   if (bucket.marked) {
     bucket.work =
         start_all_reduce(tensor_parallel_group_->get(), bucket.wire, Reduction::SUM, options_.timeout_ms);
   } else {
     reduce(bucket);
   }
+}
+
+// gloo adds in the dtype that it is given, and 256 + 1 is 256 in bfloat16.
+at::ScalarType BucketEngine::wire_dtype(at::ScalarType own) const {
+  const bool is_half = own == at::kBFloat16 || own == at::kHalf;
+  return options_.wire_dtype.value_or(is_half && !in_backend_ ? at::kFloat : own);
 }
 
 void BucketEngine::reduce(Bucket& bucket) {
@@ -299,7 +305,7 @@ void BucketEngine::complete() {
   }
   for (Bucket& bucket : buckets_) {
     await(bucket, group_, options_.reduce_scatter ? "reduce_scatter" : "all_reduce");
-    if (options_.wire_dtype) bucket.flat.copy_(bucket.wire);
+    if (!bucket.wire.is_same(bucket.flat)) bucket.flat.copy_(bucket.wire);
     bucket.wire.reset();
   }
   on_side.reset();

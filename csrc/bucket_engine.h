@@ -33,7 +33,7 @@ struct EngineOptions {
   bool main_grad;                     // gradients are accumulated beside `grad`, which stays undefined
   bool check_nan;
   std::optional<at::ScalarType> grad_dtype;  // of buckets; the parameters' own if absent
-  std::optional<at::ScalarType> wire_dtype;  // of what is sent; the buckets' own if absent
+  std::optional<at::ScalarType> wire_dtype;  // of what is sent; if absent the buckets' own, or wider
   int64_t timeout_ms;                        // of a collective; below zero: the group's own
 };
 
@@ -76,6 +76,7 @@ class BucketEngine : public torch::CustomClassHolder {
     std::string name;
     bool marked;
     Accumulator accumulator;
+    at::ScalarType dtype = at::kFloat;
     uintptr_t hook = 0;
     at::Tensor view = {};
     size_t bucket = 0;
@@ -101,12 +102,14 @@ class BucketEngine : public torch::CustomClassHolder {
   void on_gradient(size_t index);
   void take_in(Slot& slot);
   void take_leftover(Slot& slot);
+  void refuse_converted(const Slot& slot) const;
   void refuse_late(const Slot& slot) const;
   void refuse_reduced(const Slot& slot) const;
 
   void begin_round();
   void launch(size_t index);
   void start(Bucket& bucket);
+  at::ScalarType wire_dtype(at::ScalarType own) const;
   void reduce(Bucket& bucket);
   void complete();
   void await(Bucket& bucket, const LiveGroup& group, const char* operation);
@@ -121,6 +124,7 @@ class BucketEngine : public torch::CustomClassHolder {
   const LiveGroup group_;
   const std::optional<LiveGroup> tensor_parallel_group_;
   const SideStream side_;
+  const bool in_backend_;     // averages, and sums of halves in float32: NCCL's business, not gloo's
   const bool divides_;        // before sending; not if the backend does
   const at::Tensor divisor_;  // no dimensions
   const Reduction reduction_;

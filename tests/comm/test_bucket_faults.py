@@ -277,6 +277,7 @@ def copies(engine):
     module = chain(2)
     buckets = wrap(module, engine)
     errors = [error_of(copy.deepcopy, module), error_of(copy.deepcopy, buckets)]
+    assert error_of(copy.copy, buckets) == error_of(pickle.dumps, buckets) == errors[1]
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     assert len(copy.deepcopy(module.state_dict())) == 4
@@ -294,7 +295,7 @@ def test_deepcopy_of_a_wrapped_module_raises(ranks2, engine):
     for (kind, text), (own_kind, own_text) in ranks2.run(copies, engine):
         assert kind == own_kind == "RuntimeError"
         assert "a module under GradientBuckets cannot be copied" in text
-        assert "GradientBuckets cannot be copied; make new ones" in own_text
+        assert "GradientBuckets cannot be copied or pickled; make new ones" in own_text
 
 
 def wrong_backwards(engine):

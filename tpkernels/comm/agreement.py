@@ -67,9 +67,11 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
 
 def describe(name: str, tensor: Tensor) -> str:
     """What must be equal on all ranks, in words."""
-    dense = torch.empty_like(tensor, device="meta").stride()
-    contiguous = torch.empty(tensor.shape, device="meta").stride()
-    layout = "" if dense == contiguous else f" strides {dense}"
+    layout = ""
+    if not tensor.is_contiguous():
+        dense = torch.empty_like(tensor, device="meta").stride()
+        contiguous = torch.empty(tensor.shape, device="meta").stride()
+        layout = "" if dense == contiguous else f" strides {dense}"
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"'{name}' {tuple(tensor.shape)} {dtype} on {tensor.device.type}{layout}"
 

@@ -39,9 +39,9 @@ class BucketEngine:
         self._tensor_parallel_group = options.tensor_parallel_group
         device = parameters[0].device
         self._side = SideStream(device)
-        in_backend = self._group.averages(device)
+        self._in_backend = self._group.averages(device)  # and adds halves in float32; gloo does neither
         self._divisor = options.group.size
-        self._divides = options.average and self._divisor > 1 and not in_backend  # before sending
+        self._divides = options.average and self._divisor > 1 and not self._in_backend  # before sending
         self._reduction = ReduceOp.AVG if options.average and not self._divides else ReduceOp.SUM
         self._lock = threading.Lock()  # autograd runs hooks in its own threads
         self._buckets: list[Bucket] = []
@@ -49,7 +49,7 @@ class BucketEngine:
         self._finished = False
         self._next = self._clock = self._launched_in_backward = 0
         self._slots = [
-            Slot(parameter, name, is_marked, parameter.expand_as(parameter).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+            Slot(parameter, name, is_marked, _accumulator(parameter), parameter.dtype)
             for parameter, name, is_marked in zip(parameters, names, marked, strict=True)
         ]
         self._hooks = [slot.accumulator.register_hook(self._hook(slot)) for slot in self._slots]
@@ -141,7 +141,7 @@ class BucketEngine:
                 torch.div(grad, self._divisor, out=slot.place)
             else:
                 slot.place.copy_(grad)
-            slot.parameter.grad = slot.view
+            slot.parameter.grad = slot.alias()
             slot.reduced = False
 
     def _take_leftover(self, slot: Slot) -> None:
@@ -157,7 +157,14 @@ class BucketEngine:
             slot.place.zero_()
         else:
             slot.place.copy_(grad)
-        slot.parameter.grad = slot.view
+        slot.parameter.grad = slot.alias()
+
+    def _refuse_converted(self, slot: Slot) -> None:
+        if slot.parameter.dtype != slot.dtype or slot.parameter.device != slot.place.device:
+            raise RuntimeError(
+                f"GradientBuckets: '{slot.name}' was converted or moved, which takes its hook away; make "
+                "GradientBuckets after that"
+            )
 
     def _refuse_late(self, slot: Slot) -> None:
         if not self._learning and (slot.bucket < self._next or slot.arrived >= slot.expected):
@@ -215,6 +222,8 @@ class BucketEngine:
     def finish(self) -> list[int]:
         with self._lock, torch.no_grad():
             self._group.get()
+            for slot in self._slots:
+                self._refuse_converted(slot)
             if not self._finished:
                 try:
                     while self._next < len(self._buckets):
@@ -249,13 +258,18 @@ class BucketEngine:
         self._side.note_current(bucket.streams)
         self._side.wait_for(bucket.streams)
         with self._side.entered():
-            bucket.wire = bucket.flat.to(self._options.wire_dtype or bucket.flat.dtype)
+            bucket.wire = bucket.flat.to(self._wire_dtype(bucket.flat.dtype))
             if bucket.marked:
                 assert self._tensor_parallel_group is not None
                 group = self._tensor_parallel_group.get()
                 bucket.work = start_all_reduce(group, bucket.wire, ReduceOp.SUM, self._options.timeout)
             else:
                 self._reduce(bucket)
+
+    def _wire_dtype(self, own: torch.dtype) -> torch.dtype:
+        """gloo adds in the dtype that it is given, and 256 + 1 is 256 in bfloat16."""
+        is_half = own in (torch.bfloat16, torch.float16)
+        return self._options.wire_dtype or (torch.float32 if is_half and not self._in_backend else own)
 
     def _reduce(self, bucket: Bucket) -> None:
         group, timeout = self._group.get(), self._options.timeout
@@ -353,3 +367,8 @@ class BucketEngine:
 
     def launched_in_backward(self) -> int:
         return self._launched_in_backward
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """Autograd's node that adds to `grad`."""
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

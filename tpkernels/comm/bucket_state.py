@@ -18,6 +18,7 @@ class Slot:
     name: str
     marked: bool
     accumulator: Any  # autograd's node, which exists as long as somebody holds it
+    dtype: torch.dtype
     view: Tensor | None = None
     bucket: int = 0
     expected: int = 0
@@ -33,8 +34,13 @@ class Slot:
         return self.view
 
     def is_in_place(self, grad: Tensor) -> bool:
-        """Whether autograd added to the bucket itself."""
-        return grad.data_ptr() == self.place.data_ptr()
+        """Whether autograd added to the bucket itself. By storage, for empty tensors have no address."""
+        return grad.is_set_to(self.place)
+
+    def alias(self) -> Tensor:
+        """What `grad` becomes. Not the view itself: `module.to()` replaces the data of `grad`, and with it
+        the view's."""
+        return self.place.detach()
 
     def move_to(self, flat: Tensor, offset: int) -> None:
         """Lie in `flat` from now on, laid out like the parameter: optimizers walk both in the same order."""
@@ -44,7 +50,7 @@ class Slot:
             view.copy_(self.view)
             grad = self.parameter.grad
             if grad is not None and self.is_in_place(grad):
-                self.parameter.grad = view
+                self.parameter.grad = view.detach()
         self.view = view
 
 

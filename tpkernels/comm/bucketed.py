@@ -172,12 +172,11 @@ class _Call:
             problem = _uneven_problem(named, parts)
         if problem is None and self.bucket_bytes < 1:
             problem = "ValueError", f"bucket_bytes: expected at least one byte, got {self.bucket_bytes}"
-        tensors = () if problem else tuple(describe(name, tensor) for name, tensor in named)
-        claim = Claim(self.request, tensors, problem)
         if check:
-            agree(claim, self.group)
+            tensors = () if problem else tuple(describe(name, tensor) for name, tensor in named)
+            agree(Claim(self.request, tensors, problem), self.group)
         elif problem is not None:
-            claim.refuse()
+            Claim(self.request, (), problem).refuse()
 
     def buckets(self) -> list[list[Tensor]]:
         """The tensors, packed by dtype."""

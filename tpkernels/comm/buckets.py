@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,8 @@ class GradientBuckets:
     bucket_bytes: size of a bucket; the first is smaller
     reduce: "reduce_scatter" leaves each rank only its shard of the result: `gradient_shards`
     grad_dtype: of the buckets and of `grad`, if not the parameters' own: float32 sums of bfloat16 gradients
-    wire_dtype: of what is sent, if not the buckets' own
+    wire_dtype: of what is sent; by default the buckets' own, but float32 for halves where the backend would
+        add them as halves (gloo)
     check_nan: look at each bucket before it is sent; slow, for debugging
     tensor_parallel_group: where gradients of parameters marked `sequence_parallel` are summed first
     main_grad: Megatron's protocol: gradients are summed in `parameter.main_grad` and `grad` stays None
@@ -111,6 +112,7 @@ class GradientBuckets:
         self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * parts)
         self._learning = True  # how many gradients each parameter receives, and in which order
         self._engine: Engine | None = None
+        self._no_sync_depth = 0
         if named:
             self._attach()
 
@@ -137,11 +139,14 @@ class GradientBuckets:
         if self._engine is None:
             yield
             return
+        self._no_sync_depth += 1
         self._engine.set_synchronizing(False)
         try:
             yield
         finally:
-            self._engine.set_synchronizing(True)
+            self._no_sync_depth -= 1
+            if self._engine is not None:  # not detached in the meantime
+                self._engine.set_synchronizing(self._no_sync_depth == 0)
 
     def detach(self) -> None:
         """Leave the parameters alone from now on. Their gradients stay."""
@@ -185,8 +190,10 @@ class GradientBuckets:
                 for parameter, view in members:
                     parameter.copy_(view)
 
-    def __deepcopy__(self, memo: object) -> GradientBuckets:
-        raise RuntimeError("GradientBuckets cannot be copied; make new ones for the copied parameters")
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RuntimeError(
+            "GradientBuckets cannot be copied or pickled; make new ones for the copied parameters"
+        )
 
     def _attach(self) -> None:
         self._engine = make_engine(

@@ -30,7 +30,7 @@ class EngineOptions:
     main_grad: bool  # gradients are accumulated beside `grad`, which stays None
     check_nan: bool
     grad_dtype: torch.dtype | None  # of buckets; the parameters' own if None
-    wire_dtype: torch.dtype | None  # of what is sent; the buckets' own if None
+    wire_dtype: torch.dtype | None  # of what is sent; if None the buckets' own, or wider
     timeout: timedelta | None  # of a collective; the group's own if None
 
 

@@ -1,0 +1,29 @@
+"""How much of communication is hidden, on a link as slow as the computation. Needs root and iproute2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from bench.overlap import gradient_buckets
+from bench.slow_link import SlowLink, why_not
+from tpkernels.comm.engine import EngineChoice
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[SlowLink]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with SlowLink(bits_per_second=1e9) as link:
+        yield link
+
+
+@pytest.mark.benchmark(group="hidden communication")
+@pytest.mark.parametrize("engine", ["cpp", "python"])
+def test_gradient_buckets(benchmark: BenchmarkFixture, link: SlowLink, engine: EngineChoice) -> None:
+    overlap = link.run(gradient_buckets, engine, 9, timeout=300)[0]
+    benchmark.extra_info.update(share=overlap.share, balance=overlap.balance)
+    print(f"\ngradient buckets, {engine}: {overlap}")
+    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks

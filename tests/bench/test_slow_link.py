@@ -1,0 +1,179 @@
+"""The slow link: as slow as asked for, and gone without a trace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import slow_link
+from bench.slow_link import SlowLink, throttle, why_not
+
+reason = why_not()
+needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
+MEGABYTES = 2
+
+
+def pid_and_namespace() -> tuple[int, str]:
+    return os.getpid(), os.readlink("/proc/self/ns/net")
+
+
+def seconds_to_reduce() -> float:
+    """Of MEGABYTES, which two ranks exchange: each sends as much as it has."""
+    data = torch.ones(MEGABYTES * 2**18)
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(data)
+    assert data[-1] == 2
+    return time.perf_counter() - start
+
+
+def seconds_at(*rates: float) -> list[float]:
+    seconds = []
+    for rate in rates:
+        throttle(rate)
+        seconds.append(seconds_to_reduce())
+    return seconds
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    dist.barrier()
+
+
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def sleep_long() -> None:
+    time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[SlowLink]:
+    with SlowLink(2e8) as link:
+        yield link
+
+
+@needs_link
+def test_rate_is_honoured(link: SlowLink) -> None:
+    ideal = MEGABYTES * 2**20 * 8 / 2e8
+    seconds = min(max(link.run(seconds_to_reduce)) for _ in range(3))
+    assert 0.8 * ideal < seconds < 2 * ideal
+
+
+@needs_link
+def test_rate_can_be_changed_between_and_within_calls(link: SlowLink) -> None:
+    link.set_rate(4e7)
+    slow = min(max(link.run(seconds_to_reduce)) for _ in range(2))
+    link.set_rate(2e8)
+    fast = min(max(link.run(seconds_to_reduce)) for _ in range(2))
+    assert slow > 3 * fast
+    inside = link.run(seconds_at, 4e7, 2e8)[0]
+    assert inside[0] > 3 * inside[1]
+
+
+@needs_link
+def test_ranks_are_apart_from_us_and_from_each_other(link: SlowLink) -> None:
+    (_, first), (_, second) = link.run(pid_and_namespace)
+    assert len({first, second, os.readlink("/proc/self/ns/net")}) == 3
+
+
+@needs_link
+@pytest.mark.parametrize(
+    ("function", "story"),
+    [(fail_on_rank_1, "rank 1: .*no luck"), (die_on_rank_1, "rank 1: died"), (sleep_long, "no answer in")],
+)
+def test_nothing_is_left_after_a_failure(function: object, story: str) -> None:
+    with SlowLink(1e9) as link:
+        ranks = link.run(pid_and_namespace)
+        with pytest.raises(RuntimeError, match=f"(?s){story}"):
+            link.run(function, timeout=4)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="closed"):
+            link.run(pid_and_namespace)
+    assert_gone(ranks)
+
+
+@needs_link
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_nothing_is_left_after_the_end_of_the_parent(end: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "from tests.bench.test_slow_link import *\n"
+        "if __name__ == '__main__':\n"
+        "    with SlowLink(1e9) as link:\n"
+        "        print(link.run(pid_and_namespace), flush=True)\n"
+        "        link.run(sleep_long, timeout=600)\n"
+    )
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        ranks = eval(parent.stdout.readline())
+    parent.send_signal(end)
+    parent.wait(20)
+    assert_gone(ranks)
+
+
+def assert_gone(ranks: list[tuple[int, str]]) -> None:
+    namespaces = {namespace for _, namespace in ranks}
+    deadline = time.monotonic() + 10
+    while True:
+        left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _in(pid, namespaces)]
+        if not left:
+            break
+        assert time.monotonic() < deadline, f"processes {left} are still in {namespaces}"
+        time.sleep(0.05)
+
+
+def _in(pid: int, namespaces: set[str]) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net") in namespaces
+    except OSError:  # it has ended in the meantime
+        return False
+
+
+@pytest.fixture
+def fresh_answer() -> Iterator[None]:
+    why_not.cache_clear()
+    yield
+    why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_answer")
+def test_says_which_commands_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    assert "needs the commands tc" in (why_not() or "")
+    with pytest.raises(RuntimeError, match="iproute2"), SlowLink(1e9):
+        pass
+
+
+@pytest.mark.usefixtures("fresh_answer")
+def test_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in (why_not() or "")
+
+
+@pytest.mark.usefixtures("fresh_answer")
+def test_says_what_the_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = subprocess.CompletedProcess([], 1, stderr="unshare: Operation not permitted\n")
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(slow_link.subprocess, "run", lambda *_, **__: refusal)
+    assert "Operation not permitted" in (why_not() or "")
