@@ -19,13 +19,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
 from tpkernels.ops import registered
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
+    as_dtype,
     autocast,
+    casting,
     check_linear,
     features_of,
     like_tokens,
@@ -49,7 +52,8 @@ def linear(
     """
     activation = activation or "none"
     require_activation("linear", activation)
-    x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
+    if casting(x):
+        x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     keep_z = activation != "none" and any_requires_grad(x, weight, bias)
     arguments = (tokens_of(x), weight, bias, activation, keep_z)
@@ -73,7 +77,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
@@ -93,7 +97,7 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> Grads:
     return (
         steps.dgrad(dz, weight) if needs_dx else None,
         steps.wgrad(dz, x) if needs_dw else None,
-        steps.bias_grad(dz).to(ctx.bias_dtype) if needs_db else None,
+        as_dtype(steps.bias_grad(dz), ctx.bias_dtype) if needs_db else None,
     )
 
 
