@@ -32,6 +32,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.ops.swiglu import check_gated, input_and_weight_gradients
 from tpkernels.tuning.steps import Steps, steps_on
 
@@ -145,3 +146,4 @@ def _registered_backward(
 
 
 registered_gated_mlp.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered_gated_mlp)

@@ -34,6 +34,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -107,3 +108,4 @@ def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tup
 
 
 registered.linear.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered.linear)

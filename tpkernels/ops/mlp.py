@@ -34,6 +34,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -168,3 +169,4 @@ def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tup
 
 
 registered_mlp.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered_mlp)

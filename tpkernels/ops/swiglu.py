@@ -33,6 +33,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -121,3 +122,4 @@ def _registered_backward(
 
 
 registered.glu.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered.glu)
