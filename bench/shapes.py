@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -85,3 +86,13 @@ def this_gpu() -> Gpu | None:
         return None
     name = torch.cuda.get_device_name()
     return next((gpu for gpu in GPUS if gpu.name in name), None)
+
+
+def sizes_of(shapes: Iterable[Shape]) -> str:
+    """What `python -m tpkernels tune --shapes` takes: tokens x out_features x in_features, each once."""
+    return ",".join(dict.fromkeys(f"{s.tokens}x{s.out_features}x{s.in_features}" for s in shapes))
+
+
+if __name__ == "__main__":  # python -m bench.shapes 4096 1,8: those of 4096 tokens on 1 and on 8 ranks
+    tokens, tensors = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
+    print(sizes_of(shape for shape in all_shapes() if shape.tokens == tokens and shape.tensor in tensors))

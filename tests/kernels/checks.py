@@ -1,16 +1,14 @@
-"""What every kernel test shares: random operands in awkward layouts, error bounds, canary frames."""
+"""What every kernel test shares: random operands in awkward layouts, and what is asserted of results."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
 from tpkernels.kernels.tiles import MatmulTile
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# norm-wise, against float64: about one and a half correct roundings of the result, on average over its
-# elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
-BOUND = {torch.float32: 3e-7, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
 
 TILE = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
 # (tokens, in_features, out_features), straddling the edges of TILE
@@ -73,16 +71,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """‖actual - exact‖ / ‖exact‖; 0 for two empty tensors, infinite for different shapes."""
-    if actual.shape != exact.shape:
-        return float("inf")
-    if actual.numel() == 0:
-        return 0.0
-    difference = (actual.double() - exact.double()).norm()
-    return float(difference / exact.double().norm().clamp_min(1e-300))
-
-
 def assert_accurate(
     actual: Tensor, exact: Tensor, torchs: Tensor | None = None, what: str = "result"
 ) -> None:
@@ -96,22 +84,6 @@ def assert_accurate(
         assert error <= 2 * theirs + 1e-7, f"{what}: error {error:.2e}, torch's own {theirs:.2e}"
 
 
-class Frames:
-    """Allocates like `launch.empty`, but NaN-filled and inside canaries, and remembers all it gave out."""
-
-    CANARY = 7.0
-    MARGIN = 64  # elements on each side; keeps the 16-byte alignment that descriptors need
-
-    def __init__(self) -> None:
-        self.buffers: list[tuple[Tensor, int]] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = torch.Size(shape).numel()
-        buffer = torch.full((count + 2 * self.MARGIN,), self.CANARY, dtype=dtype, device=device)
-        self.buffers.append((buffer, count))
-        return buffer[self.MARGIN : self.MARGIN + count].fill_(float("nan")).view(shape)
-
-    def check(self) -> None:
-        for buffer, count in self.buffers:
-            frame = torch.cat([buffer[: self.MARGIN], buffer[self.MARGIN + count :]])
-            assert (frame == self.CANARY).all(), f"a kernel wrote outside its output of {count} elements"
+def assert_framed(frames: Frames) -> None:
+    overruns = frames.take_overruns()
+    assert not overruns, f"a kernel wrote outside its output of {overruns[0]} elements"

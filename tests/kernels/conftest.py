@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kernels.checks import Frames
+from tests.kernels.checks import assert_framed
 from tpkernels.kernels import launch
+from tpkernels.kernels.accuracy import Frames
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[Frames]:
     frames = Frames()
     monkeypatch.setattr(launch, "empty", frames.empty)
     yield frames
-    frames.check()
+    assert_framed(frames)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.checks import BOUND, Frames, assert_accurate, normal
+from tests.kernels.checks import assert_accurate, assert_framed, normal
+from tpkernels.kernels.accuracy import BOUND, Frames
 
 
 @triton.jit
@@ -24,11 +25,11 @@ def test_frames_notice_a_store_without_mask(masked, device):
     # 8 * 5 + 3 elements: past the end of y, within the margin of the frame
     _careless_copy_kernel[(1,)](x, y, 7, 5, BLOCK=8, MASK_STORE=masked)
     if masked:
-        frames.check()
+        assert_framed(frames)
         assert torch.equal(x, y)
     else:
         with pytest.raises(AssertionError, match="outside its output of 35 elements"):
-            frames.check()
+            assert_framed(frames)
 
 
 def test_assert_accurate_notices_an_element_never_written(device):

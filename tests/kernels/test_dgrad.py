@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.kernels.checks import (
-    BOUND,
     DTYPES,
     EMPTY_SHAPES,
     LAYOUTS,
@@ -12,8 +11,8 @@ from tests.kernels.checks import (
     TILE,
     assert_accurate,
     normal,
-    relative_error,
 )
+from tpkernels.kernels.accuracy import BOUND, relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.reference import dgrad_act_ref, dgrad_ref

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from tests.kernels.checks import (
-    BOUND,
     DTYPES,
     EMPTY_SHAPES,
     LAYOUTS,
     SHAPES,
     TILE,
-    Frames,
     assert_accurate,
     normal,
-    relative_error,
 )
+from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
 from tpkernels.kernels.reference import wgrad_accumulate_ref_, wgrad_ref
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 

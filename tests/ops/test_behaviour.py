@@ -123,6 +123,38 @@ def test_autocast_casts_as_torch_does(name, backend, device):
         torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["linear", "glu", "mlp", "gated_mlp"])
+def test_registered_operator_called_directly_casts_as_the_region_asks(name, dtype, device):
+    op, arguments = OPCHECKS[name]
+    arguments = [
+        a.detach().to(device).requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments
+    ]
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    with torch.autocast(device.type, dtype=dtype):
+        y = getattr(torch.ops.tpkernels, name)(*arguments)[0]
+    expected = op(*(a.to(dtype) if isinstance(a, torch.Tensor) else a for a in arguments))[0]
+    assert y.dtype == dtype
+    assert torch.equal(y, expected)
+    grads = (torch.autograd.grad(result.float().sum(), tensors) for result in (y, expected))
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours.dtype == torch.float32  # that of the parameter
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_compiles_under_autocast(name, device):
+    case = CASES[name]
+    compiled = torch.compile(case.op, fullgraph=True, dynamic=True, backend="aot_eager")
+    operands = case.operands((2, 5), torch.float32, device)
+    dy = torch.randn(2, 5, N, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        ours, eager = gradients(compiled, operands, dy), gradients(case.op, operands, dy)
+    assert ours[0].dtype == torch.bfloat16
+    for actual, expected in zip(ours, eager, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_float64_is_left_alone_by_autocast(device):
     operands = CASES["linear_gelu"].operands((3,), torch.float64, device)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpkernels.kernels import reference
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, Activation, Glu
-from tpkernels.kernels.bias_grad import bias_grad
+from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.glu import glu_fwd
@@ -43,8 +43,9 @@ class Case:
 def cases() -> Iterator[Case]:
     for form, dtype in WAYS:
         yield from _matmuls(form, dtype)
+    yield Case("sum_partials/fp32", partial(_bias_grad, sum_partials, FP32))
     for dtype in (BF16, FP32):
-        yield Case(f"bias_grad/{NAME[dtype]}", partial(_bias_grad, dtype))
+        yield Case(f"bias_grad/{NAME[dtype]}", partial(_bias_grad, bias_grad, dtype))
         for residual in (False, True):
             way = f"{NAME[dtype]}{'/residual' * residual}"
             yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}", partial(_rms_norm, dtype, residual))
@@ -131,9 +132,9 @@ def _wgrad_accumulate(form: Form, dtype: torch.dtype, into: torch.dtype) -> Resu
     return {"main_grad": (main_grad, exact)}
 
 
-def _bias_grad(dtype: torch.dtype) -> Results:
+def _bias_grad(launcher: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Results:
     dy = random(71, 45, dtype)
-    return {"db": (bias_grad(dy), reference.bias_grad_ref(dy.double()))}
+    return {"db": (launcher(dy), reference.bias_grad_ref(dy.double()))}
 
 
 def _norm_operands(dtype: torch.dtype, with_residual: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -8,53 +8,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from tpkernels.cli.numeric_cases import BF16, FP16, FP32, Case, Results, cases
+from tpkernels.cli.numeric_cases import Case, Results, cases
 from tpkernels.kernels import launch
-
-# norm-wise against float64: about one and a half correct roundings of the result
-BOUND: Mapping[torch.dtype, float] = {FP32: 3e-7, FP16: 3e-4, BF16: 2.5e-3}
-MARGIN = 64  # elements on each side; keeps the 16-byte alignment that descriptors need
-CANARY = 7.0
-
-
-class Outputs:
-    """Allocates for `launch.empty`: NaN, which must be overwritten, inside canaries, which must not."""
-
-    def __init__(self) -> None:
-        self.buffers: list[tuple[Tensor, int]] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        count = torch.Size(shape).numel()
-        buffer = torch.full((count + 2 * MARGIN,), CANARY, dtype=dtype, device=device)
-        self.buffers.append((buffer, count))
-        return buffer[MARGIN : MARGIN + count].fill_(float("nan")).view(shape)
-
-    def take_overruns(self) -> int:
-        """How many outputs allocated since the last call have been written outside of."""
-        margins = [torch.cat([buffer[:MARGIN], buffer[MARGIN + count :]]) for buffer, count in self.buffers]
-        self.buffers.clear()
-        return sum(bool((margin != CANARY).any()) for margin in margins)
+from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
     """‖actual - exact‖ / ‖exact‖ over what the dtype is allowed; NaN where a value is missing."""
     if actual is None or actual.shape != exact.shape:
         return float("nan")
-    error = (actual.double() - exact).norm() / exact.norm()
-    return float(error) / BOUND[actual.dtype]
+    return relative_error(actual, exact) / BOUND[actual.dtype]
 
 
-def examine(case: Case, outputs: Outputs) -> dict[str, str | float]:
+def examine(case: Case, frames: Frames) -> dict[str, str | float]:
     """The line that is printed of a case."""
     try:
         results: Results = case.run()
     except Exception as error:  # a kernel that does not run is a finding
-        outputs.take_overruns()
+        frames.take_overruns()
         return {"case": case.name, "error": float("nan"), "failure": f"{type(error).__name__}: {error}"}
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
     failures = [
@@ -62,18 +37,18 @@ def examine(case: Case, outputs: Outputs) -> dict[str, str | float]:
         for what, error in errors.items()
         if not error < 1
     ]
-    if outputs.take_overruns():
+    if frames.take_overruns():
         failures.append("written outside an output")
     return {"case": case.name, "error": max(errors.values()), "failure": "; ".join(failures)}
 
 
 def main(only: str = "") -> None:
     torch.manual_seed(20261121)
-    outputs = Outputs()
-    launch.empty = outputs.empty
+    frames = Frames()
+    launch.empty = frames.empty
     for case in cases():
         if only in case.name:
-            print(json.dumps(examine(case, outputs)), flush=True)
+            print(json.dumps(examine(case, frames)), flush=True)
 
 
 if __name__ == "__main__":

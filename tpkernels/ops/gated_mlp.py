@@ -18,11 +18,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Glu, require_glu
 from tpkernels.ops import registered
-from tpkernels.ops.inputs import any_requires_grad, autocast, check_linear, like_tokens, tokens_of
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    as_dtype,
+    autocast,
+    casting,
+    check_linear,
+    like_tokens,
+    tokens_of,
+)
+from tpkernels.ops.region import follow_autocast
 from tpkernels.ops.swiglu import check_gated, input_and_weight_gradients
 from tpkernels.tuning.steps import Steps, steps_on
 
@@ -32,10 +42,11 @@ def gated_mlp(
 ) -> Tensor:
     """(f(x w_gateᵀ) * (x w_upᵀ)) w_downᵀ + b_down, f being the activation of `kind`."""
     require_glu("mlp", kind)
-    x, w_gate, w_up, w_down, b_down = cast(
-        "tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]",
-        autocast(x, w_gate, w_up, w_down, b_down),
-    )
+    if casting(x):
+        x, w_gate, w_up, w_down, b_down = cast(
+            "tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]",
+            autocast(x, w_gate, w_up, w_down, b_down),
+        )
     check_gated("mlp", x, w_gate, w_up)
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
@@ -73,7 +84,7 @@ class _GatedMlp(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
@@ -93,7 +104,7 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
         dg, du, h = steps.dglu(dy, w_down, g, u, ctx.kind)
         dx, dw_gate, dw_up = input_and_weight_gradients(steps, needs, x, w_gate, w_up, dg, du)
         dw_down = steps.wgrad(dy, h) if needs[3] else None
-    db_down = steps.bias_grad(dy).to(ctx.bias_dtype) if needs[4] else None
+    db_down = as_dtype(steps.bias_grad(dy), ctx.bias_dtype) if needs[4] else None
     return dx, dw_gate, dw_up, dw_down, db_down
 
 
@@ -135,3 +146,4 @@ def _registered_backward(
 
 
 registered_gated_mlp.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered_gated_mlp)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 
-def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in the dtype of an active autocast region, as `F.linear` takes them there."""
+def casting(x: Tensor) -> bool:
+    """Whether an autocast region is active where x lies."""
     device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return x, *others
-    dtype = torch.get_autocast_dtype(device)
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the dtype of the active autocast region, as `F.linear` takes them there."""
+    dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
 
 
@@ -78,6 +81,10 @@ def tokens_of(x: Tensor) -> Tensor:
 def like_tokens(y: Tensor, x: Tensor) -> Tensor:
     """(tokens, features) -> the leading dimensions of x, features."""
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # even a cast to what it is takes its time
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:

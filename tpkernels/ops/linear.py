@@ -19,18 +19,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
 from tpkernels.ops import registered
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
+    as_dtype,
     autocast,
+    casting,
     check_linear,
     features_of,
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -49,7 +53,8 @@ def linear(
     """
     activation = activation or "none"
     require_activation("linear", activation)
-    x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
+    if casting(x):
+        x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     keep_z = activation != "none" and any_requires_grad(x, weight, bias)
     arguments = (tokens_of(x), weight, bias, activation, keep_z)
@@ -73,7 +78,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
@@ -93,7 +98,7 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> Grads:
     return (
         steps.dgrad(dz, weight) if needs_dx else None,
         steps.wgrad(dz, x) if needs_dw else None,
-        steps.bias_grad(dz).to(ctx.bias_dtype) if needs_db else None,
+        as_dtype(steps.bias_grad(dz), ctx.bias_dtype) if needs_db else None,
     )
 
 
@@ -103,3 +108,4 @@ def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tup
 
 
 registered.linear.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered.linear)

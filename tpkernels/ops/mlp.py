@@ -18,19 +18,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation
 from tpkernels.ops import registered
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.gated_mlp import gated_mlp
 from tpkernels.ops.inputs import (
     any_requires_grad,
+    as_dtype,
     autocast,
+    casting,
     check_linear,
     features_of,
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -60,10 +64,11 @@ def mlp(
         return gated_mlp(x, w_gate, w_up, w_down, b_down, kind=cast("Glu", activation or "swiglu"))
     activation = cast("Activation", activation or "gelu_tanh")
     require_activation("mlp", activation)
-    x, w_up, b_up, w_down, b_down = cast(
-        "tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]",
-        autocast(x, w_up, b_up, w_down, b_down),
-    )
+    if casting(x):
+        x, w_up, b_up, w_down, b_down = cast(
+            "tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]",
+            autocast(x, w_up, b_up, w_down, b_down),
+        )
     check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
@@ -101,7 +106,7 @@ class _Mlp(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
@@ -121,11 +126,11 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
         dz, db = steps.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
         dx = steps.dgrad(dz, w_up) if needs_dx else None
         dw_up = steps.wgrad(dz, x) if needs_dw_up else None
-        db_up = None if db is None else db.to(ctx.bias_dtypes[0])
+        db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
     if needs_dw_down:
         dw_down = steps.wgrad(dy, act_ref(z, ctx.activation))
     if needs_db_down:
-        db_down = steps.bias_grad(dy).to(ctx.bias_dtypes[1])
+        db_down = as_dtype(steps.bias_grad(dy), ctx.bias_dtypes[1])
     return dx, dw_up, db_up, dw_down, db_down
 
 
@@ -164,3 +169,4 @@ def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tup
 
 
 registered_mlp.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered_mlp)

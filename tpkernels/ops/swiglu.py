@@ -19,18 +19,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import GATE_OF, Glu, act_grad_ref, act_ref, require_glu
 from tpkernels.ops import registered
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
     autocast,
+    casting,
     check_linear,
     features_of,
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.region import follow_autocast
 from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -45,7 +48,8 @@ def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu") -> 
     returns: (..., out_features)
     """
     require_glu("swiglu", kind)
-    x, w_gate, w_up = cast("tuple[Tensor, Tensor, Tensor]", autocast(x, w_gate, w_up))
+    if casting(x):
+        x, w_gate, w_up = cast("tuple[Tensor, Tensor, Tensor]", autocast(x, w_gate, w_up))
     check_gated("swiglu", x, w_gate, w_up)
     keep_gu = any_requires_grad(x, w_gate, w_up)
     arguments = (tokens_of(x), w_gate, w_up, kind, keep_gu)
@@ -76,7 +80,7 @@ class _Glu(torch.autograd.Function):
         return outputs[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dh.device), dh), None, None
 
@@ -118,3 +122,4 @@ def _registered_backward(
 
 
 registered.glu.register_autograd(_registered_backward, setup_context=_save)
+follow_autocast(registered.glu)
