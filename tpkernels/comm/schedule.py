@@ -3,9 +3,10 @@
 R ranks exchange a tensor of T rows. Rank r brings the rows of its shard, cut into S sub-chunks; chunks are
 numbered by their place in the whole tensor, so that those of rank r are r*S ... r*S + S - 1.
 
-At step s rank r sends to rank r - s, so rank d receives from rank d + s: nobody receives from two at once, and
-chunks arrive in the order in which they lie, from the own ones on and round the ring. A tile of rows that lies
-in several chunks waits for all of them. Flags hold epochs: call number e raises them to e, and none is ever reset.
+At step s rank r sends to rank r - s, so rank d receives from rank d + s: nobody receives from two at once,
+and chunks arrive in the order in which they lie, from the own ones on and round the ring. A tile of rows
+that lies in several chunks waits for all of them. Flags hold epochs: call number e raises them to e, and none
+is ever reset.
 """
 
 from __future__ import annotations
