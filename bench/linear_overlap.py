@@ -100,9 +100,7 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Way]], int]:
         reduce()
         gathering.wait()
 
-    leaf, weight, dy = (
-        (x_shard, w_up, h) if kind == "column" else (h, w_down, x_shard)
-    )
+    leaf, weight, dy = (x_shard, w_up, h) if kind == "column" else (h, w_down, x_shard)
     leaf, weight = leaf.requires_grad_(), weight.requires_grad_()
     op = column_linear if kind == "column" else row_linear
     made: list[Tensor] = []
@@ -123,7 +121,7 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Way]], int]:
         whole_dy.T @ whole_x
 
     if direction == "forward":
-        transfers = gather if kind == "column" else reduce
+        transfers: Way = gather if kind == "column" else reduce
         return {
             "products": (nothing, product),
             "transfers": (nothing, transfers),

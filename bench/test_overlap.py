@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.linear_overlap import measure
 from bench.overlap import gradient_buckets
 from bench.slow_link import SlowLink, why_not
 from tpkernels.comm.engine import EngineChoice
@@ -26,4 +27,18 @@ def test_gradient_buckets(benchmark: BenchmarkFixture, link: SlowLink, engine: E
     overlap = link.run(gradient_buckets, engine, 9, timeout=300)[0]
     benchmark.extra_info.update(share=overlap.share, balance=overlap.balance)
     print(f"\ngradient buckets, {engine}: {overlap}")
+    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks
+
+
+@pytest.mark.benchmark(group="overlap efficiency")
+@pytest.mark.parametrize("ratio", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "case",
+    ["column forward", "row forward", "column backward", "row backward"],
+    ids=lambda c: c.replace(" ", "_"),
+)
+def test_linear(benchmark: BenchmarkFixture, link: SlowLink, case: str, ratio: float) -> None:
+    overlap = link.run(measure, case, ratio, 7, timeout=300)[0]
+    benchmark.extra_info.update(efficiency=overlap.efficiency, ratio=overlap.ratio)
+    print(f"\n{case}: {overlap}")
     benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks

@@ -32,6 +32,11 @@ def compiled(entry: Entry, architecture: str) -> dict[str, object]:
         "tma_loads": len(re.findall(r"cp\.async\.bulk\.tensor\S*\.shared", ptx)),
         "tma_reductions": len(re.findall(r"cp\.reduce\.async\.bulk\.tensor", ptx)),
         "async_copies": len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
+        "first": {  # where in the text of the kernel each stands first; -1: nowhere
+            "acquire": ptx.find("ld.global.sys.acquire"),
+            "proxy_fence": ptx.find("fence.proxy.async.global"),
+            "tma_load": ptx.find("cp.async.bulk.tensor.2d.shared"),
+        },
         "offset_types": sorted(set(re.findall(r"tt\.addptr .*, tensor<\S*x(i\d+)\S*>", ttir))),
     }
 

@@ -32,8 +32,8 @@ def test_catalog_holds_every_kernel_and_form():
         (entry.name.removeprefix("gfx942/").removeprefix("sm_100/").split("/")[0], entry.form)
         for entry in ENTRIES
     }
-    assert held >= {(kernel, form) for kernel in KERNELS for form in ("descriptor", "pointer")}
-    assert held >= {(kernel, "pointer") for kernel in ("norm_fwd", "norm_bwd", "sum_rows")}
+    assert held >= {(k, form) for k in (*KERNELS, "gather_linear") for form in ("descriptor", "pointer")}
+    assert held >= {(kernel, "pointer") for kernel in ("norm_fwd", "norm_bwd", "sum_rows", "reduce_slots")}
 
 
 @pytest.mark.parametrize("entry", {(e.module, e.form): e for e in ENTRIES}.values(), ids=lambda e: e.name)

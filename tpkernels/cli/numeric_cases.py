@@ -18,11 +18,14 @@ from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, Activation, Glu
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
+from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_fwd
 from tpkernels.kernels.norm_backward import layer_norm_bwd, rms_norm_bwd
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.waits import Arrivals
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,6 +49,7 @@ def cases() -> Iterator[Case]:
     yield Case("sum_partials/fp32", partial(_bias_grad, sum_partials, FP32))
     for dtype in (BF16, FP32):
         yield Case(f"bias_grad/{NAME[dtype]}", partial(_bias_grad, bias_grad, dtype))
+        yield Case(f"reduce_slots/{NAME[dtype]}", partial(_reduce_slots, dtype))
         for residual in (False, True):
             way = f"{NAME[dtype]}{'/residual' * residual}"
             yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}", partial(_rms_norm, dtype, residual))
@@ -64,6 +68,8 @@ def _matmuls(form: Form, dtype: torch.dtype) -> Iterator[Case]:
     way = f"{form}/{NAME[dtype]}"
     for activation in ACTIVATIONS:
         yield Case(f"linear_fwd/{way}/{activation}", partial(_linear, form, dtype, activation))
+        run = partial(_gather_linear, form, dtype, activation)
+        yield Case(f"gather_linear_fwd/{way}/{activation}", run)
         yield Case(f"dgrad_act/{way}/{activation}", partial(_dgrad_act, form, dtype, activation))
     for kind in GATE_OF:
         yield Case(f"glu_fwd/{way}/{kind}", partial(_glu, form, dtype, kind))
@@ -84,6 +90,23 @@ def _linear(form: Form, dtype: torch.dtype, activation: Activation) -> Results:
     x, w, b = random(T, K, dtype), _weight(N, K, dtype), random(1, N, dtype)[0]
     ours = linear_fwd(x, w, b, activation=activation, keep_z=True, form=form)
     y, z = reference.linear_ref(x.double(), w.double(), b.double(), activation)
+    return {"y": (ours.y, y), "z": (ours.z, z)}
+
+
+def _arrived(chunks: int) -> Arrivals:
+    """All chunks are here, of this call or of a later one."""
+    flags = torch.tensor([7 + chunk % 2 for chunk in range(chunks)], dtype=torch.int32)
+    return Arrivals(flags, torch.tensor([7], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+
+
+def _gather_linear(form: Form, dtype: torch.dtype, activation: Activation) -> Results:
+    T, K, N = SIZES[form]
+    T -= T % 3
+    x, w, b = random(T, K, dtype), _weight(N, K, dtype), random(1, N, dtype)[0]
+    ours = gather_linear_fwd(
+        x, w, b, arrivals=_arrived(3), first_row=T // 3, activation=activation, keep_z=True, form=form
+    )
+    y, z = reference.gather_linear_ref(x.double(), w.double(), b.double(), activation)
     return {"y": (ours.y, y), "z": (ours.z, z)}
 
 
@@ -135,6 +158,12 @@ def _wgrad_accumulate(form: Form, dtype: torch.dtype, into: torch.dtype) -> Resu
 def _bias_grad(launcher: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Results:
     dy = random(71, 45, dtype)
     return {"db": (launcher(dy), reference.bias_grad_ref(dy.double()))}
+
+
+def _reduce_slots(dtype: torch.dtype) -> Results:
+    slots, bias = random(3 * 26, 45, dtype).unflatten(0, (3, 26)), random(1, 45, dtype)[0]
+    y = reduce_slots(slots, bias, arrivals=_arrived(6))
+    return {"y": (y, reference.reduce_slots_ref(slots.double(), bias.double()))}
 
 
 def _norm_operands(dtype: torch.dtype, with_residual: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target, fast_math
-from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates
+from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates, waiting_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,29 @@ def _linear(case: _Case, activation: Activation, bias: bool, keep_z: bool) -> En
     )
 
 
+def _gather_linear(case: _Case) -> Entry:
+    """`linear` with waits: the same operands, and what tells of their arrival."""
+    tile = waiting_tile(case.tile, chunk_rows=case.tile.group * case.tile.block_rows)
+    linear = _linear(replace(case, tile=tile), "gelu_tanh", bias=True, keep_z=True)
+    signals = ("flags_ptr", "epoch_ptr", "status_ptr")
+    return replace(
+        linear,
+        name=linear.name.replace("linear/", "gather_linear/", 1),
+        module="gather_linear",
+        function="_gather_linear_kernel",
+        arguments={
+            **linear.arguments,
+            **dict.fromkeys(signals, "*i32"),
+            **dict.fromkeys(("first_tile", "chunk_rows", "spin_limit"), "i32"),
+        },
+        aligned=linear.aligned if case.ragged else linear.aligned | set(signals),
+        constants={
+            **linear.constants,
+            "ASYNC_PROXY": case.form == "descriptor" and case.target.backend == "cuda",
+        },
+    )
+
+
 def _glu(case: _Case, kind: Glu, keep: bool) -> Entry:
     tile = case.tile
     weight_block = (tile.block_cols, tile.block_depth)
@@ -215,6 +238,7 @@ def _epilogues(case: _Case, thorough: bool) -> Iterator[Entry]:
     match case.kernel:
         case "linear":
             yield _linear(case, "gelu_tanh", bias=True, keep_z=True)
+            yield _gather_linear(case)
             if thorough:
                 yield _linear(case, "none", bias=False, keep_z=False)
                 yield _linear(case, "gelu", bias=True, keep_z=True)

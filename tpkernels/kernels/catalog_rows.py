@@ -1,4 +1,4 @@
-"""Catalog entries of the kernels that go over whole rows: norms and sums."""
+"""Catalog entries of the kernels that multiply no matrices: norms and sums."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Iterator
 import torch
 
 from tpkernels.kernels.entry import BF16, FP32, TRITON_NAME, Entry
-from tpkernels.kernels.tiles import MAX_FEATURES, SUM, row_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, SLOT_SUM, SUM, row_tile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 FEATURES = (1024, 8192, MAX_FEATURES)
 
 
 def row_entries() -> Iterator[Entry]:
-    """Norms with every option on, at three widths; the sum of each dtype that it meets."""
+    """Norms with every option on, at three widths; the sums of each dtype that they meet."""
     for centre in (False, True):
         for features in FEATURES:
             yield _norm_fwd(features, centre)
             yield _norm_bwd(features, centre)
     yield _sum_rows(BF16)
     yield _sum_rows(FP32)
+    for wait in (False, True):
+        yield _reduce_slots(BF16, wait)
+        yield _reduce_slots(FP32, wait)
 
 
 def _norm_fwd(features: int, centre: bool) -> Entry:
@@ -92,6 +95,31 @@ def _sum_rows(dtype: torch.dtype) -> Entry:
             "BLOCK_COLS": SUM.block_cols,
         },
         num_warps=SUM.num_warps,
+        num_stages=1,
+        architectures=ARCHITECTURES,
+    )
+
+
+def _reduce_slots(dtype: torch.dtype, wait: bool) -> Entry:
+    name = TRITON_NAME[dtype]
+    arguments = {"slots_ptr": f"*{name}", "b_ptr": f"*{name}", "y_ptr": f"*{name}"}
+    arguments |= dict.fromkeys(("flags_ptr", "epoch_ptr", "status_ptr"), "*i32" if wait else f"*{name}")
+    arguments |= dict.fromkeys(("T", "N", "stride_sr", "stride_st"), "i32")
+    return Entry(
+        name=f"reduce_slots/pointer/{name}/{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}/bias{'+wait' * wait}",
+        module="reduce",
+        function="_reduce_slots_kernel",
+        form="pointer",
+        arguments=arguments | dict.fromkeys(("R", "splits", "spin_limit"), "i32"),
+        aligned=frozenset(arguments),
+        constants={
+            **dict.fromkeys(("stride_sn", "stride_bn"), 1),
+            "HAS_BIAS": True,
+            "WAIT": wait,
+            "BLOCK_ROWS": SLOT_SUM.block_rows,
+            "BLOCK_COLS": SLOT_SUM.block_cols,
+        },
+        num_warps=SLOT_SUM.num_warps,
         num_stages=1,
         architectures=ARCHITECTURES,
     )

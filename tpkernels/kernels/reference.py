@@ -21,6 +21,21 @@ def linear_ref(
     return act_ref(z, activation), z
 
 
+def gather_linear_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
+) -> tuple[Tensor, Tensor]:
+    """(y, z) of `gather_linear_fwd`, once all of x is here."""
+    return linear_ref(x, weight, bias, activation)
+
+
+def reduce_slots_ref(slots: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """y of `reduce_slots`: summed slot by slot in fp32 or wider, rounded once."""
+    total = torch.zeros_like(slots[0], dtype=torch.promote_types(slots.dtype, torch.float32))
+    for slot in slots:
+        total += slot
+    return (total if bias is None else total + bias).to(dtype or slots.dtype)
+
+
 def glu_ref(x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu = "swiglu") -> tuple[Tensor, Tensor, Tensor]:
     """(h, g, u) of `glu_fwd`."""
     g, u = functional.linear(x, w_gate), functional.linear(x, w_up)

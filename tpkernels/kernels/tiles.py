@@ -14,7 +14,7 @@ A matmul tile speaks of the product it computes, whatever the layer calls those 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -67,6 +67,20 @@ class SumTile:
 
 SUM = SumTile(chunk=512, block_rows=32, block_cols=128, num_warps=4)
 INTERPRETED_SUM = SumTile(chunk=32, block_rows=16, block_cols=32, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSumTile:
+    """A sum over slots: a program sums blocks of one matrix after the other, its slots in order."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    per_processor: int  # resident programs
+
+
+SLOT_SUM = SlotSumTile(block_rows=16, block_cols=128, num_warps=4, per_processor=8)
+INTERPRETED_SLOT_SUM = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +206,9 @@ def default_tile(
     tiles = candidates(kernel, form, dtype, target, ragged)
     filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
+
+
+def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
+    """A tile of `linear` for rows that arrive in chunks: what is computed at once wants the same chunk."""
+    group = min(tile.group, max(1, chunk_rows // tile.block_rows))
+    return replace(tile, flatten=False, group=group)

@@ -37,7 +37,7 @@ from tpkernels.ops.column_steps import (
     in_dtypes,
     save_for_column,
 )
-from tpkernels.ops.inputs import any_requires_grad, autocast, check_linear, features_of, tokens_of
+from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
 from tpkernels.ops.main_grad import check_main_grad, require_no_main_grad
 from tpkernels.ops.parallel import checked_group
 from tpkernels.ops.registered_column import registered_column_linear
@@ -77,9 +77,10 @@ def column_linear(
     biases = _listed(op, "bias_shard", bias_shard, len(weights))
     main_grads = _listed(op, "main_grad", main_grad, len(weights))
     group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1] if x.ndim else 0)
-    x, *others = cast("list[Tensor]", list(autocast(x, *weights, *biases)))
     count = len(weights)
-    weights, biases = others[:count], list(others[count:])
+    if casting(x):
+        x, *others = cast("list[Tensor]", list(autocast(x, *weights, *biases)))
+        weights, biases = others[:count], list(others[count:])
     for weight, bias, into in zip(weights, biases, main_grads, strict=True):
         check_linear(op, x, features_of(op, x), weight, bias, ("weight_shard", "bias_shard"))
         check_main_grad(op, into, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tpkernels.tuning.steps import Steps
@@ -26,6 +27,33 @@ def weight_gradient(steps: Steps, dy: Tensor, x: Tensor, main_grad: Tensor | Non
         return steps.wgrad(dy, x)
     steps.wgrad_accumulate_(main_grad, dy, x)
     return None
+
+
+class WeightGradient:
+    """dyᵀ x, of some tokens after the others: summed in fp32 or wider, and rounded once."""
+
+    def __init__(self, main_grad: Tensor | None) -> None:
+        self._main_grad = main_grad
+        self._sum: Tensor | None = None  # main_grad itself where that is wide enough
+
+    def add(self, steps: Steps, dy: Tensor, x: Tensor) -> None:
+        if self._sum is None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            if self._main_grad is not None and self._main_grad.dtype == wide:
+                self._sum = self._main_grad
+            else:
+                self._sum = dy.new_zeros(dy.shape[1], x.shape[1], dtype=wide)
+            self._dtype = x.dtype
+        steps.wgrad_accumulate_(self._sum, dy, x)
+
+    def get(self) -> Tensor | None:
+        """None if it was added to main_grad."""
+        assert self._sum is not None, "this rank's own tokens always come, if there are none"
+        if self._main_grad is None:
+            return self._sum.to(self._dtype)
+        if self._sum is not self._main_grad:
+            self._main_grad += self._sum
+        return None
 
 
 def require_no_main_grad(op: str, main_grad: Tensor | None) -> None:

@@ -41,7 +41,7 @@ from tpkernels.kernels.activations import (
 )
 from tpkernels.ops.column_linear import column_linear
 from tpkernels.ops.column_steps import sum_of_products
-from tpkernels.ops.inputs import any_requires_grad, autocast, check_linear, features_of, tokens_of
+from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
 from tpkernels.ops.main_grad import check_main_grad, weight_gradient
 from tpkernels.ops.parallel import (
     Done,
@@ -127,10 +127,12 @@ def parallel_mlp(
             h, w_down_shard, b_down, group, sequence_parallel=sequence_parallel, overlap=overlap
         )
     group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=w_down_shard.shape[0])
-    x, w_up, b_up, w_down, b_down, w_gate = cast(
-        "tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]",
-        autocast(x, w_up_shard, b_up_shard, w_down_shard, b_down, w_gate_shard),
-    )
+    w_up, b_up, w_down, w_gate = w_up_shard, b_up_shard, w_down_shard, w_gate_shard
+    if casting(x):
+        x, w_up, b_up, w_down, b_down, w_gate = cast(
+            "tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]",
+            autocast(x, w_up, b_up, w_down, b_down, w_gate),
+        )
     check_linear(op, x, features_of(op, x), w_up, b_up, ("w_up_shard", "b_up_shard"))
     if w_gate is not None:
         check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate_shard", ""))

@@ -8,7 +8,7 @@ R ranks, T tokens, K in_features, N out_features:
 
     forward   y_shard  = reduce_scatter(x_shard w_shardᵀ) + bias    pieces travel while others are computed
     dgrad     dx_shard = all_gather(dy_shard) w_shard               rows as they arrive
-    wgrad     dw_shard = dyᵀ x_shard                                the same gather serves all three
+    wgrad     dw_shard = dyᵀ x_shard                                of the same rows, in fp32, as they arrive
     dbias     db       = dy.sum(0)                                  whole on every rank
 
 Without sequence parallelism y is all-reduced, and backward communicates nothing. Sums over ranks are in fp32
@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from tpkernels.ops.inputs import autocast, check_linear, features_of, tokens_of
-from tpkernels.ops.main_grad import check_main_grad, require_no_main_grad, weight_gradient
+from tpkernels.ops.inputs import autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.main_grad import WeightGradient, check_main_grad, require_no_main_grad, weight_gradient
 from tpkernels.ops.parallel import (
     arrivals,
     checked_group,
@@ -74,9 +74,10 @@ def row_linear(
     group = checked_group(
         group, op, dtype=x_shard.dtype, rows=x_shard.shape[:-1], width=weight_shard.shape[0]
     )
-    x_shard, weight_shard, bias = cast(
-        "tuple[Tensor, Tensor, Tensor | None]", autocast(x_shard, weight_shard, bias)
-    )
+    if casting(x_shard):
+        x_shard, weight_shard, bias = cast(
+            "tuple[Tensor, Tensor, Tensor | None]", autocast(x_shard, weight_shard, bias)
+        )
     check_linear(op, x_shard, features_of(op, x_shard), weight_shard, bias, ("weight_shard", "bias"))
     check_main_grad(op, main_grad, weight_shard)
     leading = list(x_shard.shape[:-1])
@@ -143,19 +144,24 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw, db); db in fp32"""
     steps = steps_on(dy_shard.device)
-    needs_dx, needs_dw, needs_db = needs
-    dx = None
+    *_, needs_db = needs  # x and weight are None where nobody needs what they are for
+    dx = dw = None
     if call.sequence_parallel and call.group.size() > 1:
         gathering = start_rows("row_linear backward", dy_shard, call.group)
-        if weight is not None and needs_dx:
+        if weight is not None:
             dx = dy_shard.new_empty(dy_shard.shape[0] * call.group.size(), weight.shape[1])
-            for rows, dy_part in arrivals(gathering, call.overlap):
+        summing = WeightGradient(call.main_grad)
+        for rows, dy_part in arrivals(gathering, call.overlap):
+            if dx is not None and weight is not None:
                 dx[rows] = steps.dgrad(dy_part, weight)
+            if x is not None:  # of these rows at once: the next ones may not be there yet
+                summing.add(steps, dy_part, x[rows])
         dy = gathering.wait()
+        dw = summing.get() if x is not None else None
     else:
         dy = dy_shard
-        dx = steps.dgrad(dy, weight) if weight is not None and needs_dx else None
-    dw = weight_gradient(steps, dy, x, call.main_grad) if x is not None and needs_dw else None
+        dx = steps.dgrad(dy, weight) if weight is not None else None
+        dw = weight_gradient(steps, dy, x, call.main_grad) if x is not None else None
     return dx, dw, steps.bias_grad(dy) if needs_db else None
 
 

@@ -43,7 +43,10 @@ def wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def wgrad_accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    main_grad.add_(dy.T @ x)
+    if main_grad.dtype == dy.dtype:
+        main_grad.addmm_(dy.T, x)  # the product is never written
+    else:
+        main_grad.add_(dy.T @ x)
 
 
 def bias_grad(dy: Tensor) -> Tensor:

@@ -1,0 +1,206 @@
+"""`gather_linear_fwd`: `linear`, computed as rows arrive. In tests/ops other ranks write them."""
+
+import threading
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.kernels.checks import DTYPES, SHAPES, TILE, assert_accurate, normal
+from tests.kernels.test_catalog import compile_for
+from tests.kernels.test_linear import operands
+from tpkernels.comm.schedule import chunks_of_tile, first_tile, tile_order
+from tpkernels.kernels.catalog import catalog
+from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.reference import gather_linear_ref
+from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, raise_if_late
+
+EPOCH = 5
+PATIENCE = 500  # looks at a flag: for tests in which nothing will come
+
+
+def arrivals(device: torch.device, *flags: int, spin_limit: int | None = None) -> Arrivals:
+    epoch, status = (torch.tensor([value], dtype=torch.int32, device=device) for value in (EPOCH, 0))
+    return Arrivals(torch.tensor(flags, dtype=torch.int32, device=device), epoch, status, spin_limit)
+
+
+def evenly(shape: tuple[int, int, int], chunks: int) -> tuple[int, int, int]:
+    return (shape[0] + -shape[0] % chunks, *shape[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_gather_linear_matches_float64_and_the_bits_of_linear(shape, chunks, dtype, device):
+    x, w, b = operands(evenly(shape, chunks), dtype, device)
+    here = arrivals(device, *[EPOCH] * chunks)
+    for chunk in {0, chunks - 1}:
+        y, z = gather_linear_fwd(
+            x, w, b, arrivals=here, first_row=chunk * (x.shape[0] // chunks), activation="gelu", keep_z=True,
+            tile=TILE,
+        )  # fmt: skip
+        exact_y, exact_z = gather_linear_ref(x.double(), w.double(), b.double(), "gelu")
+        torch_y, torch_z = gather_linear_ref(x, w, b, "gelu")
+        assert_accurate(y, exact_y, torch_y, "y")
+        assert_accurate(z, exact_z, torch_z, "z")
+        assert torch.equal(y, linear_fwd(x, w, b, activation="gelu", tile=TILE).y)
+    assert not here.status.item()
+
+
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+def test_gather_linear_forms_agree_with_float64(form, bias, device):
+    x, w, b = operands((72, 96, 104), torch.bfloat16, device)
+    here = arrivals(device, EPOCH, EPOCH + 1)  # a rank may be a call ahead
+    y, z = gather_linear_fwd(
+        x, w, b if bias else None, arrivals=here, first_row=36, form=form, tile=TILE, margin=1
+    )
+    assert z is None
+    assert_accurate(y, gather_linear_ref(x.double(), w.double(), b.double() if bias else None)[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), (4, 0, 16), (4, 8, 0)], ids=str)
+def test_gather_linear_takes_empty(shape, device):
+    x, w, b = operands(shape, torch.float32, device)
+    y = gather_linear_fwd(x, w, b, arrivals=arrivals(device, EPOCH, EPOCH)).y
+    torch.testing.assert_close(y, gather_linear_ref(x, w, b)[0])
+
+
+@triton.jit
+def _order_kernel(rows_ptr, first_row_tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    for index in tl.range(0, row_tiles * col_tiles):
+        row_tile, col_tile = ring_tile_at(index, first_row_tile, row_tiles, col_tiles, GROUP)
+        tl.store(rows_ptr + index, row_tile * col_tiles + col_tile)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_gather_linear_keeps_to_the_order_of_the_schedule(group, device):
+    for ranks, size, block_rows, cols in [(1, 5, 4, 3), (2, 16, 4, 2), (3, 5, 4, 1), (4, 7, 8, 3)]:
+        for rank in range(ranks):
+            order = tile_order(rank, ranks * size, ranks, block_rows)
+            found = torch.empty(len(order) * cols, dtype=torch.int32, device=device)
+            first = first_tile(rank, ranks * size, ranks, block_rows)
+            _order_kernel[(1,)](found, first, len(order), cols, GROUP=group)
+            assert sorted(found.tolist()) == list(range(len(found)))  # every tile once
+            rows = [index // cols for index in found.tolist()]
+            for start in range(0, len(order), group):  # `group` tiles of rows at a time, in the order
+                taken, rows = rows[: group * cols], rows[group * cols :]
+                assert set(taken) == set(order[start : start + group])
+
+
+class Writer:
+    """Writes the chunks of `source` into `x`, in the given order, while a kernel waits for them."""
+
+    def __init__(self, x: Tensor, source: Tensor, here: Arrivals, order: list[int], early_flag: bool = False):
+        self.x, self.source, self.here, self.order = x, source, here, order
+        self.early_flag = early_flag
+        self.thread = threading.Thread(target=self._write)
+
+    def _write(self) -> None:
+        size = self.x.shape[0] // self.here.flags.numel()
+        for chunk in self.order:
+            if self.early_flag:
+                self.here.flags[chunk] = EPOCH
+            time.sleep(0.05)
+            rows = slice(chunk * size, (chunk + 1) * size)
+            self.x[rows] = self.source[rows]
+            self.here.flags[chunk] = EPOCH
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join()
+
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a thread of the host cannot reach a running kernel"
+)
+
+
+@interpreted
+@pytest.mark.parametrize("chunks", [2, 3, 6])  # of 24, 16 and 8 rows, in tiles of 32
+@pytest.mark.parametrize("backwards", [False, True], ids=["in_order", "backwards"])
+def test_gather_linear_reads_no_row_before_its_flag(chunks, backwards, device):
+    source, w, b = operands((48, 45, 40), torch.float32, device)
+    x = torch.full_like(source, float("nan"))
+    here = arrivals(device, *[EPOCH - 1] * chunks)
+    order = list(reversed(range(chunks))) if backwards else list(range(chunks))
+    with Writer(x, source, here, order):
+        y = gather_linear_fwd(x, w, b, arrivals=here, first_row=48 // chunks, tile=TILE).y
+    raise_if_late(here, rank=0)
+    assert torch.equal(y, linear_fwd(source, w, b, tile=TILE).y)
+
+
+@interpreted
+def test_a_flag_before_its_data_shows(device):
+    source, w, b = operands((48, 45, 40), torch.float32, device)
+    x = torch.full_like(source, float("nan"))
+    here = arrivals(device, *[EPOCH - 1] * 2)
+    with Writer(x, source, here, [0, 1], early_flag=True):
+        y = gather_linear_fwd(x, w, b, arrivals=here, tile=TILE).y
+    assert y.isnan().any()
+
+
+def test_a_chunk_that_never_comes_is_an_error_and_not_a_hang(device):
+    x, w, b = operands((64, 32, 64), torch.float32, device)
+    tile = MatmulTile(16, 16, 16, num_warps=4, num_stages=1)
+    here = arrivals(device, EPOCH, EPOCH, EPOCH - 1, EPOCH, spin_limit=PATIENCE)
+    started = time.monotonic()
+    gather_linear_fwd(x, w, b, arrivals=here, tile=tile)
+    assert time.monotonic() - started < 10  # 4 tiles of 4 chunks wait: only the first may spin
+    with pytest.raises(
+        RuntimeError,
+        match=r"gather_linear on rank 3: chunk 2 had not arrived .*\(flag 4, expected 5\).* died or is late",
+    ):
+        raise_if_late(here, rank=3)
+
+
+def test_all_that_a_tile_has_rows_of_is_waited_for(device):
+    """Each chunk held back in turn: the error names it, also where a tile straddles chunks."""
+    x, w, b = operands((72, 16, 16), torch.float32, device)
+    assert list(chunks_of_tile(0, 72, 6, 32)) == [0, 1, 2]
+    for late in range(6):
+        flags = [EPOCH - (chunk == late) for chunk in range(6)]
+        here = arrivals(device, *flags, spin_limit=2)
+        gather_linear_fwd(x, w, b, arrivals=here, first_row=24, tile=TILE)
+        with pytest.raises(RuntimeError, match=f"chunk {late} had not arrived"):
+            raise_if_late(here, rank=0)
+
+
+def test_gather_linear_refuses_what_cannot_work(device):
+    x, w, b = operands((6, 8, 16), torch.float32, device)
+    here = arrivals(device, EPOCH, EPOCH)
+    with pytest.raises(ValueError, match="expected equal chunks of tokens, got 6 tokens and 4 flags"):
+        gather_linear_fwd(x, w, b, arrivals=arrivals(device, *[EPOCH] * 4))
+    with pytest.raises(ValueError, match="first_row of 0 to 5, got 6"):
+        gather_linear_fwd(x, w, b, arrivals=here, first_row=6)
+    with pytest.raises(ValueError, match=r"margin of 0 to .* processors, got 9999"):
+        gather_linear_fwd(x, w, b, arrivals=here, margin=9999)
+    with pytest.raises(ValueError, match="flatten=False"):
+        gather_linear_fwd(
+            x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, num_warps=4, num_stages=1, flatten=True)
+        )
+    with pytest.raises(ValueError, match=r"weight of shape \(16, 8\).*got \(16, 9\)"):
+        gather_linear_fwd(x, normal(16, 9, torch.float32, device), arrivals=here)
+    for name, bad in {"flags": here.flags.long(), "epoch": here.flags, "status": here.status.float()}.items():
+        fields = {"flags": here.flags, "epoch": here.epoch, "status": here.status} | {name: bad}
+        with pytest.raises(ValueError, match=f"expected {name} of"):
+            gather_linear_fwd(x, w, b, arrivals=Arrivals(**fields))
+    with pytest.raises(ValueError, match=r"flags on .* got meta"):
+        gather_linear_fwd(x, w, b, arrivals=Arrivals(here.flags.to("meta"), here.epoch, here.status))
+
+
+def test_no_load_of_x_overtakes_the_wait():
+    """In PTX the look at the flag and the fence stand before the first load by TMA."""
+    name = next(e.name for e in catalog() if e.name.startswith("gather_linear/descriptor/bf16"))
+    facts = compile_for("sm_90", name)[name]
+    assert facts["serial_wgmma"] == 0
+    look, fence, load = (facts["first"][what] for what in ("acquire", "proxy_fence", "tma_load"))
+    assert 0 <= look < load
+    assert 0 <= fence < load

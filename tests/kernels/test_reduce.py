@@ -1,0 +1,108 @@
+"""`reduce_slots`: exact in fp32 order, the same bits whenever slots arrive."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.kernels.checks import DTYPES, assert_accurate
+from tests.kernels.test_gather_linear import EPOCH, PATIENCE, arrivals, interpreted
+from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.kernels.tiles import SlotSumTile
+from tpkernels.kernels.waits import raise_if_late
+
+TILE = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
+SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}
+
+
+def random_slots(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["into_fp32", "into_bf16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_reduce_slots_is_the_fp32_sum_in_order_to_the_bit(shape, out, dtype, device):
+    slots, bias = random_slots(shape, dtype, device), torch.randn(shape[2], device=device).to(dtype)
+    for b in (None, bias):
+        y = reduce_slots(slots, b, dtype=out, tile=TILE)
+        assert y.dtype == out
+        assert torch.equal(y, reduce_slots_ref(slots, b, out))
+        if y.numel() > 500:
+            assert_accurate(y, reduce_slots_ref(slots.double(), None if b is None else b.double()))
+
+
+def test_reduce_slots_does_not_add_in_bf16(device):
+    """1 + 2⁻⁸ + 2⁻⁸ is 1 in bf16 step by step, and 1 + 2⁻⁷ if rounded once."""
+    slots = torch.tensor([1.0, 2**-8, 2**-8], dtype=torch.bfloat16, device=device)[:, None, None].expand(
+        3, 16, 32
+    )
+    assert (reduce_slots(slots) == 1 + 2**-7).all()
+
+
+def test_reduce_slots_adds_the_bias_once(device):
+    slots, bias = torch.zeros(4, 16, 32, device=device), torch.full((32,), 3.0, device=device)
+    assert (reduce_slots(slots, bias) == 3).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 8), (2, 8, 0)], ids=["no_tokens", "no_features"])
+def test_reduce_slots_takes_empty(shape, device):
+    assert reduce_slots(torch.empty(shape, device=device)).shape == shape[1:]
+
+
+def test_reduce_slots_takes_any_strides(device):
+    wide = random_slots((45, 3, 80), torch.float16, device)
+    slots = wide.transpose(0, 1)[:, :, ::2]
+    assert torch.equal(reduce_slots(slots), reduce_slots_ref(slots))
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
+def test_reduce_slots_has_the_same_bits_whatever_arrives_first(order, splits, device):
+    source = random_slots((3, 48, 40), torch.bfloat16, device)
+    slots = torch.full_like(source, float("nan"))
+    here = arrivals(device, *[EPOCH - 1] * (3 * splits))
+
+    def write() -> None:
+        rows = 48 // splits
+        for slot in order:
+            for part in reversed(range(splits)):
+                time.sleep(0.02)
+                slots[slot, part * rows : (part + 1) * rows] = source[slot, part * rows : (part + 1) * rows]
+                here.flags[slot * splits + part] = EPOCH
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    y = reduce_slots(slots, arrivals=here, tile=TILE)
+    writer.join()
+    raise_if_late(here, rank=0)
+    assert torch.equal(y, reduce_slots_ref(source))
+
+
+@pytest.mark.parametrize("late", range(6))
+def test_a_slot_that_never_comes_is_an_error_that_names_it(late, device):
+    flags = [EPOCH - (chunk == late) for chunk in range(6)]
+    here = arrivals(device, *flags, spin_limit=PATIENCE)
+    reduce_slots(torch.zeros(3, 40, 8, device=device), arrivals=here)
+    with pytest.raises(RuntimeError, match=f"reduce_slots on rank 1: chunk {late} had not arrived"):
+        raise_if_late(here, rank=1)
+
+
+def test_reduce_slots_refuses_what_cannot_work(device):
+    slots = torch.zeros(2, 6, 8, device=device)
+    with pytest.raises(ValueError, match=r"slots of \(ranks, tokens, features\), got \(6, 8\)"):
+        reduce_slots(slots[0])
+    with pytest.raises(ValueError, match=r"bias of \(8,\) for 8 features, got \(7,\)"):
+        reduce_slots(slots, slots.new_zeros(7))
+    with pytest.raises(TypeError, match=r"as dtype, got torch.float64"):
+        reduce_slots(slots, dtype=torch.float64)
+    with pytest.raises(ValueError, match="margin of 0 to"):
+        reduce_slots(slots, margin=-1)
+    for flags in (3, 8):
+        with pytest.raises(
+            ValueError, match=f"2 slots of 6 rows to be cut evenly by their flags, got {flags}"
+        ):
+            reduce_slots(slots, arrivals=arrivals(device, *[EPOCH] * flags))

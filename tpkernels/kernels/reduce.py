@@ -1,0 +1,142 @@
+"""The tail of a reduce-scatter: the sum of what each rank contributed, in fp32 and in a fixed order.
+
+R slots, T tokens, N features:
+
+    y = Σ over r of slots[r] + b    (T, N)    added in the order of r, whenever each arrived; rounded once
+
+The bias lands here, once, and not in the R products that are summed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.blocks import load_block, load_vector, store_block
+from tpkernels.kernels.operands import DTYPES, require_tensors
+from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SlotSumTile
+from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
+
+
+@triton.jit
+def _reduce_slots_kernel(
+    slots_ptr,  # (R, T, N)
+    b_ptr,  # (N,), unread unless HAS_BIAS
+    y_ptr,  # (T, N) contiguous
+    flags_ptr,  # (R * splits,) int32, slot by slot; like the next two untouched unless WAIT
+    epoch_ptr,  # (1,) int32
+    status_ptr,  # (1,) int32
+    R,
+    T,
+    N,
+    stride_sr,
+    stride_st,
+    stride_sn,
+    stride_bn,
+    splits,  # equal parts of a slot's rows, which arrive one by one
+    spin_limit,
+    HAS_BIAS: tl.constexpr,
+    WAIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Each program sums every num_programs-th block."""
+    col_tiles = tl.cdiv(N, BLOCK_COLS)
+    for index in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_ROWS) * col_tiles, tl.num_programs(0)):
+        t = index // col_tiles * BLOCK_ROWS
+        n = index % col_tiles * BLOCK_COLS
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        slot_ptr = slots_ptr
+        first_chunk = 0
+        for _ in tl.range(0, R, num_stages=1):
+            if WAIT:
+                part_rows = T // splits
+                last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
+                for part in tl.range(t // part_rows, last_row // part_rows + 1, num_stages=1):
+                    chunk = first_chunk + part
+                    wait_for(chunk, flags_ptr, epoch_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
+            acc += load_block(
+                slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
+            ).to(tl.float32)
+            slot_ptr += stride_sr
+            first_chunk += splits
+        if HAS_BIAS:
+            acc += load_vector(b_ptr, n, N, stride_bn, BLOCK_COLS)[None, :]
+        store_block(y_ptr, acc, t, n, T, N, N, 1, TMA=False)
+
+
+def reduce_slots(
+    slots: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    arrivals: Arrivals | None = None,
+    margin: int = 0,
+    tile: SlotSumTile | None = None,
+) -> Tensor:
+    """The sum of the slots, plus the bias once, rounded once.
+
+    slots: (ranks, tokens, features)
+    bias: (features,)
+    dtype: of the result, by default that of the slots
+    arrivals: a flag for each slot, or for each of its equal parts of rows; by default all is here
+    margin: processors that are left to those who write the slots
+    returns: (tokens, features)
+    """
+    require_tensors("reduce_slots", ("slots", slots), ("bias", bias))
+    if slots.ndim != 3 or not slots.shape[0]:
+        raise ValueError(
+            f"reduce_slots: expected slots of (ranks, tokens, features), got {tuple(slots.shape)}"
+        )
+    R, T, N = slots.shape
+    if bias is not None and tuple(bias.shape) != (N,):
+        raise ValueError(f"reduce_slots: expected bias of {(N,)} for {N} features, got {tuple(bias.shape)}")
+    if dtype not in (None, *DTYPES):
+        raise TypeError(f"reduce_slots: expected bfloat16, float16 or float32 as dtype, got {dtype}")
+    splits = 1 if arrivals is None else _splits(arrivals, slots)
+    target = target_of(slots.device)
+    if not 0 <= margin < target.processors:
+        raise ValueError(
+            f"reduce_slots: expected a margin of 0 to {target.processors - 1} processors, got {margin}"
+        )
+    tile = tile or (INTERPRETED_SLOT_SUM if target.backend == "interpreter" else SLOT_SUM)
+    y = launch.empty((T, N), dtype or slots.dtype, slots.device)
+    if y.numel():
+        tiles = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(N, tile.block_cols)
+        unread = y  # stands for a pointer that this form of the kernel does not follow
+        with launching_on(slots.device):
+            _reduce_slots_kernel[(min(tiles, (target.processors - margin) * tile.per_processor),)](
+                slots,
+                unread if bias is None else bias,
+                y,
+                unread if arrivals is None else arrivals.flags,
+                unread if arrivals is None else arrivals.epoch,
+                unread if arrivals is None else arrivals.status,
+                R,
+                T,
+                N,
+                *slots.stride(),
+                0 if bias is None else bias.stride(0),
+                splits,
+                0 if arrivals is None else arrivals.limit(target),
+                HAS_BIAS=bias is not None,
+                WAIT=arrivals is not None,
+                BLOCK_ROWS=tile.block_rows,
+                BLOCK_COLS=tile.block_cols,
+                num_warps=tile.num_warps,
+            )
+    return y
+
+
+def _splits(arrivals: Arrivals, slots: Tensor) -> int:
+    require_arrivals("reduce_slots", arrivals, slots.device)
+    (R, T, _), flags = slots.shape, arrivals.flags.numel()
+    if flags % R or T % (flags // R):
+        raise ValueError(
+            f"reduce_slots: expected {R} slots of {T} rows to be cut evenly by their flags, got {flags} flags"
+        )
+    return flags // R

@@ -1,0 +1,107 @@
+"""Kernels that wait for chunks which others write: flags, bounded spins, and what one leaves that ran out.
+
+Whoever writes a chunk raises its flag to the number of the call, the epoch, after the data. A kernel reads
+the chunk once its flag holds at least the epoch. Flags are never reset, and the epoch lies on the device, so
+that a captured graph which counts it up can be replayed. A spin that runs out writes one word, which kernel
+and which chunk, and goes on: the result is garbage, and `raise_if_late` says so. Later waits end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.target import Target
+
+mend()
+
+OPS = ("gather_linear", "reduce_slots")  # numbered from 1: a status of 0 says that all is well
+CHUNK_BITS = 24  # of the status word; the rest is the number of the op
+SPIN_LIMIT = 2**25  # half a minute, if a look at a flag takes a microsecond
+INTERPRETED_SPIN_LIMIT = 2**17  # as long: there a look takes 0.1 to 0.2 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What tells a kernel which chunks are there; all on the device of the data."""
+
+    flags: Tensor  # (chunks,) int32: the last epoch that each chunk is there of
+    epoch: Tensor  # (1,) int32: the one that is waited for
+    status: Tensor  # (1,) int32: 0, or where a spin ran out
+    spin_limit: int | None = None  # looks at a flag; by default about half a minute
+
+    def limit(self, target: Target) -> int:
+        if self.spin_limit is not None:
+            return self.spin_limit
+        return INTERPRETED_SPIN_LIMIT if target.backend == "interpreter" else SPIN_LIMIT
+
+
+@triton.jit
+def wait_for(
+    chunk,
+    flags_ptr,  # (chunks,) int32
+    epoch_ptr,  # (1,) int32
+    status_ptr,  # (1,) int32
+    spin_limit,
+    OP: tl.constexpr,  # number of the op in OPS, from 1
+    ASYNC_PROXY: tl.constexpr,  # whether the chunk is read by TMA
+):
+    """Return once the chunk may be read, or the spin has run out here or elsewhere."""
+    epoch = tl.load(epoch_ptr)
+    # an atomic that adds nothing: a load by one thread for all, which the interpreter knows too. All threads
+    # must see the same, or they would part ways before a barrier
+    seen = tl.atomic_add(flags_ptr + chunk, 0, sem="acquire", scope="sys")
+    if seen < epoch:
+        given_up = tl.atomic_add(status_ptr, 0, sem="relaxed", scope="gpu")
+        spins = 0
+        while (seen < epoch) & (given_up == 0) & (spins < spin_limit):
+            seen = tl.atomic_add(flags_ptr + chunk, 0, sem="acquire", scope="sys")
+            spins += 1
+    if seen < epoch:
+        tl.atomic_cas(status_ptr, 0, OP * (1 << 24) + chunk, sem="relaxed", scope="gpu")  # the first stays
+    tl.debug_barrier()  # one thread has looked, all of them read
+    if ASYNC_PROXY:
+        # TMA reads past the caches that the flag has ordered: without a fence it may overtake it
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+def raise_if_late(arrivals: Arrivals, rank: int, source: str = "") -> None:
+    """A RuntimeError if a kernel has given up waiting. Reads the status: on a GPU this waits for the kernel.
+
+    source: what else is known of the exchange, for the message
+    """
+    word = int(arrivals.status.item())
+    if word:
+        op, chunk = OPS[(word >> CHUNK_BITS) - 1], word & ((1 << CHUNK_BITS) - 1)
+        raise RuntimeError(
+            f"{op} on rank {rank}: chunk {chunk} had not arrived when the wait ran out "
+            f"(flag {int(arrivals.flags[chunk])}, expected {int(arrivals.epoch)}){source}; the result is not "
+            "valid: look for a rank that died or is late"
+        )
+
+
+def require_arrivals(launcher: str, arrivals: Arrivals, device: torch.device) -> None:
+    """Flags, epoch and status are contiguous int32 on the device of the data."""
+    for name in ("flags", "epoch", "status"):
+        tensor = getattr(arrivals, name)
+        wanted = (tensor.numel(),) if name == "flags" else (1,)
+        if tensor.dtype != torch.int32 or tuple(tensor.shape) != wanted or not tensor.is_contiguous():
+            raise ValueError(
+                f"{launcher}: expected {name} of {'(chunks,)' if name == 'flags' else '(1,)'}, contiguous, "
+                f"in torch.int32, got {tuple(tensor.shape)} in {tensor.dtype}"
+            )
+        if tensor.device != device:
+            raise ValueError(f"{launcher}: expected {name} on {device} like the data, got {tensor.device}")
+    if not 0 < arrivals.flags.numel() < 1 << CHUNK_BITS:
+        raise ValueError(
+            f"{launcher}: expected 1 to {(1 << CHUNK_BITS) - 1} flags, got {arrivals.flags.numel()}"
+        )
+    if arrivals.spin_limit is not None and not 0 <= arrivals.spin_limit < 2**31:
+        raise ValueError(f"{launcher}: expected a spin_limit of 0 to 2**31 - 1, got {arrivals.spin_limit}")
