@@ -29,7 +29,6 @@ def compiled_against_eager(setting: Setting, rows: tuple[int, ...]) -> list[bool
 
 def _same(eager, compiled, setting: Setting, rows: int) -> bool:  # type: ignore[no-untyped-def]
     torch.manual_seed(rows)
-    ranks = dist.get_world_size()
     k, n = setting.features
     w, b = torch.randn(n, k), torch.randn(n)
     x, w2, b2 = torch.randn(rows, k), torch.randn(k, n), torch.randn(k)
@@ -41,5 +40,4 @@ def _same(eager, compiled, setting: Setting, rows: int) -> bool:  # type: ignore
         y = function(*leaves, setting)
         grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
         results.append([y.detach(), *grads])
-    assert ranks == dist.get_world_size()
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
