@@ -54,7 +54,9 @@ def test_chunks_hold_every_row_once():
         assert rows_of(chunks) == list(range(rows))
         assert len(chunks) == ranks * parts
         for owner in range(ranks):
-            assert rows_of([c for c in chunks if c.owner == owner]) == list(range(*bounds(rows, ranks, owner)))
+            assert rows_of([c for c in chunks if c.owner == owner]) == list(
+                range(*bounds(rows, ranks, owner))
+            )
 
 
 def test_a_chunk_names_its_rows():
@@ -75,7 +77,9 @@ def test_each_step_sends_to_one_and_receives_from_one():
 def test_a_gather_brings_every_row_to_every_rank_once():
     for rows, ranks, parts in WORLDS:
         for rank in range(ranks):
-            brought = [row for source in arrivals(ranks, rank) for row in rows_of(cut(rows, ranks, source, parts))]
+            brought = [
+                row for source in arrivals(ranks, rank) for row in rows_of(cut(rows, ranks, source, parts))
+            ]
             assert sorted(brought) == list(range(rows))
 
 
@@ -124,7 +128,9 @@ def test_even_chunks_are_what_a_kernel_takes_them_for():
     for ranks, parts, size in product(range(1, 6), range(1, 4), range(1, 6)):
         rows = ranks * parts * size
         chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, parts)]
-        assert [(c.start, c.stop) for c in chunks] == [(n * size, (n + 1) * size) for n in range(ranks * parts)]
+        assert [(c.start, c.stop) for c in chunks] == [
+            (n * size, (n + 1) * size) for n in range(ranks * parts)
+        ]
         assert chunk_rows(rows, ranks, parts) == size
 
 

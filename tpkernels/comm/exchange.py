@@ -5,8 +5,8 @@
         ... part = full[rows] is there ...               ... more work ...
     full = gathering.wait()                              total = reducing.wait()
 
-Transfers are point to point, as `schedule` plans them: each is on its way as soon as it is started, and what is
-computed meanwhile hides it. On NCCL they run on the backend's own stream and `wait` holds up the current
+Transfers are point to point, as `schedule` plans them: each is on its way as soon as it is started, and what
+is computed meanwhile hides it. On NCCL they run on the backend's own stream and `wait` holds up the current
 stream only; on gloo its thread moves them, and `wait` blocks.
 
 Sums are taken here and not by the backend: in fp32 (or wider) and in the order of ranks, so that they depend

@@ -7,8 +7,9 @@ receives from rank r + s: in no step does anybody get two messages.
     a gather    this rank's own rows first, then those of rank + 1, rank + 2, ...: as they lie, round the ring
     a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
 
-Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of are
-there; for this chunks are of one size. Flags hold epochs: call number e raises them to e, and none is ever reset.
+Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of
+are there; for this, chunks are of one size. Flags hold epochs: call number e raises them to e, and none is ever
+reset.
 """
 
 from __future__ import annotations

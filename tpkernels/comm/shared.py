@@ -90,8 +90,5 @@ def _mapped(paths: list[str], count: int) -> tuple[list[Tensor], str]:
             with open(path, "r+b", buffering=0) as file:
                 memories.append(torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8))
     except (OSError, ValueError) as error:
-        return [], (
-            f"it cannot reach the others' memory ({type(error).__name__}: {error}); ranks must be processes of "
-            "one user"
-        )
+        return [], f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
     return memories, ""

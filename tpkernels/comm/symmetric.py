@@ -1,13 +1,13 @@
 """The `symmetric` transport: GPUs of one machine write into each other's memory, by torch's symmetric memory.
 
-Copy engines push the rows on a stream beside the one that computes; a flag is a copy of the call's epoch, behind
-its rows in that stream. The epoch is counted on the device, so that a captured graph can be replayed.
+Copy engines push the rows on a stream beside the one that computes; a flag is a copy of the call's epoch,
+behind its rows in that stream. The epoch is counted on the device, so that a captured graph can be replayed.
 
 The hazards of writing after reading, and what excludes each:
 
 - Rows land in a buffer that its owner still reads: a call begins with a barrier of all ranks in the computing
-  stream, and pushes wait for it. Every rank has then done all that it enqueued before, also in a replay that uses
-  one buffer each time. Two calls may be begun before the first is read: they have different buffers.
+  stream, and pushes wait for it. Every rank has then done all that it enqueued before, also in a replay that
+  uses one buffer each time. Two calls may be begun before the first is read: they have different buffers.
 - A flag holds e + 1 where e is waited for: epoch e is all there, because each rank pushes in order of epochs.
 - A flag is seen before its rows: it is copied behind them in one stream.
 - The epoch is counted up before it has been copied: each call has its own copy of it.
@@ -19,13 +19,21 @@ Not run on a GPU yet.
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.opening import described, exchanged, machine, require_equal, require_none, require_one_machine
+from tpkernels.comm.opening import (
+    described,
+    exchanged,
+    machine,
+    require_equal,
+    require_none,
+    require_one_machine,
+)
 from tpkernels.comm.schedule import slot_of
 from tpkernels.comm.side_stream import SideStream
 from tpkernels.comm.transport import Delivery, Exchange, Mailbox, require_shape
@@ -52,8 +60,6 @@ class Handle(Protocol):
 class SymmetricExchange(Exchange):
     """One rank's end in memory that all ranks of the group can write."""
 
-    margin = 4  # a copy between ranks that share a GPU, in tests, takes processors
-
     def __init__(
         self,
         name: str,
@@ -69,6 +75,7 @@ class SymmetricExchange(Exchange):
         views = [handle.get_buffer(rank, sizes, torch.uint8) for rank in range(handle.world_size)]
         mailboxes = [Mailbox.over(view, len(views), shape, dtype, splits) for view in views]
         super().__init__(name, handle.rank, mailboxes, splits, timeout)
+        self.margin = 4 if memory.is_cuda else 0  # a copy between ranks that share a GPU takes processors
         self._handle, self._memory = handle, memory
         self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
@@ -197,7 +204,7 @@ def why_not(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return "torch sees no GPU here"
     try:
-        import torch.distributed._symmetric_memory
+        import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
     return ""
@@ -208,8 +215,8 @@ def require_gpu_each(name: str, gpus: list[str], rank: int) -> None:
     shared = [peer for peer, gpu in enumerate(gpus) if peer != rank and gpu == gpus[rank]]
     if shared and os.environ.get(_OVERLAPPING, "0") != "1":
         raise RuntimeError(
-            f"{name} on rank {rank}: expected a GPU for each rank, got one for ranks {sorted([rank, *shared])}: "
-            f"call torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
+            f"{name} on rank {rank}: expected a GPU for each rank, got one for {sorted([rank, *shared])}: call "
+            f"torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
         )
 
 

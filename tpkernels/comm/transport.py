@@ -145,7 +145,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def push(self, peer: int, part: int, rows: Tensor) -> None:
-        """Send a part of our piece for `peer`, each part once; its flag goes up after it. Own parts go at once."""
+        """Send a part of our piece for `peer`, each part once, and raise its flag after it."""
 
     @abstractmethod
     def arrived(self, chunk: int) -> bool:

@@ -8,11 +8,11 @@ TPKERNELS_TRANSPORT, read when this module is imported, says which:
     symmetric   torch's symmetric memory: GPUs of one machine that reach each other's memory
 
 The ranks of a group agree on it before the first transfer. What it cannot serve is an error; only a tensor
-without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all ranks know.
+without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
 
 An exchange is opened when a shape is first moved, which all ranks do together, and is kept for the next call.
-A group keeps MOST_OPEN of them, and closes the one that was used longest ago; all ranks make the same calls in the
-same order, hence close the same. They end with the group, or with the process.
+A group keeps MOST_OPEN of them, and closes the one that was used longest ago; all ranks make the same calls in
+the same order, hence close the same. They end with the group, or with the process.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ def _agreed(op: str, group: ProcessGroup) -> _Exchanges:
     if wish not in WISHES:
         problem = "ValueError", f"TPKERNELS_TRANSPORT is {wish!r}; expected one of {', '.join(WISHES)}"
     agree(Claim(f"{op} with TPKERNELS_TRANSPORT={chosen}", (), problem), group)
+    for other, left in list(_of_group.items()):
+        if not is_alive(other):  # destroyed, and held by somebody
+            left.close()
     exchanges = _Exchanges(cast("Transport", chosen))
     _of_group[group] = exchanges
     weakref.finalize(group, exchanges.close)  # also at exit

@@ -144,7 +144,7 @@ def _first_and_splits(arrivals: Arrivals, chunks: range | None, slots: Tensor) -
         raise ValueError(f"reduce_slots: expected chunks among {flags} flags, got {chunks}")
     if not chunks or len(chunks) % R or T % (len(chunks) // R):
         raise ValueError(
-            f"reduce_slots: expected {R} slots of {T} rows to be cut evenly by their flags, got {len(chunks)} "
-            "flags"
+            f"reduce_slots: expected {R} slots of {T} rows to be cut evenly by their flags, got "
+            f"{len(chunks)} flags"
         )
     return chunks.start, len(chunks) // R

@@ -83,7 +83,7 @@ def kernel_and_chunk(word: int) -> tuple[str, int]:
 
 
 def raise_if_late(arrivals: Arrivals, rank: int) -> None:
-    """A RuntimeError if a kernel has given up waiting. Reads the status: on a GPU this waits for the kernel."""
+    """A RuntimeError if a kernel has given up waiting. On a GPU this waits for the kernel."""
     word = int(arrivals.status.item())
     if word:
         kernel, chunk = kernel_and_chunk(word)

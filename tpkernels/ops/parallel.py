@@ -103,7 +103,7 @@ def start_rows(op: str, shard: Tensor, group: ProcessGroup) -> Rows:
     ranks = group.size()
     if ranks == 1:
         return Done(shard)
-    gathers = exchange_for(op, "gathers", shard, *shard.shape, group)
+    gathers = exchange_for(op, "gathers", shard, shard.shape[0], shard.shape[1], group)
     if gathers is None:
         return Gathering(op, shard, ranks * shard.shape[0], group)
     return FlaggedRows(op, shard, gathers)
