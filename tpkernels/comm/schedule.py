@@ -8,8 +8,8 @@ receives from rank r + s: in no step does anybody get two messages.
     a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
 
 Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of
-are there; for this, chunks are of one size. Flags hold epochs: call number e raises them to e, and none is ever
-reset.
+are there; for this, chunks are of one size. Flags hold epochs: call number e raises them to e, and none is
+ever reset.
 """
 
 from __future__ import annotations

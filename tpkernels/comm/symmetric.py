@@ -215,8 +215,8 @@ def require_gpu_each(name: str, gpus: list[str], rank: int) -> None:
     shared = [peer for peer, gpu in enumerate(gpus) if peer != rank and gpu == gpus[rank]]
     if shared and os.environ.get(_OVERLAPPING, "0") != "1":
         raise RuntimeError(
-            f"{name} on rank {rank}: expected a GPU for each rank, got one for {sorted([rank, *shared])}: call "
-            f"torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
+            f"{name} on rank {rank}: expected a GPU for each rank, got one for {sorted([rank, *shared])}: "
+            f"call torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
         )
 
 

@@ -11,8 +11,8 @@ The ranks of a group agree on it before the first transfer. What it cannot serve
 without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
 
 An exchange is opened when a shape is first moved, which all ranks do together, and is kept for the next call.
-A group keeps MOST_OPEN of them, and closes the one that was used longest ago; all ranks make the same calls in
-the same order, hence close the same. They end with the group, or with the process.
+A group keeps MOST_OPEN of them, and closes the one that was used longest ago; all ranks make the same calls
+in the same order, hence close the same. They end with the group, or with the process.
 """
 
 from __future__ import annotations

@@ -42,8 +42,23 @@ class ColumnCall:
         return name, self.activation, *flags
 
     @staticmethod
-    def of_options(group_name: str, activation: str, *flags: bool) -> ColumnCall:
-        return ColumnCall(group_named(group_name), cast("Activation", activation), *flags)
+    def of_options(
+        group_name: str,
+        activation: str,
+        sequence_parallel: bool,
+        overlap: bool,
+        keep_z: bool,
+        keep_gathered: bool,
+    ) -> ColumnCall:
+        keep_z = keep_z and activation != "none"  # z would be y, and an operator may not return that twice
+        return ColumnCall(
+            group_named(group_name),
+            cast("Activation", activation),
+            sequence_parallel,
+            overlap,
+            keep_z,
+            keep_gathered,
+        )
 
 
 def save_for_column(
