@@ -8,7 +8,7 @@ import torch
 from tests.ops import exchanges
 from tests.ops.exchanges import CALLS, FAULTS, K, gathered_exactly, gathered_product, shard_of
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm.loopback import open_loopback
+from tpkernels.comm.loopback import open_loopback, open_symmetric_loopback
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
@@ -86,8 +86,9 @@ def test_open_shared_refuses_different_arguments_on_every_rank(ranks2: RankPool)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loopback_gathers_among_virtual_ranks(ranks):
-    ends = open_loopback("gather", ranks, (12, K), torch.float32, splits=2, timeout=20.0)
+@pytest.mark.parametrize("opened", [open_loopback, open_symmetric_loopback], ids=["host", "symmetric"])
+def test_loopback_gathers_among_virtual_ranks(opened, ranks):
+    ends = opened("gather", ranks, (12, K), torch.float32, splits=2, timeout=20.0)
     results: list[list[torch.Tensor]] = [[] for _ in ends]
     for call in range(CALLS):
         deliveries = [end.start([shard_of(end.rank, call, 12)] * ranks) for end in ends]

@@ -38,13 +38,13 @@ def open_symmetric_loopback(
     ranks: int,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str = "cpu",
     *,
     splits: int = 1,
     timeout: float = 60.0,
 ) -> list[SymmetricExchange]:
     """The ends of an exchange on one device, by the code of `symmetric`."""
-    memories = _memories(name, ranks, shape, dtype, device, splits)
+    memories = _memories(name, ranks, shape, dtype, torch.device(device), splits)
     handles = [VirtualHandle(memories, rank) for rank in range(ranks)]
     return [
         SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout)

@@ -108,7 +108,8 @@ class SymmetricExchange(Exchange):
         return self._mailboxes[peer]
 
     def _delivery(self, epoch: int, own: Mailbox) -> SymmetricDelivery:
-        self.side.let_current_wait()  # for readers in other streams, see `release`
+        if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
         self.barrier()
         return SymmetricDelivery(self, epoch, own, self._word.add_(1).clone())
 
