@@ -85,6 +85,16 @@ def test_compiled_gives_the_same_bits(ranks2):
         assert same == [True] * 2
 
 
+def test_replayed_calls_use_one_buffer_and_the_barrier_guards_it(ranks2):
+    assert ranks2.run(cases.replayed_calls, True) == [[True] * 4] * 2
+    assert not all(ranks2.run(cases.replayed_calls, False)[1])  # the fault shows
+
+
+def test_torch_cannot_wait_for_flags_of_a_gpu(ranks2):
+    for message in ranks2.run(cases.torch_cannot_wait_for_a_gpu):
+        assert "TPKERNELS_BACKEND=torch computes with torch, which cannot wait" in message
+
+
 def test_a_rank_alone_opens_nothing(ranks1):
     assert ranks1.run(cases.alone) == [True]
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
 from tpkernels.comm import shared, symmetric, transports
@@ -28,6 +29,7 @@ from tpkernels.ops.row_linear import row_linear
 from tpkernels.tuning import steps
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 class ProcessHandle:
@@ -105,6 +107,30 @@ def waiting_products() -> tuple[int, int]:
             with_gradients(block, operands_of(2), sequence_parallel=True, overlap=overlap)
         launches.append(spy.call_count)
     return launches[0], launches[1]
+
+
+def replayed_calls(with_barrier: bool) -> list[bool]:
+    """Whether calls are exact that use one and the same buffer each time, as a replayed graph does."""
+    rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 12
+    group = dist.group.WORLD
+    shape = rows, exchanges.K
+    exchange = open_stand_in("replay", group, shape, torch.float32, CPU, splits=2, timeout=20.0)
+    results = []
+    for call in range(4):
+        exchange._begun = exchange._read = 0  # what the host counts; epochs are counted on the device
+        with nullcontext() if with_barrier or not call else patch.object(exchange, "barrier"):
+            delivery = exchange.start([exchanges.shard_of(rank, call, rows)] * ranks)
+        time.sleep(0.1 * rank)  # the first rank is far ahead
+        results.append(exchanges.gathered_product(delivery))
+    dist.barrier()
+    exchange.close()
+    return exchanges.gathered_exactly(rank, ranks, rows, results)
+
+
+def torch_cannot_wait_for_a_gpu() -> str:
+    with using("stand-in", "torch"):
+        x, w = torch.randn(2, 8), torch.randn(4, 8)
+        return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
 
 
 def alone() -> bool:

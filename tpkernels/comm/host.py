@@ -113,6 +113,7 @@ class HostDelivery(Delivery):
         return next((error for error in failed if error is not None), None)
 
     def arrived(self, chunk: int) -> bool:
+        """Whether the chunk is there before time runs out."""
         deadline = time.monotonic() + self.exchange.timeout
         while int(self.flags[chunk]) < self.number:
             if time.monotonic() > deadline:

@@ -142,9 +142,6 @@ class SymmetricDelivery(Delivery):
         there.copy_(rows, non_blocking=True)
         mailbox.flags[flag : flag + 1].copy_(self.epoch, non_blocking=True)
 
-    def arrived(self, chunk: int) -> bool:
-        raise NotImplementedError("flags of a GPU are for kernels: TPKERNELS_BACKEND must not be torch")
-
     def wait(self) -> None:
         self.exchange.side.let_current_wait()
         self._held.clear()

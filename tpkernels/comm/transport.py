@@ -148,10 +148,6 @@ class Delivery(ABC):
         """Send a part of our piece for `peer`, each part once, and raise its flag after it."""
 
     @abstractmethod
-    def arrived(self, chunk: int) -> bool:
-        """On the host: whether the chunk is there before time runs out."""
-
-    @abstractmethod
     def wait(self) -> None:
         """Until our own pieces are out; an error if a rank does not take them in time."""
 

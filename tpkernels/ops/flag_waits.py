@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from tpkernels.comm.exchange import sum_of_slots
+from tpkernels.comm.host import HostDelivery, HostExchange
 from tpkernels.comm.transfers import blaming
-from tpkernels.comm.transport import Delivery
+from tpkernels.comm.transport import Delivery, Exchange
 from tpkernels.kernels.activations import Activation
 from tpkernels.tuning import steps
 
@@ -39,6 +39,7 @@ class HostWaits:
         return sum_of_slots(delivery.slots, bias)
 
     def _await(self, op: str, delivery: Delivery, chunks: range) -> None:
+        assert isinstance(delivery, HostDelivery), "flags of a GPU are for kernels"
         for chunk in chunks:
             if not delivery.arrived(chunk):
                 raise late_chunk(op, delivery, chunk, f"the host waited {delivery.exchange.timeout:g} s")
@@ -113,9 +114,16 @@ def _rows_of(delivery: Delivery, chunks: range) -> Tensor:
     return delivery.slots.flatten(0, 1)[chunks.start * size : chunks.stop * size]
 
 
-def waits_on(device: torch.device) -> Waits:
-    """Kernels wait where ours compute, and on a GPU."""
-    return HostWaits() if device.type == "cpu" and steps.backend != "triton" else KernelWaits()
+def waits_for(op: str, exchange: Exchange) -> Waits:
+    """The host waits in its own memory if torch computes; else kernels do."""
+    if steps.backend == "triton" or (steps.backend == "auto" and exchange.status.is_cuda):
+        return KernelWaits()
+    if isinstance(exchange, HostExchange):
+        return HostWaits()
+    raise ValueError(
+        f"{op}: TPKERNELS_BACKEND={steps.backend} computes with torch, which cannot wait for flags of a GPU: "
+        "leave it at auto, or set TPKERNELS_TRANSPORT=c10d"
+    )
 
 
 def late_chunk(op: str, delivery: Delivery, chunk: int, cause: str) -> RuntimeError:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from tpkernels.comm.exchange import PartialOf, Pending
 from tpkernels.comm.schedule import bounds, chunk_order, peers_by_step
 from tpkernels.comm.transport import Exchange
 from tpkernels.kernels.activations import Activation
-from tpkernels.ops.flag_waits import KernelWaits, waits_on
+from tpkernels.ops.flag_waits import KernelWaits, waits_for
 
 Product = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
@@ -21,7 +20,7 @@ class FlaggedRows:
 
     def __init__(self, op: str, shard: Tensor, exchange: Exchange) -> None:
         self._op, self._exchange = op, exchange
-        self._waits = waits_on(shard.device)
+        self._waits = waits_for(op, exchange)
         shard = shard.contiguous()
         self._delivery = exchange.start([shard] * exchange.ranks)
         self._full: Tensor | None = None
@@ -81,12 +80,10 @@ class FlaggedRows:
 class FlaggedSum:
     """Partial sums of all ranks on their way to the owners of the rows; the counterpart of `Reducing`."""
 
-    def __init__(
-        self, op: str, partial_of: PartialOf, device: torch.device, exchange: Exchange, bias: Tensor | None
-    ) -> None:
+    def __init__(self, op: str, partial_of: PartialOf, exchange: Exchange, bias: Tensor | None) -> None:
         """Compute and send, others' rows first."""
         self._op, self._bias = op, bias
-        self._waits = waits_on(device)
+        self._waits = waits_for(op, exchange)
         self._delivery = exchange.begin()
         size = exchange.piece_shape[0]
         for to, _ in peers_by_step(exchange.ranks, exchange.rank):

@@ -89,7 +89,7 @@ def start_sum(
     if not overlap:
         partial_of = partial_of(slice(0, rows)).__getitem__
     if reduces is not None:
-        summing = FlaggedSum(op, partial_of, like.device, reduces, bias)
+        summing = FlaggedSum(op, partial_of, reduces, bias)
         return summing if gathers is None else FlaggedAllSum(op, summing, gathers)
     sums = Reducing if scatter else AllReducing
     return sums(op, partial_of, rows, cols, like, group, bias)
