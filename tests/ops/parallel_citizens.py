@@ -20,8 +20,8 @@ from tpkernels.ops.row_linear import registered_row_linear, registered_row_linea
 K, N, TOKENS = 8, 12, 4
 
 
-def registered_operators_pass_opcheck() -> list[str]:
-    """The problems that opcheck finds in each operator, forward and backward."""
+def registered_operators_pass_opcheck(names: list[str]) -> list[str]:
+    """The problems that opcheck finds in some calls of the operators, forward and backward."""
     name = str(dist.group.WORLD.group_name)
     ranks = dist.get_world_size()
 
@@ -50,9 +50,9 @@ def registered_operators_pass_opcheck() -> list[str]:
         ),
     }
     problems = []
-    for case, (operator, arguments) in calls.items():
+    for case in names:
         try:
-            opcheck(operator, arguments)
+            opcheck(*calls[case])
         except Exception as error:  # whatever it says is the answer
             problems.append(f"{case}: {error}")
     return problems

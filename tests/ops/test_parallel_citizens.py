@@ -8,10 +8,16 @@ import torch
 from tests.ops import parallel_citizens as citizens
 
 
-@pytest.mark.parametrize("world", ["ranks1", "ranks2"])
-def test_registered_operators_pass_opcheck(request, world):
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        ("ranks1", ["columns", "whole column", "whole row"]),
+        ("ranks2", ["column", "column backward", "row", "row backward"]),
+    ],
+)
+def test_registered_operators_pass_opcheck(request, world, names):
     ranks = request.getfixturevalue(world)
-    for problems in ranks.run(citizens.registered_operators_pass_opcheck, timeout=180):
+    for problems in ranks.run(citizens.registered_operators_pass_opcheck, names, timeout=180):
         assert problems == []
 
 

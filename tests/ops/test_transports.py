@@ -90,9 +90,12 @@ def test_replayed_calls_use_one_buffer_and_the_barrier_guards_it(ranks2):
     assert not all(ranks2.run(cases.replayed_calls, False)[1])  # the fault shows
 
 
-def test_torch_cannot_wait_for_flags_of_a_gpu(ranks2):
-    for message in ranks2.run(cases.torch_cannot_wait_for_a_gpu):
-        assert "TPKERNELS_BACKEND=torch computes with torch, which cannot wait" in message
+def test_who_cannot_wait_says_so_before_anything_is_sent(ranks2):
+    for messages in ranks2.run(cases.nobody_can_wait):
+        assert all(
+            "TPKERNELS_BACKEND=torch computes with torch, which cannot wait" in m for m in messages[:3]
+        )
+        assert all("kernels that wait take bfloat16, float16 and float32" in m for m in messages[3:])
 
 
 def test_a_rank_alone_opens_nothing(ranks1):

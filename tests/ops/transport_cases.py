@@ -127,10 +127,18 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     return exchanges.gathered_exactly(rank, ranks, rows, results)
 
 
-def torch_cannot_wait_for_a_gpu() -> str:
-    with using("stand-in", "torch"):
-        x, w = torch.randn(2, 8), torch.randn(4, 8)
-        return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
+def nobody_can_wait() -> list[str]:
+    """What is said, call after call, where torch cannot wait for a GPU, and kernels do not take the dtype."""
+    messages = []
+    for way, dtype in ((("stand-in", "torch"), torch.float32), (("shared", "triton"), torch.float64)):
+        x, w = torch.randn(2, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+        with using(*way):
+            group = dist.new_group()
+            messages += [
+                message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))  # noqa: B023
+                for _ in range(3)
+            ]
+    return messages
 
 
 def alone() -> bool:

@@ -117,6 +117,13 @@ def _rows_of(delivery: Delivery, chunks: range) -> Tensor:
 def waits_for(op: str, exchange: Exchange) -> Waits:
     """The host waits in its own memory if torch computes; else kernels do."""
     if steps.backend == "triton" or (steps.backend == "auto" and exchange.status.is_cuda):
+        from tpkernels.kernels.operands import DTYPES
+
+        if exchange.dtype not in DTYPES:
+            raise TypeError(
+                f"{op}: kernels that wait take bfloat16, float16 and float32, got {exchange.dtype}: convert it, "
+                "or set TPKERNELS_TRANSPORT=c10d"
+            )
         return KernelWaits()
     if isinstance(exchange, HostExchange):
         return HostWaits()
