@@ -121,8 +121,8 @@ def waits_for(op: str, exchange: Exchange) -> Waits:
 
         if exchange.dtype not in DTYPES:
             raise TypeError(
-                f"{op}: kernels that wait take bfloat16, float16 and float32, got {exchange.dtype}: convert it, "
-                "or set TPKERNELS_TRANSPORT=c10d"
+                f"{op}: kernels that wait take bfloat16, float16 and float32, got {exchange.dtype}: convert "
+                "it, or set TPKERNELS_TRANSPORT=c10d"
             )
         return KernelWaits()
     if isinstance(exchange, HostExchange):
