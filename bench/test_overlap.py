@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.linear_overlap import measure
+from bench.linear_timeline import write
 from bench.overlap import gradient_buckets
 from bench.slow_link import SlowLink, why_not
 from tpkernels.comm.engine import EngineChoice
@@ -42,3 +44,11 @@ def test_linear(benchmark: BenchmarkFixture, link: SlowLink, case: str, ratio: f
     benchmark.extra_info.update(efficiency=overlap.efficiency, ratio=overlap.ratio)
     print(f"\n{case}: {overlap}")
     benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks
+
+
+@pytest.mark.benchmark(group="time line")
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_time_line(benchmark: BenchmarkFixture, link: SlowLink, kind: str) -> None:
+    picture = write(link, kind, Path("out/overlap", kind))
+    print(f"\ntime line of {kind} forward: {picture}, and as a trace for chrome://tracing beside it")
+    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # recorded above, on the ranks

@@ -1,7 +1,8 @@
-"""The schedule, exhaustively at small sizes: nothing is lost, doubled, read early or sent twice."""
+"""The plan of transfers, exhaustively at small sizes: nothing is lost, doubled, read early or sent twice."""
 
 import ast
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,98 +10,179 @@ import pytest
 from tpkernels.comm import schedule
 from tpkernels.comm.schedule import (
     SLOTS,
+    Chunk,
+    bounds,
     chunk_order,
     chunk_rows,
     chunks_of_tile,
+    cut,
+    even_parts,
     first_tile,
-    push_order,
+    parts_of_shard,
+    peers_by_step,
     reusable_after,
     slot_of,
     tile_order,
-    wire_bytes,
 )
 
-CASES = [
-    (ranks, splits, size, block_rows)
+ROWS = (0, 1, 2, 5, 7, 16, 33)
+WORLDS = list(product(ROWS, range(1, 9), range(1, 5)))  # rows, ranks, parts
+TILINGS = [
+    (ranks, parts, size, block_rows)
     for ranks in (1, 2, 3, 4, 8)
-    for splits in (1, 2, 3)
+    for parts in (1, 2, 3)
     for size in range(1, 14)
     for block_rows in (1, 4, 8, 16)
 ]
 
 
-def test_schedule_sends_every_chunk_once_and_receives_from_one_at_a_time():
+def rows_of(chunks: list[Chunk]) -> list[int]:
+    return [row for chunk in chunks for row in range(chunk.start, chunk.stop)]
+
+
+def arrivals(ranks: int, rank: int) -> list[int]:
+    """The ranks whose rows `rank` has, in the order in which others send them: its own from the start."""
+    plans = {source: list(peers_by_step(ranks, source)) for source in range(ranks)}
+    return [rank] + [
+        source for step in range(ranks - 1) for source in range(ranks) if plans[source][step][0] == rank
+    ]
+
+
+def test_chunks_hold_every_row_once():
+    for rows, ranks, parts in WORLDS:
+        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, parts)]
+        assert rows_of(chunks) == list(range(rows))
+        assert len(chunks) == ranks * parts
+        for owner in range(ranks):
+            assert rows_of([c for c in chunks if c.owner == owner]) == list(
+                range(*bounds(rows, ranks, owner))
+            )
+
+
+def test_a_chunk_names_its_rows():
+    assert Chunk(1, 4, 6).rows == slice(4, 6)
+
+
+def test_each_step_sends_to_one_and_receives_from_one():
     for ranks in range(1, 9):
-        orders = [push_order(rank, ranks) for rank in range(ranks)]
-        assert all(sorted(order) == list(range(ranks)) for order in orders)
-        for step in range(ranks):
-            assert sorted(order[step] for order in orders) == list(range(ranks))
+        plans = [list(peers_by_step(ranks, rank)) for rank in range(ranks)]
+        for rank, plan in enumerate(plans):
+            others = [other for other in range(ranks) if other != rank]
+            assert sorted(to for to, _ in plan) == others
+            assert sorted(source for _, source in plan) == others
+            for step, (to, _) in enumerate(plan):
+                assert plans[to][step][1] == rank, "whom I send to in a step receives from me in that step"
 
 
-def test_schedule_consumes_in_the_order_of_arrival():
+def test_a_gather_brings_every_row_to_every_rank_once():
+    for rows, ranks, parts in WORLDS:
+        for rank in range(ranks):
+            brought = [
+                row for source in arrivals(ranks, rank) for row in rows_of(cut(rows, ranks, source, parts))
+            ]
+            assert sorted(brought) == list(range(rows))
+
+
+def test_a_rank_sends_its_part_of_what_must_travel():
+    """Over all ranks a gather, and a reduce, moves every row to R - 1 others: (R - 1) / R of it a rank."""
+    for rows, ranks, parts in WORLDS:
+        gathered = reduced = 0
+        for rank in range(ranks):
+            for to, _ in peers_by_step(ranks, rank):
+                gathered += len(rows_of(cut(rows, ranks, rank, parts)))
+                reduced += len(rows_of(cut(rows, ranks, to, parts)))
+        assert gathered == reduced == (ranks - 1) * rows
+
+
+def test_a_reduce_brings_every_owner_one_contribution_of_each_rank():
     for ranks in range(1, 9):
-        for splits in (1, 2, 4):
-            for rank in range(ranks):
-                arriving = [
-                    source * splits + part
-                    for step in range(ranks)
-                    for source in range(ranks)
-                    if push_order(source, ranks)[step] == rank
-                    for part in range(splits)
-                ]
-                assert chunk_order(rank, ranks, splits) == arriving
-                assert arriving[0] == rank * splits
+        for owner in range(ranks):
+            sources = [rank for rank in range(ranks) for to, _ in peers_by_step(ranks, rank) if to == owner]
+            assert sorted([*sources, owner]) == list(range(ranks))
 
 
-def test_schedule_computes_every_tile_once():
-    for ranks, splits, size, block_rows in CASES:
-        rows = ranks * splits * size
+def test_chunks_are_consumed_in_the_order_of_arrival():
+    for ranks, parts in product(range(1, 9), (1, 2, 4)):
+        for rank in range(ranks):
+            order = chunk_order(rank, ranks, parts)
+            assert order == [s * parts + part for s in arrivals(ranks, rank) for part in range(parts)]
+            assert order == [(rank * parts + step) % (ranks * parts) for step in range(ranks * parts)]
+
+
+def test_the_number_of_parts_grows_with_bytes_to_a_limit():
+    counts = [parts_of_shard(size) for size in (0, 1, 2**18, 2**20, 2**40)]
+    assert counts[0] == counts[1] == 1
+    assert counts == sorted(counts)
+    assert len(set(counts[-2:])) == 1
+
+
+def test_even_parts_divide_the_rows_and_are_the_most_that_do():
+    for rows, wanted in product(range(1, 40), range(1, 6)):
+        parts = even_parts(rows, wanted)
+        assert rows % parts == 0
+        assert not [better for better in range(parts + 1, wanted + 1) if rows % better == 0]
+
+
+def test_even_chunks_are_what_a_kernel_takes_them_for():
+    """A kernel divides a row's number by the size of a chunk."""
+    for ranks, parts, size in product(range(1, 6), range(1, 4), range(1, 6)):
+        rows = ranks * parts * size
+        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, parts)]
+        assert [(c.start, c.stop) for c in chunks] == [
+            (n * size, (n + 1) * size) for n in range(ranks * parts)
+        ]
+        assert chunk_rows(rows, ranks, parts) == size
+
+
+def test_every_tile_is_computed_once():
+    for ranks, parts, size, block_rows in TILINGS:
+        rows = ranks * parts * size
         for rank in range(ranks):
             order = tile_order(rank, rows, ranks, block_rows)
             assert sorted(order) == list(range(-(-rows // block_rows)))
 
 
-def test_schedule_waits_for_each_row_of_a_tile_and_for_no_other():
-    for ranks, splits, size, block_rows in CASES:
-        rows, chunks = ranks * splits * size, ranks * splits
+def test_a_tile_waits_for_each_of_its_rows_and_for_no_other():
+    for ranks, parts, size, block_rows in TILINGS:
+        rows, chunks = ranks * parts * size, ranks * parts
         for tile in range(-(-rows // block_rows)):
             tile_rows = range(tile * block_rows, min(rows, (tile + 1) * block_rows))
             assert set(chunks_of_tile(tile, rows, chunks, block_rows)) == {row // size for row in tile_rows}
 
 
-def test_schedule_starts_with_tiles_that_wait_for_nobody():
-    for ranks, splits, size, block_rows in CASES:
-        rows, chunks = ranks * splits * size, ranks * splits
+def test_tiles_that_wait_for_nobody_come_first():
+    for ranks, parts, size, block_rows in TILINGS:
+        rows, chunks = ranks * parts * size, ranks * parts
         for rank in range(ranks):
-            own = set(range(rank * splits, (rank + 1) * splits))
+            own = set(range(rank * parts, (rank + 1) * parts))
             waits = [
                 set(chunks_of_tile(tile, rows, chunks, block_rows)) <= own
                 for tile in tile_order(rank, rows, ranks, block_rows)
             ]
-            assert waits == sorted(waits, reverse=True)  # those that need no other rank come first
+            assert waits == sorted(waits, reverse=True)
 
 
-def test_schedule_never_waits_for_a_chunk_while_an_earlier_one_would_do():
+def test_no_tile_waits_for_a_chunk_while_a_later_tile_could_be_computed():
     """The last chunk that each tile waits for comes later and later; only the last tile may look back."""
-    for ranks, splits, size, block_rows in CASES:
-        rows, chunks = ranks * splits * size, ranks * splits
+    for ranks, parts, size, block_rows in TILINGS:
+        rows, chunks = ranks * parts * size, ranks * parts
         for rank in range(ranks):
-            arrival = {chunk: step for step, chunk in enumerate(chunk_order(rank, ranks, splits))}
+            arrival = {chunk: step for step, chunk in enumerate(chunk_order(rank, ranks, parts))}
             needs = [
                 max(arrival[chunk] for chunk in chunks_of_tile(tile, rows, chunks, block_rows))
                 for tile in tile_order(rank, rows, ranks, block_rows)
             ]
-            assert needs == sorted(needs), (rank, ranks, splits, size, block_rows)
+            assert needs == sorted(needs), (rank, ranks, parts, size, block_rows)
 
 
-def test_schedule_reads_nothing_before_its_flag():
+def test_nothing_is_read_before_its_flag():
     """Chunks arrive one by one; a tile that is computed as soon as its flags allow finds all of its rows."""
-    for ranks, splits, size, block_rows in CASES:
-        rows, chunks = ranks * splits * size, ranks * splits
+    for ranks, parts, size, block_rows in TILINGS:
+        rows, chunks = ranks * parts * size, ranks * parts
         for rank in range(ranks):
             flags, arrived = [0] * chunks, set()
             todo = tile_order(rank, rows, ranks, block_rows)
-            for chunk in chunk_order(rank, ranks, splits):
+            for chunk in chunk_order(rank, ranks, parts):
                 arrived |= set(range(chunk * size, (chunk + 1) * size))
                 flags[chunk] = 1
                 while todo and all(flags[c] for c in chunks_of_tile(todo[0], rows, chunks, block_rows)):
@@ -109,7 +191,7 @@ def test_schedule_reads_nothing_before_its_flag():
             assert not todo
 
 
-def test_schedule_writes_a_slot_only_after_its_last_readers():
+def test_a_slot_is_written_only_after_its_last_readers():
     for epoch in range(1, 20):
         assert slot_of(reusable_after(epoch)) == slot_of(epoch)
         between = range(reusable_after(epoch) + 1, epoch)
@@ -117,27 +199,19 @@ def test_schedule_writes_a_slot_only_after_its_last_readers():
         assert len(between) == SLOTS - 1
 
 
-def test_schedule_sends_a_shard_to_every_other_rank():
-    assert wire_bytes(4096, 1) == 0
-    for ranks in range(1, 9):
-        shard = 96
-        sent = sum(shard for peer in push_order(0, ranks) if peer != 0)
-        assert wire_bytes(ranks * shard, ranks) == sent
-
-
-def test_schedule_takes_no_rows():
+def test_no_rows_make_no_tiles():
     assert tile_order(1, 0, 2, 16) == []
     assert first_tile(1, 0, 2, 16) == 0
 
 
-@pytest.mark.parametrize(("rows", "ranks", "splits"), [(7, 2, 1), (8, 2, 3), (8, 0, 1)])
-def test_schedule_refuses_rows_that_do_not_divide(rows, ranks, splits):
-    with pytest.raises(ValueError, match=rf"{ranks} ranks times {splits} sub-chunks divide, got {rows}"):
-        chunk_rows(rows, ranks, splits)
+@pytest.mark.parametrize(("rows", "ranks", "parts"), [(7, 2, 1), (8, 2, 3), (8, 0, 1)])
+def test_rows_that_do_not_divide_are_refused(rows, ranks, parts):
+    with pytest.raises(ValueError, match=rf"{ranks} ranks times {parts} chunks divide, got {rows}"):
+        chunk_rows(rows, ranks, parts)
 
 
-def test_schedule_stands_on_the_standard_library_alone():
+def test_the_schedule_stands_on_the_standard_library_alone():
     tree = ast.parse(Path(schedule.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert modules <= sys.stdlib_module_names
+    assert {str(module).split(".")[0] for module in modules} <= sys.stdlib_module_names

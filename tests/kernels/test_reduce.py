@@ -10,8 +10,9 @@ from tests.kernels.checks import DTYPES, assert_accurate
 from tests.kernels.test_gather_linear import EPOCH, PATIENCE, arrivals, interpreted
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import SlotSumTile
-from tpkernels.kernels.waits import raise_if_late
+from tpkernels.kernels.waits import raise_if_late, spins_in
 
 TILE = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
 SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}
@@ -89,6 +90,29 @@ def test_a_slot_that_never_comes_is_an_error_that_names_it(late, device):
     reduce_slots(torch.zeros(3, 40, 8, device=device), arrivals=here)
     with pytest.raises(RuntimeError, match=f"reduce_slots on rank 1: chunk {late} had not arrived"):
         raise_if_late(here, rank=1)
+
+
+def test_a_slot_may_have_some_of_the_flags(device):
+    """A sum over one slot is a copy that waits for it; chunks keep their numbers."""
+    slots = random_slots((1, 45, 37), torch.bfloat16, device)
+    flags = [EPOCH - 1, EPOCH, EPOCH, EPOCH, EPOCH - 1]
+    here = arrivals(device, *flags, spin_limit=PATIENCE)
+    assert torch.equal(reduce_slots(slots, arrivals=here, chunks=range(1, 4)), slots[0])
+    raise_if_late(here, rank=0)
+    reduce_slots(slots, arrivals=here, chunks=range(4, 5))
+    with pytest.raises(RuntimeError, match="chunk 4 had not arrived"):
+        raise_if_late(here, rank=0)
+    for chunks in (range(3, 6), range(-1, 2), range(0, 4, 2)):
+        with pytest.raises(ValueError, match="expected chunks among 5 flags"):
+            reduce_slots(slots, arrivals=here, chunks=chunks)
+    with pytest.raises(ValueError, match="got 2 flags"):
+        reduce_slots(slots, arrivals=here, chunks=range(2))
+
+
+def test_waits_are_bounded_by_what_a_kernel_can_count():
+    assert spins_in(2.0, INTERPRETER) == 10_000
+    assert spins_in(30.0, H100) == 30_000_000
+    assert spins_in(1e9, H100) == 2**31 - 1
 
 
 def test_reduce_slots_refuses_what_cannot_work(device):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels.comm.host import HostExchange
 from tpkernels.comm.shared import open_shared
 from tpkernels.comm.transport import Delivery, Exchange
 from tpkernels.kernels.gather_linear import gather_linear_fwd
@@ -39,27 +40,27 @@ def arrivals_of(delivery: Delivery, spin_limit: int | None = None) -> Arrivals:
     return Arrivals(delivery.flags, delivery.epoch, delivery.status, spin_limit)
 
 
-class Faulty(Exchange):
+class Faulty(HostExchange):
     """Pushes wrongly to other ranks, in one way."""
 
     fault = ""
 
-    def _put(self, peer: int, piece: Tensor, epoch: int) -> None:
-        mailbox = self._mailboxes[peer]
+    def put(self, peer: int, part: int, rows: Tensor, epoch: int) -> None:
+        mailbox, there, flag = self._mailboxes[peer], self.part_rows(part), self.rank * self.splits + part
         if peer == self.rank or epoch < 3:  # the first calls are sound
-            super()._put(peer, piece, epoch)
+            super().put(peer, part, rows, epoch)
         elif self.fault == "early_flag":
-            mailbox.flags[self.rank * self.splits : (self.rank + 1) * self.splits] = epoch
-            time.sleep(0.3)
-            super()._put(peer, piece, epoch)
+            mailbox.flags[flag] = epoch
+            time.sleep(0.2)
+            super().put(peer, part, rows, epoch)
         elif self.fault == "skipped_flag":
-            mailbox.buffers[epoch % 2, self.rank].copy_(piece)
+            mailbox.buffers[epoch % 2, self.rank, there].copy_(rows)
         elif self.fault == "stale_slot":  # writes the other buffer
-            mailbox.buffers[(epoch + 1) % 2, self.rank].copy_(piece)
-            mailbox.flags[self.rank * self.splits : (self.rank + 1) * self.splits] = epoch
+            mailbox.buffers[(epoch + 1) % 2, self.rank, there].copy_(rows)
+            mailbox.flags[flag] = epoch
         else:
-            mailbox.buffers[epoch % 2, peer].copy_(piece)  # as if it came from the receiver
-            mailbox.flags[self.rank * self.splits : (self.rank + 1) * self.splits] = epoch
+            mailbox.buffers[epoch % 2, peer, there].copy_(rows)  # as if it came from the receiver
+            mailbox.flags[flag] = epoch
 
 
 def gather_calls(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,22 +17,24 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tpkernels.comm import transfers
+from tpkernels.comm.host import HostExchange
 from tpkernels.ops import column_linear, parallel, row_linear
 from tpkernels.ops.parallel_mlp import parallel_mlp
 
 
-def block(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
-    h = column_linear(x, w, None, dist.group.WORLD, activation="gelu", **options)
-    return row_linear(h, w2, None, dist.group.WORLD, **options)
+def block(x: Tensor, w: Tensor, w2: Tensor, group: dist.ProcessGroup | None = None, **options: Any) -> Tensor:
+    group = group or dist.group.WORLD
+    h = column_linear(x, w, None, group, activation="gelu", **options)
+    return row_linear(h, w2, None, group, **options)
 
 
-def _operands(seed: int, rows: int = 16) -> list[Tensor]:
+def operands_of(seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
-    x, w, w2 = torch.randn(rows, 24), torch.randn(32, 24) / 5, torch.randn(24, 32) / 5
+    x, w, w2 = torch.randn(16, 24), torch.randn(32, 24) / 5, torch.randn(24, 32) / 5
     return [shard(x, 0), shard(w, 0), shard(w2, 1)]
 
 
-def _with_gradients(function: Callable[..., Tensor], operands: list[Tensor], **options: Any) -> list[Tensor]:
+def with_gradients(function: Callable[..., Tensor], operands: list[Tensor], **options: Any) -> list[Tensor]:
     leaves = [leaf(t) for t in operands]
     y = function(*leaves, **options)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
@@ -40,25 +44,27 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def repeats_are_equal(sequence_parallel: bool) -> bool:
-    """Five calls with fresh data and other delays give the bits of a call without delays."""
-    prepare(Setting())
-    for seed in range(5):
-        operands = _operands(seed)
-        if not sequence_parallel:
-            operands[0] = torch.ones(9, 24) * torch.arange(9.0)[:, None].sin()
-        calm = _with_gradients(block, operands, sequence_parallel=sequence_parallel)
-        original = transfers.Transfers.exchange
+SENDING = {"c10d": (transfers.Transfers, "exchange"), "shared": (HostExchange, "put")}
 
-        def late(self: Any, *arguments: Any, original: Any = original, seed: int = seed) -> Any:
-            time.sleep(0.003 * ((dist.get_rank() + seed) % dist.get_world_size()))
+
+def repeats_are_equal(sequence_parallel: bool, transport: str = "c10d", rounds: int = 5) -> bool:
+    """Calls with fresh data and other delays give the bits of calls without delays."""
+    prepare(Setting())
+    owner, name = SENDING[transport]
+    original = getattr(owner, name)
+    for seed in range(rounds):
+        operands = operands_of(seed)
+        if not sequence_parallel:
+            operands[0] = torch.ones(8, 24) * torch.arange(8.0)[:, None].sin()
+        calm = with_gradients(block, operands, sequence_parallel=sequence_parallel)
+        delays = random.Random(100 * seed + dist.get_rank())
+
+        def late(self: Any, *arguments: Any, delays: random.Random = delays) -> Any:
+            time.sleep(delays.choice([0.0, 0.002, 0.01]))
             return original(self, *arguments)
 
-        transfers.Transfers.exchange = late  # type: ignore[method-assign]
-        try:
-            delayed = _with_gradients(block, operands, sequence_parallel=sequence_parallel)
-        finally:
-            transfers.Transfers.exchange = original  # type: ignore[method-assign]
+        with patch.object(owner, name, late):
+            delayed = with_gradients(block, operands, sequence_parallel=sequence_parallel)
         if not _equal(calm, delayed):
             return False
     return True
@@ -66,17 +72,17 @@ def repeats_are_equal(sequence_parallel: bool) -> bool:
 
 def overlap_changes_rounding_only() -> float:
     prepare(Setting())
-    operands = _operands(0)
-    a = _with_gradients(block, operands, sequence_parallel=True, overlap=True)
-    b = _with_gradients(block, operands, sequence_parallel=True, overlap=False)
+    operands = operands_of(0)
+    a = with_gradients(block, operands, sequence_parallel=True, overlap=True)
+    b = with_gradients(block, operands, sequence_parallel=True, overlap=False)
     return max(float((x - y).norm() / y.norm()) for x, y in zip(a, b, strict=True))
 
 
 def interleaved_layers_do_not_mix() -> bool:
     """Two blocks whose forwards and backwards alternate."""
     prepare(Setting())
-    alone = [_with_gradients(block, _operands(seed), sequence_parallel=True) for seed in (1, 2)]
-    leaves = [[leaf(t) for t in _operands(seed)] for seed in (1, 2)]
+    alone = [with_gradients(block, operands_of(seed), sequence_parallel=True) for seed in (1, 2)]
+    leaves = [[leaf(t) for t in operands_of(seed)] for seed in (1, 2)]
     ys = [block(*operands, sequence_parallel=True) for operands in leaves]
     torch.autograd.backward([y.square().sum() for y in ys])
     together = [[y.detach(), *(t.grad for t in operands)] for y, operands in zip(ys, leaves, strict=True)]
@@ -85,12 +91,12 @@ def interleaved_layers_do_not_mix() -> bool:
 
 def checkpointed_equals_plain(reentrant: bool) -> bool:
     prepare(Setting())
-    plain = _with_gradients(block, _operands(3), sequence_parallel=True)
+    plain = with_gradients(block, operands_of(3), sequence_parallel=True)
 
     def recomputed(*operands: Tensor) -> Tensor:
         return checkpoint(lambda *t: block(*t, sequence_parallel=True), *operands, use_reentrant=reentrant)
 
-    leaves = [leaf(t) for t in _operands(3)]
+    leaves = [leaf(t) for t in operands_of(3)]
     y = recomputed(*leaves)
     y.square().sum().backward()
     return _equal(plain, [y.detach(), *(t.grad for t in leaves)])
@@ -98,8 +104,8 @@ def checkpointed_equals_plain(reentrant: bool) -> bool:
 
 def without_grad() -> bool:
     prepare(Setting())
-    operands = _operands(4)
-    expected = _with_gradients(block, operands, sequence_parallel=True)[0]
+    operands = operands_of(4)
+    expected = with_gradients(block, operands, sequence_parallel=True)[0]
     with torch.no_grad():
         return torch.equal(block(*operands, sequence_parallel=True), expected)
 
@@ -107,7 +113,7 @@ def without_grad() -> bool:
 def lists_share_one_gather() -> tuple[bool, int]:
     """Whether a list gives what single calls give, and how many transfers three need more than one."""
     prepare(Setting())
-    x, w, _ = _operands(5)
+    x, w, _ = operands_of(5)
     weights = [w, w[:4] * 2, w[:2] * 3]
     counts = []
 
@@ -133,8 +139,8 @@ def lists_share_one_gather() -> tuple[bool, int]:
                 column(x, *several)
     finally:
         transfers.Transfers.exchange = original  # type: ignore[method-assign]
-    together = _with_gradients(column, [x, *weights])
-    apart = _with_gradients(one_by_one, [x, *weights])
+    together = with_gradients(column, [x, *weights])
+    apart = with_gradients(one_by_one, [x, *weights])
     close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(together, apart, strict=True))
     return close, counts[0] - counts[1]
 
@@ -144,10 +150,10 @@ def a_rank_alone_touches_no_transfer() -> bool:
         raise AssertionError("a rank alone has nobody to talk to")
 
     transfers.Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
-    results = _with_gradients(block, _operands(6), sequence_parallel=True)
-    mlp = _with_gradients(
+    results = with_gradients(block, operands_of(6), sequence_parallel=True)
+    mlp = with_gradients(
         lambda x, w, w2: parallel_mlp(x, w, None, w2, None, dist.group.WORLD, sequence_parallel=True),
-        _operands(6),
+        operands_of(6),
     )
     return all(t.isfinite().all() for t in (*results, *mlp))
 
@@ -186,17 +192,19 @@ def other_shape_in_debug() -> str:
 
 
 def peer_dies() -> None:
+    block(*operands_of(7), sequence_parallel=True)
     if dist.get_rank() == 1:
         os._exit(7)
-    block(*_operands(7), sequence_parallel=True)
+    block(*operands_of(7), sequence_parallel=True)
 
 
 def peer_stays_away(seconds: float) -> str:
     group = dist.new_group(timeout=timedelta(seconds=seconds))
+    x, w, _ = operands_of(8)
+    column_linear(x, w, None, group, sequence_parallel=True)
     if dist.get_rank() == 1:
         time.sleep(3 * seconds)
         return "late"
-    x, w, _ = _operands(8)
     return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ops.cases import ACT
-from tpkernels.comm import pieces
-from tpkernels.comm.pieces import LEAST_BYTES
+from tpkernels.comm import schedule
+from tpkernels.comm.schedule import LEAST_BYTES
 from tpkernels.ops.column_linear import column_linear
 from tpkernels.ops.parallel_mlp import parallel_mlp
 from tpkernels.ops.row_linear import row_linear
@@ -60,7 +60,7 @@ def excess(setting: Setting, results: Results) -> dict[str, float]:
 
 
 def prepare(setting: Setting) -> None:
-    pieces.LEAST_BYTES = 64 if setting.small_pieces else LEAST_BYTES  # ranks live longer than a case
+    schedule.LEAST_BYTES = 64 if setting.small_pieces else LEAST_BYTES  # ranks live longer than a case
     if setting.delay:
         time.sleep(setting.delay * dist.get_rank() / dist.get_world_size())
 

@@ -8,7 +8,7 @@ import torch
 from tests.ops import exchanges
 from tests.ops.exchanges import CALLS, FAULTS, K, gathered_exactly, gathered_product, shard_of
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm.transport import open_loopback
+from tpkernels.comm.loopback import open_loopback, open_symmetric_loopback
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
@@ -86,8 +86,9 @@ def test_open_shared_refuses_different_arguments_on_every_rank(ranks2: RankPool)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loopback_gathers_among_virtual_ranks(ranks):
-    ends = open_loopback("gather", ranks, (12, K), torch.float32, splits=2, timeout=20.0)
+@pytest.mark.parametrize("opened", [open_loopback, open_symmetric_loopback], ids=["host", "symmetric"])
+def test_loopback_gathers_among_virtual_ranks(opened, ranks):
+    ends = opened("gather", ranks, (12, K), torch.float32, splits=2, timeout=20.0)
     results: list[list[torch.Tensor]] = [[] for _ in ends]
     for call in range(CALLS):
         deliveries = [end.start([shard_of(end.rank, call, 12)] * ranks) for end in ends]
@@ -106,12 +107,12 @@ def test_an_exchange_refuses_what_cannot_work():
     with pytest.raises(ValueError, match=r"pieces of shape \(4, 24\) in torch.float32, got \(4, 24\) in"):
         end.start([piece.half()])
     end.start([piece]), end.start([piece])
-    with pytest.raises(RuntimeError, match=r"expected call 1 to be released before call 3 starts"):
+    with pytest.raises(RuntimeError, match=r"expected call 1 to be released before call 3 begins"):
         end.start([piece])
     end.close()
     with pytest.raises(RuntimeError, match="closed: open another"):
         end.start([piece])
-    with pytest.raises(ValueError, match="2 sub-chunks divide, got 3"):
+    with pytest.raises(ValueError, match="2 chunks divide, got 3"):
         open_loopback("gather", 1, (3, K), torch.float32, splits=2)
     with pytest.raises(ValueError, match="not empty"):
         open_loopback("gather", 1, (0, K), torch.float32)

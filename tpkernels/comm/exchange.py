@@ -5,8 +5,8 @@
         ... part = full[rows] is there ...               ... more work ...
     full = gathering.wait()                              total = reducing.wait()
 
-Transfers are point to point, as `pieces` plans them: each is on its way as soon as it is started, and what is
-computed meanwhile hides it. On NCCL they run on the backend's own stream and `wait` holds up the current
+Transfers are point to point, as `schedule` plans them: each is on its way as soon as it is started, and what
+is computed meanwhile hides it. On NCCL they run on the backend's own stream and `wait` holds up the current
 stream only; on gloo its thread moves them, and `wait` blocks.
 
 Sums are taken here and not by the backend: in fp32 (or wider) and in the order of ranks, so that they depend
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tpkernels.comm.pieces import bounds, cut, parts_of_shard, peers_by_step
+from tpkernels.comm.schedule import bounds, cut, parts_of_shard, peers_by_step
 from tpkernels.comm.transfers import Transfers
 
 PartialOf = Callable[[slice], Tensor]
@@ -39,7 +39,7 @@ class Gathering:
     """Shards of all ranks on their way into one matrix."""
 
     def __init__(self, op: str, shard: Tensor, rows: int, group: ProcessGroup) -> None:
-        """shard: (this rank's rows, cols), as `pieces.bounds` divides `rows` over the ranks"""
+        """shard: (this rank's rows, cols), as `schedule.bounds` divides `rows` over the ranks"""
         ranks, rank = group.size(), group.rank()
         first, last = bounds(rows, ranks, rank)
         assert len(shard) == last - first, "the caller divides rows as the plan does"
@@ -71,6 +71,19 @@ class Gathering:
         for _ in self.arrivals():
             pass
         return self._full
+
+
+def sum_of_slots(slots: Tensor, bias: Tensor | None) -> Tensor:
+    """slots: (ranks, rows, cols), two or more; in fp32 or wider, in the order of ranks, rounded once."""
+    wide = slots.dtype
+    if wide.is_floating_point:
+        wide = torch.promote_types(wide, torch.float32)
+    total = slots[0].to(wide) + slots[1]
+    for slot in slots[2:]:
+        total += slot
+    if bias is not None:
+        total += bias
+    return total.to(slots.dtype)
 
 
 class Reducing:
@@ -114,15 +127,7 @@ class Reducing:
             self._transfers.await_rows(received, source)
         self._arriving.clear()
         self._transfers.await_sends()
-        wide = self._slots.dtype
-        if wide.is_floating_point:
-            wide = torch.promote_types(wide, torch.float32)
-        total = self._slots[0].to(wide) + self._slots[1]
-        for slot in self._slots[2:]:
-            total += slot
-        if self._bias is not None:
-            total += self._bias
-        return total.to(self._slots.dtype)
+        return sum_of_slots(self._slots, self._bias)
 
 
 class AllReducing:

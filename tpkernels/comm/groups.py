@@ -81,6 +81,12 @@ def is_alive(group: ProcessGroup) -> bool:
         return False
 
 
+def timeout_of(group: ProcessGroup, device: torch.device) -> float:
+    """Seconds that the group's backend for tensors of `device` waits for other ranks."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout.total_seconds()
+
+
 Start = Callable[[ProcessGroup], Work]
 
 

@@ -1,37 +1,85 @@
-"""Which chunk is sent when, which tile is computed first, what a flag must hold: plain arithmetic.
+"""Which rows travel when, which tile is computed first, what a flag must hold: plain arithmetic.
 
-R ranks exchange a tensor of T rows. Rank r brings the rows of its shard, cut into S sub-chunks; chunks are
-numbered by their place in the whole tensor, so that those of rank r are r*S ... r*S + S - 1.
+R ranks own the rows of a matrix in rank order, each a shard of them. A shard is cut into chunks, so that a
+product can start on the first while the others travel. In step s (1 to R-1) rank r sends to rank r - s and
+receives from rank r + s: in no step does anybody get two messages.
 
-At step s rank r sends to rank r - s, so rank d receives from rank d + s: nobody receives from two at once,
-and chunks arrive in the order in which they lie, from the own ones on and round the ring. A tile of rows
-that lies in several chunks waits for all of them. Flags hold epochs: call number e raises them to e, and none
-is ever reset.
+    a gather    this rank's own rows first, then those of rank + 1, rank + 2, ...: as they lie, round the ring
+    a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
+
+Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of
+are there; for this, chunks are of one size. Flags hold epochs: call number e raises them to e, and none is
+ever reset.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# A chunk is worth its launch from some size on; more than a few cost the product its efficiency.
+MOST_CHUNKS = 4
+LEAST_BYTES = 128 * 1024
+
 SLOTS = 2  # buffers in turn: a rank may be one call ahead of another
 
 
-def push_order(rank: int, ranks: int) -> list[int]:
-    """The ranks that `rank` sends to, itself first."""
-    return [(rank - step) % ranks for step in range(ranks)]
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows `start` to `stop` of the whole matrix, which belong to rank `owner` of the group."""
+
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
 
 
-def chunk_order(rank: int, ranks: int, splits: int = 1) -> list[int]:
-    """The chunks as `rank` gets them, its own first."""
-    chunks = ranks * splits
-    return [(rank * splits + step) % chunks for step in range(chunks)]
+def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
+    """First and last-plus-one row of a part; the first parts are one row longer where it does not divide."""
+    size, longer = divmod(rows, parts)
+    start = part * size + min(part, longer)
+    return start, start + size + (part < longer)
 
 
-def chunk_rows(rows: int, ranks: int, splits: int = 1) -> int:
-    """How many rows a chunk has."""
-    if ranks < 1 or splits < 1 or rows % (ranks * splits):
+def cut(rows: int, ranks: int, owner: int, parts: int) -> list[Chunk]:
+    """One rank's shard in `parts` chunks, in order; some are empty where it has fewer rows than that."""
+    first, last = bounds(rows, ranks, owner)
+    edges = [bounds(last - first, parts, part) for part in range(parts)]
+    return [Chunk(owner, first + start, first + stop) for start, stop in edges]
+
+
+def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
+    """(whom to send to, whom to receive from) in each step."""
+    for step in range(1, ranks):
+        yield (rank - step) % ranks, (rank + step) % ranks
+
+
+def parts_of_shard(shard_bytes: int) -> int:
+    """How many chunks to cut a shard into. A function of sizes that all ranks share: all cut alike."""
+    return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
+
+
+def even_parts(shard_rows: int, wanted: int) -> int:
+    """The most parts, up to `wanted`, that have as many rows each."""
+    return next(parts for parts in range(max(1, wanted), 0, -1) if shard_rows % parts == 0)
+
+
+def chunk_rows(rows: int, ranks: int, parts: int = 1) -> int:
+    """How many rows each chunk has, where all have as many."""
+    if ranks < 1 or parts < 1 or rows % (ranks * parts):
         raise ValueError(
-            f"expected rows that {ranks} ranks times {splits} sub-chunks divide, got {rows}: pad the tokens"
+            f"expected rows that {ranks} ranks times {parts} chunks divide, got {rows}: pad the tokens"
         )
-    return rows // (ranks * splits)
+    return rows // (ranks * parts)
+
+
+def chunk_order(rank: int, ranks: int, parts: int = 1) -> list[int]:
+    """The chunks of all ranks, numbered as they lie, in the order in which `rank` gets them."""
+    sources = [rank, *(source for _, source in peers_by_step(ranks, rank))]
+    return [source * parts + part for source in sources for part in range(parts)]
 
 
 def first_tile(rank: int, rows: int, ranks: int, block_rows: int) -> int:
@@ -61,8 +109,3 @@ def slot_of(epoch: int) -> int:
 def reusable_after(epoch: int) -> int:
     """The call that all must have read before `epoch` may be written: the last one in the same slot."""
     return epoch - SLOTS
-
-
-def wire_bytes(tensor_bytes: int, ranks: int) -> int:
-    """What a rank sends, and receives, of a tensor that is gathered or reduced over the ranks."""
-    return tensor_bytes // ranks * (ranks - 1)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.transport import Exchange, Mailbox, require_shape
-
-T = TypeVar("T")
+from tpkernels.comm.host import HostExchange
+from tpkernels.comm.opening import (
+    described,
+    exchanged,
+    machine,
+    require_equal,
+    require_none,
+    require_one_machine,
+)
+from tpkernels.comm.transport import Mailbox, require_shape
 
 
 def open_shared(
@@ -25,49 +30,57 @@ def open_shared(
     group: ProcessGroup,
     shape: tuple[int, int],
     dtype: torch.dtype,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # a value, never changed
     *,
     splits: int = 1,
     timeout: float = 60.0,
-) -> Exchange:
+) -> HostExchange:
     """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
 
     shape: (rows, cols) of a piece
     timeout: seconds until a rank that does not read is an error
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    wanted = (name, tuple(shape), dtype, splits)
-    refusal, descriptor = "", -1
+    memories = map_shared(name, group, shape, dtype, device, splits)
+    mailboxes = [Mailbox.over(memory, group.size(), shape, dtype, splits) for memory in memories]
+    return HostExchange(name, group.rank(), mailboxes, splits, timeout)
+
+
+def map_shared(
+    name: str,
+    group: ProcessGroup,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    splits: int,
+) -> list[Tensor]:
+    """Zeroed bytes for the mailbox of each rank, in the order of ranks."""
+    rank, ranks = group.rank(), group.size()
+    problem, descriptor, count = "", -1, 0
     try:
+        if device.type != "cpu":
+            raise ValueError(
+                f"TPKERNELS_TRANSPORT=shared exchanges memory of the CPU, got {device}; use symmetric or c10d"
+            )
         require_shape(name, ranks, shape, splits)
         count = sum(Mailbox.sizes(ranks, shape, dtype, splits))
         descriptor = os.memfd_create(f"tpkernels {name}", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, count)
-    except (ValueError, OSError) as error:
-        refusal = f"{type(error).__name__}: {error}"
+    except (AttributeError, ValueError, OSError) as error:  # AttributeError: only Linux has such files
+        problem = f"{type(error).__name__}: {error}"
     # a rank that cannot go on says so here: nobody waits for it below
-    offers = _exchanged((wanted, f"/proc/{os.getpid()}/fd/{descriptor}", refusal), ranks, group)
+    wanted, path = described(shape, dtype, splits), f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        for peer, (theirs, _, reason) in enumerate(offers):
-            if reason:
-                raise RuntimeError(f"open_shared on rank {rank}: rank {peer} could not open {name}: {reason}")
-            if theirs != wanted:
-                raise ValueError(
-                    f"open_shared on rank {rank}: expected equal arguments on all ranks, got {wanted} here "
-                    f"and {theirs} on rank {peer}"
-                )
-        memories, reason = _mapped([path for _, path, _ in offers], count)
-        reasons = _exchanged(reason, ranks, group)  # also: all have mapped it, so descriptors may close
-        for peer, reason in enumerate(reasons):
-            if reason:
-                raise RuntimeError(
-                    f"open_shared on rank {rank}: rank {peer} cannot reach the others' memory ({reason}): "
-                    "the ranks must be processes of one user on one machine; use another transport"
-                )
+        offers = exchanged((wanted, machine(), path, problem), group)
+        require_equal(name, [wanted for wanted, *_ in offers], rank)
+        require_one_machine(name, [place for _, place, *_ in offers], rank, "shared")
+        require_none(name, [problem for *_, problem in offers], rank)
+        memories, problem = _mapped([path for *_, path, _ in offers], count)
+        # also: all have mapped it, so descriptors may close
+        require_none(name, exchanged(problem, group), rank)
+        return memories
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    mailboxes = [Mailbox.over(memory, ranks, shape, dtype, splits) for memory in memories]
-    return Exchange(name, rank, mailboxes, splits, timeout)
 
 
 def _mapped(paths: list[str], count: int) -> tuple[list[Tensor], str]:
@@ -77,12 +90,5 @@ def _mapped(paths: list[str], count: int) -> tuple[list[Tensor], str]:
             with open(path, "r+b", buffering=0) as file:
                 memories.append(torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8))
     except (OSError, ValueError) as error:
-        return [], f"{type(error).__name__}: {error}"
+        return [], f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
     return memories, ""
-
-
-def _exchanged(value: T, ranks: int, group: ProcessGroup) -> list[T]:
-    """What each rank brought, in the order of ranks."""
-    values: list[T] = [value] * ranks
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -55,8 +55,13 @@ class Transfers:
 
     def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
         group = self._group
-        return RuntimeError(
-            f"{self._op}: {what}: it died, came too late, or left the common order of calls. Ranks "
-            f"are numbered within process group '{group.group_name}', where this is {group.rank()} of "
-            f"{group.size()}. Cause: {error}"
-        )
+        where = f"process group '{group.group_name}'"
+        return blaming(self._op, what, where, group.rank(), group.size(), error)
+
+
+def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:
+    """An error that says which rank did not do its part."""
+    return RuntimeError(
+        f"{op}: {what}: it died, came too late, or left the common order of calls. Ranks are numbered within "
+        f"{where}, where this is {rank} of {ranks}. Cause: {cause}"
+    )

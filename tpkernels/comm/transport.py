@@ -1,42 +1,33 @@
 """Chunks pushed into the other ranks' memory, and flags raised after them: what overlapped kernels wait on.
 
 An `Exchange` belongs to one rank of R and one shape. Call number e, its epoch, gives every rank one piece of
-each rank: `start(pieces)` pushes piece d to rank d, and returns at once with where the pieces of the others
-will appear. A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d.
+each rank, cut into parts:
 
-    delivery.slots    (R, rows, cols)    piece of rank r at index r; valid once its flags are up
-    delivery.flags    (R * splits,)      int32: flag r * splits + i holds e once part i of it is there
-    delivery.epoch    (1,)               int32: e
+    delivery = exchange.begin()
+    delivery.push(peer, part, rows)    returns at once; rows of our piece for that peer, in any order
+    delivery.slots    (R, rows, cols)  piece of rank r at index r; valid once its flags are up
+    delivery.flags    (R * splits,)    int32: flag r * splits + i holds e once part i of it is there
+    delivery.epoch    (1,)             int32: e
 
+A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d.
 `delivery.release()` says that the slots have been read; `delivery.wait()` that our own pieces are out, so
 that their memory may change. Both must happen, in any order, before the call after the next.
 
-Each rank has two slot buffers, used in turn. The hazards of writing after reading, and what excludes each:
-
-- A piece of epoch e lands in buffer e % 2 while its owner still reads epoch e - 2 there. Whoever writes first
-  waits until that owner's `released` word holds e - 2.
-- A piece of epoch e + 1 lands while its owner reads epoch e: another buffer. The flags are shared by the two
-  buffers, and then hold e + 1 where e is waited for: they are compared with >=, and epoch e is all there,
-  because each rank pushes in order of epochs.
-- A flag is seen before its data: it is written after them, by the same thread, and stores become visible in
-  order (x86; elsewhere the interpreter's lock, taken between the two, orders them).
-- The own piece is changed while it is being pushed: the caller waits for `wait()`.
+Each rank has two slot buffers, used in turn: a call is pushed while its receivers still read the one before.
+How memory is mapped, who pushes, and what keeps writers off slots that are being read, is the transport's:
+`host`, `shared`, `symmetric`.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm.schedule import SLOTS, chunk_rows, push_order, reusable_after, slot_of
-
-POLL_SECONDS = 50e-6
+from tpkernels.comm.schedule import SLOTS, chunk_rows, peers_by_step, reusable_after, slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,148 +53,111 @@ class Mailbox:
         return Mailbox(integers[: ranks * splits], integers[ranks * splits :][:1], buffers)
 
 
-class Exchange:
-    """One rank's end: `start` a call, read its `Delivery`, `release` it."""
+class Exchange(ABC):
+    """One rank's end: `begin` a call, push, read its `Delivery`, `release` it."""
+
+    margin = 0  # processors that a waiting kernel leaves to those who push
 
     def __init__(
         self, name: str, rank: int, mailboxes: Sequence[Mailbox], splits: int, timeout: float
     ) -> None:
-        """mailboxes: of all ranks, in order; timeout: seconds until a rank that does not read is an error."""
+        """mailboxes: of all ranks, in order; timeout: seconds until a rank that does not come is an error"""
         self.name, self.rank, self.ranks = name, rank, len(mailboxes)
         self.splits, self.timeout = splits, timeout
-        self.status = torch.zeros(1, dtype=torch.int32)  # where a kernel leaves word of a chunk that is late
+        own = mailboxes[rank]
+        self.piece_shape: tuple[int, ...] = tuple(own.buffers.shape[2:])  # what each rank gives each rank
+        self.dtype = own.buffers.dtype
+        # where a kernel leaves word of a chunk that is late; for all calls
+        self.status = torch.zeros(1, dtype=torch.int32, device=own.buffers.device)
         self._mailboxes = tuple(mailboxes)
-        self._epoch = 0
-        self._pusher = ThreadPoolExecutor(1, thread_name_prefix=f"push of {name}")  # one: in order of epochs
-        self._closing = threading.Event()
+        self._begun = 0
 
-    @property
-    def _own(self) -> Mailbox:
-        if self._closing.is_set():
+    def begin(self) -> Delivery:
+        """The next call; every rank must make it."""
+        if not self._mailboxes:
             raise RuntimeError(f"{self.name} on rank {self.rank} is closed: open another")
-        return self._mailboxes[self.rank]
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """(rows, cols) of what each rank gives each rank."""
-        return tuple(self._own.buffers.shape[2:])
+        epoch = self._begun + 1
+        if self.read() < reusable_after(epoch):
+            raise RuntimeError(
+                f"{self.name} on rank {self.rank}: expected call {reusable_after(epoch)} to be released "
+                f"before call {epoch} begins; has an error ended it? Then destroy the process group"
+            )
+        self._begun = epoch
+        return self._delivery(epoch, self._mailboxes[self.rank])
 
     def start(self, pieces: Sequence[Tensor]) -> Delivery:
-        """Begin the next call; every rank must. Piece d goes to rank d, the own one before this returns.
+        """Begin the next call and push all of it: piece d to rank d, the own one before this returns.
 
         pieces: R tensors of `piece_shape`; a gather passes the same one R times
         """
-        self._require(pieces)
-        own = self._own
-        epoch = self._epoch + 1
-        if int(own.released) < reusable_after(epoch):
-            raise RuntimeError(
-                f"{self.name} on rank {self.rank}: expected call {reusable_after(epoch)} to be released "
-                f"before call {epoch} starts: call release() on each delivery"
-            )
-        self._epoch = epoch
-        self._put(self.rank, pieces[self.rank], epoch)
-        pushing = self._pusher.submit(self._push_to_others, list(pieces), epoch)
-        return Delivery(
-            self, own.buffers[slot_of(epoch)], own.flags, torch.tensor([epoch], dtype=torch.int32), pushing
-        )
-
-    def _require(self, pieces: Sequence[Tensor]) -> None:
-        dtype = self._own.buffers.dtype
         if len(pieces) != self.ranks:
             raise ValueError(
                 f"{self.name}: expected a piece for each of {self.ranks} ranks, got {len(pieces)}"
             )
         for piece in pieces:
-            if tuple(piece.shape) != self.piece_shape or piece.dtype != dtype:
+            if tuple(piece.shape) != self.piece_shape or piece.dtype != self.dtype:
                 raise ValueError(
-                    f"{self.name}: expected pieces of shape {self.piece_shape} in {dtype}, got "
+                    f"{self.name}: expected pieces of shape {self.piece_shape} in {self.dtype}, got "
                     f"{tuple(piece.shape)} in {piece.dtype}: open an exchange for each shape"
                 )
+        delivery = self.begin()
+        for peer in (self.rank, *(to for to, _ in peers_by_step(self.ranks, self.rank))):
+            delivery.push_piece(peer, pieces[peer])
+        return delivery
 
-    def _push_to_others(self, pieces: list[Tensor], epoch: int) -> None:
-        for peer in push_order(self.rank, self.ranks)[1:]:
-            self._wait_until_free(peer, epoch)
-            self._put(peer, pieces[peer], epoch)
+    def part_rows(self, part: int) -> slice:
+        """The rows of a piece that are its part number `part`."""
+        rows = chunk_rows(self.piece_shape[0], 1, self.splits)
+        return slice(part * rows, (part + 1) * rows)
 
-    def _wait_until_free(self, peer: int, epoch: int) -> None:
-        deadline = time.monotonic() + self.timeout
-        released = self._mailboxes[peer].released
-        while int(released) < reusable_after(epoch):
-            if self._closing.is_set():
-                raise RuntimeError(f"{self.name} on rank {self.rank} was closed during call {epoch}")
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{self.name} on rank {self.rank}: call {epoch} waited {self.timeout:g} s for rank "
-                    f"{peer} to read call {reusable_after(epoch)}, has read {int(released)}: is it alive?"
-                )
-            time.sleep(POLL_SECONDS)
+    @abstractmethod
+    def read(self) -> int:
+        """The last call that this rank has released."""
 
-    def _put(self, peer: int, piece: Tensor, epoch: int) -> None:
-        """Write the piece part by part, each before its flag."""
-        mailbox, rows = self._mailboxes[peer], chunk_rows(piece.shape[0], 1, self.splits)
-        target = mailbox.buffers[slot_of(epoch), self.rank]
-        for part in range(self.splits):
-            there = slice(part * rows, (part + 1) * rows)
-            target[there].copy_(piece[there])
-            mailbox.flags[self.rank * self.splits + part] = epoch
+    @abstractmethod
+    def late(self) -> int:
+        """What kernels have left in `status`, as far as the host can know without waiting for them."""
 
-    def release(self, epoch: int) -> None:
-        """Tell all ranks that ours has read call number `epoch`, and the calls before."""
-        self._own.released.fill_(epoch)
-
+    @abstractmethod
     def close(self) -> None:
         """Stop pushing and let go of the memory, which lives as long as some rank has it."""
-        self._closing.set()
-        self._pusher.shutdown(wait=True)
-        self._mailboxes = ()
+
+    @abstractmethod
+    def _delivery(self, epoch: int, own: Mailbox) -> Delivery: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(ABC):
     """One call in flight."""
 
-    exchange: Exchange
-    slots: Tensor  # (R, rows, cols)
-    flags: Tensor  # (R * splits,) int32
-    epoch: Tensor  # (1,) int32
-    _pushing: Future[None]
+    def __init__(self, exchange: Exchange, number: int, own: Mailbox, epoch: Tensor) -> None:
+        self.exchange, self.number, self.epoch = exchange, number, epoch
+        self.slots, self.flags = own.buffers[slot_of(number)], own.flags
 
     @property
     def status(self) -> Tensor:
         """(1,) int32 for kernels to leave word in, zero if all is well; one for all calls of the exchange."""
         return self.exchange.status
 
-    def wait(self) -> None:
-        """Return once our own pieces are out; an error if a rank does not take them in time."""
-        self._pushing.result()
+    def push_piece(self, peer: int, piece: Tensor) -> None:
+        """All parts of a piece."""
+        for part in range(self.exchange.splits):
+            self.push(peer, part, piece[self.exchange.part_rows(part)])
 
+    @abstractmethod
+    def push(self, peer: int, part: int, rows: Tensor) -> None:
+        """Send a part of our piece for `peer`, each part once, and raise its flag after it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until our own pieces are out; an error if a rank does not take them in time."""
+
+    def problem(self) -> BaseException | None:
+        """Why pushing has failed, if it has, as far as the host knows."""
+        return None
+
+    @abstractmethod
     def release(self) -> None:
         """The slots have been read: other ranks may write the call after the next."""
-        self.exchange.release(int(self.epoch))
-
-
-def open_loopback(
-    name: str,
-    ranks: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    splits: int = 1,
-    timeout: float = 60.0,
-) -> list[Exchange]:
-    """The ends of an exchange among virtual ranks of this process, all in CPU memory.
-
-    One thread may serve them all: it starts a call on every end before it computes on any.
-
-    shape: (rows, cols) of a piece
-    """
-    require_shape(name, ranks, shape, splits)
-    count = sum(Mailbox.sizes(ranks, shape, dtype, splits))
-    mailboxes = [
-        Mailbox.over(torch.zeros(count, dtype=torch.uint8), ranks, shape, dtype, splits) for _ in range(ranks)
-    ]
-    return [Exchange(name, rank, mailboxes, splits, timeout) for rank in range(ranks)]
 
 
 def require_shape(name: str, ranks: int, shape: tuple[int, int], splits: int) -> None:

@@ -110,7 +110,7 @@ def _reduce_slots(dtype: torch.dtype, wait: bool) -> Entry:
         module="reduce",
         function="_reduce_slots_kernel",
         form="pointer",
-        arguments=arguments | dict.fromkeys(("R", "splits", "spin_limit"), "i32"),
+        arguments=arguments | dict.fromkeys(("R", "first_chunk", "splits", "spin_limit"), "i32"),
         aligned=frozenset(arguments),
         constants={
             **dict.fromkeys(("stride_sn", "stride_bn"), 1),

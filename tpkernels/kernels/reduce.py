@@ -37,6 +37,7 @@ def _reduce_slots_kernel(
     stride_st,
     stride_sn,
     stride_bn,
+    first_chunk,  # the first flag that belongs to the slots
     splits,  # equal parts of a slot's rows, which arrive one by one
     spin_limit,
     HAS_BIAS: tl.constexpr,
@@ -51,19 +52,19 @@ def _reduce_slots_kernel(
         n = index % col_tiles * BLOCK_COLS
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
         slot_ptr = slots_ptr
-        first_chunk = 0
+        slot_chunk = first_chunk
         for _ in tl.range(0, R, num_stages=1):
             if WAIT:
                 part_rows = T // splits
                 last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
                 for part in tl.range(t // part_rows, last_row // part_rows + 1, num_stages=1):
-                    chunk = first_chunk + part
+                    chunk = slot_chunk + part
                     wait_for(chunk, flags_ptr, epoch_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
             acc += load_block(
                 slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
             ).to(tl.float32)
             slot_ptr += stride_sr
-            first_chunk += splits
+            slot_chunk += splits
         if HAS_BIAS:
             acc += load_vector(b_ptr, n, N, stride_bn, BLOCK_COLS)[None, :]
         store_block(y_ptr, acc, t, n, T, N, N, 1, TMA=False)
@@ -75,6 +76,7 @@ def reduce_slots(
     *,
     dtype: torch.dtype | None = None,
     arrivals: Arrivals | None = None,
+    chunks: range | None = None,
     margin: int = 0,
     tile: SlotSumTile | None = None,
 ) -> Tensor:
@@ -84,6 +86,7 @@ def reduce_slots(
     bias: (features,)
     dtype: of the result, by default that of the slots
     arrivals: a flag for each slot, or for each of its equal parts of rows; by default all is here
+    chunks: the flags that belong to the slots; by default all
     margin: processors that are left to those who write the slots
     returns: (tokens, features)
     """
@@ -97,7 +100,7 @@ def reduce_slots(
         raise ValueError(f"reduce_slots: expected bias of {(N,)} for {N} features, got {tuple(bias.shape)}")
     if dtype not in (None, *DTYPES):
         raise TypeError(f"reduce_slots: expected bfloat16, float16 or float32 as dtype, got {dtype}")
-    splits = 1 if arrivals is None else _splits(arrivals, slots)
+    first_chunk, splits = (0, 1) if arrivals is None else _first_and_splits(arrivals, chunks, slots)
     target = target_of(slots.device)
     if not 0 <= margin < target.processors:
         raise ValueError(
@@ -121,6 +124,7 @@ def reduce_slots(
                 N,
                 *slots.stride(),
                 0 if bias is None else bias.stride(0),
+                first_chunk,
                 splits,
                 0 if arrivals is None else arrivals.limit(target),
                 HAS_BIAS=bias is not None,
@@ -132,11 +136,15 @@ def reduce_slots(
     return y
 
 
-def _splits(arrivals: Arrivals, slots: Tensor) -> int:
+def _first_and_splits(arrivals: Arrivals, chunks: range | None, slots: Tensor) -> tuple[int, int]:
     require_arrivals("reduce_slots", arrivals, slots.device)
     (R, T, _), flags = slots.shape, arrivals.flags.numel()
-    if flags % R or T % (flags // R):
+    chunks = range(flags) if chunks is None else chunks
+    if chunks.step != 1 or chunks.start < 0 or chunks.stop > flags:
+        raise ValueError(f"reduce_slots: expected chunks among {flags} flags, got {chunks}")
+    if not chunks or len(chunks) % R or T % (len(chunks) // R):
         raise ValueError(
-            f"reduce_slots: expected {R} slots of {T} rows to be cut evenly by their flags, got {flags} flags"
+            f"reduce_slots: expected {R} slots of {T} rows to be cut evenly by their flags, got "
+            f"{len(chunks)} flags"
         )
-    return flags // R
+    return chunks.start, len(chunks) // R

@@ -22,8 +22,9 @@ mend()
 
 OPS = ("gather_linear", "reduce_slots")  # numbered from 1: a status of 0 says that all is well
 CHUNK_BITS = 24  # of the status word; the rest is the number of the op
-SPIN_LIMIT = 2**25  # half a minute, if a look at a flag takes a microsecond
-INTERPRETED_SPIN_LIMIT = 2**17  # as long: there a look takes 0.1 to 0.2 ms
+SECONDS_A_LOOK = 1e-6  # at a flag of the own memory, about; not measured yet
+INTERPRETED_SECONDS_A_LOOK = 0.2e-3
+SECONDS = 30.0  # a wait by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,13 @@ class Arrivals:
     spin_limit: int | None = None  # looks at a flag; by default about half a minute
 
     def limit(self, target: Target) -> int:
-        if self.spin_limit is not None:
-            return self.spin_limit
-        return INTERPRETED_SPIN_LIMIT if target.backend == "interpreter" else SPIN_LIMIT
+        return spins_in(SECONDS, target) if self.spin_limit is None else self.spin_limit
+
+
+def spins_in(seconds: float, target: Target) -> int:
+    """About as many looks at a flag as take so long, within what a kernel can count."""
+    a_look = INTERPRETED_SECONDS_A_LOOK if target.backend == "interpreter" else SECONDS_A_LOOK
+    return min(round(seconds / a_look), 2**31 - 1)
 
 
 @triton.jit
@@ -72,17 +77,19 @@ def wait_for(
         )
 
 
-def raise_if_late(arrivals: Arrivals, rank: int, source: str = "") -> None:
-    """A RuntimeError if a kernel has given up waiting. Reads the status: on a GPU this waits for the kernel.
+def kernel_and_chunk(word: int) -> tuple[str, int]:
+    """Who gave up waiting, and for which chunk: what a status other than 0 says."""
+    return OPS[(word >> CHUNK_BITS) - 1], word & ((1 << CHUNK_BITS) - 1)
 
-    source: what else is known of the exchange, for the message
-    """
+
+def raise_if_late(arrivals: Arrivals, rank: int) -> None:
+    """A RuntimeError if a kernel has given up waiting. On a GPU this waits for the kernel."""
     word = int(arrivals.status.item())
     if word:
-        op, chunk = OPS[(word >> CHUNK_BITS) - 1], word & ((1 << CHUNK_BITS) - 1)
+        kernel, chunk = kernel_and_chunk(word)
         raise RuntimeError(
-            f"{op} on rank {rank}: chunk {chunk} had not arrived when the wait ran out "
-            f"(flag {int(arrivals.flags[chunk])}, expected {int(arrivals.epoch)}){source}; the result is not "
+            f"{kernel} on rank {rank}: chunk {chunk} had not arrived when the wait ran out "
+            f"(flag {int(arrivals.flags[chunk])}, expected {int(arrivals.epoch)}); the result is not "
             "valid: look for a rank that died or is late"
         )
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.kernels.activations import Activation, act_grad_ref
 from tpkernels.ops.main_grad import weight_gradient
-from tpkernels.ops.parallel import Done, arrivals, group_named, start_rows, start_sum
+from tpkernels.ops.parallel import Done, arrivals, group_named, multiplying, start_rows, start_sum
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -42,8 +42,23 @@ class ColumnCall:
         return name, self.activation, *flags
 
     @staticmethod
-    def of_options(group_name: str, activation: str, *flags: bool) -> ColumnCall:
-        return ColumnCall(group_named(group_name), cast("Activation", activation), *flags)
+    def of_options(
+        group_name: str,
+        activation: str,
+        sequence_parallel: bool,
+        overlap: bool,
+        keep_z: bool,
+        keep_gathered: bool,
+    ) -> ColumnCall:
+        keep_z = keep_z and activation != "none"  # z would be y, and an operator may not return that twice
+        return ColumnCall(
+            group_named(group_name),
+            cast("Activation", activation),
+            sequence_parallel,
+            overlap,
+            keep_z,
+            keep_gathered,
+        )
 
 
 def save_for_column(
@@ -70,6 +85,12 @@ def column_forward(
     """y of each weight, then z of each if it is kept, then the gathered x if it is."""
     steps = steps_on(x.device)
     gathering = start_rows("column_linear", x, call.group) if call.gathers else Done(x)
+    if multiplying(gathering, call.overlap):
+        products = gathering.products(
+            weights, biases, call.activation, call.keep_z, keep_rows=call.saves_gathered
+        )
+        results = [y for y, _ in products] + [z for _, z in products if z is not None]
+        return [*results, gathering.wait()] if call.saves_gathered else results
     tokens = x.shape[0] * (call.group.size() if call.gathers else 1)
     ys = [x.new_empty(tokens, weight.shape[0]) for weight in weights]
     zs = [torch.empty_like(y) for y in ys] if call.keep_z else []

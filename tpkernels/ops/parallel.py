@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.distributed.distributed_c10d import GroupName
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.exchange import AllReducing, Gathering, Pending, Reducing
 from tpkernels.comm.groups import required_group
+from tpkernels.comm.transports import exchange_for
+from tpkernels.ops.flagged import FlaggedAllSum, FlaggedRows, FlaggedSum
 
 # TPKERNELS_DEBUG=1: ranks compare shapes before each transfer. Read once: an op should cost little.
 debug = os.environ.get("TPKERNELS_DEBUG", "0") == "1"
@@ -75,22 +78,46 @@ def start_sum(
     if group.size() == 1:
         alone = partial_of(slice(0, rows))
         return Done(alone if bias is None else alone + bias)
+    ranks = group.size()
+    if not rows % ranks:
+        shard = rows // ranks
+        reduces = exchange_for(op, "reduces", like, shard, cols, group)
+        gathers = None if scatter else exchange_for(op, "gathers", like, shard, cols, group)
+    else:
+        assert not scatter, "the caller refuses rows that the ranks do not divide"
+        reduces = gathers = None
     if not overlap:
         partial_of = partial_of(slice(0, rows)).__getitem__
+    if reduces is not None:
+        summing = FlaggedSum(op, partial_of, reduces, bias)
+        return summing if gathers is None else FlaggedAllSum(op, summing, gathers)
     sums = Reducing if scatter else AllReducing
     return sums(op, partial_of, rows, cols, like, group, bias)
 
 
-def start_rows(op: str, shard: Tensor, group: ProcessGroup) -> Gathering | Done:
+Rows = Gathering | FlaggedRows | Done
+
+
+def start_rows(op: str, shard: Tensor, group: ProcessGroup) -> Rows:
     """All ranks' shards, which have as many rows each."""
     ranks = group.size()
-    return Done(shard) if ranks == 1 else Gathering(op, shard, ranks * shard.shape[0], group)
+    if ranks == 1:
+        return Done(shard)
+    gathers = exchange_for(op, "gathers", shard, shard.shape[0], shard.shape[1], group)
+    if gathers is None:
+        return Gathering(op, shard, ranks * shard.shape[0], group)
+    return FlaggedRows(op, shard, gathers)
 
 
-def arrivals(gathering: Gathering | Done, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
+def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
     """Rows as they arrive, or all at once."""
-    if overlap and isinstance(gathering, Gathering):
+    if overlap and not isinstance(gathering, Done):
         yield from gathering.arrivals()
     else:
         full = gathering.wait()
         yield slice(0, full.shape[0]), full
+
+
+def multiplying(gathering: Rows, overlap: bool) -> TypeGuard[FlaggedRows]:
+    """Whether a kernel multiplies the rows as they arrive, all of them in one launch."""
+    return overlap and isinstance(gathering, FlaggedRows) and gathering.multiplies

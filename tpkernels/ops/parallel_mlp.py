@@ -47,6 +47,7 @@ from tpkernels.ops.parallel import (
     Done,
     arrivals,
     checked_group,
+    multiplying,
     start_rows,
     start_sum,
 )
@@ -183,6 +184,10 @@ def _up(
 ) -> tuple[Tensor, list[Tensor]]:
     """(h, what backward needs of it: z, or g and u)"""
     gathering = start_rows("parallel_mlp", x, call.group) if call.gathers else Done(x)
+    if multiplying(gathering, call.overlap) and not call.gated:
+        activation = cast("Activation", call.activation)
+        ((h, z),) = gathering.products(ups, [b_up], activation, call.keep, keep_rows=False)
+        return h, [] if z is None else [z]
     tokens = x.shape[0] * (call.group.size() if call.gathers else 1)
     h, *kept = (x.new_empty(tokens, ups[0].shape[0]) for _ in range(1 + call.keep * len(ups)))
     for rows, part in arrivals(gathering, call.overlap):

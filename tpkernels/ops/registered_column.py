@@ -54,7 +54,7 @@ def _(
     call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
     tokens = x.shape[0] * (call.group.size() if call.gathers else 1)
     ys = [x.new_empty(tokens, weight.shape[0]) for weight in weights]
-    zs = [torch.empty_like(y) for y in ys] if keep_z else []
+    zs = [torch.empty_like(y) for y in ys] if call.keep_z else []
     return [*ys, *zs, x.new_empty(tokens, x.shape[1])] if call.saves_gathered else [*ys, *zs]
 
 

@@ -34,6 +34,7 @@ from tpkernels.ops.parallel import (
     arrivals,
     checked_group,
     group_named,
+    multiplying,
     require_divisible,
     start_rows,
     start_sum,
@@ -148,6 +149,11 @@ def _gradients(
     dx = dw = None
     if call.sequence_parallel and call.group.size() > 1:
         gathering = start_rows("row_linear backward", dy_shard, call.group)
+        if multiplying(gathering, call.overlap) and weight is not None:
+            ((dx, _),) = gathering.products([weight.t()], [None], "none", False, keep_rows=True)
+            dy = gathering.wait()
+            dw = weight_gradient(steps, dy, x, call.main_grad) if x is not None else None
+            return dx, dw, steps.bias_grad(dy) if needs_db else None
         if weight is not None:
             dx = dy_shard.new_empty(dy_shard.shape[0] * call.group.size(), weight.shape[1])
         summing = WeightGradient(call.main_grad)

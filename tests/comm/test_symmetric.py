@@ -1,0 +1,77 @@
+"""What can be known of symmetric memory without a GPU: who is refused, and what a call does to memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tpkernels.comm import symmetric
+from tpkernels.comm.loopback import VirtualHandle, open_symmetric_loopback
+from tpkernels.comm.opening import machine, require_one_machine
+from tpkernels.comm.symmetric import require_gpu_each, why_not
+
+
+def test_it_says_what_is_lacking():
+    assert "exchanges memory of GPUs, got cpu; use shared or c10d" in why_not(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        assert why_not(torch.device("cuda", 0)) == "torch sees no GPU here"
+
+
+def test_ranks_of_two_machines_are_refused():
+    require_one_machine("it", [machine(), machine()], 0, "symmetric")
+    with pytest.raises(
+        ValueError, match=r"=symmetric works inside one machine, and rank 1 runs on b .*group for each"
+    ):
+        require_one_machine("it", ["a boot", "b boot"], 0, "symmetric")
+
+
+def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):
+    monkeypatch.delenv(symmetric._OVERLAPPING, raising=False)
+    require_gpu_each("it", ["first", "second"], 0)
+    with pytest.raises(RuntimeError, match=r"a GPU for each rank, got one for \[0, 2\].*set_device"):
+        require_gpu_each("it", ["first", "second", "first"], 2)
+    monkeypatch.setenv(symmetric._OVERLAPPING, "1")
+    require_gpu_each("it", ["first", "first"], 1)
+
+
+def test_every_call_begins_with_a_barrier_and_has_its_own_epoch(monkeypatch):
+    barriers = []
+    monkeypatch.setattr(
+        VirtualHandle, "barrier", lambda self, *arguments: barriers.append((self.rank, *arguments))
+    )
+    first, second = open_symmetric_loopback("it", 2, (4, 3), torch.float32, timeout=1.5)
+    assert barriers == [(0, 0, 1500), (1, 0, 1500)]  # memory is zeroed before anybody raises a flag
+    deliveries = [first.begin(), second.begin(), first.begin(), second.begin()]
+    assert [rank for rank, *_ in barriers[2:]] == [0, 1, 0, 1]
+    assert [int(delivery.epoch) for delivery in deliveries] == [1, 1, 2, 2]
+    assert deliveries[0].slots.data_ptr() != deliveries[2].slots.data_ptr()
+    with pytest.raises(RuntimeError, match=r"expected call 1 to be released before call 3 begins"):
+        first.begin()
+
+
+def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
+    ends = open_symmetric_loopback("it", 3, (4, 2), torch.float32, splits=2)
+    deliveries = [end.begin() for end in ends]
+    rows = torch.arange(4.0).view(2, 2) + 1
+    deliveries[2].push(1, 1, rows)
+    assert torch.equal(deliveries[1].slots[2, 2:], rows)
+    assert deliveries[1].flags.tolist() == [0, 0, 0, 0, 0, 1]
+    for delivery in deliveries:
+        written = torch.zeros(3, 4, 2)
+        if delivery is deliveries[1]:
+            written[2, 2:] = rows
+        else:
+            assert not delivery.flags.any()
+        assert torch.equal(delivery.slots, written)
+
+
+def test_what_is_pushed_is_held_until_it_is_out():
+    (end,) = open_symmetric_loopback("it", 1, (4, 2), torch.float32)
+    delivery = end.start([torch.ones(4, 2)])
+    assert end.in_flight == {delivery}
+    delivery.release()
+    delivery.wait()
+    assert not end.in_flight
+    end.close()
+    with pytest.raises(RuntimeError, match="closed: open another"):
+        end.begin()

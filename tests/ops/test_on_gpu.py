@@ -1,0 +1,114 @@
+"""Kernels that wait for rows which are pushed to them, on a real GPU: virtual ranks, and processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops import gpu_cases
+from tests.ranks import RankPool
+from tpkernels.comm.loopback import open_symmetric_loopback
+from tpkernels.comm.symmetric import SymmetricExchange
+from tpkernels.comm.transport import Delivery
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.ops.flag_waits import KernelWaits
+
+pytestmark = pytest.mark.gpu
+
+RANKS, ROWS, K, N = 4, 256, 512, 768
+WAITS = KernelWaits()
+
+
+@pytest.fixture
+def ends() -> list[SymmetricExchange]:
+    return open_symmetric_loopback("gather", RANKS, (ROWS, K), torch.bfloat16, "cuda", splits=2, timeout=2.0)
+
+
+def shards(call: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(call)
+    return [torch.randn(ROWS, K, device="cuda", generator=generator).bfloat16() for _ in range(RANKS)]
+
+
+def weight() -> Tensor:
+    return (
+        torch.randn(N, K, device="cuda", generator=torch.Generator("cuda").manual_seed(9)) / 16
+    ).bfloat16()
+
+
+def finish(delivery: Delivery) -> None:
+    delivery.release()
+    delivery.wait()
+
+
+def test_virtual_ranks_gather_and_multiply(ends):
+    w = weight()
+    for call in range(6):
+        pieces = shards(call)
+        deliveries = [end.start([pieces[end.rank]] * RANKS) for end in ends]
+        expected = linear_fwd(torch.cat(pieces), w).y.float()
+        for delivery in deliveries:
+            y, _ = WAITS.product("test", delivery, w, None, "none", False)
+            finish(delivery)
+            assert (y.float() - expected).norm() < 1e-2 * expected.norm()
+    torch.cuda.synchronize()
+    assert [end.late() for end in ends] == [0] * RANKS
+
+
+def test_virtual_ranks_reduce(ends):
+    for call in range(6):
+        parts = [shards(10 * call + rank) for rank in range(RANKS)]
+        deliveries = [end.start(parts[end.rank]) for end in ends]
+        for rank, delivery in enumerate(deliveries):
+            total = WAITS.total("test", delivery, None)
+            finish(delivery)
+            assert torch.equal(total, reduce_slots_ref(torch.stack([part[rank] for part in parts])))
+
+
+def test_a_captured_call_can_be_replayed(ends):
+    w, pieces = weight(), shards(0)
+
+    def call() -> list[Tensor]:
+        deliveries = [end.start([pieces[end.rank]] * RANKS) for end in ends]
+        ys = []
+        for delivery in deliveries:
+            ys.append(WAITS.product("test", delivery, w, None, "none", False)[0])
+            finish(delivery)
+        return ys
+
+    call()  # kernels are loaded before a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ys = call()
+    for replay in range(5):
+        for piece, fresh in zip(pieces, shards(100 + replay), strict=True):
+            piece.copy_(fresh)
+        graph.replay()
+        expected = linear_fwd(torch.cat(pieces), w).y.float()
+        for y in ys:
+            assert (y.float() - expected).norm() < 1e-2 * expected.norm()
+    torch.cuda.synchronize()
+    assert [end.late() for end in ends] == [0] * RANKS
+
+
+def test_rows_that_never_come_are_an_error_of_a_later_call(ends):
+    deliveries = [end.begin() for end in ends]
+    for delivery in deliveries[:-1]:  # the last rank pushes nothing
+        for peer in range(RANKS):
+            delivery.push_piece(peer, shards(0)[0])
+    WAITS.product("test", deliveries[0], weight(), None, "none", False)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"test: rows of rank 3 \(chunk \d\) did not arrive"):
+        WAITS.product("test", deliveries[0], weight(), None, "none", False)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_processes_on_one_gpu_compute_whole_ops(ranks2: RankPool, sequence_parallel):
+    assert max(ranks2.run(gpu_cases.blocks_on_one_gpu, sequence_parallel, timeout=300)) < 1e-5
+
+
+def test_ranks_that_share_a_gpu_unasked_are_refused(ranks2: RankPool):
+    for message in ranks2.run(gpu_cases.gpu_shared_without_asking):
+        assert "expected a GPU for each rank, got one for [0, 1]" in message

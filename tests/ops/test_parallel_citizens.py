@@ -1,0 +1,47 @@
+"""Ops over a group as citizens of PyTorch: opcheck, compile, autocast, 16-bit main_grad, uneven shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops import parallel_citizens as citizens
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        ("ranks1", ["columns", "whole column", "whole row"]),
+        ("ranks2", ["column", "column backward", "row", "row backward"]),
+    ],
+)
+def test_registered_operators_pass_opcheck(request, world, names):
+    ranks = request.getfixturevalue(world)
+    for problems in ranks.run(citizens.registered_operators_pass_opcheck, names, timeout=180):
+        assert problems == []
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_parallel_mlp_compiles_to_its_two_operators(ranks2, gated):
+    assert max(ranks2.run(citizens.compiled_mlp_differs_by, gated, timeout=120)) < 2e-6
+
+
+def test_main_grads_are_refused_under_compile(ranks2):
+    for messages in ranks2.run(citizens.main_grads_under_compile, timeout=120):
+        assert len(messages) == 3
+        for message in messages:
+            assert "under torch.compile" in message
+
+
+def test_main_grads_may_have_16_bits(ranks2):
+    assert max(ranks2.run(citizens.sixteen_bit_main_grads)) < 1e-2
+
+
+def test_autocast_casts_what_goes_in_and_gradients_come_back_in_their_dtypes(ranks2):
+    full = (torch.float32,) * 3
+    for found in ranks2.run(citizens.autocast_dtypes):
+        assert found == [(torch.bfloat16, *full)] * 2
+
+
+def test_shards_may_differ_in_size(ranks2):
+    assert max(ranks2.run(citizens.uneven_shards_differ_by)) < 2e-6

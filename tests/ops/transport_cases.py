@@ -1,0 +1,277 @@
+"""What ranks run in tests of ops over transports that raise flags."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.ops import exchanges
+from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
+from tests.ops.parallel_cases import Setting, prepare
+from tpkernels.comm import shared, symmetric, transports
+from tpkernels.comm.opening import exchanged
+from tpkernels.comm.shared import map_shared
+from tpkernels.comm.transport import Exchange
+from tpkernels.kernels import gather_linear
+from tpkernels.ops.column_linear import column_linear
+from tpkernels.ops.row_linear import row_linear
+from tpkernels.tuning import steps
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class ProcessHandle:
+    """Stands for torch's `_SymmetricMemory` where the ranks are processes and the memory is the CPU's."""
+
+    def __init__(self, memories: list[torch.Tensor], rank: int) -> None:
+        self._memories, self.rank, self.world_size = memories, rank, len(memories)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._memories[rank][: sizes[0]]
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        dist.barrier()
+
+
+def open_stand_in(
+    name: str,
+    group: dist.ProcessGroup,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    splits: int,
+    timeout: float,
+) -> Exchange:
+    """As `open_symmetric` does, but for the memory."""
+    memories = map_shared(name, group, shape, dtype, device, splits)
+    rank = group.rank()
+    handle = ProcessHandle(memories, rank)
+    return symmetric.SymmetricExchange(name, handle, memories[rank], shape, dtype, splits, timeout)
+
+
+@contextmanager
+def using(transport: str, backend: str = "torch") -> Iterator[None]:
+    """transport: one that users may wish for, or "stand-in": symmetric, in memory of the CPU"""
+    standing_in = {"symmetric": open_stand_in} if transport == "stand-in" else {}
+    with (
+        patch.object(transports, "wish", "symmetric" if standing_in else transport),
+        patch.object(steps, "backend", backend),
+        patch.dict(transports.openers, standing_in),
+    ):
+        yield
+
+
+def under(transport: str, backend: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function of other tests with this transport."""
+    with using(transport, backend):
+        return function(*args)
+
+
+def open_exchanges() -> list[Exchange]:
+    return list(transports._of_group[dist.group.WORLD]._open.values())
+
+
+def differs_from_c10d_by(transport: str, backend: str, sequence_parallel: bool) -> float:
+    prepare(Setting())
+    operands = operands_of(0)
+    group = dist.new_group()
+    with using("c10d", backend):
+        expected = with_gradients(
+            lambda *t: block(*t, sequence_parallel=sequence_parallel, group=group), operands
+        )
+    with using(transport, backend):
+        found = with_gradients(block, operands, sequence_parallel=sequence_parallel)
+        assert open_exchanges()
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
+
+
+def waiting_products() -> tuple[int, int]:
+    """Launches of the product that waits, in forward and backward of a block: with overlap, and without."""
+    prepare(Setting())
+    launches = []
+    for overlap in (True, False):
+        with patch.object(gather_linear, "gather_linear_fwd", wraps=gather_linear.gather_linear_fwd) as spy:
+            with_gradients(block, operands_of(2), sequence_parallel=True, overlap=overlap)
+        launches.append(spy.call_count)
+    return launches[0], launches[1]
+
+
+def replayed_calls(with_barrier: bool) -> list[bool]:
+    """Whether calls are exact that use one and the same buffer each time, as a replayed graph does."""
+    rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 12
+    group = dist.group.WORLD
+    shape = rows, exchanges.K
+    exchange = open_stand_in("replay", group, shape, torch.float32, CPU, splits=2, timeout=20.0)
+    results = []
+    for call in range(4):
+        exchange._begun = exchange._read = 0  # what the host counts; epochs are counted on the device
+        with nullcontext() if with_barrier or not call else patch.object(exchange, "barrier"):
+            delivery = exchange.start([exchanges.shard_of(rank, call, rows)] * ranks)
+        time.sleep(0.1 * rank)  # the first rank is far ahead
+        results.append(exchanges.gathered_product(delivery))
+    dist.barrier()
+    exchange.close()
+    return exchanges.gathered_exactly(rank, ranks, rows, results)
+
+
+def nobody_can_wait() -> list[str]:
+    """What is said, call after call, where torch cannot wait for a GPU, and kernels do not take the dtype."""
+    messages = []
+    for way, dtype in ((("stand-in", "torch"), torch.float32), (("shared", "triton"), torch.float64)):
+        x, w = torch.randn(2, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+        with using(*way):
+            group = dist.new_group()
+            messages += [
+                message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))  # noqa: B023
+                for _ in range(3)
+            ]
+    return messages
+
+
+def alone() -> bool:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("a rank alone has nobody to talk to")
+
+    with using("shared"), patch.object(transports, "agree", forbidden):
+        with_gradients(block, operands_of(1), sequence_parallel=True)
+        with_gradients(block, operands_of(1))
+    return True
+
+
+def rows_that_do_not_divide() -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
+    """(rows of a piece, its parts) of the open exchanges, then of all that was opened for odd all-reduces."""
+    prepare(Setting())  # parts of 64 bytes, four at most
+    ranks = dist.get_world_size()
+    w = torch.randn(8, 12)
+    with using("shared"):
+        for rows in (7 * ranks, 6 * ranks, 5 * ranks, 8 * ranks):
+            row_linear(torch.randn(rows, 12), w, None, dist.group.WORLD, sequence_parallel=True)
+        shapes = [(exchange.piece_shape[0], exchange.splits) for exchange in open_exchanges()]
+        for rows in (ranks + 1, 0):
+            row_linear(torch.randn(rows, 12), w, None, dist.group.WORLD)
+        column_linear(torch.randn(0, 12), w, None, dist.group.WORLD, sequence_parallel=True)
+        return shapes, [exchange.piece_shape for exchange in open_exchanges()[len(shapes) :]]
+
+
+def many_shapes() -> tuple[list[int], int, int]:
+    """Rows of what stays open after too many shapes, and the threads and mappings that all of it takes."""
+    with using("shared"), patch.object(transports, "MOST_OPEN", 3):
+        for rows in (1, 2, 3, 1, 4, 5):
+            x, w = torch.randn(rows, 8), torch.randn(4, 8)
+            column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+        rows_open = [exchange.piece_shape[0] for exchange in open_exchanges()]
+    gc.collect()
+    return rows_open, _pushers(), _mappings()
+
+
+def _pushers() -> int:
+    return sum(thread.name.startswith("push of") for thread in threading.enumerate())
+
+
+def _mappings() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:tpkernels" in line for line in maps)
+
+
+def ends_with_its_group() -> tuple[int, int, int, int]:
+    """Threads and mappings while the group lives and after it is destroyed."""
+    group = dist.new_group()
+    with using("shared"):
+        x, w = torch.randn(2, 8), torch.randn(4, 8)
+        column_linear(x, w, None, group, sequence_parallel=True)
+        before = _pushers(), _mappings()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    return *before, _pushers(), _mappings()
+
+
+def destroyed_but_held() -> str:
+    group = dist.new_group()
+    with using("shared"):
+        x, w = torch.randn(2, 8), torch.randn(4, 8)
+        column_linear(x, w, None, group, sequence_parallel=True)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
+
+
+def refused(how: str) -> str:
+    """What a rank says of a wish that cannot be served, or that others do not share."""
+    rank = dist.get_rank()
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+    def call() -> object:
+        return column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+
+    wishes = {
+        "misspelt on one rank": "shared" if rank else "share",
+        "other wishes": "shared" if rank else "auto",
+        "symmetric on the CPU": "symmetric",
+        "other machines": "shared",
+    }
+    with using(wishes[how]):
+        if how == "other machines":
+            with patch.object(shared, "machine", lambda: f"host{rank} boot"):
+                return message_of(call)
+        return message_of(call)
+
+
+def peer_dies(backend: str) -> None:
+    """After a first call: from then on only flags tell of a rank."""
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    with using("shared", backend):
+        operands = operands_of(7)
+        block(*operands, sequence_parallel=True, group=group)
+        if dist.get_rank() == 1:
+            os._exit(7)
+        block(*operands, sequence_parallel=True, group=group)
+
+
+def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
+    """What one says whose peer comes too late for a second call, and after how many seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=1.0))
+    x, w, w2 = operands_of(8)
+    calls: dict[str, Callable[[], object]] = {
+        "column_linear": lambda: column_linear(x, w, None, group, sequence_parallel=True),
+        "row_linear": lambda: row_linear(torch.randn(16, w2.shape[1]), w2, None, group),
+    }
+    with using("shared", backend):
+        calls[op]()
+        dist.barrier()
+        started = time.monotonic()
+        message = "late"
+        if dist.get_rank() == 0:
+            message = message_of(calls[op])
+        seconds = time.monotonic() - started
+        exchanged(None, dist.group.WORLD)  # the late one waits here, alive
+        return message, seconds
+
+
+def call_after_half_a_call() -> str:
+    """What is said of an exchange that an error has left with calls begun and never read."""
+    with using("shared"):
+        x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+        def call() -> object:
+            return column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+
+        call()
+        (exchange,) = open_exchanges()
+        for _ in range(2):
+            exchange.start([x] * exchange.ranks)
+        return message_of(call)

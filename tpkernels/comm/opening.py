@@ -1,0 +1,62 @@
+"""What ranks tell each other when they open an exchange, so that all open it or none does."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def exchanged(value: T, group: ProcessGroup) -> list[T]:
+    """What each rank brought, in the order of ranks."""
+    values: list[T] = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def machine() -> str:
+    """Equal for two processes that see the same processes of the same machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def require_equal(name: str, wanted: Sequence[object], rank: int) -> None:
+    """All ranks asked for the same."""
+    for peer, theirs in enumerate(wanted):
+        if theirs != wanted[rank]:
+            raise ValueError(
+                f"{name} on rank {rank}: expected equal arguments on all ranks, got {wanted[rank]} here and "
+                f"{theirs} on rank {peer}"
+            )
+
+
+def require_none(name: str, problems: Sequence[str], rank: int) -> None:
+    """No rank has said why it cannot take part."""
+    for peer, problem in enumerate(problems):
+        if problem:
+            raise RuntimeError(f"{name} on rank {rank}: rank {peer} cannot take part: {problem}")
+
+
+def require_one_machine(name: str, machines: Sequence[str], rank: int, transport: str) -> None:
+    for peer, theirs in enumerate(machines):
+        if theirs != machines[rank]:
+            raise ValueError(
+                f"{name} on rank {rank}: TPKERNELS_TRANSPORT={transport} works inside one machine, and rank "
+                f"{peer} runs on {theirs.split()[0]} ({theirs}), this one on {machines[rank]}; use c10d, or "
+                "make a group for each machine"
+            )
+
+
+def described(shape: tuple[int, int], dtype: torch.dtype, splits: int) -> str:
+    return f"pieces of {tuple(shape)} {str(dtype).removeprefix('torch.')} in {splits} parts"

@@ -1,0 +1,232 @@
+"""The `symmetric` transport: GPUs of one machine write into each other's memory, by torch's symmetric memory.
+
+Copy engines push the rows on a stream beside the one that computes; a flag is a copy of the call's epoch,
+behind its rows in that stream. The epoch is counted on the device, so that a captured graph can be replayed.
+
+The hazards of writing after reading, and what excludes each:
+
+- Rows land in a buffer that its owner still reads: a call begins with a barrier of all ranks in the computing
+  stream, and pushes wait for it. Every rank has then done all that it enqueued before, also in a replay that
+  uses one buffer each time. Two calls may be begun before the first is read: they have different buffers.
+- A flag holds e + 1 where e is waited for: epoch e is all there, because each rank pushes in order of epochs.
+- A flag is seen before its rows: it is copied behind them in one stream.
+- The epoch is counted up before it has been copied: each call has its own copy of it.
+- A piece is changed while it is being pushed: `wait()` lets the current stream wait for the pushes.
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.opening import (
+    described,
+    exchanged,
+    machine,
+    require_equal,
+    require_none,
+    require_one_machine,
+)
+from tpkernels.comm.schedule import slot_of
+from tpkernels.comm.side_stream import SideStream
+from tpkernels.comm.transport import Delivery, Exchange, Mailbox, require_shape
+
+_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+class Handle(Protocol):
+    """What is used of torch's `_SymmetricMemory`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The memory of a rank, as a tensor of ours."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """All ranks, in their current streams."""
+
+
+class SymmetricExchange(Exchange):
+    """One rank's end in memory that all ranks of the group can write."""
+
+    def __init__(
+        self,
+        name: str,
+        handle: Handle,
+        memory: Tensor,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        splits: int,
+        timeout: float,
+    ) -> None:
+        """memory: our own, zeroed bytes"""
+        sizes = (memory.numel(),)
+        views = [handle.get_buffer(rank, sizes, torch.uint8) for rank in range(handle.world_size)]
+        mailboxes = [Mailbox.over(view, len(views), shape, dtype, splits) for view in views]
+        super().__init__(name, handle.rank, mailboxes, splits, timeout)
+        self.margin = 4 if memory.is_cuda else 0  # a copy between ranks that share a GPU takes processors
+        self._handle, self._memory = handle, memory
+        self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
+        self._read = 0
+        self.side = SideStream(memory.device)
+        self.in_flight: set[SymmetricDelivery] = set()
+        self.barrier()  # nobody raises a flag before it has been zeroed
+
+    def read(self) -> int:
+        return self._read
+
+    def late(self) -> int:
+        """On a GPU what was left by calls that are done: an error comes with one of the next calls."""
+        self._seen.copy_(self.status, non_blocking=True)
+        return int(self._seen)
+
+    def close(self) -> None:
+        if self._memory.is_cuda:
+            torch.accelerator.synchronize(self._memory.device)  # memory goes at once
+        self.in_flight.clear()
+        self._mailboxes = ()
+
+    def barrier(self) -> None:
+        self._handle.barrier(0, int(1000 * self.timeout))
+
+    def released(self, number: int) -> None:
+        self._read = max(self._read, number)
+
+    def mailbox(self, peer: int) -> Mailbox:
+        return self._mailboxes[peer]
+
+    def _delivery(self, epoch: int, own: Mailbox) -> SymmetricDelivery:
+        if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
+        self.barrier()
+        return SymmetricDelivery(self, epoch, own, self._word.add_(1).clone())
+
+
+class SymmetricDelivery(Delivery):
+    """One call in the memory of GPUs."""
+
+    exchange: SymmetricExchange
+
+    def __init__(self, exchange: SymmetricExchange, number: int, own: Mailbox, epoch: Tensor) -> None:
+        super().__init__(exchange, number, own, epoch)
+        self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
+        exchange.in_flight.add(self)
+
+    def push(self, peer: int, part: int, rows: Tensor) -> None:
+        if peer == self.exchange.rank:
+            self._write(peer, part, rows)
+            return
+        computing: list[torch.Stream] = []
+        self.exchange.side.note_current(computing)
+        self.exchange.side.wait_for(computing)
+        with self.exchange.side.entered():
+            self._write(peer, part, rows)
+        self._held.append(rows)
+
+    def _write(self, peer: int, part: int, rows: Tensor) -> None:
+        exchange = self.exchange
+        mailbox, flag = exchange.mailbox(peer), exchange.rank * exchange.splits + part
+        there = mailbox.buffers[slot_of(self.number), exchange.rank, exchange.part_rows(part)]
+        there.copy_(rows, non_blocking=True)
+        mailbox.flags[flag : flag + 1].copy_(self.epoch, non_blocking=True)
+
+    def wait(self) -> None:
+        self.exchange.side.let_current_wait()
+        self._held.clear()
+        self.exchange.in_flight.discard(self)
+
+    def release(self) -> None:
+        readers: list[torch.Stream] = []
+        self.exchange.side.note_current(readers)
+        self.exchange.side.wait_for(readers)
+        self.exchange.released(self.number)
+
+
+def open_symmetric(
+    name: str,
+    group: ProcessGroup,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    splits: int = 1,
+    timeout: float = 60.0,
+) -> SymmetricExchange:
+    """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
+
+    shape: (rows, cols) of a piece
+    timeout: seconds until a rank that does not come is an error
+    """
+    rank, ranks = group.rank(), group.size()
+    problem, gpu = why_not(device), ""
+    try:
+        require_shape(name, ranks, shape, splits)
+    except ValueError as error:
+        problem = problem or str(error)
+    if not problem:
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    offers = exchanged((described(shape, dtype, splits), machine(), gpu, problem), group)
+    require_equal(name, [wanted for wanted, *_ in offers], rank)
+    require_none(name, [problem for *_, problem in offers], rank)
+    require_one_machine(name, [place for _, place, *_ in offers], rank, "symmetric")
+    require_gpu_each(name, [gpu for *_, gpu, _ in offers], rank)
+    handle: Handle | None = None
+    try:
+        memory = _memory(sum(Mailbox.sizes(ranks, shape, dtype, splits)), device)
+        handle = _rendezvous(memory, group)
+    except RuntimeError as error:
+        problem = f"torch's symmetric memory refused: {error}"
+    require_none(name, exchanged(problem, group), rank)
+    assert handle is not None
+    own = handle.get_buffer(rank, (memory.numel(),), torch.uint8)
+    assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
+    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout)
+
+
+def why_not(device: torch.device) -> str:
+    """What this rank lacks; nothing if it can take part."""
+    if device.type != "cuda":
+        return f"TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs, got {device}; use shared or c10d"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU here"
+    try:
+        import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
+    return ""
+
+
+def require_gpu_each(name: str, gpus: list[str], rank: int) -> None:
+    """Ranks that share a GPU are for tests, which ask torch for it by name."""
+    shared = [peer for peer, gpu in enumerate(gpus) if peer != rank and gpu == gpus[rank]]
+    if shared and os.environ.get(_OVERLAPPING, "0") != "1":
+        raise RuntimeError(
+            f"{name} on rank {rank}: expected a GPU for each rank, got one for {sorted([rank, *shared])}: "
+            f"call torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
+        )
+
+
+def _memory(count: int, device: torch.device) -> Tensor:
+    """Zeroed bytes, an allocation of their own: a pool would hand out a part of a larger one."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device).zero_()
+
+
+def _rendezvous(memory: Tensor, group: ProcessGroup) -> Handle:
+    from torch.distributed import _symmetric_memory
+
+    handle: Handle = _symmetric_memory.rendezvous(memory, group.group_name)
+    return handle
