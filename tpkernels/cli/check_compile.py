@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from tpkernels.cli.named import has_parts
 from tpkernels.kernels.ahead_of_time import CompileError, Facts, facts_of
 from tpkernels.kernels.budgets import Budgets
 from tpkernels.kernels.disk_cache import DiskCache
@@ -39,8 +40,8 @@ class Compiled:
 
 
 def jobs_of(entries: Iterable[Entry], architectures: Sequence[str], only: str) -> list[Job]:
-    """Architecture by architecture; `only` is a part of an entry's name."""
-    chosen = [entry for entry in entries if only in entry.name]
+    """Architecture by architecture; `only` as in `has_parts`."""
+    chosen = [entry for entry in entries if has_parts(entry.name, only)]
     return [
         Job(entry, architecture)
         for architecture in architectures

@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from tpkernels.kernels.disk_cache import DiskCache
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES = ("kernels/*.py", "cli/numeri*.py")
+SOURCES = ("kernels/*.py", "cli/numeri*.py", "cli/named.py")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Computed:
 
 
 def run_numerics(only: str, report: Callable[[str], None]) -> list[Computed]:
-    """All cases whose name contains `only`; `report` hears of each as it is done."""
+    """All cases that `only` names, see `has_parts`; `report` hears of each as it is done."""
     cache, key = DiskCache.of_user("numerics"), _key(only)
     remembered = cache.get(key)
     if remembered is not None:

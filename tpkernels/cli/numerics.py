@@ -1,7 +1,7 @@
 """The numerical half of `check`, a program of its own: every launcher, interpreted, against float64.
 
 Prints one JSON line a case: its name, its largest error as a part of what is allowed, and in words what is
-wrong. Run with TRITON_INTERPRET=1; the one argument is a part of the names to run.
+wrong. Run with TRITON_INTERPRET=1; the one argument says which names to run, see `named`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import torch
 from torch import Tensor
 
+from tpkernels.cli.named import has_parts
 from tpkernels.cli.numeric_cases import Case, Results, cases
 from tpkernels.kernels import launch
 from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
@@ -47,7 +48,7 @@ def main(only: str = "") -> None:
     frames = Frames()
     launch.empty = frames.empty
     for case in cases():
-        if only in case.name:
+        if has_parts(case.name, only):
             print(json.dumps(examine(case, frames)), flush=True)
 
 

@@ -272,26 +272,27 @@ def _epilogues(case: _Case, thorough: bool) -> Iterator[Entry]:
 
 
 def matmul_entries() -> Iterator[Entry]:
-    """Thorough where the speed is, in bf16 on Hopper; elsewhere the costliest epilogue of each tile."""
+    """Every epilogue where the speed is, in bf16 on Hopper; elsewhere the costliest of each tile."""
     for case in _cases():
         yield from _epilogues(case, thorough=case.target == H100 and case.dtype == BF16)
 
 
+# What each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
+
+
 def _cases() -> Iterator[_Case]:
     for kernel in KERNELS:
-        for tile in candidates(kernel, "descriptor", BF16, H100):
-            yield _Case(kernel, "descriptor", BF16, tile, H100, ("sm_90",))
+        for target, architecture in ((H100, "sm_90"), (B200, "sm_100")):
+            for tile in candidates(kernel, "descriptor", BF16, target):
+                yield _Case(kernel, "descriptor", BF16, tile, target, (architecture,))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
         yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
-        largest = candidates(kernel, "descriptor", BF16, B200)[0]
-        yield _Case(kernel, "descriptor", BF16, largest, B200, ("sm_100",))
-        for tile in candidates(kernel, "pointer", BF16, A100):
-            yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_89", "sm_90"))
-        for tile in candidates(kernel, "pointer", BF16, A100, ragged=True):
-            yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_90"), ragged=True)
-        for tile in candidates(kernel, "pointer", FP32, A100):
-            yield _Case(kernel, "pointer", FP32, tile, A100, ("sm_80", "sm_90"))
-        largest = candidates(kernel, "pointer", BF16, MI300)[0]
-        yield _Case(kernel, "pointer", BF16, largest, MI300, ("gfx942",))
+        for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
+            for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
+                for tile in candidates(kernel, "pointer", dtype, target, ragged):
+                    yield _Case(kernel, "pointer", dtype, tile, target, architectures, ragged=ragged)
+            largest = candidates(kernel, "pointer", FP16, target)[0]
+            yield _Case(kernel, "pointer", FP16, largest, target, architectures)
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    yield _Case("linear", "pointer", FP32, largest, A100, ("sm_80", "sm_90"), precision="tf32")
+    yield _Case("linear", "pointer", FP32, largest, A100, NVIDIA, precision="tf32")
