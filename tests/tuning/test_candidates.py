@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tpkernels.kernels import budgets
+from tpkernels.kernels.entry import stem_of
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.tuning import candidates as module
 from tpkernels.tuning.candidates import candidates, least_shared_memory
@@ -91,25 +92,13 @@ def test_tiles_that_do_not_fit_the_gpu_are_left_out():
 
 
 ARCHITECTURE = {"a100": "sm_80", "l40s": "sm_89", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
-NAME = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 LAYERS = {"bf16": BIG, "ragged": Layer(8192, 4097, 4095), "fp32": Layer(8192, 4096, 4096, torch.float32)}
-
-
-def compiled(tile, form, problem, ragged, rows):
-    """The committed figures of every entry that the gate compiles of a tile."""
-    size = f"{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
-    parts = {problem.kernel, form, NAME[problem.dtype], size}
-    return [
-        budget
-        for name, budget in rows.items()
-        if parts <= set(name.split("/")) and ("ragged" in name.split("/")) == ragged
-    ]
 
 
 @pytest.mark.parametrize("minor", ["3.6", "3.7"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_what_the_gate_knows_of_shipped_tiles_leaves_none_of_them_out(gpu, minor):
-    """So the least that a tile may need suffices to choose by, and timing to judge what is left."""
+    """They can all be launched, and none spills by more than a handful: which is slow, timing says."""
     target, limit = GPUS[gpu].target, GPUS[gpu].shared_memory
     rows = budgets.read()[minor].rows[ARCHITECTURE[gpu]]
     for step, (kind, layer) in product(STEPS, LAYERS.items()):
@@ -118,12 +107,13 @@ def test_what_the_gate_knows_of_shipped_tiles_leaves_none_of_them_out(gpu, minor
         has_descriptors = target.has_tma and target.backend == "cuda" and kind == "bf16"
         for form in ("descriptor", "pointer") if has_descriptors else ("pointer",):
             for tile in shipped_tiles(problem.kernel, form, problem.dtype, target, ragged):
-                figures = compiled(tile, form, problem, ragged, rows)
+                stem = f"/{stem_of(problem.kernel, form, problem.dtype, tile)}/"
+                figures = [figure for name, figure in rows.items() if stem in f"/{name}/"]
                 assert figures, f"{problem.kernel}/{form}/{tile} is not compiled for {gpu}"
                 for figure in figures:
-                    assert least_shared_memory(tile, form, problem) <= figure.shared <= limit, tile
+                    assert 0 < least_shared_memory(tile, form, problem) <= figure.shared <= limit, tile
                     assert figure.registers * 32 * tile.num_warps <= 2**16 or target.backend == "hip", tile
-                    assert figure.spills <= 16, tile  # a handful of instructions, not a tile too large
+                    assert figure.spills <= 16, tile
 
 
 def test_tiles_far_from_the_size_of_the_result_are_left_out():

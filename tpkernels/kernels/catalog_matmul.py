@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
-from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry
+from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target, fast_math
 from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates, waiting_tile
@@ -57,11 +57,10 @@ class _Case:
         aligned = set(arguments) | set(integers)
         if self.form == "descriptor":  # which is aligned by itself
             aligned -= {matrix.name for matrix in matrices}
-        size = f"{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
         prefix = f"{self.architectures[0]}/" if self.target in (B200, MI300) else ""
         suffix = "/ragged" * self.ragged + "/tf32" * (self.precision == "tf32")
         return Entry(
-            name=f"{prefix}{self.kernel}/{self.form}/{TRITON_NAME[self.dtype]}/{size}/{epilogue}{suffix}",
+            name=f"{prefix}{stem_of(self.kernel, self.form, self.dtype, tile)}/{epilogue}{suffix}",
             module=module,
             function=function,
             form=self.form,
