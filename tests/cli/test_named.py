@@ -9,7 +9,20 @@ ENTRY = "gfx942/linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"
 
 @pytest.mark.parametrize(
     "wanted",
-    ["", "/", "linear", "linear/", "/linear", "linear/pointer", "gfx942", "gfx942/*", "*bias*", "l*r", "*+z", ENTRY],
+    [
+        "",
+        "/",
+        "linear",
+        "linear/",
+        "/linear",
+        "linear/pointer",
+        "gfx942",
+        "gfx942/*",
+        "*bias*",
+        "l*r",
+        "*+z",
+        ENTRY,
+    ],
 )
 def test_parts_in_a_row_are_named(wanted):
     assert has_parts(ENTRY, wanted)

@@ -59,7 +59,9 @@ def test_true_fp32_on_amd_may_use_the_matrix_units_but_not_their_short_form():
     facts = replace(FACTS, aligned=TRUE_FP32.aligned, instructions={"v_mfma": 24})
     assert [*violations(TRUE_FP32, "gfx942", facts)] == []
     short = replace(facts, instructions={"v_mfma": 24, "v_mfma.xf32": 24})
-    assert [*violations(TRUE_FP32, "gfx942", short)] == ["24 v_mfma.xf32, expected none (products in true fp32)"]
+    assert [*violations(TRUE_FP32, "gfx942", short)] == [
+        "24 v_mfma.xf32, expected none (products in true fp32)"
+    ]
     assert [*violations(TRUE_FP32, "gfx942", replace(facts, instructions={}))] == ["no v_mfma"]
 
 

@@ -91,7 +91,14 @@ def test_tiles_that_do_not_fit_the_gpu_are_left_out():
     assert "triton/descriptor/128x256x64-w8-s4" not in [c.name for c in ours]
 
 
-ARCHITECTURE = {"a100": "sm_80", "l40s": "sm_89", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
+ARCHITECTURE = {
+    "a100": "sm_80",
+    "l40s": "sm_89",
+    "h100": "sm_90",
+    "h200": "sm_90",
+    "b200": "sm_100",
+    "mi300x": "gfx942",
+}
 LAYERS = {"bf16": BIG, "ragged": Layer(8192, 4097, 4095), "fp32": Layer(8192, 4096, 4096, torch.float32)}
 
 

@@ -35,7 +35,12 @@ def main(argv: Sequence[str]) -> int:
         description="Compile the kernels and run them in Triton's interpreter, without a GPU.",
     )
     parser.add_argument("--arch", metavar="LIST", help="compile for these GPUs only, such as sm_90,gfx942")
-    parser.add_argument("--only", default="", metavar="NAME", help="what has NAME between slashes in its name, such as linear or '*glu/pointer'")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="NAME",
+        help="what has NAME between slashes in its name, such as linear or '*glu/pointer'",
+    )
     parser.add_argument("--skip", choices=("compile", "numerics"), help="leave one half out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all facts and findings into FILE")
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")

@@ -99,7 +99,7 @@ def least_shared_memory(tile: MatmulTile, form: Form, problem: Problem) -> int:
 
 @cache
 def _compiled() -> tuple[tuple[str, int], ...]:
-    """The name of each entry between slashes, with its shared memory, once for each Triton and architecture."""
+    """Name between slashes and shared memory of each entry, for each Triton and architecture."""
     return tuple(
         (f"/{name}/", budget.shared)
         for table in budgets.read().values()
