@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.linear_overlap import measure
-from bench.overlap import gradient_buckets
+from bench.cases.bucket_overlap import gradient_buckets
+from bench.cases.linear_overlap import measure
 from bench.slow_link import SlowLink, why_not
 from tpkernels.comm.engine import EngineChoice
 
