@@ -51,6 +51,7 @@ BAD = {
     "two_sizes": ["--shapes", "8192x4096", "--dry-run"],
     "zero": ["--shapes", "0x1x1", "--dry-run"],
     "a_word": ["--shapes", "axbxc", "--dry-run"],
+    "no_address_reaches": ["--shapes", "3000000000x3000000000x16", "--dry-run"],
     "step": ["--shapes", "1x1x1", "--steps", "conv", "--dry-run"],
     "dtype": ["--shapes", "1x1x1", "--dtype", "fp8", "--dry-run"],
     "gpu": ["--shapes", "1x1x1", "--gpu", "tpu", "--dry-run"],
@@ -67,6 +68,13 @@ def test_tune_refuses_bad_arguments_in_one_line(arguments, capsys):
     refusal = capsys.readouterr().err
     assert refusal.startswith("python -m tpkernels tune: error: ")
     assert refusal.count("\n") == 1
+
+
+def test_unwritable_report_is_refused_before_anything_is_timed(capsys):
+    """Not after it, when minutes have gone by."""
+    with pytest.raises(SystemExit):
+        main(["tune", "--shapes", "64x64x64", "--json", "/nowhere/file.json"])
+    assert "argument --json: cannot write to '/nowhere/file.json'" in capsys.readouterr().err
 
 
 def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):

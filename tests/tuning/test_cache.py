@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.tuning.conftest import VERSIONS
 from tpkernels.tuning import cache as module
-from tpkernels.tuning.cache import Cache, Choice, ForeignFile, cache_folder, parse, render
+from tpkernels.tuning.cache import Cache, Choice, ForeignFile, parse, render
 from tpkernels.tuning.shipped import shipped_choices
 from tpkernels.tuning.versions import source_hash, versions_for
 
@@ -179,23 +179,6 @@ def test_without_a_folder_choices_live_in_memory(caplog):
     cache.put("k", A)
     assert cache.get("k") == A
     assert not caplog.records
-
-
-def test_folder_is_the_users(monkeypatch, tmp_path):
-    monkeypatch.setenv("TPKERNELS_CACHE_DIR", "/somewhere")
-    assert cache_folder() == Path("/somewhere")
-    monkeypatch.delenv("TPKERNELS_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
-    assert cache_folder() == Path("/shared/tpkernels")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_folder() == Path("/home/me/.cache/tpkernels")
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_folder() is None
 
 
 def test_versions_change_with_the_source(tmp_path):

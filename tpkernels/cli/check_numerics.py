@@ -52,8 +52,9 @@ def _run(only: str, report: Callable[[str], None]) -> list[Computed]:
     ):
         assert process.stdout is not None
         for line in process.stdout:
-            computed.append(Computed(**json.loads(line)))
-            report(computed[-1].case)
+            if line.startswith('{"case"'):  # not what a library printed
+                computed.append(Computed(**json.loads(line)))
+                report(computed[-1].case)
         if process.wait():
             errors.seek(0)
             last_words = [line.strip() for line in errors if line.strip()][-1:] or ["no message"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import OneLineParser, written_to
 from tpkernels.cli.progress import Progress
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.tuning.cache import Choice, render
@@ -69,7 +68,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--again", action="store_true", help="time what is known already")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU")
     parser.add_argument("--gpu", choices=GPUS, help="of a dry run (default h100)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result into FILE")
+    parser.add_argument("--json", type=written_to, metavar="FILE", help="also write the result into FILE")
     return parser
 
 
@@ -90,7 +89,10 @@ def _calls(options: Namespace) -> list[Call]:
                     bias=not options.no_bias,
                     training=not options.inference,
                 )
-                arguments = layer.arguments(cast("Step", step))
+                try:
+                    arguments = layer.arguments(cast("Step", step))
+                except RuntimeError as error:  # in torch's words: a matrix larger than any address
+                    raise ValueError(f"--shapes {size}: {error}") from error
                 calls[problem_of(cast("Step", step), arguments).key] = (cast("Step", step), arguments)
     return list(calls.values())
 

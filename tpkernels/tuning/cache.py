@@ -44,18 +44,6 @@ class ForeignFile(ValueError):
     """A file that holds no choices for us."""
 
 
-def cache_folder() -> Path | None:
-    """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
-    if chosen := os.environ.get("TPKERNELS_CACHE_DIR"):
-        return Path(chosen)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "tpkernels"
-    try:
-        return Path.home() / ".cache" / "tpkernels"
-    except RuntimeError:
-        return None
-
-
 def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
     """The versions and choices in the text of a file."""
     try:
