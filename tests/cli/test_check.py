@@ -215,7 +215,7 @@ def test_interrupted_check_ends_at_once_and_in_a_word(copy):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     try:
-        _, said = process.communicate(timeout=15)
+        _, said = process.communicate(timeout=40)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
