@@ -33,6 +33,14 @@ def test_choice_survives_the_process(tmp_path):
     assert again.path.name == "test-gpu-1_torch-2.13.0_triton-3.7.1_kernels-0123456789ab.json"
 
 
+def test_others_may_read_what_they_may_read_elsewhere(tmp_path):
+    """A folder may be shared by users, say of a cluster that was tuned beforehand."""
+    (tmp_path / "usual").write_text("")
+    cache = Cache(tmp_path, VERSIONS)
+    cache.put("k", A)
+    assert cache.path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
 def test_newest_choice_replaces_an_older_one(tmp_path):
     Cache(tmp_path, VERSIONS).put("k", A)
     Cache(tmp_path, VERSIONS).put("k", B)
@@ -204,7 +212,10 @@ def test_shipped_choices_are_those_of_the_gpu(tmp_path, caplog):
 def test_every_shipped_file_can_be_read():
     from tpkernels.tuning.shipped import FOLDER
 
-    for path in FOLDER.glob("*.json"):
+    shipped = list(FOLDER.glob("*.json"))
+    if not shipped:
+        pytest.skip("nothing is shipped yet: nobody has timed a GPU")
+    for path in shipped:
         versions, choices = parse(path.read_text())
         assert choices
         assert shipped_choices(versions["gpu"]) == choices

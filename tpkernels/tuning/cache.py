@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from tpkernels.tuning.log import warnings
 from tpkernels.tuning.versions import Versions
@@ -124,14 +124,13 @@ class Cache:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file so that at every moment there is the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f"{path.stem}-{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 
