@@ -55,6 +55,14 @@ def test_writers_take_over_what_others_wrote(tmp_path):
     assert Cache(tmp_path, VERSIONS).get("b") == B
 
 
+def test_writers_do_not_undo_what_others_chose_anew(tmp_path):
+    Cache(tmp_path, VERSIONS).put("k", A)
+    training = Cache(tmp_path, VERSIONS)  # reads the old choice, and runs on
+    Cache(tmp_path, VERSIONS).put("k", B)  # `tune --again`
+    training.put("another", A)
+    assert Cache(tmp_path, VERSIONS).get("k") == B
+
+
 @pytest.mark.parametrize("field", ["gpu", "torch", "triton", "kernels"])
 def test_other_versions_have_a_file_of_their_own(field, tmp_path):
     Cache(tmp_path, VERSIONS).put("k", A)

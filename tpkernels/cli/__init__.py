@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from signal import SIGINT
-from typing import NoReturn
+from typing import Any, NoReturn
 
 COMMANDS = {
     "plan": "print and draw the groups of a world; needs no GPU and no torch",
@@ -36,11 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_known_args(arguments[:1])[0].command
     try:
-        code: int = import_module(f"tpkernels.cli.{command}").main(arguments[1:])
+        code: int = _module(parser, command).main(arguments[1:])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + SIGINT
     return code
+
+
+def _module(parser: OneLineParser, command: str) -> Any:
+    try:
+        return import_module(f"tpkernels.cli.{command}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tpkernels"):  # our own mistake
+            raise
+        parser.error(f"{command} needs {error.name}, which is not installed")
 
 
 def written_to(text: str) -> Path:

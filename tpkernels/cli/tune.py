@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -35,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     if options.gpu is not None and not options.dry_run:
         parser.error(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
+    if find_spec("triton") is None:
+        if not options.dry_run:
+            parser.error("triton is not installed, and there is nothing to choose without it")
+        print("note: triton is not installed, so its kernels are no candidates here", file=sys.stderr)
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("there is no GPU here to time on; --dry-run lists what would be timed")
     try:

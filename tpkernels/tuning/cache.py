@@ -96,7 +96,8 @@ class Cache:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self._path.with_suffix(".lock")):
-                self._choices = self._read() | self._choices
+                # what others wrote is newer than what was read before; this choice is newer still
+                self._choices = self._choices | self._read() | {key: choice}
                 _replace(self._path, render(self._versions, self._choices))
         except OSError as error:
             self._warn(f"cannot write {self._path} ({error}): choices live as long as this process")
