@@ -52,14 +52,15 @@ def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
     path.write_text(source.replace(sound, faulty))
 
 
-def test_check_is_green_and_quick_the_second_time(copy):
-    arguments = ("--arch", "sm_80,sm_90,sm_80", "--only", SOUND, "--json", "report.json")
+def test_check_is_green_quick_the_second_time_and_red_after_a_change(copy):
+    name = "dgrad/pointer/fp32"  # two tiles to compile, and a case to compute
+    arguments = ("--arch", "sm_80,sm_90,sm_80", "--only", name, "--json", "report.json")
     reports = []
     for _ in range(2):  # an architecture that is named twice is compiled once
         ran = check(copy, *arguments)
         assert ran.returncode == 0, ran.stdout
-        assert "all well: 2 compilations and 0 computations" in ran.stdout
-        assert re.search(rf"^ok +{re.escape(SOUND)} +\d+ ", ran.stdout, re.MULTILINE)
+        assert "all well: 4 compilations and 1 computations" in ran.stdout
+        assert re.search(rf"^ok +{name}/64x64x16/gelu_tanh\+db +\d+ ", ran.stdout, re.MULTILINE)
         assert ran.stderr == ""  # no progress where nobody watches
         reports.append(json.loads((copy / "report.json").read_text()))
     first, second = reports
@@ -68,6 +69,13 @@ def test_check_is_green_and_quick_the_second_time(copy):
     assert first["versions"]["triton"] == triton.__version__
     assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_90"}
     assert all(row["facts"]["registers"] > 0 for row in first["compiled"])
+
+    plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
+    plant(copy, *WRONG["unmasked_edge_of_a_load"][:3])
+    ran = check(copy, *arguments)
+    assert ran.returncode == 1
+    assert f"entry {name}/64x64x16/gelu_tanh+db on sm_80: 32-bit product in an address" in ran.stdout
+    assert f"numerics of {name}: dx holds NaN" in ran.stdout
 
 
 PLANTED_CATALOG = """
