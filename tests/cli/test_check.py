@@ -236,6 +236,7 @@ BAD = {
     "architecture_of_nothing": ["--arch", "sm_90", "--skip", "compile"],
     "update_of_nothing": ["--update", "--skip", "compile"],
     "name": ["--skip", "numerics", "--only", "linea"],
+    "name_elsewhere": ["--skip", "numerics", "--arch", "sm_80", "--only", "linear/descriptor"],
     "option": ["--fast"],
     "half": ["--skip", "everything"],
     "unwritable": ["--json", "/nowhere/report.json"],

@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         compiled, notes = _compile(jobs, options.update) if jobs else ([], [])
         computed = [] if options.skip == "numerics" else _compute(options.only)
         if not compiled and not computed:
-            parser.error(f"nothing has {options.only!r} in its name")
+            where = f" on {options.arch}" if options.arch else ""
+            parser.error(f"nothing{where} has {options.only!r} in its name")
         return _report(options.json, compiled, computed, notes, time.perf_counter() - start)
     except UsageError as error:
         parser.error(str(error))
