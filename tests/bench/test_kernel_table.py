@@ -34,5 +34,6 @@ def test_page_of_kernels_agrees_with_the_budgets():
 
 
 def test_rows_are_read_with_one_number_or_two():
-    page = "## sm_80\n| entry | registers | shared | spills | x |\n|---|---|---|---|---|\n| a/b | 147 / 148 | 8,192 | 0 | |"
+    head = "## sm_80\n\n| entry | registers | shared | spills | instructions |\n|---|---|---|---|---|\n"
+    page = head + "| a/b | 147 / 148 | 8,192 | 0 | |"
     assert rows_of(page) == {("sm_80", "a/b"): [[147, 148], [8192, 8192], [0, 0]]}
