@@ -12,7 +12,6 @@ from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.switch import switched_on
 from tpkernels.kernels.target import A100, H100, MI300
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -136,12 +135,3 @@ def test_variable_is_read(value, expected):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == expected
-
-
-def test_neither_on_nor_off_is_refused(monkeypatch):
-    for value, on in (("1", True), ("0", False), ("", True)):
-        monkeypatch.setenv("TPKERNELS_BATCH_INVARIANT", value)
-        assert switched_on("TPKERNELS_BATCH_INVARIANT", default=True) == on
-    monkeypatch.setenv("TPKERNELS_BATCH_INVARIANT", "true")
-    with pytest.raises(ValueError, match="TPKERNELS_BATCH_INVARIANT is 'true'; expected 0 or 1"):
-        switched_on("TPKERNELS_BATCH_INVARIANT", default=False)
