@@ -25,6 +25,14 @@ def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
     return relative_error(actual, exact) / BOUND[actual.dtype]
 
 
+def _flaw(actual: Tensor | None, exact: Tensor, error: float) -> str:
+    if actual is None:
+        return "is missing"
+    if actual.shape != exact.shape:
+        return f"has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
+
+
 def examine(case: Case, frames: Frames) -> dict[str, str | float]:
     """The line that is printed of a case."""
     try:
@@ -33,14 +41,11 @@ def examine(case: Case, frames: Frames) -> dict[str, str | float]:
         frames.take_overruns()
         return {"case": case.name, "error": float("nan"), "failure": f"{type(error).__name__}: {error}"}
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
-    failures = [
-        f"{what} is off by {error:.3g} times the bound" if error == error else f"{what} holds NaN"
-        for what, error in errors.items()
-        if not error < 1
-    ]
+    failures = [f"{what} {_flaw(*results[what], error)}" for what, error in errors.items() if not error < 1]
     if frames.take_overruns():
         failures.append("written outside an output")
-    return {"case": case.name, "error": max(errors.values()), "failure": "; ".join(failures)}
+    largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
+    return {"case": case.name, "error": largest, "failure": "; ".join(failures)}
 
 
 def main(only: str = "") -> None:
