@@ -79,7 +79,7 @@ gpu: ## on a machine with a GPU, with its own Python and torch: tests, tuning, b
 	rm -rf out/gpu && mkdir -p out/gpu
 	$(MAKE) --no-print-directory -k -j $(GPU_JOBS) $(GPU_TESTS:%.py=out/gpu/%.json)
 	$(PYTHON) -m tpkernels tune --shapes $$($(PYTHON) -m bench.shapes 4096 1,8) --no-bias --json out/gpu/tune.json
-	$(PYTHON) -m bench.gpu_overlap --json out/gpu/overlap.json
+	$(PYTHON) -m bench.cases.overlap --json out/gpu/overlap.json
 	$(PYTHON) -m pytest -q bench/test_linear.py -k '4096 and (tp1 or tp8)' --benchmark-json out/gpu/linear.json
 
 out/gpu/tests/%.json: tests/%.py

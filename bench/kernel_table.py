@@ -18,7 +18,19 @@ entry, read off compiled code without a GPU. Nothing here is a time. Measured {d
 by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two numbers in a column are of
 these versions in this order, the mix is of the last. What is asserted of a row: [the check](check.md).
 """
-SHOWN = ("HGMMA", "UTCHMMA", "HMMA", "v_mfma", "FFMA", "UTMALDG", "UTMASTG", "UTMAREDG", "LDGSTS", "MUFU")
+SHOWN = (
+    "HGMMA",
+    "UTCHMMA",
+    "HMMA",
+    "v_mfma",
+    "FFMA",
+    "FFMA2",
+    "UTMALDG",
+    "UTMASTG",
+    "UTMAREDG",
+    "LDGSTS",
+    "MUFU",
+)
 
 
 def table(date: str, reports: list[dict[str, Any]]) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""The products that large models ask for, and how fast a GPU could at best compute each."""
+"""The products that large models ask for, and how fast a GPU could at best compute each.
+
+python -m bench.shapes > bench/shapes.csv     the table of them all
+python -m bench.shapes 4096 1,8               those of 4096 tokens on 1 and on 8 ranks, for `tpkernels tune`
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,12 @@ class Shape:
     def flops(self) -> int:
         return 2 * self.tokens * self.out_features * self.in_features
 
+    @property
+    def traffic(self) -> int:
+        """Bytes that a perfect kernel reads and writes in 16 bits."""
+        t, n, k = self.tokens, self.out_features, self.in_features
+        return 2 * (t * k + n * k + t * n)
+
 
 def shapes_of(model: Model, tensor: int, tokens: int) -> list[Shape]:
     sizes = {
@@ -69,7 +79,7 @@ def all_shapes() -> Iterator[Shape]:
 class Gpu:
     """What the data sheet allows: dense bf16 products, and memory traffic."""
 
-    name: str
+    name: str  # as torch spells it; variants with other clocks or memory have other names
     flops: float
     bytes: float
 
@@ -78,14 +88,26 @@ class Gpu:
         return max(flops / self.flops, traffic / self.bytes)
 
 
-GPUS = (Gpu("H200", 989e12, 4.8e12), Gpu("H100", 989e12, 3.35e12), Gpu("A100", 312e12, 2.0e12))
+GPUS = {
+    "h200": Gpu("NVIDIA H200", 989e12, 4.8e12),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 989e12, 3.35e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
+}
 
 
 def this_gpu() -> Gpu | None:
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    return next((gpu for gpu in GPUS if gpu.name in name), None)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((gpu for gpu in GPUS.values() if gpu.name == name), None)
+
+
+def table() -> Iterator[str]:
+    """The lines of `shapes.csv`: each product with its work and, in microseconds, its floor on each GPU."""
+    floors = ",".join(f"{gpu}_us" for gpu in GPUS)
+    yield f"model,tensor,tokens,layer,out_features,in_features,gflop,mbyte,{floors}"
+    for s in all_shapes():
+        sizes = f"{s.model.name},{s.tensor},{s.tokens},{s.layer},{s.out_features},{s.in_features}"
+        floors = ",".join(f"{1e6 * gpu.floor(s.flops, s.traffic):.1f}" for gpu in GPUS.values())
+        yield f"{sizes},{s.flops / 1e9:.1f},{s.traffic / 1e6:.1f},{floors}"
 
 
 def sizes_of(shapes: Iterable[Shape]) -> str:
@@ -93,6 +115,9 @@ def sizes_of(shapes: Iterable[Shape]) -> str:
     return ",".join(dict.fromkeys(f"{s.tokens}x{s.out_features}x{s.in_features}" for s in shapes))
 
 
-if __name__ == "__main__":  # python -m bench.shapes 4096 1,8: those of 4096 tokens on 1 and on 8 ranks
-    tokens, tensors = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
-    print(sizes_of(shape for shape in all_shapes() if shape.tokens == tokens and shape.tensor in tensors))
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print("\n".join(table()))
+    else:
+        tokens, tensors = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
+        print(sizes_of(s for s in all_shapes() if s.tokens == tokens and s.tensor in tensors))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.bucket_ways import bytes_on_the_wire, time_construction, time_hooks, time_lists, time_steps
+from bench.cases.buckets import bytes_on_the_wire, time_construction, time_hooks, time_lists, time_steps
 from bench.measure import Comparison
 from tests.ranks import RankPool
 

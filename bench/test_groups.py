@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.cases.groups import initialize_by_loops, loop_groups
 from bench.measure import Comparison, compare
-from bench.naive_groups import initialize_by_loops, loop_groups
 from tests.ranks import RankPool
 from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
 from tpkernels.topology.plan import KINDS, plan_groups

@@ -13,7 +13,7 @@ import torch
 import triton
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.linear_cases import case_of, passes_of
+from bench.cases.linear import case_of, passes_of
 from bench.measure import Comparison, interleave, seconds_on_cpu, seconds_on_gpu
 from bench.shapes import SMOKE, Shape, all_shapes, shapes_of, this_gpu
 from tpkernels.tuning import steps

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.linear_overlap import measure
-from bench.linear_timeline import write
-from bench.overlap import gradient_buckets
+from bench.cases.bucket_overlap import gradient_buckets
+from bench.cases.linear_overlap import measure
+from bench.cases.linear_timeline import write
 from bench.slow_link import SlowLink, why_not
 from tpkernels.comm.engine import EngineChoice
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from bench import linear_timeline
+from bench.cases import linear_timeline
 from bench.slow_link import SlowLink, why_not
 from bench.timeline import LEFT, RIGHT, WIDTH, Sample, Span, chrome_trace, pieces_received, to_svg
 

@@ -4,8 +4,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import tpkernels
 from tpkernels.cli import main
 from tpkernels.kernels.budgets import minor_version, read
 
-SOUND = "gather_linear/pointer/bf16/16x64x64/gelu_tanh+bias+z"  # no other entry has this in its name
+SOUND = "linear/pointer/bf16/16x64x64/gelu_tanh+bias+z"  # and not gather_linear/..., which ends alike
 
 
 @pytest.fixture
@@ -26,17 +29,18 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def command(folder: Path, *arguments: str) -> dict[str, object]:
+    """What `subprocess` takes to run the check of the package in `folder`."""
+    return {
+        "args": [sys.executable, "-m", "tpkernels", "check", *arguments],
+        "cwd": folder,
+        "env": os.environ | {"PYTHONPATH": str(folder), "TPKERNELS_CACHE_DIR": str(folder / "cache")},
+        "text": True,
+    }
+
+
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(folder), "TPKERNELS_CACHE_DIR": str(folder / "cache")}
-    ran = subprocess.run(
-        [sys.executable, "-m", "tpkernels", "check", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    ran = subprocess.run(**command(folder, *arguments), capture_output=True, timeout=300, check=False)
     assert "Traceback" not in ran.stderr, ran.stderr
     return ran
 
@@ -48,14 +52,15 @@ def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
     path.write_text(source.replace(sound, faulty))
 
 
-def test_check_is_green_and_quick_the_second_time(copy):
-    arguments = ("--arch", "sm_80,sm_90", "--only", SOUND, "--json", "report.json")
+def test_check_is_green_quick_the_second_time_and_red_after_a_change(copy):
+    name = "dgrad/pointer/fp32"  # two tiles to compile, and a case to compute
+    arguments = ("--arch", "sm_80,sm_90,sm_80", "--only", name, "--json", "report.json")
     reports = []
-    for _ in range(2):
+    for _ in range(2):  # an architecture that is named twice is compiled once
         ran = check(copy, *arguments)
         assert ran.returncode == 0, ran.stdout
-        assert "all well: 2 compilations and 0 computations" in ran.stdout
-        assert re.search(rf"^ok +{re.escape(SOUND)} +\d+ ", ran.stdout, re.MULTILINE)
+        assert "all well: 4 compilations and 1 computations" in ran.stdout
+        assert re.search(rf"^ok +{name}/64x64x16/gelu_tanh\+db +\d+ ", ran.stdout, re.MULTILINE)
         assert ran.stderr == ""  # no progress where nobody watches
         reports.append(json.loads((copy / "report.json").read_text()))
     first, second = reports
@@ -64,6 +69,13 @@ def test_check_is_green_and_quick_the_second_time(copy):
     assert first["versions"]["triton"] == triton.__version__
     assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_90"}
     assert all(row["facts"]["registers"] > 0 for row in first["compiled"])
+
+    plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
+    plant(copy, *WRONG["unmasked_edge_of_a_load"][:3])
+    ran = check(copy, *arguments)
+    assert ran.returncode == 1
+    assert f"entry {name}/64x64x16/gelu_tanh+db on sm_80: 32-bit product in an address" in ran.stdout
+    assert f"numerics of {name}: dx holds NaN" in ran.stdout
 
 
 PLANTED_CATALOG = """
@@ -107,17 +119,21 @@ def test_check_turns_red_on_each_fault_of_compilation(copy):
     assert {row["facts"] is None for row in report["compiled"]} == {True, False}
 
 
-def test_update_records_what_exceeded_the_budget(copy):
+def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(copy):
     table = copy / "tpkernels" / "kernels" / "budgets.json"
     text = table.read_text()
     row = re.compile(rf'("{re.escape(SOUND)}": \{{ "registers": )\d+')
-    table.write_text(row.sub(r"\g<1>8", text))
+    gone = '"gone/pointer": { "registers": 8, "shared": 0 },'
+    table.write_text(row.sub(r"\g<1>8", text).replace('"sm_90": {', f'"sm_90": {{ {gone}'))
     arguments = ("--arch", "sm_90", "--skip", "numerics", "--only", SOUND)
     ran = check(copy, *arguments)
     assert ran.returncode == 1
     assert re.search(rf"^entry {re.escape(SOUND)} on sm_90: registers \d+ > 8$", ran.stdout, re.MULTILINE)
+    assert "note: 1 budgets of what is no longer in the catalog: --update drops them" in ran.stdout
     assert check(copy, *arguments, "--update").returncode == 0
-    assert check(copy, *arguments).returncode == 0
+    ran = check(copy, *arguments)
+    assert ran.returncode == 0
+    assert "note:" not in ran.stdout
     minor = minor_version(triton.__version__)
     updated, shipped = read(table)[minor], read()[minor]
     assert updated.provenance["triton"] == triton.__version__
@@ -146,10 +162,10 @@ WRONG = {
         "dgrad/pointer/fp32",
         "written outside an output",
     ),
-    "interpreter_that_dies": (
+    "interpreter_that_talks_and_dies": (
         "cli/numerics.py",
-        "if only in case.name:",
-        "if only in case.name and not sys.exit('no more'):",
+        "if has_parts(case.name, only):",
+        "if has_parts(case.name, only) and not (print('[1]'), sys.exit('no more')):",
         "dgrad/pointer/fp32",
         "ended with exit code 1: no more",
     ),
@@ -174,12 +190,57 @@ def test_check_tells_of_a_triton_without_budgets(copy):
     )
 
 
+def test_damaged_budgets_are_told_of_before_anything_is_compiled(copy):
+    table = copy / "tpkernels" / "kernels" / "budgets.json"
+    table.write_text("<<<<<<< HEAD\n" + table.read_text())
+    ran = check(copy)
+    assert ran.returncode == 2
+    assert re.fullmatch(
+        r"python -m tpkernels check: error: .*budgets.json is no table of budgets .*\n", ran.stderr
+    )
+
+
+def test_report_that_cannot_be_finished_does_not_take_the_findings_along(copy):
+    ran = check(copy, "--arch", "sm_80", "--skip", "numerics", "--only", SOUND, "--json", "/dev/full")
+    assert ran.returncode == 2
+    assert "all well: 1 compilations" in ran.stdout
+    assert "error: cannot write the report: " in ran.stderr
+
+
+def test_interrupted_check_ends_at_once_and_in_a_word(copy):
+    """Ctrl-C reaches every process in the foreground."""
+    process = subprocess.Popen(
+        **command(copy, "--skip", "numerics"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 120
+    while not list(copy.glob("cache/facts/*.json")):  # until compiling is under way
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=40)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert said == "interrupted\n"
+    assert process.returncode == 130
+
+
 BAD = {
     "architecture": ["--arch", "sm_90,sm_42"],
-    "name": ["--skip", "numerics", "--only", "no such kernel"],
+    "architecture_of_nothing": ["--arch", "sm_90", "--skip", "compile"],
+    "update_of_nothing": ["--update", "--skip", "compile"],
+    "name": ["--skip", "numerics", "--only", "linea"],
+    "name_elsewhere": ["--skip", "numerics", "--arch", "sm_80", "--only", "linear/descriptor"],
     "option": ["--fast"],
     "half": ["--skip", "everything"],
     "unwritable": ["--json", "/nowhere/report.json"],
+    "a_folder": ["--json", "/tmp"],
 }
 
 

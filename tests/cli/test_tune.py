@@ -1,6 +1,7 @@
 """`python -m tpkernels tune`, as a user types it; timing itself by a fake clock."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.tuning.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
 from tpkernels.cli import main, tune
 from tpkernels.kernels.target import INTERPRETER
+from tpkernels.tuning import candidates
 from tpkernels.tuning.cache import Cache, parse
 from tpkernels.tuning.chooser import Chooser
 from tpkernels.tuning.gpus import Gpu
@@ -51,6 +53,7 @@ BAD = {
     "two_sizes": ["--shapes", "8192x4096", "--dry-run"],
     "zero": ["--shapes", "0x1x1", "--dry-run"],
     "a_word": ["--shapes", "axbxc", "--dry-run"],
+    "no_address_reaches": ["--shapes", "3000000000x3000000000x16", "--dry-run"],
     "step": ["--shapes", "1x1x1", "--steps", "conv", "--dry-run"],
     "dtype": ["--shapes", "1x1x1", "--dtype", "fp8", "--dry-run"],
     "gpu": ["--shapes", "1x1x1", "--gpu", "tpu", "--dry-run"],
@@ -69,6 +72,13 @@ def test_tune_refuses_bad_arguments_in_one_line(arguments, capsys):
     assert refusal.count("\n") == 1
 
 
+def test_unwritable_report_is_refused_before_anything_is_timed(capsys):
+    """Not after it, when minutes have gone by."""
+    with pytest.raises(SystemExit):
+        main(["tune", "--shapes", "64x64x64", "--json", "/nowhere/file.json"])
+    assert "argument --json: cannot write to '/nowhere/file.json'" in capsys.readouterr().err
+
+
 def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
@@ -77,6 +87,27 @@ def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "there is no GPU here to time on; --dry-run lists" in said
     assert said.count("\n") == 1
+
+
+def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
+    for module in (tune, candidates):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert main([*DRY, "--steps", "wgrad"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "note: triton is not installed, so its kernels are no candidates here\n"
+    assert "triton/" not in said.out
+    with pytest.raises(SystemExit):
+        main(["tune", "--shapes", "64x64x64"])
+    assert "triton is not installed" in capsys.readouterr().err
+
+
+def test_missing_package_is_named_in_one_line(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tpkernels.cli.tune")
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
+    with pytest.raises(SystemExit) as exit_:
+        main(["tune", "--shapes", "64x64x64"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "python -m tpkernels: error: tune needs torch, which is not installed\n"
 
 
 @pytest.fixture

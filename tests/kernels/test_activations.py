@@ -66,6 +66,7 @@ def test_act_keeps_nan(activation, device):
     f, f_again, slope = (torch.zeros_like(z) for _ in range(3))
     _act_kernel[(8,)](z, f, f_again, slope, ACTIVATION=activation, FAST=False)
     assert f.isnan().all()
+    assert f_again.isnan().all()
 
 
 def test_fast_math_is_for_16_bit_results_on_cuda_alone():

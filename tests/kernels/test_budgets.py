@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tpkernels.kernels import budgets
-from tpkernels.kernels.ahead_of_time import ARCHITECTURES, Facts
+from tpkernels.kernels.ahead_of_time import Facts
 from tpkernels.kernels.budgets import Budget
 from tpkernels.kernels.catalog import catalog
 
-ENTRIES = {entry.name: entry for entry in catalog()}
 FACTS = Facts(
     registers=163,
     stack=0,
@@ -43,8 +44,23 @@ def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path)
     assert list(later.rows["sm_90"]) == ["two"]
 
 
-def test_shipped_budgets_are_of_entries_in_the_catalog():
-    for table in budgets.read().values():
-        for architecture, rows in table.rows.items():
-            assert architecture in ARCHITECTURES
-            assert all(architecture in ENTRIES[name].architectures for name in rows)
+def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
+    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
+    table = budgets.read()
+    assert set(table) == {"3.6", "3.7"}
+    for minor, rows in table.items():
+        assert rows.keys() == current, f"run `check --update` on Triton {minor}"
+
+
+DAMAGE = {
+    "not_json": "<<<<<<< HEAD",
+    "a_list": "[]",
+    "other_numbers": '{"3.7": {"provenance": {}, "rows": {"sm_90": {"a": 1}}}}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_table_is_refused_by_name(text, tmp_path):
+    (tmp_path / "budgets.json").write_text(text)
+    with pytest.raises(ValueError, match=r"budgets\.json is no table of budgets"):
+        budgets.read(tmp_path / "budgets.json")

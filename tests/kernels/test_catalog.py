@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ import torch
 from tests.kernels.checks import normal
 from tpkernels.kernels import linear
 from tpkernels.kernels.catalog import Entry, catalog
-from tpkernels.kernels.tiles import KERNELS, MatmulTile
+from tpkernels.kernels.entry import stem_of
+from tpkernels.kernels.target import A100, B200, H100, MI300, Target
+from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 
 ENTRIES = catalog()
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GPUS = {"sm_80": A100, "sm_89": Target("cuda", 89, 142), "sm_90": H100, "sm_100": B200, "gfx942": MI300}
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 
 
@@ -36,10 +41,23 @@ def test_catalog_holds_every_kernel_and_form():
     assert held >= {(kernel, "pointer") for kernel in ("norm_fwd", "norm_bwd", "sum_rows", "reduce_slots")}
 
 
-@pytest.mark.parametrize("entry", {(e.module, e.form): e for e in ENTRIES}.values(), ids=lambda e: e.name)
-def test_catalog_entry_names_every_argument_once(entry):
-    assert sorted([*entry.arguments, *entry.constants]) == sorted(jit_function(entry).arg_names)
-    assert entry.aligned <= set(entry.arguments)
+def test_catalog_entries_name_every_argument_once():
+    for entry in ENTRIES:
+        assert sorted([*entry.arguments, *entry.constants]) == sorted(jit_function(entry).arg_names), (
+            entry.name
+        )
+        assert entry.aligned <= set(entry.arguments), entry.name
+
+
+def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
+    compiled = {(gpu, entry.name) for entry in ENTRIES for gpu in entry.architectures}
+    for kernel, (gpu, target), dtype, ragged in product(
+        KERNELS, GPUS.items(), ("bf16", "fp32"), (False, True)
+    ):
+        for form in ("descriptor", "pointer") if target.has_tma and dtype == "bf16" else ("pointer",):
+            for tile in candidates(kernel, form, DTYPES[dtype], target, ragged and dtype == "bf16"):
+                stem = f"/{stem_of(kernel, form, DTYPES[dtype], tile)}/"
+                assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
 
 
 @pytest.mark.parametrize(("form", "aligned"), [("descriptor", True), ("pointer", False)])

@@ -1,9 +1,11 @@
 """The cache on disk gives back what was put there, or nothing; a damaged file is nothing."""
 
+from pathlib import Path
+
 import pytest
 
 from tpkernels.kernels.ahead_of_time import Facts
-from tpkernels.kernels.disk_cache import DiskCache
+from tpkernels.kernels.disk_cache import DiskCache, cache_folder
 
 FACTS = Facts(
     registers=163,
@@ -48,3 +50,23 @@ def test_cache_does_without_a_folder_it_cannot_make(tmp_path):
 def test_facts_of_another_version_are_refused():
     with pytest.raises(TypeError):
         Facts.from_json(FACTS.as_json() | {"more": 1})
+
+
+def test_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", "/somewhere")
+    assert cache_folder() == Path("/somewhere")
+    monkeypatch.delenv("TPKERNELS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
+    assert cache_folder() == Path("/shared/tpkernels")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder() == Path("/home/me/.cache/tpkernels")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder() is None
+    cache = DiskCache.of_user("facts")
+    cache.put("key", 1)
+    assert cache.get("key") is None

@@ -96,7 +96,7 @@ def count_creations(monkeypatch) -> list[tuple[int, ...]]:
 
 
 def loop_lists(world: int, tensor: int, pipeline: int) -> list[list[int]]:
-    from bench.naive_groups import loop_groups
+    from bench.cases.groups import loop_groups
 
     return [ranks for _, ranks in loop_groups(world, tensor, pipeline)]
 

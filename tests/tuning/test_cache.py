@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.tuning.conftest import VERSIONS
 from tpkernels.tuning import cache as module
-from tpkernels.tuning.cache import Cache, Choice, ForeignFile, cache_folder, parse, render
+from tpkernels.tuning.cache import Cache, Choice, ForeignFile, parse, render
 from tpkernels.tuning.shipped import shipped_choices
 from tpkernels.tuning.versions import source_hash, versions_for
 
@@ -33,6 +33,14 @@ def test_choice_survives_the_process(tmp_path):
     assert again.path.name == "test-gpu-1_torch-2.13.0_triton-3.7.1_kernels-0123456789ab.json"
 
 
+def test_others_may_read_what_they_may_read_elsewhere(tmp_path):
+    """A folder may be shared by users, say of a cluster that was tuned beforehand."""
+    (tmp_path / "usual").write_text("")
+    cache = Cache(tmp_path, VERSIONS)
+    cache.put("k", A)
+    assert cache.path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
 def test_newest_choice_replaces_an_older_one(tmp_path):
     Cache(tmp_path, VERSIONS).put("k", A)
     Cache(tmp_path, VERSIONS).put("k", B)
@@ -45,6 +53,14 @@ def test_writers_take_over_what_others_wrote(tmp_path):
     second.put("b", B)
     assert second.get("a") == A
     assert Cache(tmp_path, VERSIONS).get("b") == B
+
+
+def test_writers_do_not_undo_what_others_chose_anew(tmp_path):
+    Cache(tmp_path, VERSIONS).put("k", A)
+    training = Cache(tmp_path, VERSIONS)  # reads the old choice, and runs on
+    Cache(tmp_path, VERSIONS).put("k", B)  # `tune --again`
+    training.put("another", A)
+    assert Cache(tmp_path, VERSIONS).get("k") == B
 
 
 @pytest.mark.parametrize("field", ["gpu", "torch", "triton", "kernels"])
@@ -181,23 +197,6 @@ def test_without_a_folder_choices_live_in_memory(caplog):
     assert not caplog.records
 
 
-def test_folder_is_the_users(monkeypatch, tmp_path):
-    monkeypatch.setenv("TPKERNELS_CACHE_DIR", "/somewhere")
-    assert cache_folder() == Path("/somewhere")
-    monkeypatch.delenv("TPKERNELS_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
-    assert cache_folder() == Path("/shared/tpkernels")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_folder() == Path("/home/me/.cache/tpkernels")
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_folder() is None
-
-
 def test_versions_change_with_the_source(tmp_path):
     versions = versions_for("GPU")
     assert versions == versions_for("GPU")
@@ -221,7 +220,10 @@ def test_shipped_choices_are_those_of_the_gpu(tmp_path, caplog):
 def test_every_shipped_file_can_be_read():
     from tpkernels.tuning.shipped import FOLDER
 
-    for path in FOLDER.glob("*.json"):
+    shipped = list(FOLDER.glob("*.json"))
+    if not shipped:
+        pytest.skip("nothing is shipped yet: nobody has timed a GPU")
+    for path in shipped:
         versions, choices = parse(path.read_text())
         assert choices
         assert shipped_choices(versions["gpu"]) == choices

@@ -182,8 +182,14 @@ def test_each_choice_is_told_with_its_reason_once(make_chooser, caplog):
     ]
 
 
-@pytest.mark.parametrize(("asked", "shown"), [("choices", True), ("a,choices", True), ("", False)])
-def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys):
+def test_variable_that_is_neither_on_nor_off_is_refused(make_chooser, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_TUNE", "off")
+    with pytest.raises(ValueError, match="TPKERNELS_TUNE is 'off'; expected 0 or 1"):
+        make_chooser().call(*LINEAR)
+
+
+@pytest.mark.parametrize(("asked", "shown"), [("choices", True), ("choice", False), ("", False)])
+def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys, caplog):
     monkeypatch.setenv("TPKERNELS_LOG", asked)
     for name, value in (("handlers", []), ("level", logging.NOTSET), ("propagate", True)):
         monkeypatch.setattr(log.choices, name, value)
@@ -193,6 +199,7 @@ def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys)
     make_chooser().call(*LINEAR)
     log.choices.manager._clear_cache()
     assert capsys.readouterr().err.count(f"{KEY}: {POINTER} (timed") == shown
+    assert ("TPKERNELS_LOG is 'choice'; expected choices" in caplog.text) == (asked == "choice")
 
 
 def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):

@@ -109,6 +109,15 @@ def test_who_serves_which_device(monkeypatch):
 
 
 @pytest.mark.usefixtures("_chooser_without_a_gpu")
+def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(steps, "backend", "auto")
+    monkeypatch.setattr(steps, "find_spec", lambda name: None)
+    for _ in range(2):
+        assert steps.steps_on(CUDA) is torch_steps
+    assert caplog.text.count("torch computes on cuda:0: Triton is not installed") == 1
+
+
+@pytest.mark.usefixtures("_chooser_without_a_gpu")
 def test_batch_invariance_leaves_nothing_to_choose(monkeypatch):
     monkeypatch.setattr(steps, "backend", "auto")
     monkeypatch.setattr(invariance, "batch_invariant", True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from pathlib import Path
+from signal import SIGINT
+from typing import Any, NoReturn
 
 COMMANDS = {
     "plan": "print and draw the groups of a world; needs no GPU and no torch",
@@ -32,5 +35,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # everything after the name is the command's own business
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_known_args(arguments[:1])[0].command
-    code: int = import_module(f"tpkernels.cli.{command}").main(arguments[1:])
+    try:
+        code: int = _module(parser, command).main(arguments[1:])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + SIGINT
     return code
+
+
+def _module(parser: OneLineParser, command: str) -> Any:
+    try:
+        return import_module(f"tpkernels.cli.{command}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tpkernels"):  # our own mistake
+            raise
+        parser.error(f"{command} needs {error.name}, which is not installed")
+
+
+def written_to(text: str) -> Path:
+    """An argument that names a file to write: refused before the work, not after it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentTypeError(f"cannot write to {text!r}")
+    return path

@@ -7,9 +7,7 @@ launcher in Triton's interpreter against float64. Exit code 1 means a regression
 from __future__ import annotations
 
 import json
-import os
 import time
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from datetime import date
 from importlib import import_module
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpkernels import __version__
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import OneLineParser, written_to
 from tpkernels.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,45 +33,56 @@ def main(argv: Sequence[str]) -> int:
         description="Compile the kernels and run them in Triton's interpreter, without a GPU.",
     )
     parser.add_argument("--arch", metavar="LIST", help="compile for these GPUs only, such as sm_90,gfx942")
-    parser.add_argument("--only", default="", metavar="NAME", help="what has NAME in its name")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="NAME",
+        help="what has NAME between slashes in its name, such as linear or '*glu/pointer'",
+    )
     parser.add_argument("--skip", choices=("compile", "numerics"), help="leave one half out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all facts and findings into FILE")
+    parser.add_argument(
+        "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
+    )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
     options = parser.parse_args(argv)
+    if options.skip == "compile" and (options.update or options.arch is not None):
+        parser.error("--update and --arch are about compiling: leave --skip compile out")
     for package in PACKAGES:
         if find_spec(package) is None:
             parser.error(f"{package} is not installed, and the check needs it")
 
     start = time.perf_counter()
-    if options.json is not None:
-        _require_writable(parser, options.json)
-    jobs = [] if options.skip == "compile" else _jobs(parser, options.arch, options.only)
-    compiled, notes = _compile(parser, jobs, options.update) if jobs else ([], [])
-    computed = [] if options.skip == "numerics" else _compute(options.only)
-    if not compiled and not computed:
-        parser.error(f"nothing has {options.only!r} in its name")
-    return _report(options.json, compiled, computed, notes, time.perf_counter() - start)
+    try:
+        jobs = [] if options.skip == "compile" else _jobs(options.arch, options.only)
+        compiled, notes = _compile(jobs, options.update) if jobs else ([], [])
+        computed = [] if options.skip == "numerics" else _compute(options.only)
+        if not compiled and not computed:
+            where = f" on {options.arch}" if options.arch else ""
+            parser.error(f"nothing{where} has {options.only!r} in its name")
+        return _report(options.json, compiled, computed, notes, time.perf_counter() - start)
+    except UsageError as error:
+        parser.error(str(error))
 
 
-def _require_writable(parser: ArgumentParser, path: Path) -> None:
-    """Before the work, not after it."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        parser.error(f"cannot write to {path}")
+class UsageError(Exception):
+    """What nothing can be checked with, in words."""
 
 
-def _jobs(parser: ArgumentParser, wanted: str | None, only: str) -> list[Job]:
+def _jobs(wanted: str | None, only: str) -> list[Job]:
     from tpkernels.cli.check_compile import jobs_of
     from tpkernels.kernels.ahead_of_time import ARCHITECTURES
     from tpkernels.kernels.catalog import catalog
 
-    architectures = ARCHITECTURES if wanted is None else tuple(wanted.split(","))
+    architectures = ARCHITECTURES if wanted is None else tuple(dict.fromkeys(wanted.split(",")))
     unknown = [name for name in architectures if name not in ARCHITECTURES]
     if unknown:
-        parser.error(f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}")
+        raise UsageError(
+            f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}"
+        )
     return jobs_of(catalog(), architectures, only)
 
 
-def _compile(parser: ArgumentParser, jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[str]]:
+def _compile(jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[str]]:
     """What came of the jobs, and notes on the table of budgets."""
     import triton
 
@@ -82,9 +91,14 @@ def _compile(parser: ArgumentParser, jobs: Sequence[Job], update: bool) -> tuple
     from tpkernels.kernels.ahead_of_time import Facts
     from tpkernels.kernels.catalog import catalog
 
+    try:
+        table = budgets.read()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     with Progress("compiling", len(jobs)) as step:
         results = compile_all(jobs, PROCESSES, step)
-    table, minor, notes = budgets.read(), budgets.minor_version(triton.__version__), []
+    minor, notes = budgets.minor_version(triton.__version__), []
+    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
     if update:
         facts = {
             (job.architecture, job.entry.name): result
@@ -92,16 +106,17 @@ def _compile(parser: ArgumentParser, jobs: Sequence[Job], update: bool) -> tuple
             if isinstance(result, Facts)
         }
         provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
-        current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
         table[minor] = budgets.updated(table.get(minor), facts, current, provenance)
         try:
             budgets.write(table)
         except OSError as error:
-            parser.error(f"cannot write the budgets: {error}")
+            raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(facts)} budgets for Triton {minor} written into {budgets.TABLE}")
     elif minor not in table:
         known = ", ".join(sorted(table)) or "none"
         notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
+    elif gone := table[minor].keys() - current:
+        notes.append(f"{len(gone)} budgets of what is no longer in the catalog: --update drops them")
     return [judge(*pair, table.get(minor)) for pair in zip(jobs, results, strict=True)], notes
 
 
@@ -136,5 +151,8 @@ def _report(
     print(f"{len(failures)} failures in {told}" if failures else f"all well: {told}")
     if path is not None:
         report = check_report.as_json(versions, compiled, computed, notes)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write the report: {error}") from error
     return 1 if failures else 0

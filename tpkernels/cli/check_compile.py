@@ -7,12 +7,14 @@ dies takes nothing but its own entry along.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from tpkernels.cli.named import has_parts
 from tpkernels.kernels.ahead_of_time import CompileError, Facts, facts_of
 from tpkernels.kernels.budgets import Budgets
 from tpkernels.kernels.disk_cache import DiskCache
@@ -39,8 +41,8 @@ class Compiled:
 
 
 def jobs_of(entries: Iterable[Entry], architectures: Sequence[str], only: str) -> list[Job]:
-    """Architecture by architecture; `only` is a part of an entry's name."""
-    chosen = [entry for entry in entries if only in entry.name]
+    """Architecture by architecture; `only` as in `has_parts`."""
+    chosen = [entry for entry in entries if has_parts(entry.name, only)]
     return [
         Job(entry, architecture)
         for architecture in architectures
@@ -55,13 +57,17 @@ def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], Non
     lost: list[int] = []
     with _pool(processes) as pool:
         futures = {pool.submit(_facts_or_error, job): number for number, job in enumerate(jobs)}
-        for future in as_completed(futures):
-            number = futures[future]
-            try:
-                results[number] = future.result()
-                report(jobs[number])
-            except BrokenProcessPool:
-                lost.append(number)
+        try:
+            for future in as_completed(futures):
+                number = futures[future]
+                try:
+                    results[number] = future.result()
+                    report(jobs[number])
+                except BrokenProcessPool:
+                    lost.append(number)
+        except BaseException:  # leaving the pool would first compile all the rest
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     while lost:  # one died and took the others with it: one at a time shows which
         with _pool(1) as pool:
             while lost:
@@ -93,6 +99,7 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 def _compile_here() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end without a word, one speaks for all
 
 
 def _facts_or_error(job: Job) -> Facts | str:

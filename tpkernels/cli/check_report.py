@@ -15,6 +15,7 @@ SHOWN = (
     "UTCHMMA",
     "HMMA",
     "FFMA",
+    "FFMA2",
     "v_mfma",
     "UTMALDG",
     "UTMASTG",

@@ -1,7 +1,7 @@
 """The numerical half of `check`, a program of its own: every launcher, interpreted, against float64.
 
 Prints one JSON line a case: its name, its largest error as a part of what is allowed, and in words what is
-wrong. Run with TRITON_INTERPRET=1; the one argument is a part of the names to run.
+wrong. Run with TRITON_INTERPRET=1; the one argument says which names to run, see `named`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import torch
 from torch import Tensor
 
+from tpkernels.cli.named import has_parts
 from tpkernels.cli.numeric_cases import Case, Results, cases
 from tpkernels.kernels import launch
 from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
@@ -24,6 +25,14 @@ def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
     return relative_error(actual, exact) / BOUND[actual.dtype]
 
 
+def _flaw(actual: Tensor | None, exact: Tensor, error: float) -> str:
+    if actual is None:
+        return "is missing"
+    if actual.shape != exact.shape:
+        return f"has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
+
+
 def examine(case: Case, frames: Frames) -> dict[str, str | float]:
     """The line that is printed of a case."""
     try:
@@ -32,14 +41,11 @@ def examine(case: Case, frames: Frames) -> dict[str, str | float]:
         frames.take_overruns()
         return {"case": case.name, "error": float("nan"), "failure": f"{type(error).__name__}: {error}"}
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
-    failures = [
-        f"{what} is off by {error:.3g} times the bound" if error == error else f"{what} holds NaN"
-        for what, error in errors.items()
-        if not error < 1
-    ]
+    failures = [f"{what} {_flaw(*results[what], error)}" for what, error in errors.items() if not error < 1]
     if frames.take_overruns():
         failures.append("written outside an output")
-    return {"case": case.name, "error": max(errors.values()), "failure": "; ".join(failures)}
+    largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
+    return {"case": case.name, "error": largest, "failure": "; ".join(failures)}
 
 
 def main(only: str = "") -> None:
@@ -47,7 +53,7 @@ def main(only: str = "") -> None:
     frames = Frames()
     launch.empty = frames.empty
     for case in cases():
-        if only in case.name:
+        if has_parts(case.name, only):
             print(json.dumps(examine(case, frames)), flush=True)
 
 

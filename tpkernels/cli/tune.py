@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import OneLineParser, written_to
 from tpkernels.cli.progress import Progress
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.tuning.cache import Choice, render
@@ -36,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     if options.gpu is not None and not options.dry_run:
         parser.error(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
+    if find_spec("triton") is None:
+        if not options.dry_run:
+            parser.error("triton is not installed, and there is nothing to choose without it")
+        print("note: triton is not installed, so its kernels are no candidates here", file=sys.stderr)
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("there is no GPU here to time on; --dry-run lists what would be timed")
     try:
@@ -69,7 +74,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--again", action="store_true", help="time what is known already")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU")
     parser.add_argument("--gpu", choices=GPUS, help="of a dry run (default h100)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result into FILE")
+    parser.add_argument("--json", type=written_to, metavar="FILE", help="also write the result into FILE")
     return parser
 
 
@@ -90,7 +95,10 @@ def _calls(options: Namespace) -> list[Call]:
                     bias=not options.no_bias,
                     training=not options.inference,
                 )
-                arguments = layer.arguments(cast("Step", step))
+                try:
+                    arguments = layer.arguments(cast("Step", step))
+                except RuntimeError as error:  # in torch's words: a matrix larger than any address
+                    raise ValueError(f"--shapes {size}: {error}") from error
                 calls[problem_of(cast("Step", step), arguments).key] = (cast("Step", step), arguments)
     return list(calls.values())
 

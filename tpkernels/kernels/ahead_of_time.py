@@ -176,4 +176,4 @@ def _amd(compiled: Any, seconds: float, folder: Path) -> Facts:
 def _cuobjdump() -> str:
     import triton
 
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    return str(triton.knobs.nvidia.cuobjdump.path)  # as brought along, or TRITON_CUOBJDUMP_PATH

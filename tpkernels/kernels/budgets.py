@@ -12,6 +12,7 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tpkernels.kernels.ahead_of_time import Facts
 
@@ -52,6 +53,10 @@ class Budgets:
     def of(self, architecture: str, entry: str) -> Budget | None:
         return self.rows.get(architecture, {}).get(entry)
 
+    def keys(self) -> set[tuple[str, str]]:
+        """(architecture, entry) of every row."""
+        return {(architecture, name) for architecture, entries in self.rows.items() for name in entries}
+
 
 def minor_version(triton_version: str) -> str:
     """ "3.7" of "3.7.1"."""
@@ -59,18 +64,25 @@ def minor_version(triton_version: str) -> str:
 
 
 def read(path: Path = TABLE) -> dict[str, Budgets]:
-    """The whole table: minor version of Triton -> budgets."""
+    """The whole table: minor version of Triton -> budgets. ValueError if it is damaged."""
     if not path.exists():
         return {}
+    try:
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of budgets ({error!r}): restore it") from error
+
+
+def _parsed(table: Any) -> dict[str, Budgets]:
     return {
         minor: Budgets(
-            table["provenance"],
+            part["provenance"],
             {
                 architecture: {name: Budget(**numbers) for name, numbers in entries.items()}
-                for architecture, entries in table["rows"].items()
+                for architecture, entries in part["rows"].items()
             },
         )
-        for minor, table in json.loads(path.read_text(encoding="utf-8")).items()
+        for minor, part in table.items()
     }
 
 

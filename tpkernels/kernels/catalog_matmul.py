@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
-from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry
+from tpkernels.kernels.entry import BF16, FP16, FP32, TRITON_NAME, Constant, Entry, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target, fast_math
 from tpkernels.kernels.tiles import KERNELS, Kernel, MatmulTile, candidates, waiting_tile
@@ -57,11 +57,10 @@ class _Case:
         aligned = set(arguments) | set(integers)
         if self.form == "descriptor":  # which is aligned by itself
             aligned -= {matrix.name for matrix in matrices}
-        size = f"{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
         prefix = f"{self.architectures[0]}/" if self.target in (B200, MI300) else ""
         suffix = "/ragged" * self.ragged + "/tf32" * (self.precision == "tf32")
         return Entry(
-            name=f"{prefix}{self.kernel}/{self.form}/{TRITON_NAME[self.dtype]}/{size}/{epilogue}{suffix}",
+            name=f"{prefix}{stem_of(self.kernel, self.form, self.dtype, tile)}/{epilogue}{suffix}",
             module=module,
             function=function,
             form=self.form,
@@ -272,26 +271,27 @@ def _epilogues(case: _Case, thorough: bool) -> Iterator[Entry]:
 
 
 def matmul_entries() -> Iterator[Entry]:
-    """Thorough where the speed is, in bf16 on Hopper; elsewhere the costliest epilogue of each tile."""
+    """Every epilogue where the speed is, in bf16 on Hopper; elsewhere the costliest of each tile."""
     for case in _cases():
         yield from _epilogues(case, thorough=case.target == H100 and case.dtype == BF16)
 
 
+# What each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
+
+
 def _cases() -> Iterator[_Case]:
     for kernel in KERNELS:
-        for tile in candidates(kernel, "descriptor", BF16, H100):
-            yield _Case(kernel, "descriptor", BF16, tile, H100, ("sm_90",))
+        for target, architecture in ((H100, "sm_90"), (B200, "sm_100")):
+            for tile in candidates(kernel, "descriptor", BF16, target):
+                yield _Case(kernel, "descriptor", BF16, tile, target, (architecture,))
         largest = candidates(kernel, "descriptor", FP16, H100)[0]
         yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
-        largest = candidates(kernel, "descriptor", BF16, B200)[0]
-        yield _Case(kernel, "descriptor", BF16, largest, B200, ("sm_100",))
-        for tile in candidates(kernel, "pointer", BF16, A100):
-            yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_89", "sm_90"))
-        for tile in candidates(kernel, "pointer", BF16, A100, ragged=True):
-            yield _Case(kernel, "pointer", BF16, tile, A100, ("sm_80", "sm_90"), ragged=True)
-        for tile in candidates(kernel, "pointer", FP32, A100):
-            yield _Case(kernel, "pointer", FP32, tile, A100, ("sm_80", "sm_90"))
-        largest = candidates(kernel, "pointer", BF16, MI300)[0]
-        yield _Case(kernel, "pointer", BF16, largest, MI300, ("gfx942",))
+        for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
+            for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
+                for tile in candidates(kernel, "pointer", dtype, target, ragged):
+                    yield _Case(kernel, "pointer", dtype, tile, target, architectures, ragged=ragged)
+            largest = candidates(kernel, "pointer", FP16, target)[0]
+            yield _Case(kernel, "pointer", FP16, largest, target, architectures)
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    yield _Case("linear", "pointer", FP32, largest, A100, ("sm_80", "sm_90"), precision="tf32")
+    yield _Case("linear", "pointer", FP32, largest, A100, NVIDIA, precision="tf32")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from tpkernels.kernels.ahead_of_time import ARCHITECTURES
 from tpkernels.kernels.entry import BF16, FP32, TRITON_NAME, Entry
 from tpkernels.kernels.tiles import MAX_FEATURES, SLOT_SUM, SUM, row_tile
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 FEATURES = (1024, 8192, MAX_FEATURES)
 
 

@@ -14,21 +14,36 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 
+def cache_folder() -> Path | None:
+    """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
+    if chosen := os.environ.get("TPKERNELS_CACHE_DIR"):
+        return Path(chosen)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tpkernels"
+    try:
+        return Path.home() / ".cache" / "tpkernels"
+    except RuntimeError:  # a user whom the machine does not know, as in some containers
+        return None
+
+
 class DiskCache:
-    def __init__(self, folder: Path) -> None:
+    """In `folder`; None keeps nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     @staticmethod
     def of_user(purpose: str) -> DiskCache:
-        """The cache for one purpose, in TPKERNELS_CACHE_DIR or where the user's caches are."""
-        ours = os.environ.get("TPKERNELS_CACHE_DIR")
-        users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return DiskCache((Path(ours) if ours else Path(users) / "tpkernels") / purpose)
+        """The cache for one purpose, where the user's caches are."""
+        folder = cache_folder()
+        return DiskCache(folder and folder / purpose)
 
     def get(self, key: str) -> Any | None:
         """What was put under the key; None if nothing was, or if it is damaged."""
+        if self.folder is None:
+            return None
         try:
-            stored = json.loads(self._path(key).read_text(encoding="utf-8"))
+            stored = json.loads(_path(self.folder, key).read_text(encoding="utf-8"))
             value = stored["value"]
             return value if stored["digest"] == _digest(key, value) else None
         except (OSError, ValueError, KeyError, TypeError):
@@ -36,6 +51,8 @@ class DiskCache:
 
     def put(self, key: str, value: Any) -> None:
         """Keep a JSON value; where the folder cannot be written to, nothing is kept."""
+        if self.folder is None:
+            return
         text = json.dumps({"digest": _digest(key, value), "value": value})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -43,12 +60,13 @@ class DiskCache:
                 "w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8"
             ) as file:
                 file.write(text)
-            os.replace(file.name, self._path(key))
+            os.replace(file.name, _path(self.folder, key))
         except OSError:
             return
 
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 def _digest(key: str, value: Any) -> str:

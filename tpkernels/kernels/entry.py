@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.tiles import Kernel, MatmulTile
 
 if TYPE_CHECKING:
     from triton.compiler import ASTSource
@@ -33,6 +34,11 @@ class Entry:
     num_warps: int
     num_stages: int
     architectures: tuple[str, ...]  # "sm_90", "gfx942"
+
+
+def stem_of(kernel: Kernel, form: Form, dtype: torch.dtype, tile: MatmulTile) -> str:
+    """What the names of all entries with this tile have in common."""
+    return f"{kernel}/{form}/{TRITON_NAME[dtype]}/{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
 
 
 def ast_source(entry: Entry) -> ASTSource:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tpkernels.kernels.ahead_of_time import SHARED_LIMIT, Facts
 from tpkernels.kernels.entry import Entry
 
+TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dglu", "wgrad")
 # integers that are multiples of nothing, and no part of a matrix's address
 COUNTS = {"first_tile", "chunk_rows", "spin_limit", "R", "splits"}
@@ -21,20 +22,16 @@ def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     yield from _addresses(entry, facts)
     if entry.module not in MATMULS:
         return
+    if architecture.startswith("gfx"):
+        yield from _amd_products(entry, facts)
+        return
+    yield from _nvidia_products(entry, facts)
+    if entry.form == "descriptor":
+        yield from _present(facts, "UTMALDG", _store_of(entry))
     if architecture == "sm_90":
         yield from _hopper(entry, facts)
-    elif architecture == "sm_100":
-        yield from _present(facts, "UTCHMMA", "UTMALDG")
-    elif architecture.startswith("gfx"):
-        yield from _present(facts, "v_mfma")
-    elif _multiplies_on_tensor_cores(entry):
-        yield from _present(facts, "HMMA")
-    if architecture.startswith("sm_") and entry.form == "pointer" and not is_ragged(entry):
-        # cp.async of 16 bytes: what pipelining consists of, and what a lost alignment takes away
-        yield from _present(facts, "LDGSTS.128")
-    if not _multiplies_on_tensor_cores(entry):
-        yield from _present(facts, "FFMA" if architecture.startswith("sm_") else "v_fma")
-        yield from _absent(facts, "products in true fp32", "HMMA", "HGMMA", "UTCHMMA", "v_mfma")
+    elif entry.form == "descriptor":
+        yield from _present(facts, "UTCHMMA")
 
 
 def is_ragged(entry: Entry) -> bool:
@@ -59,12 +56,27 @@ def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
         yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
 
 
+def _nvidia_products(entry: Entry, facts: Facts) -> Iterator[str]:
+    if entry.form == "pointer" and not is_ragged(entry):
+        # cp.async of 16 bytes: what pipelining consists of, and what a lost alignment takes away
+        yield from _present(facts, "LDGSTS.128")
+    if not _in_true_fp32(entry):
+        yield from _some(facts, *TENSOR_CORES)
+        return
+    yield from _some(facts, "FFMA", "FFMA2")
+    yield from _absent(facts, "products in true fp32", *TENSOR_CORES)
+
+
+def _amd_products(entry: Entry, facts: Facts) -> Iterator[str]:
+    yield from _present(facts, "v_mfma")  # which multiplies true fp32 as well
+    if _in_true_fp32(entry):
+        yield from _absent(facts, "products in true fp32", "v_mfma.xf32")
+
+
 def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
     if entry.form == "descriptor":
-        yield from _present(facts, "HGMMA", "UTMALDG", _store_of(entry))
+        yield from _present(facts, "HGMMA")
         yield from _absent(facts, "the tensor core's older instruction", "HMMA")
-    if _multiplies_on_tensor_cores(entry) and not facts.count("HGMMA") + facts.count("HMMA"):
-        yield "no tensor-core instruction"
     if facts.count("HGMMA") and not facts.in_flight and not is_ragged(entry):
         yield "wgmma serialised: no product runs while the next operands are awaited"
 
@@ -74,15 +86,20 @@ def _store_of(entry: Entry) -> str:
     return "UTMAREDG" if entry.constants.get("REDUCE") else "UTMASTG"
 
 
-def _multiplies_on_tensor_cores(entry: Entry) -> bool:
+def _in_true_fp32(entry: Entry) -> bool:
     first = next(iter(entry.arguments.values()))
-    return "fp32" not in first or entry.constants.get("PRECISION") == "tf32"
+    return "fp32" in first and entry.constants.get("PRECISION") != "tf32"
 
 
 def _present(facts: Facts, *instructions: str) -> Iterator[str]:
     for instruction in instructions:
         if not facts.count(instruction):
             yield f"no {instruction}"
+
+
+def _some(facts: Facts, *instructions: str) -> Iterator[str]:
+    if not any(map(facts.count, instructions)):
+        yield f"no {' or '.join(instructions)}"
 
 
 def _absent(facts: Facts, why: str, *instructions: str) -> Iterator[str]:

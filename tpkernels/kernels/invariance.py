@@ -8,16 +8,16 @@ gradients) have no rows to keep apart, and choose as ever.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from tpkernels.kernels.operands import Layout
+from tpkernels.kernels.switch import switched_on
 from tpkernels.kernels.tiles import Kernel
 
 USUAL_ROWS = 4096
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-batch_invariant = os.environ.get("TPKERNELS_BATCH_INVARIANT") == "1"
+batch_invariant = switched_on("TPKERNELS_BATCH_INVARIANT", default=False)
 
 
 def judged_rows(kernel: Kernel, rows: int) -> int:

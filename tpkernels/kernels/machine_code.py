@@ -1,7 +1,8 @@
 """What a disassembly says of a kernel: counts of the instructions that decide its speed. No Triton.
 
 An NVIDIA opcode is counted by its first word (`HGMMA.64x256x16.F32.BF16` is an HGMMA), and its 16-byte form
-apart (`LDGSTS.128`): that is what a lost alignment takes away. An AMD opcode is counted by its family.
+apart (`LDGSTS.128`): that is what a lost alignment takes away. An AMD opcode is counted by its family, and a
+matrix product of fp32 with fewer bits apart (`v_mfma.xf32`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 NVIDIA_MIX = (
-    *(
-        "HGMMA",
-        "UTCHMMA",
-        "HMMA",
-        "FFMA",
-        "MUFU",
-    ),  # tensor cores of sm_90, sm_100, older; plain; transcendental
+    *("HGMMA", "UTCHMMA", "HMMA"),  # tensor cores of sm_90, sm_100, older
+    *("FFMA", "FFMA2", "MUFU"),  # plain, two at once, transcendental
     *("UTMALDG", "UTMASTG", "UTMAREDG"),  # the copy engine: load, store, reduce
     *("LDGSTS", "LDG", "STG", "LDS", "STS"),  # cp.async; global and shared memory
     *("STL", "LDL"),  # local memory: spills
@@ -26,6 +22,7 @@ AMD_MIX = ("v_mfma", "v_fma", "buffer_load", "global_load", "global_store", "ds_
 
 _SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 _AMD_OPCODE = re.compile(rf"^\s+({'|'.join(AMD_MIX)})", re.MULTILINE)
+_AMD_XF32 = re.compile(r"^\s+v_mfma_\w+_xf32\b", re.MULTILINE)
 _AMD_ANY = re.compile(r"^\s+[vs]_|^\s+(?:buffer|global|flat|ds|scratch)_", re.MULTILINE)
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 
@@ -53,6 +50,7 @@ def wgmma_in_flight(sass: str) -> int:
 def amd_mix(assembly: str) -> dict[str, int]:
     """Instruction counts of AMD assembly; absent is zero."""
     mix = Counter(_AMD_OPCODE.findall(assembly))
+    mix["v_mfma.xf32"] = len(_AMD_XF32.findall(assembly))
     mix["all"] = len(_AMD_ANY.findall(assembly))
     return _present(mix)
 

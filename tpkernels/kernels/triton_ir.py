@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from typing import NamedTuple
 
 _HEADER = re.compile(r"tt\.func public @\w+\((.*?)\)\s*(?:attributes\s*\{[^{}]*\})?\s*\{$", re.MULTILINE)
 _LOCATION = re.compile(r'\s*loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)')
 _ARGUMENT = re.compile(r"%(\w+): ([^{,]+?)\s*(\{[^}]*\})?(?:,|$)")
-_RESULT = re.compile(r"^\s*%(\w+)(?::\d+)? = (.*)$")
+_RESULT = re.compile(r"%(\w+)(?::\d+)? = (.*)$")
 _VALUE = re.compile(r"%(\w+)")
-_CARRIED = re.compile(r"%(\w+) = %(\w+)")
+_CARRIED = re.compile(r"[(,] ?%(\w+) = %(\w+)")
+
+
+class _Region(NamedTuple):
+    """The body of a loop or of a branch."""
+
+    result: str  # of the whole; "" if it has none
+    carried: list[str]  # what a loop hands from turn to turn
 
 
 def aligned_arguments(ttir: str) -> frozenset[str]:
@@ -32,31 +40,40 @@ def narrow_offsets(ttir: str) -> tuple[str, ...]:
     Empty means proven: every product that enters an offset is taken in 64 bits, or has a constant factor and
     so is a row or column number, which launches bound.
     """
-    text = _LOCATION.sub("", ttir)
     operations: dict[str, str] = {}
-    carried: dict[str, set[str]] = defaultdict(set)  # what a loop hands from turn to turn
+    handed: dict[str, set[str]] = defaultdict(set)  # what a loop or a branch hands on, by who gets it
     offsets: list[str] = []
-    loops: list[list[str]] = []
-    for line in text.splitlines():
-        if found := _RESULT.match(line):
+    regions: list[_Region] = []
+    condition: list[str] = []  # what a while loop hands to its body
+    for line in map(str.strip, _LOCATION.sub("", ttir).splitlines()):
+        opens, closes = line.endswith("{"), line.startswith("}")
+        found = _RESULT.match(line)
+        if found:
             operations[found[1]] = found[2]
-        if "scf.for" in line:
-            arguments = re.search(r"iter_args\((.*?)\)", line)
-            pairs = _CARRIED.findall(arguments[1]) if arguments else []
-            loops.append([name for name, _ in pairs])
+        if closes and not opens:  # "} else {" and "} do {" go on
+            regions.pop()
+        elif opens and not closes:
+            pairs = _CARRIED.findall(line) if "iter_args(" in line or "scf.while" in line else []
+            regions.append(_Region(found[1] if found else "", [name for name, _ in pairs]))
             for name, first in pairs:
-                carried[name].add(first)
-        elif "scf.yield" in line and loops:
-            for name, value in zip(loops.pop(), _VALUE.findall(line), strict=False):
-                carried[name].add(value)
+                handed[name].add(first)
+        elif line.startswith("scf.yield"):
+            values = _VALUE.findall(line)
+            handed[regions[-1].result].update(values)
+            for name, value in zip(regions[-1].carried, values, strict=False):
+                handed[name].add(value)
+        elif line.startswith("scf.condition"):
+            condition = _VALUE.findall(line)[1:]
+            handed[regions[-1].result].update(condition)
+        elif line.startswith("^bb"):
+            for name, value in zip(_VALUE.findall(line), condition, strict=False):
+                handed[name].add(value)
         if "tt.addptr" in line:
             offsets.append(_VALUE.findall(line.split("tt.addptr", 1)[1])[1])
-    return tuple(sorted(_narrow_products(operations, carried, offsets)))
+    return tuple(sorted(_narrow_products(operations, handed, offsets)))
 
 
-def _narrow_products(
-    operations: dict[str, str], carried: dict[str, set[str]], offsets: list[str]
-) -> set[str]:
+def _narrow_products(operations: dict[str, str], handed: dict[str, set[str]], offsets: list[str]) -> set[str]:
     """The offending operations among all that the offsets are computed from."""
     seen: set[str] = set()
     narrow: set[str] = set()
@@ -74,5 +91,5 @@ def _narrow_products(
                 narrow.add(f"%{name} = {operation}")
         if not operation.startswith("scf."):
             todo += sources
-        todo += carried[name]
+        todo += handed[name]
     return narrow

@@ -10,8 +10,9 @@ from torch import Tensor
 
 def casting(x: Tensor) -> bool:
     """Whether an autocast region is active where x lies."""
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)
+    # asking what a device is not takes a fifth of the time of spelling its name
+    kind = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -24,13 +25,20 @@ def check_linear(
     op: str, x: Tensor, in_features: int, weight: Tensor, bias: Tensor | None, names: tuple[str, str]
 ) -> None:
     """weight: (out_features, in_features), bias: (out_features,), both of the dtype and device of x."""
-    if (  # the usual case first: each look at a tensor costs, and tiny products are quick
-        weight.ndim == 2
-        and weight.shape[1] == in_features
-        and weight.dtype == x.dtype
-        and weight.device == x.device
-        and (bias is None or _fits(bias, weight))
-        and x.is_floating_point()
+    # the usual case first: each look at a tensor costs, and tiny products are quick
+    dtype, device, shape = x.dtype, x.device, weight.shape
+    if (
+        len(shape) == 2
+        and shape[1] == in_features
+        and weight.dtype is dtype
+        and weight.device == device
+        and dtype.is_floating_point
+        and (
+            bias is None
+            or (
+                bias.ndim == 1 and bias.shape[0] == shape[0] and bias.dtype is dtype and bias.device == device
+            )
+        )
     ):
         return
     weight_name, bias_name = names
@@ -58,19 +66,11 @@ def check_linear(
         raise TypeError(f"{op}: expected floating-point tensors, got {x.dtype}")
 
 
-def _fits(bias: Tensor, weight: Tensor) -> bool:
-    return (
-        bias.ndim == 1
-        and bias.shape[0] == weight.shape[0]
-        and bias.dtype == weight.dtype
-        and bias.device == weight.device
-    )
-
-
 def features_of(op: str, x: Tensor) -> int:
-    if x.ndim < 1:
+    shape = x.shape
+    if not shape:
         raise ValueError(f"{op}: expected x (..., in_features), got a tensor without dimensions")
-    return x.shape[-1]
+    return shape[-1]
 
 
 def tokens_of(x: Tensor) -> Tensor:

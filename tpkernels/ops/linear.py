@@ -57,12 +57,13 @@ def linear(
         x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     keep_z = activation != "none" and any_requires_grad(x, weight, bias)
-    arguments = (tokens_of(x), weight, bias, activation, keep_z)
     y: Tensor
     if torch.compiler.is_compiling():
-        y = registered.linear(*arguments)[0]
+        y = registered.linear(tokens_of(x), weight, bias, activation, keep_z)[0]
+    elif activation == "none":  # `apply` takes its time over each argument
+        y = _Linear.apply(tokens_of(x), weight, bias)  # type: ignore[no-untyped-call]
     else:
-        y = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
+        y = _Linear.apply(tokens_of(x), weight, bias, activation, keep_z)  # type: ignore[no-untyped-call]
     return like_tokens(y, x)
 
 
@@ -71,10 +72,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation = "none",
+        keep_z: bool = False,
     ) -> Tensor:
         y, z = steps_on(x.device).linear(x, weight, bias, activation, keep_z)
-        _save(ctx, (x, weight, bias, activation, keep_z), (y, z))
+        _save(ctx, x, weight, z, activation)
         return y
 
     @staticmethod
@@ -83,12 +89,10 @@ class _Linear(torch.autograd.Function):
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
-    x, weight, bias, activation, _ = inputs
-    needs_dx, needs_dw, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, output[1])
+def _save(ctx: Any, x: Tensor, weight: Tensor, z: Tensor | None, activation: Activation) -> None:
+    needs = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, z)
     ctx.activation = activation
-    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> Grads:
@@ -98,8 +102,13 @@ def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> Grads:
     return (
         steps.dgrad(dz, weight) if needs_dx else None,
         steps.wgrad(dz, x) if needs_dw else None,
-        as_dtype(steps.bias_grad(dz), ctx.bias_dtype) if needs_db else None,
+        as_dtype(steps.bias_grad(dz), dz.dtype) if needs_db else None,
     )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, activation, _ = inputs
+    _save(ctx, x, weight, output[1], activation)
 
 
 def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -107,5 +116,5 @@ def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tup
     return *_gradients(ctx, cast("Steps", registered), dy), None, None
 
 
-registered.linear.register_autograd(_registered_backward, setup_context=_save)
+registered.linear.register_autograd(_registered_backward, setup_context=_setup)
 follow_autocast(registered.linear)

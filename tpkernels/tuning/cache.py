@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from tpkernels.tuning.log import warnings
 from tpkernels.tuning.versions import Versions
@@ -42,18 +42,6 @@ class Choice:
 
 class ForeignFile(ValueError):
     """A file that holds no choices for us."""
-
-
-def cache_folder() -> Path | None:
-    """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
-    if chosen := os.environ.get("TPKERNELS_CACHE_DIR"):
-        return Path(chosen)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "tpkernels"
-    try:
-        return Path.home() / ".cache" / "tpkernels"
-    except RuntimeError:
-        return None
 
 
 def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
@@ -108,7 +96,8 @@ class Cache:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self._path.with_suffix(".lock")):
-                self._choices = self._read() | self._choices
+                # what others wrote is newer than what was read before; this choice is newer still
+                self._choices = self._choices | self._read() | {key: choice}
                 _replace(self._path, render(self._versions, self._choices))
         except OSError as error:
             self._warn(f"cannot write {self._path} ({error}): choices live as long as this process")
@@ -136,14 +125,13 @@ class Cache:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file so that at every moment there is the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f"{path.stem}-{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
+from tpkernels.kernels import budgets
+from tpkernels.kernels.entry import stem_of
 from tpkernels.kernels.operands import DTYPES, Form, choose_form
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.tiles import candidates as shipped_tiles
@@ -84,10 +88,21 @@ def _undersized(tile: MatmulTile, tiles: tuple[MatmulTile, ...], problem: Proble
 
 
 def least_shared_memory(tile: MatmulTile, form: Form, problem: Problem) -> int:
-    """Bytes that the blocks in flight take at least, and in the descriptor form a part of the result."""
-    second = 2 if problem.kernel == "glu" else 1  # right-hand operands
-    block = (tile.block_rows + second * tile.block_cols) * tile.block_depth * problem.dtype.itemsize
-    if form == "pointer":
-        return (tile.num_stages - 1) * block
-    result = tile.block_rows * tile.block_cols // tile.parts * problem.layouts[-1].itemsize
-    return tile.num_stages * block + result
+    """Bytes that a block takes where it takes the fewest, of all that `check` has compiled; 0 if unknown.
+
+    A GPU with less cannot launch it, whatever its architecture and whichever Triton compiles.
+    """
+    dtype = torch.float32 if problem.dtype == torch.float32 else torch.bfloat16  # fp16 takes what bf16 does
+    stem = f"/{stem_of(problem.kernel, form, dtype, tile)}/"
+    return min((shared for name, shared in _compiled() if stem in name), default=0)
+
+
+@cache
+def _compiled() -> tuple[tuple[str, int], ...]:
+    """Name between slashes and shared memory of each entry, for each Triton and architecture."""
+    return tuple(
+        (f"/{name}/", budget.shared)
+        for table in budgets.read().values()
+        for rows in table.rows.values()
+        for name, budget in rows.items()
+    )

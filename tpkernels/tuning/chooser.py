@@ -17,7 +17,6 @@ elsewhere, from global shapes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tpkernels.kernels.switch import switched_on
 from tpkernels.tuning import log
 from tpkernels.tuning.cache import Cache, Choice
 from tpkernels.tuning.candidates import TORCH, Candidate, candidates
@@ -116,7 +116,7 @@ class Chooser:
 
     def _torch_or_timed(self, step: Step, arguments: tuple[Any, ...]) -> Decision:
         key = problem_of(step, arguments).key
-        if os.environ.get("TPKERNELS_TUNE") == "0":
+        if not switched_on("TPKERNELS_TUNE", default=True):
             return Decision(key, TORCH, "not timed", detail="TPKERNELS_TUNE=0")
         if why := self._obstacle(self._device):
             return Decision(key, TORCH, "not timed now", detail=why)

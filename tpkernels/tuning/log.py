@@ -14,8 +14,10 @@ warnings = logging.getLogger("tpkernels.tuning")
 
 def show_choices_if_asked() -> None:
     """Give the choices a stream of their own, once, if the environment asks for them."""
-    asked = "choices" in os.environ.get("TPKERNELS_LOG", "").split(",")
-    if not asked or choices.handlers:
+    words = os.environ.get("TPKERNELS_LOG", "")
+    if words not in ("", "choices"):
+        warnings.warning("TPKERNELS_LOG is %r; expected choices", words)
+    if words != "choices" or choices.handlers:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("tpkernels[%(process)d] %(message)s"))

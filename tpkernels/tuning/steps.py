@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -78,9 +79,11 @@ def _by(backend: str, device: torch.device) -> Steps:
 
         return triton_steps
     if backend == "auto" and device.type == "cuda":
-        from tpkernels.tuning.tuned_steps import TunedSteps, chooser_on
+        if find_spec("triton") is not None:
+            from tpkernels.tuning.tuned_steps import TunedSteps, chooser_on
 
-        return TunedSteps(chooser_on(device))
+            return TunedSteps(chooser_on(device))
+        log.warnings.warning("torch computes on %s: Triton is not installed", device)
     from tpkernels.tuning import torch_steps
 
     if invariance.batch_invariant:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.kernels.activations import Activation, Glu
+from tpkernels.kernels.disk_cache import cache_folder
 from tpkernels.tuning import torch_steps
-from tpkernels.tuning.cache import Cache, cache_folder
+from tpkernels.tuning.cache import Cache
 from tpkernels.tuning.chooser import Chooser
 from tpkernels.tuning.gpus import gpu_of
 from tpkernels.tuning.log import show_choices_if_asked

@@ -1,6 +1,6 @@
 """Records one forward call of a column- or row-parallel linear on a throttled link, in turn and at once.
 
-    python -m bench.linear_timeline column out/overlap     writes out/overlap.json and out/overlap.svg
+    python -m bench.cases.linear_timeline column out/overlap     writes out/overlap.json and out/overlap.svg
 
 The products are timed where they are called, and the transfers by the bytes that the network device counts.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.linear_overlap import IN, OUT_SHARD, TOKENS
+from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, Span, chrome_trace, pieces_received, to_svg
 from tpkernels.comm.schedule import cut, parts_of_shard

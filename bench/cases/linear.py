@@ -70,9 +70,9 @@ def _forward(shape: Shape, normal: Operands) -> Case:
             "naive": lambda: (F.gelu(F.linear(x, w, bias), approximate="tanh"),),
             "addmm_activation": lambda: (torch._addmm_activation(bias, x, w.T, use_gelu=True),),
         }
-        return Case(f"{shape}-forward-gelu", ways, shape.flops, 2 * (t * k + n * k + t * n))
+        return Case(f"{shape}-forward-gelu", ways, shape.flops, shape.traffic)
     ways = {"ours": lambda: (ops.linear(x, w),), "naive": lambda: (F.linear(x, w),)}
-    return Case(f"{shape}-forward", ways, shape.flops, 2 * (t * k + n * k + t * n))
+    return Case(f"{shape}-forward", ways, shape.flops, shape.traffic)
 
 
 def _wgrad(shape: Shape, normal: Operands) -> Case:
@@ -80,7 +80,7 @@ def _wgrad(shape: Shape, normal: Operands) -> Case:
     dy, x = normal(t, n), normal(t, k)
     steps = steps_on(x.device)
     ways = {"ours": lambda: (steps.wgrad(dy, x),), "naive": lambda: (dy.T @ x,)}
-    return Case(f"{shape}-wgrad", ways, shape.flops, 2 * (t * n + t * k + n * k))
+    return Case(f"{shape}-wgrad", ways, shape.flops, shape.traffic)
 
 
 def _wgrad_add(shape: Shape, normal: Operands) -> Case:

@@ -1,6 +1,6 @@
 """How much of a transfer hides behind the product that waits for it, on one GPU: an emulated link.
 
-    python -m bench.gpu_overlap --json out/gpu/overlap.json
+    python -m bench.cases.overlap --json out/gpu/overlap.json
 
 Half of x is here, the other half comes from pinned memory of the host, by a copy engine over PCIe, part by
 part, each with a flag after it. A copy inside the GPU would take processors, which NVLink does not. PCIe is

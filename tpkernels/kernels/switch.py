@@ -1,0 +1,13 @@
+"""Environment variables that are on or off."""
+
+from __future__ import annotations
+
+import os
+
+
+def switched_on(name: str, default: bool) -> bool:
+    """Whether the variable is 1; ValueError for what is neither 0 nor 1, which would else be ignored."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} is {value!r}; expected 0 or 1")
+    return value == "1" if value else default
