@@ -19,6 +19,29 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
+    from tpkernels.layers.regions import (
+        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
+    )
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -42,6 +65,15 @@ _HOME = {
     "bucketed_broadcast_": "tpkernels.comm.bucketed",
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
+    "ColumnParallelLinear": "tpkernels.layers.linear",
+    "RowParallelLinear": "tpkernels.layers.linear",
+    "copy_to_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "gather_from_sequence_parallel_region": "tpkernels.layers.regions",
+    "gather_from_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "reduce_from_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "reduce_scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
+    "scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
+    "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",
