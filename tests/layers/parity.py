@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from tests.ops.cases import ACT
 from tests.ops.parallel_cases import Part, compare, same
-from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel
+from tpkernels import (
+    ColumnParallelLinear,
+    LayerNorm,
+    ParallelMLP,
+    RMSNorm,
+    RowParallelLinear,
+    initialize_model_parallel,
+)
 from tpkernels.comm import pieces
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import tensor_world
@@ -107,6 +114,73 @@ def pair(setting: Setting) -> dict[str, float]:
     return compare(setting, whole, named, dy, ours)  # type: ignore[arg-type]
 
 
+GATE = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+
+def block(setting: Setting) -> dict[str, float]:
+    """Norm, then MLP."""
+    norm_type = LayerNorm if setting.bias else RMSNorm
+    norm = norm_type(K, sequence_parallel=setting.sequence_parallel, dtype=setting.dtype)
+    torch.manual_seed(11)
+    mlp = ParallelMLP(
+        K,
+        N,
+        activation=setting.activation,
+        bias=setting.bias,
+        output_layer_init_method=nn.init.normal_,
+        skip_bias_add=setting.skip_bias_add,
+        sequence_parallel=setting.sequence_parallel,
+        gradient_accumulation_fusion=setting.fused,
+        overlap=setting.overlap,
+        dtype=setting.dtype,
+    )
+    gate = GATE.get(str(setting.activation))
+    torch.manual_seed(11)
+    drawn_weights = {"mlp.up.weight": nn.init.xavier_normal_(torch.empty(N, K))}
+    if gate:
+        drawn_weights["mlp.gate.weight"] = nn.init.xavier_normal_(torch.empty(N, K))
+    drawn_weights["mlp.down.weight"] = torch.randn(K, N)
+    named = {name: weight.to(setting.dtype) for name, weight in drawn_weights.items()}
+    model = nn.ModuleDict({"norm": norm, "mlp": mlp})
+    parameters = dict(model.named_parameters())
+    for number, (name, parameter) in enumerate(parameters.items()):
+        if name in named:
+            if not torch.equal(parameter, cut_of(parameter)(named[name])):
+                return {f"{name} as initialised": float("inf")}
+            if setting.fused:
+                parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+        else:
+            named[name] = drawn((N if "up.bias" in name else K,), 20 + number, setting.dtype)
+            with torch.no_grad():
+                parameter.copy_(cut_of(parameter)(named[name]))
+
+    tokens = cut(0) if setting.sequence_parallel else same
+    named["x"] = drawn((*setting.leading, K), 1, setting.dtype)
+    x = tokens(named["x"]).clone().requires_grad_()
+    y, bias = mlp(norm(x))
+    if bias is not None:
+        y = y + bias
+    dy = drawn((*setting.leading, K), 4, setting.dtype)
+    y.backward(tokens(dy))
+
+    def whole(**t: Tensor) -> Tensor:
+        if setting.bias:
+            n = F.layer_norm(t["x"], (K,), t["norm.weight"], t["norm.bias"], 1e-5)
+        else:
+            n = F.rms_norm(t["x"], (K,), t["norm.weight"], 1e-5)
+        up = F.linear(n, t["mlp.up.weight"], t.get("mlp.up.bias"))
+        if gate:
+            h = ACT[gate](F.linear(n, t["mlp.gate.weight"])) * up
+        else:
+            h = ACT[None if setting.activation == "none" else setting.activation](up)
+        return F.linear(h, t["mlp.down.weight"], t.get("mlp.down.bias"))
+
+    ours: dict[str, Part] = {"y": (y.detach(), tokens), "x": (x.grad, tokens)}
+    for name, parameter in parameters.items():
+        ours[name] = gradient_of(parameter), cut_of(parameter)
+    return compare(setting, whole, named, dy, ours)  # type: ignore[arg-type]
+
+
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     """What arrived, summed over ranks where the parameter says so."""
     if hasattr(parameter, "main_grad"):
@@ -118,7 +192,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-CASES = {"pair": pair}
+CASES = {"pair": pair, "block": block}
 
 
 def run_all(name: str, tensor: int, settings: list[Setting]) -> list[dict[str, float]]:

@@ -51,3 +51,27 @@ def test_options_of_column_and_row(check):
             ),
         ],
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_norm_and_mlp(check, dtype):
+    flags = product([False, True], [False, True], ["gelu_tanh", "swiglu"])
+    check("block", [Setting(dtype, *flags) for flags in flags])
+
+
+def test_options_of_mlp(check):
+    check(
+        "block",
+        [
+            *(Setting(activation=name) for name in ("none", "gelu", "silu", "relu", "relu2")),
+            *(Setting(activation=name, bias=False) for name in ("geglu", "geglu_tanh")),
+            Setting(skip_bias_add=True, sequence_parallel=True),
+            Setting(skip_bias_add=True, activation="swiglu"),
+            Setting(bias=False, sequence_parallel=True, activation="relu2"),
+            Setting(fused=True, sequence_parallel=True),
+            Setting(fused=True, activation="swiglu"),
+            Setting(leading=()),
+            Setting(leading=(0, 3), sequence_parallel=True),
+            Setting(leading=(4, 2, 1, 3), sequence_parallel=True, activation="swiglu"),
+        ],
+    )
