@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
     from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
@@ -45,6 +46,8 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.layers.regions import (
         scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
     )
+    from tpkernels.layers.replicas import check_replicas as check_replicas
+    from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -68,6 +71,7 @@ _HOME = {
     "bucketed_broadcast_": "tpkernels.comm.bucketed",
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
+    "clip_grad_norm_": "tpkernels.layers.clip",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
     "ParallelMLP": "tpkernels.layers.mlp",
@@ -80,6 +84,8 @@ _HOME = {
     "reduce_scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
     "scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
     "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "check_replicas": "tpkernels.layers.replicas",
+    "finalize_gradients": "tpkernels.layers.replicas",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",
