@@ -164,22 +164,36 @@ def fusion_follows_the_protocol() -> list[str]:
     names = [name for name, _ in reference.named_parameters()]
     expected = dict(zip(names, outcome(reference, reference, tokens())[2:], strict=True))
     weights = {name: p for name, p in block.named_parameters() if p.ndim == 2}
-    for name, weight in weights.items():
-        weight.main_grad = torch.zeros_like(weight)
-        if "mlp" in name:
-            weight.grad_added_to_main_grad = False
-            weight.zero_out_wgrad = "gate" in name
-    block(tokens().requires_grad_()).square().sum().backward()
-    for name, weight in weights.items():
-        if not close([weight.main_grad], [expected[name]], 1e-6):
-            wrong.append(f"{name}: main_grad")
-        if "mlp" in name:
-            if weight.grad_added_to_main_grad is not True or weight.grad.shape != weight.shape:
-                wrong.append(f"{name}: no gradient for form's sake")
-            if weight.zero_out_wgrad and weight.grad.any():
-                wrong.append(f"{name}: not zeros")
-        elif weight.grad is not None:
-            wrong.append(f"{name}: a gradient beside main_grad")
+
+    def cast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(x)
+
+    ways: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, float]] = {
+        "plain": (block, torch.float32, 1e-6),
+        "narrow": (block, torch.bfloat16, 0.01),
+        "autocast": (cast, torch.float32, 0.05),
+        "checkpoint": (lambda x: checkpoint(block, x, use_reentrant=False), torch.float32, 1e-6),
+        "reentrant": (lambda x: checkpoint(block, x, use_reentrant=True), torch.float32, 1e-6),
+    }
+    for way, (run, dtype, tolerance) in ways.items():
+        block.zero_grad()
+        for name, weight in weights.items():
+            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
+            if "mlp" in name:
+                weight.grad_added_to_main_grad = False
+                weight.zero_out_wgrad = "gate" in name
+        run(tokens().requires_grad_()).square().sum().backward()
+        for name, weight in weights.items():
+            if not close([weight.main_grad.float()], [expected[name]], tolerance):
+                wrong.append(f"{way}: main_grad of {name}")
+            if "mlp" in name:
+                if weight.grad_added_to_main_grad is not True or weight.grad.shape != weight.shape:
+                    wrong.append(f"{way}: no gradient for form's sake of {name}")
+                if weight.zero_out_wgrad and weight.grad.any():
+                    wrong.append(f"{way}: not zeros of {name}")
+            elif weight.grad is not None:
+                wrong.append(f"{way}: a gradient beside main_grad of {name}")
     return wrong
 
 

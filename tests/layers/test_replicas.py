@@ -93,3 +93,6 @@ def test_a_rank_alone_has_nothing_to_compare():
         assert float(clip_grad_norm_(norm.weight, 1.0)) == pytest.approx(2.0)
         assert float(norm.weight.grad.norm()) == pytest.approx(1.0)
         assert float(clip_grad_norm_([], 1.0)) == 0.0
+        for max_norm in (-1.0, math.nan):
+            with pytest.raises(ValueError, match="expected max_norm of 0 or more"):
+                clip_grad_norm_(norm.weight, max_norm)

@@ -34,6 +34,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
     Gradients of copies that differ between tensor ranks are an error, the same on all of them: somebody
     forgot `finalize_gradients`.
     """
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
     split: list[Tensor] = []
