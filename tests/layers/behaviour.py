@@ -19,7 +19,9 @@ from tpkernels import (
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
     initialize_model_parallel,
+    reduce_from_tensor_model_parallel_region,
 )
 from tpkernels.comm import pieces, transfers
 
@@ -82,6 +84,22 @@ def compiled_equals_eager(sequence_parallel: bool) -> bool:
         if not close(outcome(compiled, block, x), outcome(block, block, x), 1e-6):
             return False
     return True
+
+
+def compiled_ends_equal_eager() -> bool:
+    """Layers that gather and cut features themselves, and regions of the current state."""
+    pieces.LEAST_BYTES = 64
+    initialize_model_parallel(dist.get_world_size())
+    pair = nn.ModuleList([ColumnParallelLinear(K, N, activation="gelu"), RowParallelLinear(N, K)])
+
+    def run(x: Tensor) -> Tensor:
+        h, _ = pair[0](copy_to_tensor_model_parallel_region(x))
+        return reduce_from_tensor_model_parallel_region(pair[1](h)[0])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = drawn((4, K), 1, torch.float32)
+    return equal(outcome(compiled, pair, x), outcome(run, pair, x))
 
 
 def checkpointed_equals_plain() -> bool:

@@ -15,6 +15,7 @@ def test_compiled_layers_compute_the_same(ranks2, sequence_parallel):
 @pytest.mark.parametrize(
     "function",
     [
+        behaviour.compiled_ends_equal_eager,
         behaviour.checkpointed_equals_plain,
         behaviour.accumulates,
         behaviour.without_gradients,

@@ -93,6 +93,12 @@ def tensor_world(state: State = None) -> TensorWorld:
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def group_of(state: State = None) -> ProcessGroup:
+    """The tensor-parallel group of `state`; under torch.compile that of the moment of tracing."""
+    return tensor_world(state).group
+
+
 def _ambient() -> TensorWorld:
     changed = on_the_fly()
     if changed.tensor_size is None and changed.tensor_rank is None:
