@@ -26,9 +26,16 @@ def test_halves_are_summed_in_fp32(ranks4):
     assert all(ranks4.run(cases.finalized_halves))
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_norm_is_that_of_the_whole_model(ranks, max_norm):
     assert ranks.run(cases.clipped, max_norm) == [[True] * 3] * ranks.world_size
+
+
+def test_training_follows_the_unsharded_model(ranks):
+    for losses in ranks.run(cases.trained, 8):
+        assert losses[-1][1] < 0.9 * losses[0][1]  # it learns
+        for ours, expected in losses:
+            assert ours == pytest.approx(expected, rel=1e-5)
 
 
 def test_norm_counts_stages_and_shares_once(ranks4):
