@@ -147,6 +147,17 @@ def forgotten() -> list[tuple[str, str]]:
     return [*said, error_of(check_replicas, block)]
 
 
+def refused_on_one_stage() -> tuple[str, str]:
+    """Copies of the second stage of two have gradients that differ."""
+    initialize_model_parallel(2, 2)
+    weight = nn.Parameter(torch.zeros(2))
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    weight.grad = torch.ones(2) * (1 + stage * dist.get_rank())
+    said = error_of(clip_grad_norm_, [weight], 0.1)
+    assert weight.grad[0] == 1 + stage * dist.get_rank(), "nothing is clipped"
+    return said
+
+
 def drift(plant: Callable[[Block], None]) -> tuple[str, str]:
     block = built()
     check_replicas(block)  # nothing to tell yet

@@ -57,6 +57,17 @@ def test_forgotten_finalizing_is_told_on_all_ranks(request, pool):
     assert "check_replicas: 'norm.weight' differs" in check
 
 
+def test_no_stage_waits_for_one_that_refuses(ranks4):
+    (_, first), (_, second), (_, third), (_, fourth) = ranks4.run(cases.refused_on_one_stage, timeout=20)
+    assert (
+        first
+        == second
+        == ("clip_grad_norm_: refused on pipeline stage 1, whose ranks say why; nothing is clipped")
+    )
+    assert third == fourth
+    assert "copies of parameter 0 of those given, but other gradients of it: rank 2 has norm" in third
+
+
 @pytest.mark.parametrize("plant", [cases.one_bit, cases.minus_zero])
 def test_a_planted_drift_is_named_on_all_ranks(ranks4, plant):
     said = ranks4.run(cases.drift, plant)
