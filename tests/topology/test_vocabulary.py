@@ -44,7 +44,7 @@ def test_a_rank_may_hold_padding_only():
 def test_nonsense_is_refused_in_words():
     with pytest.raises(InvalidSizes, match="vocabulary size must be a positive integer, got 0"):
         split_vocabulary(0, ranks=2)
-    with pytest.raises(TypeError, match="vocabulary size must be a positive integer, got 1.5"):
+    with pytest.raises(TypeError, match=r"must be a positive integer, got 1\.5"):
         split_vocabulary(1.5, ranks=2)
     with pytest.raises(InvalidSizes, match="divisible_by must be a positive integer, got 0"):
         split_vocabulary(8, ranks=2, divisible_by=0)

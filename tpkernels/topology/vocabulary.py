@@ -57,7 +57,7 @@ class VocabularySplit:
 def split_vocabulary(size: int, *, ranks: int, divisible_by: int = 1) -> VocabularySplit:
     """Pad a vocabulary to a multiple of `divisible_by` x `ranks`, and cut it into equal shards.
 
-    divisible_by: of each rank's rows, Megatron's `make_vocab_size_divisible_by`; 128 suits matrix products
+    divisible_by: of each rank's rows, Megatron's `make_vocab_size_divisible_by`, which is 128 there
     """
     size, ranks = positive(size, "vocabulary size"), positive(ranks, "ranks")
     unit = positive(divisible_by, "divisible_by")
