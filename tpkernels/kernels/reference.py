@@ -174,7 +174,7 @@ def cross_entropy_grad_ref(
     if x.shape[1]:
         column, ours = _column_of(target, x.shape[1], first_id)
         excess = (x - maximum[:, None]).exp_().div_(total[:, None]).sub_(off_target)
-        excess.scatter_add_(1, column[:, None], (ours * -on_target).to(x.dtype)[:, None])
+        excess.scatter_add_(1, column[:, None], -on_target * ours.to(x.dtype)[:, None])
         excess.mul_(dloss[:, None]).masked_fill_((target < 0)[:, None], 0)
         dlogits[:, :columns] = excess
     return dlogits
