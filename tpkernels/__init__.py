@@ -19,6 +19,35 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
+    from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
+    from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
+    from tpkernels.layers.norm import LayerNorm as LayerNorm
+    from tpkernels.layers.norm import RMSNorm as RMSNorm
+    from tpkernels.layers.regions import (
+        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region,
+    )
+    from tpkernels.layers.regions import (
+        scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.replicas import check_replicas as check_replicas
+    from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -42,6 +71,21 @@ _HOME = {
     "bucketed_broadcast_": "tpkernels.comm.bucketed",
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
+    "clip_grad_norm_": "tpkernels.layers.clip",
+    "ColumnParallelLinear": "tpkernels.layers.linear",
+    "RowParallelLinear": "tpkernels.layers.linear",
+    "ParallelMLP": "tpkernels.layers.mlp",
+    "LayerNorm": "tpkernels.layers.norm",
+    "RMSNorm": "tpkernels.layers.norm",
+    "copy_to_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "gather_from_sequence_parallel_region": "tpkernels.layers.regions",
+    "gather_from_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "reduce_from_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "reduce_scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
+    "scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
+    "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "check_replicas": "tpkernels.layers.replicas",
+    "finalize_gradients": "tpkernels.layers.replicas",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",

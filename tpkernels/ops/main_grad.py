@@ -1,6 +1,13 @@
-"""Gradient accumulation into `main_grad`: the weight's gradient is added there, and autograd gets none."""
+"""Gradient accumulation into `main_grad`: the weight's gradient is added there, and autograd gets none.
+
+Megatron's protocol asks for more where a weight has `grad_added_to_main_grad`: that is set to True, and
+autograd gets a gradient for form's sake, so that hooks run. It holds zeros if the weight has
+`zero_out_wgrad`, else whatever lay in memory; whoever gave the weight that attribute drops it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +26,38 @@ def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:
         )
     if main_grad.requires_grad:
         raise ValueError(f"{op}: expected a main_grad that requires no gradient itself; detach it")
+
+
+def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
+    """The weight as an op is to take it, and its `main_grad`.
+
+    owner: whose weight it is, for the error where there is no `main_grad`
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            f"{owner}: expected weight.main_grad with gradient_accumulation_fusion, a tensor of shape "
+            f"{tuple(weight.shape)} that gradients are added to; assign one before the forward, or let "
+            "GradientBuckets(..., main_grad=True) do it"
+        )
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight = _SayItWasAdded.apply(weight)  # type: ignore[no-untyped-call]
+    return weight, main_grad
+
+
+class _SayItWasAdded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor:
+        assert gradient is None, "it was added to main_grad"
+        ctx.weight.grad_added_to_main_grad = True
+        zeros = getattr(ctx.weight, "zero_out_wgrad", False)
+        return torch.zeros_like(ctx.weight) if zeros else torch.empty_like(ctx.weight)
 
 
 def weight_gradient(steps: Steps, dy: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:

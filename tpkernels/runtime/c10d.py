@@ -26,6 +26,11 @@ def is_default(group: ProcessGroup) -> bool:
     return dist.is_initialized() and group is default_group()
 
 
+def is_alive(group: ProcessGroup) -> bool:
+    """Whether `group` was not destroyed, alone or with the default group."""
+    return group in distributed_c10d._world.pg_map
+
+
 def default_store() -> Store:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()

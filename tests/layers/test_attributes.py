@@ -1,0 +1,100 @@
+"""Megatron's attributes stay on parameters, whatever torch does to a module."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.layers.worlds import posing
+from tpkernels.layers.attributes import (
+    Attributes,
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from tpkernels.layers.parallel_module import ParallelModule
+
+SPLIT = Attributes(True, 1, 2)
+MARKED = Attributes(sequence_parallel=True)
+
+
+class Two(ParallelModule):
+    """Parameters enough to lose attributes of."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(None)
+        self.add_parameter("weight", (2, 3), SPLIT, device=device, dtype=None)
+        self.add_parameter("scale", (3,), MARKED, device=device, dtype=None)
+        self.register_parameter("bias", None)
+
+
+def says(module: nn.Module) -> bool:
+    return Attributes.of(module.weight) == SPLIT and Attributes.of(module.scale) == MARKED
+
+
+def test_a_parameter_says_how_it_is_split():
+    with posing(1, 2):
+        weight = Two().weight
+    assert weight.tensor_model_parallel is True
+    assert (weight.partition_dim, weight.partition_stride) == (1, 2)
+    assert weight.sequence_parallel is False
+
+
+CHANGES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "to another dtype": lambda module: module.to(torch.float64),
+    "to_empty": lambda module: module.to("meta").to_empty(device="cpu"),
+    "within a container": lambda module: copy.deepcopy(nn.Sequential(module)).half()[0],
+    "load by assignment": lambda module: (
+        module.load_state_dict(
+            {name: torch.ones_like(p) for name, p in module.named_parameters()}, assign=True
+        )
+        and module
+    ),
+    "another parameter": lambda module: setattr(module, "weight", nn.Parameter(torch.ones(2, 3))) or module,
+    "requires_grad": lambda module: module.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("swap", [False, True])
+def test_attributes_survive(change, swap):
+    outside = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        with posing(1, 2):
+            assert says(change(Two()))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(outside)
+
+
+def test_setting_twice_is_setting_once():
+    weight = torch.ones(2, 2)
+    for _ in range(2):
+        set_tensor_model_parallel_attributes(weight, True, 0, 1)
+    assert Attributes.of(weight) == Attributes(True, 0, 1)
+    with pytest.raises(ValueError, match=r"partition_dim: expected 0, which was said .* got 1"):
+        set_tensor_model_parallel_attributes(weight, True, 1, 1)
+
+
+def test_defaults_and_copies():
+    weight, copied = torch.ones(2), torch.ones(2)
+    set_defaults_if_not_set_tensor_model_parallel_attributes(weight)
+    assert weight.tensor_model_parallel is False
+    assert (weight.partition_dim, weight.partition_stride) == (-1, 1)
+    set_tensor_model_parallel_attributes(copied, True, 0, 3)
+    copy_tensor_model_parallel_attributes(weight, copied)
+    set_defaults_if_not_set_tensor_model_parallel_attributes(weight)
+    assert Attributes.of(weight) == Attributes(True, 0, 3)
+
+
+def test_copies_are_counted_once():
+    split, whole = torch.ones(2), torch.ones(2)
+    set_tensor_model_parallel_attributes(split, True, 0, 1)
+    assert [param_is_not_tensor_parallel_duplicate(split, rank) for rank in (0, 1)] == [True, True]
+    assert [param_is_not_tensor_parallel_duplicate(whole, rank) for rank in (0, 1)] == [True, False]

@@ -1,0 +1,121 @@
+"""`layers/init.py`: one seed gives one weight, however many ranks share it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpkernels.layers.init import fill_shard
+from tpkernels.runtime.random import get_rng_tracker
+from tpkernels.topology.shard import pieces_of
+
+SHAPE = (12, 24)
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+    get_rng_tracker().reset()
+
+
+def shards(ranks: int, dim: int, stride: int = 1, dtype=torch.float32, init=nn.init.xavier_normal_):
+    """Each rank's part, all from the same seed."""
+    made = []
+    for rank in range(ranks):
+        torch.manual_seed(5)
+        shape = [size // (ranks if d == dim else 1) for d, size in enumerate(SHAPE)]
+        shard = torch.full(shape, torch.nan, dtype=dtype)
+        fill_shard(
+            shard,
+            init,
+            whole=SHAPE,
+            dim=dim,
+            pieces=pieces_of(rank, size=SHAPE[dim], ranks=ranks, stride=stride),
+        )
+        made.append(shard)
+    return made
+
+
+def whole(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(5)
+    return nn.init.xavier_normal_(torch.empty(SHAPE)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shards_are_parts_of_one_weight(ranks, dim, dtype):
+    assert torch.equal(torch.cat(shards(ranks, dim, dtype=dtype), dim), whole(dtype))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stride_picks_megatrons_pieces(dim):
+    parts = whole().split(SHAPE[dim] // 6, dim)
+    for rank, shard in enumerate(shards(2, dim, stride=3)):
+        assert torch.equal(shard, torch.cat(parts[rank::2], dim))
+
+
+def test_draws_come_from_the_default_stream():
+    tracker = get_rng_tracker()
+    torch.manual_seed(5)
+    tracker.add("model-parallel-rng", 99)
+    shard = torch.empty(SHAPE)
+    with tracker.fork():  # ranks would draw apart from this one
+        before = torch.get_rng_state()
+        fill_shard(shard, nn.init.xavier_normal_, whole=SHAPE, dim=0, pieces=[range(12)])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(shard, whole())
+
+
+def test_as_much_is_drawn_whatever_the_number_of_ranks():
+    after = []
+    for ranks in (1, 2, 4):
+        shards(ranks, 0)
+        after.append(torch.rand(3))
+    assert torch.equal(after[0], after[1])
+    assert torch.equal(after[0], after[2])
+
+
+def test_what_lies_beyond_the_pieces_is_zero():
+    shard = torch.full((7, 24), torch.nan)
+    fill_shard(shard, nn.init.ones_, whole=SHAPE, dim=0, pieces=[range(8, 12)])
+    assert shard[:4].eq(1).all()
+    assert shard[4:].eq(0).all()
+
+
+def test_the_whole_weight_comes_back_in_fp32():
+    shard = torch.empty(6, 24, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    master = fill_shard(shard, nn.init.xavier_normal_, whole=SHAPE, dim=0, pieces=[range(6)])
+    assert master is not None
+    assert torch.equal(master, whole())
+
+
+def test_meta_shard_is_left_alone():
+    shard = torch.empty(SHAPE, device="meta")
+    before = torch.get_rng_state()
+    assert fill_shard(shard, nn.init.normal_, whole=SHAPE, dim=0, pieces=[range(12)]) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_init_method_may_return_another_tensor():
+    for shard in shards(2, 0, init=lambda w: torch.full_like(w, 3)):
+        assert shard.eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("init", "error", "words"),
+    [
+        (lambda w: w.flatten(), ValueError, r"shape \(12, 24\).*, got \(288,\)"),
+        (lambda w: w.t(), ValueError, r"shape \(12, 24\).*, got \(24, 12\)"),
+        (lambda w: w[None], ValueError, r"got \(1, 12, 24\)"),
+        (lambda w: w.resize_(3), ValueError, r"got \(3,\)"),
+        (lambda w: "xavier", TypeError, "got str back"),
+    ],
+)
+def test_init_method_of_another_shape_is_refused(init, error, words):
+    with pytest.raises(error, match=words):
+        shards(2, 0, init=init)

@@ -1,0 +1,216 @@
+"""Column and row layers, one rank at a time: shapes, attributes, options, and mistakes that never get far."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fake_world import each_rank
+from tests.layers.worlds import posing
+from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel, parallel_state
+from tpkernels.comm import transfers
+from tpkernels.layers.attributes import Attributes
+from tpkernels.runtime.state import ParallelStateError, uninstall
+
+
+@pytest.fixture
+def in_two():
+    with posing(1, 2):
+        yield
+
+
+@pytest.fixture
+def nothing_moves(monkeypatch):
+    """Whatever would be sent is a failure."""
+
+    def refuse(*_):
+        raise AssertionError("a transfer was made before the mistake was found")
+
+    monkeypatch.setattr(transfers.Transfers, "exchange", refuse)
+
+
+def test_lesson_pieces_are_the_lessons():
+    """A (1024 -> 512) layer over 16 ranks, in the lesson's orientation, which is A in x @ A."""
+    columns, rows = [], []
+    for _ in each_rank(16):
+        initialize_model_parallel(16)
+        torch.manual_seed(0)
+        columns.append(ColumnParallelLinear(1024, 512).weight.detach().t())
+        torch.manual_seed(0)
+        rows.append(RowParallelLinear(1024, 512).weight.detach().t())
+    assert {tuple(piece.shape) for piece in columns} == {(1024, 32)}
+    assert {tuple(piece.shape) for piece in rows} == {(64, 512)}
+    torch.manual_seed(0)
+    whole = nn.init.xavier_normal_(torch.empty(512, 1024)).t()
+    assert torch.equal(torch.cat(columns, 1), whole)
+    assert torch.equal(torch.cat(rows, 0), whole)
+
+
+def test_parameters_say_how_they_are_split(in_two):
+    column = ColumnParallelLinear(4, 12, stride=3, gather_output=False)
+    assert column.output_size_per_partition == 6
+    for parameter in column.parameters():
+        assert Attributes.of(parameter) == Attributes(True, 0, 3)
+    row = RowParallelLinear(12, 4, stride=2)
+    assert row.input_size_per_partition == 6
+    assert Attributes.of(row.weight) == Attributes(True, 1, 2)
+    assert Attributes.of(row.bias) == Attributes()
+
+
+def test_row_bias_is_partial_only_where_the_caller_adds_it(in_two):
+    options = {"input_is_parallel": True, "sequence_parallel": True}
+    assert not RowParallelLinear(4, 4, **options).bias.sequence_parallel
+    assert RowParallelLinear(4, 4, skip_bias_add=True, **options).bias.sequence_parallel
+    assert not RowParallelLinear(4, 4, skip_bias_add=True).bias.sequence_parallel
+
+
+def test_bias_starts_at_zero_or_is_absent(in_two):
+    for layer in (ColumnParallelLinear(4, 6), RowParallelLinear(4, 6)):
+        assert layer.bias.eq(0).all()
+        assert layer.weight.ne(0).any()
+    assert ColumnParallelLinear(4, 6, bias=False).bias is None
+    assert RowParallelLinear(4, 6, False).bias is None
+
+
+def test_representation_tells_the_shard(in_two):
+    assert repr(ColumnParallelLinear(4, 6)) == (
+        "ColumnParallelLinear(4, 6, bias=True, rank 1 of 2 holds weight (3, 4))"
+    )
+    assert "bias=False, rank 1 of 2 holds weight (6, 2)" in repr(RowParallelLinear(4, 6, bias=False))
+    assert "holds no weight" in repr(ColumnParallelLinear(4, 6, skip_weight_param_allocation=True))
+
+
+def test_master_weight_is_kept_when_asked_for(in_two):
+    layer = RowParallelLinear(4, 6, keep_master_weight_for_test=True, dtype=torch.bfloat16)
+    assert layer.master_weight.dtype == torch.bfloat16
+    assert torch.equal(layer.master_weight[:, 2:], layer.weight)
+    assert RowParallelLinear(4, 6).master_weight is None
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
+def test_built_on_meta_and_materialised_is_as_built_at_once(in_two, layer):
+    torch.manual_seed(3)
+    at_once = nn.Sequential(layer(4, 6), layer(8, 8, stride=2))
+    torch.manual_seed(3)
+    later = nn.Sequential(layer(4, 6, device="meta"), layer(8, 8, stride=2, device="meta"))
+    assert all(parameter.is_meta for parameter in later.parameters())
+    later.to_empty(device="cpu")
+    for module in later:
+        module.reset_parameters()
+    for ours, expected in zip(later.parameters(), at_once.parameters(), strict=True):
+        assert torch.equal(ours, expected)
+        assert Attributes.of(ours) == Attributes.of(expected)
+
+
+def test_copies_and_pickles_compute(in_two):
+    layer = ColumnParallelLinear(4, 6, gather_output=False)
+    x = torch.randn(3, 4)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).double()):
+        assert Attributes.of(copied.weight) == Attributes(True, 0, 1)
+        assert copied.weight is not layer.weight
+        torch.testing.assert_close(copied(x.to(copied.weight.dtype))[0].float(), layer(x)[0])
+
+
+def test_external_weight_takes_the_place_of_its_own(in_two):
+    layer = ColumnParallelLinear(4, 6, skip_weight_param_allocation=True, gather_output=False)
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    weight, x = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    y, _ = layer(x, weight)
+    torch.testing.assert_close(y, x @ weight.t())
+    y.sum().backward()
+    assert weight.grad is not None
+    with pytest.raises(ValueError, match=r"expected a weight in forward, .* and has none"):
+        layer(x)
+
+
+def test_shards_can_be_built_without_any_rank():
+    try:
+        parallel_state.set_tensor_model_parallel_world_size(16)
+        parallel_state.set_tensor_model_parallel_rank(3)
+        layer = ColumnParallelLinear(1024, 512)
+        assert layer.weight.shape == (32, 1024)
+        with pytest.raises(ParallelStateError, match="set on the fly"):
+            layer(torch.randn(2, 1024))
+    finally:
+        uninstall()
+
+
+BAD_LAYERS = {
+    "output_size": (lambda: ColumnParallelLinear(4, 7), r"output_size \(7\) is not divisible by the 2 ranks"),
+    "input_size": (lambda: RowParallelLinear(7, 4), r"input_size \(7\) is not divisible by the 2 ranks"),
+    "stride": (lambda: ColumnParallelLinear(4, 6, stride=2), r"x stride \(2\) = 4; choose a multiple of 4"),
+    "activation": (lambda: ColumnParallelLinear(4, 6, activation="sigmoid"), "expected an activation of"),
+    "gathered": (lambda: ColumnParallelLinear(4, 6, sequence_parallel=True), "expected gather_output=False"),
+    "whole input": (
+        lambda: RowParallelLinear(4, 6, sequence_parallel=True),
+        "expected input_is_parallel=True",
+    ),
+    "1-D init": (lambda: RowParallelLinear(4, 6, init_method=lambda w: w.flatten()), r"shape \(6, 4\)"),
+    "bias after activation": (
+        lambda: ColumnParallelLinear(4, 6, activation="gelu", skip_bias_add=True),
+        "expected no activation with skip_bias_add",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "words"), BAD_LAYERS.values(), ids=BAD_LAYERS)
+def test_layer_that_cannot_be_is_refused(in_two, build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def column(**options):
+    return ColumnParallelLinear(4, 6, **({"gather_output": False} | options))
+
+
+def row(**options):
+    return RowParallelLinear(4, 6, **({"input_is_parallel": True} | options))
+
+
+BAD_INPUTS = {
+    "column width": (lambda: column()(torch.randn(3, 5)), r"expected input \(..., 4\), got \(3, 5\)"),
+    "row width": (lambda: row()(torch.randn(3, 4)), r"expected input \(..., 2\).*=False takes the whole"),
+    "row whole width": (lambda: row(input_is_parallel=False)(torch.randn(3, 2)), r"input \(..., 4\).*=True"),
+    "no dimensions": (lambda: column()(torch.tensor(1.0)), r"got \(\)"),
+    "sequence": (
+        lambda: row(sequence_parallel=True)(torch.randn(3, 2)),
+        "dimension 0 of x divisible by the 2 ranks",
+    ),
+    "only features": (lambda: column(sequence_parallel=True)(torch.randn(4)), "tokens, ..., in_features"),
+    "weight": (lambda: column()(torch.randn(2, 4), torch.randn(6, 4)), r"expected a weight \(3, 4\)"),
+    "main_grad": (
+        lambda: column(gradient_accumulation_fusion=True)(torch.randn(2, 4)),
+        "expected weight.main_grad with",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_input_that_does_not_fit_is_refused_before_anything_moves(in_two, nothing_moves, call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_dtype_that_does_not_fit_is_refused(in_two, nothing_moves):
+    with pytest.raises(TypeError, match="expected one dtype"):
+        column(sequence_parallel=True)(torch.randn(3, 4).half())
+
+
+def test_layer_without_a_state_says_what_to_do():
+    with pytest.raises(ParallelStateError, match=r"call tpkernels\.initialize_model_parallel"):
+        ColumnParallelLinear(4, 6)
+
+
+def test_sequence_parallelism_is_nothing_on_one_rank():
+    with posing(0, 1):
+        column = ColumnParallelLinear(4, 6, sequence_parallel=True)
+        row = RowParallelLinear(6, 4, input_is_parallel=True, sequence_parallel=True, skip_bias_add=True)
+        assert not column.sequence_parallel
+        assert not row.bias.sequence_parallel
+        x = torch.randn(4)  # not even a sequence
+        torch.testing.assert_close(row(column(x)[0])[0], x @ column.weight.t() @ row.weight.t())
+        with pytest.raises(ValueError, match="expected input_is_parallel=True"):
+            RowParallelLinear(4, 6, sequence_parallel=True)

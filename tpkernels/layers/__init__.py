@@ -1,0 +1,1 @@
+"""`nn.Module`s over a tensor-parallel group, as Megatron names them."""

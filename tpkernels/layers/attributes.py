@@ -1,0 +1,65 @@
+"""Megatron's attributes of parameters: whose shard it is, and how its gradient becomes whole.
+
+tensor_model_parallel   ranks hold different parts of one weight; otherwise they hold equal copies
+partition_dim           the dimension that is split; -1: none
+partition_stride        of the split, see `topology/shard.py`
+sequence_parallel       each rank's gradient is of its tokens only: gradients are summed over the ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """By default those of a copy that is whole, with a gradient that is whole."""
+
+    tensor_model_parallel: bool = False
+    partition_dim: int = -1
+    partition_stride: int = 1
+    sequence_parallel: bool = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> Attributes:
+        """What stands on `tensor`; what does not is as by default."""
+        found = vars(tensor)  # a plain tensor has none of them
+        return Attributes(**{name: found[name] for name in asdict(Attributes()) if name in found})
+
+    def put_on(self, tensor: Tensor) -> None:
+        vars(tensor).update(asdict(self))
+
+
+def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Say that `tensor` is split along `dim`. Saying so again changes nothing; something else is an error."""
+    said = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    _check(tensor, said)
+    vars(tensor).update(said)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Say of each attribute that is not there that the tensor is whole."""
+    Attributes.of(tensor).put_on(tensor)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Say of one tensor what was said of the other: of its copy in fp32, for instance."""
+    names = asdict(Attributes())
+    vars(destination_tensor).update({k: v for k, v in vars(source_tensor).items() if k in names})
+
+
+def param_is_not_tensor_parallel_duplicate(param: Tensor, tensor_rank: int) -> bool:
+    """Whether this rank is the one that counts `param`: a shard everywhere, a copy on the first rank."""
+    return Attributes.of(param).tensor_model_parallel or tensor_rank == 0
+
+
+def _check(tensor: Tensor, said: dict[str, Any]) -> None:
+    for name, value in said.items():
+        if vars(tensor).get(name, value) != value:
+            raise ValueError(
+                f"{name}: expected {vars(tensor)[name]!r}, which was said of this tensor before, "
+                f"got {value!r}"
+            )

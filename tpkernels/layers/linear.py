@@ -1,0 +1,299 @@
+"""Linear layers whose weight is split over ranks, with Megatron's names, arguments and answers.
+
+R ranks; each holds of the weight (N, K), out_features by in_features:
+
+    ColumnParallelLinear    (N / R, K)   computes its features for all tokens
+    RowParallelLinear       (N, K / R)   sums its part of every product with the other ranks'
+
+`forward` returns (output, output_bias). The latter is None, unless skip_bias_add leaves it to the caller to
+add the bias.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.init import InitMethod, fill_shard
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import State
+from tpkernels.ops.activations import Activation, require_activation
+from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.mappings import gather_from_region, scatter_to_region
+from tpkernels.topology.shard import pieces_of, shard_size
+
+
+class _ParallelLinear(ParallelModule):
+    """The weight of a linear layer, split along one dimension, and its bias."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        dim: int,
+        stride: int,
+        init_method: InitMethod,
+        keep_master_weight_for_test: bool,
+        skip_bias_add: bool,
+        sequence_parallel: bool,
+        gradient_accumulation_fusion: bool,
+        overlap: bool,
+        state: State,
+    ) -> None:
+        super().__init__(state)
+        self.input_size = input_size
+        self.output_size = output_size
+        self.stride = stride
+        self.init_method = init_method
+        self.keep_master_weight_for_test = keep_master_weight_for_test
+        self.skip_bias_add = skip_bias_add
+        self.sequence_parallel = sequence_parallel and self.world.size > 1
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.overlap = overlap
+        self.master_weight: Tensor | None = None
+        self._dim = dim
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, the same for every number of ranks, and zero the bias.
+
+        Called at construction; after `to_empty`, where the layer was built on the meta device.
+        """
+        if self.weight is not None:
+            whole = (self.output_size, self.input_size)
+            pieces = pieces_of(
+                self.world.rank, size=whole[self._dim], ranks=self.world.size, stride=self.stride
+            )
+            master = fill_shard(self.weight, self.init_method, whole=whole, dim=self._dim, pieces=pieces)
+            if self.keep_master_weight_for_test and master is not None:
+                self.master_weight = master.to(self.weight.dtype)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
+        return (
+            f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
+        )
+
+    def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The weight, its own unless another is given, as an op takes it; and where its gradient goes."""
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ValueError(
+                f"{type(self).__name__}: expected a weight in forward, for the layer was built with "
+                "skip_weight_param_allocation=True and has none"
+            )
+        fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+        return accumulating(weight, type(self).__name__) if fused else (weight, None)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Y = act(X Aᵀ + b), of which each rank computes its columns: A is split along its out_features.
+
+    gather_output: all ranks get the whole Y; otherwise each gets its columns
+    init_method: fills the whole (output_size, input_size) weight; the bias starts at zero
+    stride: of the split, where several weights are stacked in one: see `topology/shard.py`
+    keep_master_weight_for_test: keep the whole initial weight as `master_weight`
+    skip_bias_add: return the bias instead of adding it
+    skip_weight_param_allocation: have no weight; it is passed to `forward`
+    activation: applied to Y in the same kernel: gelu, gelu_tanh, silu, relu or relu2
+    sequence_parallel: X is this rank's tokens, of dimension 0, and is gathered; no effect on one rank
+    gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
+    overlap: move pieces while others are computed
+    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        skip_weight_param_allocation: bool = False,
+        activation: Activation | None = None,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        overlap: bool = True,
+        state: State = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            dim=0,
+            stride=stride,
+            init_method=init_method,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            overlap=overlap,
+            state=state,
+        )
+        require_activation("ColumnParallelLinear", activation or "none")
+        if gather_output and self.sequence_parallel:
+            raise ValueError(
+                "ColumnParallelLinear: expected gather_output=False with sequence_parallel, after which all "
+                "tokens go on with this rank's features; pass gather_output=False"
+            )
+        if skip_bias_add and bias and activation not in (None, "none"):
+            raise ValueError(
+                f"ColumnParallelLinear: expected no activation with skip_bias_add, got {activation!r}: it "
+                "would be applied before the bias; apply it after adding the bias"
+            )
+        self.gather_output = gather_output
+        self.activation = activation
+        self.output_size_per_partition = shard_size(output_size, self.world.size, "output_size", stride)
+        split = Attributes(tensor_model_parallel=True, partition_dim=0, partition_stride=stride)
+        if skip_weight_param_allocation:
+            self.register_parameter("weight", None)
+        else:
+            shape = self.output_size_per_partition, input_size
+            self.add_parameter("weight", shape, split, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", (self.output_size_per_partition,), split, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(output, output_bias)
+
+        input_: (tokens, ..., input_size), or this rank's tokens of dimension 0 if sequence_parallel
+        weight: (output_size_per_partition, input_size), to be used in place of the layer's own
+        output: (tokens, ..., output_size_per_partition), or output_size if gather_output
+        """
+        group = self.world.group
+        self.require_features(input_, self.input_size, "every rank needs all of them")
+        if weight is not None:
+            self._require_shard(weight)
+        weight, main_grad = self.weight_and_main_grad(weight)
+        output = ops.column_linear(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            group,
+            activation=self.activation,
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.overlap,
+            main_grad=main_grad,
+        )
+        if self.gather_output:
+            output = gather_from_region(output, group)
+        return output, self.bias if self.skip_bias_add else None
+
+    def _require_shard(self, weight: Tensor) -> None:
+        expected = self.output_size_per_partition, self.input_size
+        if tuple(weight.shape) != expected:
+            raise ValueError(
+                f"ColumnParallelLinear: expected a weight {expected} in forward, this rank's part of it, got "
+                f"{tuple(weight.shape)}"
+            )
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Y = X Aᵀ + b, to which each rank adds what its columns of X give: A is split along its in_features.
+
+    input_is_parallel: X is this rank's features already; otherwise it is whole, and is cut here
+    init_method: fills the whole (output_size, input_size) weight; the bias starts at zero
+    stride: of the split: see `topology/shard.py`
+    keep_master_weight_for_test: keep the whole initial weight as `master_weight`
+    skip_bias_add: return the bias instead of adding it
+    sequence_parallel: Y is this rank's tokens, of dimension 0; no effect on one rank
+    gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
+    overlap: move pieces while others are computed
+    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+
+    The bias is the same on all ranks, and is added once, after the sum. Its gradient is whole on each rank,
+    under sequence parallelism too. Only a bias that the caller adds to its own tokens (skip_bias_add with
+    sequence_parallel) gets a partial one: that bias is marked `sequence_parallel`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        overlap: bool = True,
+        state: State = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            dim=1,
+            stride=stride,
+            init_method=init_method,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            overlap=overlap,
+            state=state,
+        )
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, for what comes "
+                "in has all tokens and this rank's features; pass input_is_parallel=True"
+            )
+        self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = shard_size(input_size, self.world.size, "input_size", stride)
+        split = Attributes(tensor_model_parallel=True, partition_dim=1, partition_stride=stride)
+        shape = output_size, self.input_size_per_partition
+        self.add_parameter("weight", shape, split, device=device, dtype=dtype)
+        if bias:
+            copied = Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add)
+            self.add_parameter("bias", (output_size,), copied, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, output_bias)
+
+        input_: (tokens, ..., input_size_per_partition), or input_size unless input_is_parallel
+        output: (tokens, ..., output_size), or this rank's tokens of dimension 0 if sequence_parallel
+        """
+        group = self.world.group
+        if self.input_is_parallel:
+            self.require_features(
+                input_, self.input_size_per_partition, "input_is_parallel=False takes the whole input"
+            )
+        else:
+            self.require_features(
+                input_, self.input_size, "input_is_parallel=True takes this rank's features"
+            )
+        weight, main_grad = self.weight_and_main_grad()
+        if not self.input_is_parallel:
+            input_ = scatter_to_region(input_, group)
+        output = ops.row_linear(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            group,
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.overlap,
+            main_grad=main_grad,
+        )
+        return output, self.bias if self.skip_bias_add else None

@@ -1,0 +1,79 @@
+"""What layers have in common: parameters that say how they are split, and a place among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.world import State, tensor_world
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+
+class MarkedModule(nn.Module):
+    """A module whose parameters carry Megatron's attributes.
+
+    torch makes new parameters when a module is copied, unpickled, materialised or converted, or loads a state
+    dict by assignment, and leaves attributes behind; here they are put back each time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attributes: dict[str, Attributes] = {}
+        self.register_load_state_dict_post_hook(_mark_again)  # type: ignore[no-untyped-call]
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        attributes: Attributes,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """A parameter that is to be filled by `reset_parameters`."""
+        self._attributes[name] = attributes
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _mark(self) -> None:
+        for name, attributes in self._attributes.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                attributes.put_on(parameter)
+
+
+class ParallelModule(MarkedModule):
+    """A module that knows its place among the ranks of a tensor-parallel group."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.world = tensor_world(state)
+
+    def require_features(self, x: Tensor, features: int, advice: str) -> None:
+        if x.ndim < 1 or x.shape[-1] != features:
+            raise ValueError(
+                f"{type(self).__name__}: expected input (..., {features}), got {tuple(x.shape)}; {advice}"
+            )
+
+
+def _mark_again(module: nn.Module, _: object) -> None:
+    assert isinstance(module, MarkedModule)
+    module._mark()

@@ -1,0 +1,142 @@
+"""Where a layer stands among the ranks that share its weights: found once, when the layer is built."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpkernels.runtime import c10d
+from tpkernels.runtime.state import ParallelState, ParallelStateError, current, current_or_none, on_the_fly
+
+# None: the current parallel state. A mesh needs one dimension, or one that is called "tp".
+State = ParallelState | ProcessGroup | DeviceMesh | None
+
+TENSOR_DIM = "tp"
+
+
+class TensorWorld:
+    """Rank and size within a tensor-parallel group, and the group itself.
+
+    The group is held weakly: one that is destroyed but still held keeps its threads, which may outlive the
+    interpreter. Copies of a layer share its group; a pickled layer looks for the current state when it is
+    loaded.
+    """
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = None if group is None else ref(group)
+        self._process = os.getpid()
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group, if it may be used now."""
+        group = None if self._group is None else self._group()
+        if torch.compiler.is_compiling() and group is not None:
+            return group  # traced once: what follows would be judged while tracing, not when it runs
+        if self._group is None:
+            raise ParallelStateError(
+                f"this layer was built as rank {self.rank} of {self.size}, which was set on the fly: it "
+                "holds weights, but has no process group to compute with; initialize_model_parallel(...) "
+                "with that size before building it"
+            )
+        if group is None or not c10d.is_alive(group):
+            raise ParallelStateError(
+                "the tensor-parallel group of this layer was destroyed; build the layer again after "
+                "initialize_model_parallel(...)"
+            )
+        if self._process != os.getpid():
+            raise ParallelStateError(
+                f"the tensor-parallel group of this layer belongs to process {self._process}: a forked child "
+                "cannot use it; start processes by spawn, and build the layer in each"
+            )
+        return group
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+    def __copy__(self) -> TensorWorld:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorWorld:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[int, int]]:
+        return _found_again, (self.rank, self.size)
+
+
+def tensor_world(state: State = None) -> TensorWorld:
+    """The tensor-parallel world of `state`.
+
+    state: a parallel state, the process group itself, or a device mesh; None for the current parallel state,
+        with rank and size that were set on the fly
+    """
+    given: object = state  # callers need not be type-checked
+    if given is None:
+        return _ambient()
+    if isinstance(given, ParallelState):
+        return TensorWorld(given.rank_in("tp"), given.size("tp"), given.process_group("tp"))
+    if isinstance(given, DeviceMesh):
+        return _of_group(_group_of_mesh(given))
+    if isinstance(given, ProcessGroup):
+        return _of_group(given)
+    got = "the group of other ranks" if given is dist.GroupMember.NON_GROUP_MEMBER else repr(given)
+    raise TypeError(
+        "state: expected a ParallelState, a process group that this rank is in, a DeviceMesh, or None for "
+        f"the current parallel state, got {got}"
+    )
+
+
+def _ambient() -> TensorWorld:
+    changed = on_the_fly()
+    if changed.tensor_size is None and changed.tensor_rank is None:
+        return tensor_world(current())
+    state = current_or_none()
+    if state is None and changed.tensor_size is None:
+        current()  # which says that there is none
+    size = changed.tensor_size or current().size("tp")
+    rank = changed.tensor_rank
+    if rank is None:
+        rank = 0 if state is None else state.rank_in("tp")
+    if not 0 <= rank < size:
+        raise ParallelStateError(
+            f"tensor rank {rank} of {size}, as set on the fly, does not exist; set both, with "
+            "set_tensor_model_parallel_world_size and set_tensor_model_parallel_rank"
+        )
+    fits = state is not None and (rank, size) == (state.rank_in("tp"), state.size("tp"))
+    return TensorWorld(rank, size, state.process_group("tp") if state is not None and fits else None)
+
+
+def _of_group(group: ProcessGroup) -> TensorWorld:
+    if not c10d.is_alive(group):
+        raise ParallelStateError("state: expected a process group that is alive, got one that was destroyed")
+    return TensorWorld(group.rank(), group.size(), group)
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1 and TENSOR_DIM not in names:
+        raise ValueError(
+            f"state: expected a DeviceMesh of one dimension, or with one called {TENSOR_DIM!r}, got {mesh}; "
+            f"pass the dimension that is tensor-parallel, as in mesh['{names[-1] if names else 'model'}']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"state: rank {dist.get_rank()} is not in {mesh}")
+    return mesh.get_group(TENSOR_DIM if TENSOR_DIM in names else 0)
+
+
+def _found_again(rank: int, size: int) -> TensorWorld:
+    """The current world, for a layer that was pickled in one like it."""
+    world = tensor_world()
+    if (world.rank, world.size) != (rank, size):
+        raise ParallelStateError(
+            f"this layer was saved as tensor rank {rank} of {size}, and is loaded as rank {world.rank} of "
+            f"{world.size}; load a state_dict of this rank's weights instead"
+        )
+    return world

@@ -1,0 +1,9 @@
+"""Activations by name, for whoever builds on ops and does not see kernels."""
+
+from __future__ import annotations
+
+from tpkernels.kernels.activations import ACTIVATIONS as ACTIVATIONS
+from tpkernels.kernels.activations import GATE_OF as GATE_OF
+from tpkernels.kernels.activations import Activation as Activation
+from tpkernels.kernels.activations import Glu as Glu
+from tpkernels.kernels.activations import require_activation as require_activation
