@@ -118,7 +118,20 @@ def behaviour() -> dict[str, bool]:
     split = VocabParallelEmbedding(VOCAB, FEATURES, sequence_parallel=True, state=layer.world.group)
     with torch.no_grad():
         split.weight.copy_(layer.weight)
+    target = batch(0)[1]
+
+    def model(ids: Tensor, target: Tensor) -> Tensor:
+        hidden = split(ids)
+        logits = ops.column_linear(hidden, split.weight, None, split.world.group, sequence_parallel=True)
+        losses = vocab_parallel_cross_entropy(logits, target, 0.1, vocab_size=VOCAB)
+        return losses.sum() + linear_cross_entropy(
+            hidden, split.weight, target, vocab_size=VOCAB, sequence_parallel=True
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     return {
+        "compiled": torch.allclose(compiled(ids, target), model(ids, target)),
         "dtype": y.dtype == torch.bfloat16 == layer.weight.grad.dtype,
         "padding row": not inside
         or not (layer.weight[VOCAB - 1 - start].any() or layer.weight.grad[VOCAB - 1 - start].any()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tpkernels import ops
 from tpkernels.layers.world import State, tensor_world
@@ -31,7 +33,7 @@ def vocab_parallel_cross_entropy(
     return ops.vocab_cross_entropy(
         vocab_parallel_logits,
         target,
-        tensor_world(group).group,
+        _group_of(group),
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
         vocab_size=vocab_size,
@@ -66,7 +68,7 @@ def linear_cross_entropy(
         hidden,
         weight_shard,
         target,
-        tensor_world(group).group,
+        _group_of(group),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction=reduction,
@@ -74,3 +76,9 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
     )
+
+
+@torch.compiler.assume_constant_result
+def _group_of(state: State) -> ProcessGroup:
+    """Under torch.compile that of the moment of tracing."""
+    return tensor_world(state).group
