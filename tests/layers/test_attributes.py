@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fake_world import each_rank
 from tests.layers.worlds import posing
+from tpkernels import initialize_model_parallel
 from tpkernels.layers.attributes import (
     Attributes,
     copy_tensor_model_parallel_attributes,
@@ -96,5 +98,7 @@ def test_defaults_and_copies():
 def test_copies_are_counted_once():
     split, whole = torch.ones(2), torch.ones(2)
     set_tensor_model_parallel_attributes(split, True, 0, 1)
-    assert [param_is_not_tensor_parallel_duplicate(split, rank) for rank in (0, 1)] == [True, True]
-    assert [param_is_not_tensor_parallel_duplicate(whole, rank) for rank in (0, 1)] == [True, False]
+    for rank in each_rank(2):
+        initialize_model_parallel(2)
+        assert param_is_not_tensor_parallel_duplicate(split)
+        assert param_is_not_tensor_parallel_duplicate(whole) == (rank == 0)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tpkernels.layers.world import State, tensor_world
+
 
 @dataclass(frozen=True)
 class Attributes:
@@ -51,9 +53,9 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     vars(destination_tensor).update({k: v for k, v in vars(source_tensor).items() if k in names})
 
 
-def param_is_not_tensor_parallel_duplicate(param: Tensor, tensor_rank: int) -> bool:
-    """Whether this rank is the one that counts `param`: a shard everywhere, a copy on the first rank."""
-    return Attributes.of(param).tensor_model_parallel or tensor_rank == 0
+def param_is_not_tensor_parallel_duplicate(param: Tensor, state: State = None) -> bool:
+    """Whether this rank counts `param`: a shard is counted everywhere, a copy on the first tensor rank."""
+    return Attributes.of(param).tensor_model_parallel or tensor_world(state).rank == 0
 
 
 def _check(tensor: Tensor, said: dict[str, Any]) -> None:
