@@ -47,6 +47,27 @@ def test_compiled_gives_the_same_numbers(ranks2, sequence_parallel):
         assert same == [True] * 3
 
 
+def test_compiled_head_takes_frozen_operands(ranks2):
+    assert ranks2.run(behaviour.compiled_with_frozen_operands, timeout=180) == [[True] * 6] * 2
+
+
+def test_meta_tensors_give_shapes(ranks1):
+    ((*results, dw, dh),) = ranks1.run(behaviour.on_meta)
+    assert results == [(5, behaviour.FEATURES), (5,), (), (5,)]
+    assert (dw, dh) == ((behaviour.VOCAB, behaviour.FEATURES), (5, behaviour.FEATURES))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "torch",
+        pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="no interpreter")),
+    ],
+)
+def test_layouts_are_any(ranks1, backend):
+    assert all(ranks1.run(behaviour.awkward_layouts, backend))
+
+
 def test_registered_operators_pass_opcheck(ranks1):
     ranks1.run(behaviour.pass_opcheck, timeout=180)
 
@@ -92,6 +113,8 @@ MISTAKES = {
     "smoothing": "expected label_smoothing from 0 to less than 1, got 1.0",
     "smoothing one id": "expected no label_smoothing with one id",
     "vocabulary": "expected a vocab_size from 1 to 16, what 2 ranks of 8 hold, got 17",
+    "leaf": "expected no leaf with overwrite_logits",
+    "expanded": "expected logits with memory of their own for each element",
     "no group": "expected a process group",
     "ragged tokens": "divisible by the 2 ranks",
     "padding_idx": "expected a padding_idx from -16 to 15, got 16",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.vocab_cases import our_part
+from tests.ops.vocab_cases import computed_by, our_part
 from tpkernels.comm import small, transfers
 from tpkernels.ops import linear_cross_entropy, parallel, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.registered_head import registered_reduced_loss, registered_token_losses
@@ -72,6 +72,69 @@ def compiled_equals_eager(sequence_parallel: bool) -> list[bool]:
         ]
         same.append(all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(*results, strict=True)))
     return same
+
+
+def compiled_with_frozen_operands() -> list[bool]:
+    """Whether each combination of required gradients gives what eager gives, and no more."""
+    _, weight, _, target = operands()
+    hidden = torch.randn(*target.shape, FEATURES)
+    same = []
+    for reduction in ("mean", "none"):
+
+        def loss(hidden: Tensor, weight: Tensor, reduction: str = reduction) -> Tensor:
+            group = dist.group.WORLD
+            return linear_cross_entropy(hidden, weight, target, group, reduction=reduction).sum()
+
+        for needs in ((True, False), (False, True), (False, False)):
+            torch._dynamo.reset()
+            grads = []
+            for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+                leaves = [t.clone().requires_grad_(n) for t, n in zip((hidden, weight), needs, strict=True)]
+                y = function(*leaves)
+                grads.append([y.detach()])
+                if any(needs):
+                    y.backward()
+                    grads[-1] += [leaf.grad for leaf in leaves if leaf.grad is not None]
+            same.append(len(grads[0]) == 1 + sum(needs) and equal(*grads))
+    return same
+
+
+def on_meta() -> list[tuple[int, ...]]:
+    """Shapes of results and gradients without data."""
+    w, h = (torch.empty(n, FEATURES, device="meta", requires_grad=True) for n in (VOCAB, 5))
+    ids, group = torch.empty(5, dtype=torch.int64, device="meta"), dist.group.WORLD
+    results = [
+        vocab_embedding(ids, w, group),
+        vocab_cross_entropy(F.linear(h, w), ids, group, label_smoothing=0.1),
+        linear_cross_entropy(h, w, ids, group),
+        linear_cross_entropy(h, w, ids, group, reduction="none"),
+    ]
+    sum(result.sum() for result in results).backward()
+    return [tuple(t.shape) for t in (*results, w.grad, h.grad)]
+
+
+def awkward_layouts(backend: str) -> bool:
+    with computed_by(backend):
+        return _awkward_layouts()
+
+
+def _awkward_layouts() -> bool:
+    """Strided and expanded ids, transposed tables and logits, int32: the numbers of tidy ones."""
+    group, ids = dist.group.WORLD, torch.randint(8, (6, 4))
+    table, logits = torch.randn(8, FEATURES), torch.randn(6, 4, 8)
+    same = []
+    for view in (ids.t(), ids[::2, 1::2], ids[:, :1].expand(6, 4), ids[:, 1], ids.int()):
+        rows = logits.transpose(0, 1) if view.shape == (4, 6) else logits[tuple(map(slice, view.shape))]
+        rows = rows[:, 0] if view.ndim == 1 else rows
+        for awkward, tidy in (
+            (vocab_embedding(view, table.t().contiguous().t(), group), table[view.long()]),
+            (
+                vocab_cross_entropy(rows, view, group),
+                F.cross_entropy(rows.reshape(-1, 8), view.long().reshape(-1), reduction="none"),
+            ),
+        ):
+            same.append(torch.allclose(awkward.reshape(tidy.shape), tidy, rtol=1e-6, atol=1e-6))
+    return all(same)
 
 
 def checkpointed_equals_plain(reentrant: bool) -> bool:
@@ -279,6 +342,8 @@ def bad_call(name: str) -> str:
         "smoothing": lambda: vocab_cross_entropy(x, ids, group, label_smoothing=1.0),
         "smoothing one id": lambda: vocab_cross_entropy(x, 0 * ids, group, label_smoothing=0.1, vocab_size=1),
         "vocabulary": lambda: vocab_cross_entropy(x, ids, group, vocab_size=whole + 1),
+        "leaf": lambda: vocab_cross_entropy(x.requires_grad_(), ids, group, overwrite_logits=True),
+        "expanded": lambda: vocab_cross_entropy(x[:1].expand(6, 8), ids, group, overwrite_logits=True),
         "no group": lambda: vocab_cross_entropy(x, ids, None),  # type: ignore[arg-type]
         "ragged tokens": lambda: vocab_embedding(ids[:5], w, group, sequence_parallel=True),
         "padding_idx": lambda: vocab_embedding(ids, w, group, padding_idx=whole),

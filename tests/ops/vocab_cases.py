@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +79,17 @@ def excess(ours: Tensor | None, truth: Tensor, own: Tensor, dtype: torch.dtype) 
     return error / max(BOUND[dtype], 2 * theirs)
 
 
-def prepare(setting: Setting, seed: int) -> torch.Generator:
-    steps.backend = setting.backend
+@contextmanager
+def computed_by(backend: str) -> Iterator[None]:
+    """Ranks live longer than a case."""
+    usual, steps.backend = steps.backend, backend
+    try:
+        yield
+    finally:
+        steps.backend = usual
+
+
+def prepare(seed: int) -> torch.Generator:
     pieces.LEAST_BYTES = 64
     return torch.Generator().manual_seed(seed)
 
@@ -95,7 +105,7 @@ Results = dict[str, float]
 
 def loss(setting: Setting, seed: int) -> Results:
     """vocab_cross_entropy and the gradient of its logits."""
-    generator = prepare(setting, seed)
+    generator = prepare(seed)
     whole = torch.randn(*setting.leading, setting.vocab, generator=generator, dtype=torch.float64)
     whole = (setting.scale * whole).to(setting.dtype)
     target = targets(setting, generator)
@@ -129,7 +139,7 @@ def loss(setting: Setting, seed: int) -> Results:
 
 def embedding(setting: Setting, seed: int) -> Results:
     """vocab_embedding, to the bit, and the gradient of its table."""
-    generator = prepare(setting, seed)
+    generator = prepare(seed)
     whole = torch.randn(setting.vocab, FEATURES, generator=generator, dtype=torch.float64).to(setting.dtype)
     ids = torch.randint(setting.vocab, setting.leading, generator=generator)
     dy = torch.randn(*setting.leading, FEATURES, generator=generator, dtype=torch.float64).to(setting.dtype)
@@ -158,7 +168,7 @@ def embedding(setting: Setting, seed: int) -> Results:
 
 def head(setting: Setting, seed: int) -> Results:
     """linear_cross_entropy and its gradients."""
-    generator = prepare(setting, seed)
+    generator = prepare(seed)
     hidden = torch.randn(*setting.leading, FEATURES, generator=generator, dtype=torch.float64)
     hidden = hidden.to(setting.dtype)
     whole = torch.randn(setting.vocab, FEATURES, generator=generator, dtype=torch.float64).to(setting.dtype)
@@ -205,4 +215,8 @@ CASES: dict[str, Callable[[Setting, int], Results]] = {"loss": loss, "embedding"
 
 def run_all(name: str, settings: list[Setting]) -> list[Results]:
     """Many settings in one call: a call of a pool costs more than a tiny loss does."""
-    return [CASES[name](setting, seed) for seed, setting in enumerate(settings)]
+    results = []
+    for seed, setting in enumerate(settings):
+        with computed_by(setting.backend):
+            results.append(CASES[name](setting, seed))
+    return results

@@ -8,7 +8,7 @@ import torch
 
 from tpkernels.kernels.catalog_rows import ARCHITECTURES
 from tpkernels.kernels.entry import BF16, FP32, TRITON_NAME, Entry
-from tpkernels.kernels.tiles import EMBEDDING, LOGITS
+from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, LOGITS
 
 
 def vocabulary_entries() -> Iterator[Entry]:
@@ -45,7 +45,7 @@ def _embedding_bwd() -> Entry:
     arguments = {"dy_ptr": "*bf16", "tokens_ptr": "*i64", "starts_ptr": "*i64", "dweight_ptr": "*bf16"}
     arguments |= dict.fromkeys(("H", "stride_dt"), "i32")
     return Entry(
-        name=f"embedding_bwd/pointer/bf16/{EMBEDDING.block_rows}x{EMBEDDING.block_cols}",
+        name=f"embedding_bwd/pointer/bf16/{EMBEDDING_GRAD.block_rows}x{EMBEDDING_GRAD.block_cols}",
         module="embedding_backward",
         function="_embedding_bwd_kernel",
         form="pointer",
@@ -53,10 +53,10 @@ def _embedding_bwd() -> Entry:
         aligned=frozenset(arguments),
         constants={
             "stride_dh": 1,
-            "BLOCK_ROWS": EMBEDDING.block_rows,
-            "BLOCK_COLS": EMBEDDING.block_cols,
+            "BLOCK_ROWS": EMBEDDING_GRAD.block_rows,
+            "BLOCK_COLS": EMBEDDING_GRAD.block_cols,
         },
-        num_warps=EMBEDDING.num_warps,
+        num_warps=EMBEDDING_GRAD.num_warps,
         num_stages=1,
         architectures=ARCHITECTURES,
     )

@@ -22,7 +22,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.operands import DTYPES, require_ids, require_matrices
 from tpkernels.kernels.target import launching_on, target_of
-from tpkernels.kernels.tiles import EMBEDDING, INTERPRETED_EMBEDDING, EmbeddingTile
+from tpkernels.kernels.tiles import EMBEDDING_GRAD, INTERPRETED_EMBEDDING, EmbeddingTile
 
 mend()
 
@@ -78,7 +78,7 @@ def embedding_bwd(
     if dtype not in (None, *DTYPES):
         raise TypeError(f"embedding_bwd: expected bfloat16, float16 or float32 as dtype, got {dtype}")
     target = target_of(dy.device)
-    tile = tile or (INTERPRETED_EMBEDDING if target.backend == "interpreter" else EMBEDDING)
+    tile = tile or (INTERPRETED_EMBEDDING if target.backend == "interpreter" else EMBEDDING_GRAD)
     H = dy.shape[1]
     dweight = launch.empty((rows, H), dtype or dy.dtype, dy.device)
     if dweight.numel():

@@ -135,6 +135,7 @@ class EmbeddingTile:
 
 
 EMBEDDING = EmbeddingTile(block_rows=4, block_cols=512, num_warps=4)
+EMBEDDING_GRAD = EmbeddingTile(block_rows=8, block_cols=1024, num_warps=8)  # many tokens may share a row
 INTERPRETED_EMBEDDING = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4)
 
 

@@ -72,8 +72,8 @@ def vocab_cross_entropy(
     label_smoothing: what is taken from the target for the other ids
     ignore_index: a target whose loss is zero
     vocab_size: of the whole vocabulary, if columns past it are padding
-    overwrite_logits: let backward put the gradient where the logits are, which are lost then; under
-        torch.compile, which plans memory itself, they are not
+    overwrite_logits: let backward put the gradient where the logits are, which are lost then (under
+        torch.compile, which plans memory itself, they are not)
     returns: (...), in fp32 or wider
     """
     op = "vocab_cross_entropy"
@@ -92,6 +92,8 @@ def vocab_cross_entropy(
     shard = vocab_shard(op, group, width, vocab_size)
     call = loss_call(op, shard, label_smoothing, ignore_index, overwrite_logits)
     require_ids(op, "target", target, logits_shard)
+    if overwrite_logits:
+        _require_disposable(op, logits_shard)
     logits, flat_target = tokens_of(logits_shard), target.reshape(-1)
     loss: Tensor
     if torch.compiler.is_compiling():
@@ -99,6 +101,20 @@ def vocab_cross_entropy(
     else:
         loss = _VocabCrossEntropy.apply(call, logits, flat_target)  # type: ignore[no-untyped-call]
     return loss.view(target.shape)
+
+
+def _require_disposable(op: str, logits: Tensor) -> None:
+    """Nobody's parameter, and no element twice."""
+    if logits.is_leaf and logits.requires_grad:
+        raise ValueError(
+            f"{op}: expected no leaf with overwrite_logits: its gradient would lie in its own memory; pass "
+            "what a layer computed, or leave overwrite_logits out"
+        )
+    if torch._debug_has_internal_overlap(logits) == 1:
+        raise ValueError(
+            f"{op}: expected logits with memory of their own for each element with overwrite_logits, got "
+            f"strides {logits.stride()} for shape {tuple(logits.shape)}; clone the expanded tensor"
+        )
 
 
 def loss_call(

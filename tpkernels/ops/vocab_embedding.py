@@ -86,11 +86,12 @@ def vocab_embedding(
         require_divisible(op, ids, group)
         leading[0] //= group.size()
     call = EmbeddingCall(shard, sequence_parallel, padding_idx)
+    flat_ids = ids.reshape(-1).contiguous()
     y: Tensor
     if torch.compiler.is_compiling():
-        y = registered_vocab_embedding(ids.reshape(-1), weight_shard, *call.as_options())
+        y = registered_vocab_embedding(flat_ids, weight_shard, *call.as_options())
     else:
-        y = _VocabEmbedding.apply(call, ids.reshape(-1), weight_shard)  # type: ignore[no-untyped-call]
+        y = _VocabEmbedding.apply(call, flat_ids, weight_shard)  # type: ignore[no-untyped-call]
     return y.view(*leading, features)
 
 
