@@ -8,6 +8,11 @@ import torch
 from tests.ops import vocab_behaviour as behaviour
 from tests.ranks import RankFailure, RankPool
 
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="ranks compute on the CPU, where kernels run in the interpreter only"
+)
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_all_ranks_have_the_same_loss_by_megatrons_formula(ranks4, smoothing):
@@ -57,13 +62,7 @@ def test_meta_tensors_give_shapes(ranks1):
     assert (dw, dh) == ((behaviour.VOCAB, behaviour.FEATURES), (5, behaviour.FEATURES))
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="no interpreter")),
-    ],
-)
+@BACKENDS
 def test_layouts_are_any(ranks1, backend):
     assert all(ranks1.run(behaviour.awkward_layouts, backend))
 
@@ -76,8 +75,9 @@ def test_autocast_casts_products_and_no_loss(ranks1):
     assert ranks1.run(behaviour.autocast_dtypes) == [[torch.float32] * 4]
 
 
-def test_logits_are_overwritten_if_that_is_allowed_and_autograd_knows(ranks2):
-    for there, same, message in ranks2.run(behaviour.overwriting):
+@BACKENDS
+def test_logits_are_overwritten_if_that_is_allowed_and_autograd_knows(ranks2, backend):
+    for there, same, message in ranks2.run(behaviour.overwriting, backend):
         assert there
         assert same
         assert "modified by an inplace operation" in message

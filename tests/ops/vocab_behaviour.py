@@ -230,8 +230,13 @@ def frozen_and_forward_only() -> bool:
     )
 
 
-def overwriting() -> tuple[bool, bool, str]:
+def overwriting(backend: str) -> tuple[bool, bool, str]:
     """Whether the gradient lies where the logits were and is right; what a second backward says."""
+    with computed_by(backend):
+        return _overwriting()
+
+
+def _overwriting() -> tuple[bool, bool, str]:
     logits, target = torch.randn(5, 8), torch.randint(8, (5,))
     dlogits = []
     for overwrite in (False, True):

@@ -170,14 +170,15 @@ def cross_entropy_grad_ref(
 ) -> Tensor:
     """dlogits of `cross_entropy_grad`, in the dtype of logits."""
     x = _at_least_fp32(logits[:, :columns])
-    dlogits = torch.zeros_like(logits)
-    if x.shape[1]:
-        column, ours = _column_of(target, x.shape[1], first_id)
-        excess = (x - maximum[:, None]).exp_().div_(total[:, None]).sub_(off_target)
-        excess.scatter_add_(1, column[:, None], -on_target * ours.to(x.dtype)[:, None])
-        excess.mul_(dloss[:, None]).masked_fill_((target < 0)[:, None], 0)
-        dlogits[:, :columns] = excess
-    return dlogits
+    if not x.shape[1]:
+        return torch.zeros_like(logits)
+    column, ours = _column_of(target, x.shape[1], first_id)
+    excess = (x - maximum[:, None]).exp_().mul_((dloss / total)[:, None])
+    if off_target:
+        excess.sub_(off_target * dloss[:, None])
+    excess.scatter_add_(1, column[:, None], (-on_target * dloss * ours)[:, None])
+    excess.masked_fill_((target < 0)[:, None], 0)
+    return functional.pad(excess.to(logits.dtype), (0, logits.shape[1] - x.shape[1]))
 
 
 def _column_of(target: Tensor, columns: int, first_id: int) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def linear_cross_entropy(
     )
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _group_of(state: State) -> ProcessGroup:
     """Under torch.compile that of the moment of tracing."""
     return tensor_world(state).group
