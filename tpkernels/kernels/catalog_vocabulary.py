@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tpkernels.kernels.catalog_rows import ARCHITECTURES
+from tpkernels.kernels.ahead_of_time import ARCHITECTURES
 from tpkernels.kernels.entry import BF16, FP32, TRITON_NAME, Entry
 from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, LOGITS
 
