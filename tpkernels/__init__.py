@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
     from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
+    from tpkernels.layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from tpkernels.layers.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tpkernels.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
     from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
@@ -72,6 +75,9 @@ _HOME = {
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
     "clip_grad_norm_": "tpkernels.layers.clip",
+    "linear_cross_entropy": "tpkernels.layers.cross_entropy",
+    "vocab_parallel_cross_entropy": "tpkernels.layers.cross_entropy",
+    "VocabParallelEmbedding": "tpkernels.layers.embedding",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
     "ParallelMLP": "tpkernels.layers.mlp",
