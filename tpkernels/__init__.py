@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.layers.attention import ParallelAttention as ParallelAttention
+    from tpkernels.layers.checkpoint import checkpoint as checkpoint
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
     from tpkernels.layers.regions import (
@@ -65,6 +67,8 @@ _HOME = {
     "bucketed_broadcast_": "tpkernels.comm.bucketed",
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
+    "ParallelAttention": "tpkernels.layers.attention",
+    "checkpoint": "tpkernels.layers.checkpoint",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
     "copy_to_tensor_model_parallel_region": "tpkernels.layers.regions",
