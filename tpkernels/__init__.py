@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
+    from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
+    from tpkernels.layers.norm import LayerNorm as LayerNorm
+    from tpkernels.layers.norm import RMSNorm as RMSNorm
     from tpkernels.layers.regions import (
         copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
     )
@@ -71,6 +74,9 @@ _HOME = {
     "checkpoint": "tpkernels.layers.checkpoint",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
+    "ParallelMLP": "tpkernels.layers.mlp",
+    "LayerNorm": "tpkernels.layers.norm",
+    "RMSNorm": "tpkernels.layers.norm",
     "copy_to_tensor_model_parallel_region": "tpkernels.layers.regions",
     "gather_from_sequence_parallel_region": "tpkernels.layers.regions",
     "gather_from_tensor_model_parallel_region": "tpkernels.layers.regions",

@@ -81,13 +81,14 @@ class _ParallelLinear(ParallelModule):
             f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
         )
 
-    def _require_features(self, x: Tensor, features: int, advice: str) -> None:
-        if x.ndim < 1 or x.shape[-1] != features:
+    def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The weight, its own unless another is given, as an op takes it; and where its gradient goes."""
+        weight = self.weight if weight is None else weight
+        if weight is None:
             raise ValueError(
-                f"{type(self).__name__}: expected input (..., {features}), got {tuple(x.shape)}; {advice}"
+                f"{type(self).__name__}: expected a weight in forward, for the layer was built with "
+                "skip_weight_param_allocation=True and has none"
             )
-
-    def _weight_and_main_grad(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
         return accumulating(weight, type(self).__name__) if fused else (weight, None)
 
@@ -175,8 +176,10 @@ class ColumnParallelLinear(_ParallelLinear):
         output: (tokens, ..., output_size_per_partition), or output_size if gather_output
         """
         group = self.world.group
-        self._require_features(input_, self.input_size, "every rank needs all of them")
-        weight, main_grad = self._weight_and_main_grad(self._weight_or(weight))
+        self.require_features(input_, self.input_size, "every rank needs all of them")
+        if weight is not None:
+            self._require_shard(weight)
+        weight, main_grad = self.weight_and_main_grad(weight)
         output = ops.column_linear(
             input_,
             weight,
@@ -191,21 +194,13 @@ class ColumnParallelLinear(_ParallelLinear):
             output = gather_from_region(output, group)
         return output, self.bias if self.skip_bias_add else None
 
-    def _weight_or(self, given: Tensor | None) -> Tensor:
-        if given is None:
-            if self.weight is None:
-                raise ValueError(
-                    "ColumnParallelLinear: expected a weight in forward, for the layer was built with "
-                    "skip_weight_param_allocation=True and has none"
-                )
-            return self.weight
+    def _require_shard(self, weight: Tensor) -> None:
         expected = self.output_size_per_partition, self.input_size
-        if tuple(given.shape) != expected:
+        if tuple(weight.shape) != expected:
             raise ValueError(
                 f"ColumnParallelLinear: expected a weight {expected} in forward, this rank's part of it, got "
-                f"{tuple(given.shape)}"
+                f"{tuple(weight.shape)}"
             )
-        return given
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -281,16 +276,15 @@ class RowParallelLinear(_ParallelLinear):
         output: (tokens, ..., output_size), or this rank's tokens of dimension 0 if sequence_parallel
         """
         group = self.world.group
-        assert self.weight is not None
         if self.input_is_parallel:
-            self._require_features(
+            self.require_features(
                 input_, self.input_size_per_partition, "input_is_parallel=False takes the whole input"
             )
         else:
-            self._require_features(
+            self.require_features(
                 input_, self.input_size, "input_is_parallel=True takes this rank's features"
             )
-        weight, main_grad = self._weight_and_main_grad(self.weight)
+        weight, main_grad = self.weight_and_main_grad()
         if not self.input_is_parallel:
             input_ = scatter_to_region(input_, group)
         output = ops.row_linear(

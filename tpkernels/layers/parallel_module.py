@@ -1,4 +1,4 @@
-"""What layers have in common: a place among ranks, and parameters that say how they are split."""
+"""What layers have in common: parameters that say how they are split, and a place among ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 
-class ParallelModule(nn.Module):
-    """A module that knows its ranks, and whose parameters carry Megatron's attributes.
+class MarkedModule(nn.Module):
+    """A module whose parameters carry Megatron's attributes.
 
     torch makes new parameters when a module is copied, unpickled, materialised or converted, or loads a state
     dict by assignment, and leaves attributes behind; here they are put back each time.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.world = tensor_world(state)
         self._attributes: dict[str, Attributes] = {}
         self.register_load_state_dict_post_hook(_mark_again)  # type: ignore[no-untyped-call]
 
@@ -61,6 +60,20 @@ class ParallelModule(nn.Module):
                 attributes.put_on(parameter)
 
 
+class ParallelModule(MarkedModule):
+    """A module that knows its place among the ranks of a tensor-parallel group."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.world = tensor_world(state)
+
+    def require_features(self, x: Tensor, features: int, advice: str) -> None:
+        if x.ndim < 1 or x.shape[-1] != features:
+            raise ValueError(
+                f"{type(self).__name__}: expected input (..., {features}), got {tuple(x.shape)}; {advice}"
+            )
+
+
 def _mark_again(module: nn.Module, _: object) -> None:
-    assert isinstance(module, ParallelModule)
+    assert isinstance(module, MarkedModule)
     module._mark()

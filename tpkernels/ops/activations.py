@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpkernels.kernels.activations import ACTIVATIONS as ACTIVATIONS
 from tpkernels.kernels.activations import GATE_OF as GATE_OF
 from tpkernels.kernels.activations import Activation as Activation
 from tpkernels.kernels.activations import Glu as Glu

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.kernels.activations import Activation, Glu
-from tpkernels.tuning.steps import steps_on
+from tpkernels.tuning.steps import Norm, steps_on
 
 
 def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -103,3 +103,38 @@ def bias_grad(dy: Tensor) -> Tensor:
 @bias_grad.register_fake
 def _(dy: Tensor) -> Tensor:
     return dy.new_empty(dy.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("tpkernels::norm", mutates_args=())
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, rstd = steps_on(x.device).norm(x, weight, bias, cast("Norm", kind), eps)
+    return y.contiguous(), or_empty(mean, rstd), rstd  # torch's y is laid out like x
+
+
+@norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = x.new_empty(x.shape[0], dtype=_wide(x))
+    return x.new_empty(x.shape), rstd.new_empty(0) if kind == "rms_norm" else torch.empty_like(rstd), rstd
+
+
+@torch.library.custom_op("tpkernels::norm_grad", mutates_args=())
+def norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dw, db = steps_on(x.device).norm_grad(dy, x, weight, mean, rstd, cast("Norm", kind))
+    return dx.contiguous(), dw, or_empty(db, dw)
+
+
+@norm_grad.register_fake
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dw = weight.new_empty(x.shape[1], dtype=_wide(x))
+    return x.new_empty(x.shape), dw, dw.new_empty(0) if kind == "rms_norm" else torch.empty_like(dw)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Of sums over x."""
+    return torch.promote_types(x.dtype, torch.float32)

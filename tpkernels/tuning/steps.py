@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from tpkernels.kernels.activations import Activation, Glu
 from tpkernels.tuning import log
 
 BACKENDS = ("auto", "torch", "triton")
+Norm = Literal["rms_norm", "layer_norm"]
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
 backend = os.environ.get("TPKERNELS_BACKEND", "auto")
@@ -66,6 +67,16 @@ class Steps(Protocol):
 
     def bias_grad(self, dy: Tensor) -> Tensor:
         """The sum over tokens, in fp32."""
+
+    def norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """y = (x - mean) * rstd * weight + bias -> (y, mean, rstd); RMSNorm has no mean and no bias."""
+
+    def norm_grad(
+        self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: Norm
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of x, and in fp32 of weight and bias -> (dx, dw, db)."""
 
 
 @cache

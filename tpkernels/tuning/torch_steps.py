@@ -6,7 +6,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_ref
-from tpkernels.kernels.reference import bias_grad_ref, dglu_ref, glu_ref
+from tpkernels.kernels.reference import (
+    bias_grad_ref,
+    dglu_ref,
+    glu_ref,
+    layer_norm_bwd_ref,
+    layer_norm_ref,
+    rms_norm_bwd_ref,
+    rms_norm_ref,
+)
+from tpkernels.tuning.steps import Norm
 
 
 def linear(
@@ -51,3 +60,22 @@ def wgrad_accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def bias_grad(dy: Tensor) -> Tensor:
     return bias_grad_ref(dy)
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    if kind == "rms_norm":
+        y, _, rstd = rms_norm_ref(x, weight, eps)
+        return y, None, rstd
+    y, _, mean, rstd = layer_norm_ref(x, weight, bias, eps)
+    return y, mean, rstd
+
+
+def norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: Norm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if kind == "rms_norm":
+        return *rms_norm_bwd_ref(dy, x, weight, rstd), None
+    assert mean is not None
+    return layer_norm_bwd_ref(dy, x, weight, mean, rstd)

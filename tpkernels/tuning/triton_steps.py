@@ -12,10 +12,13 @@ from tpkernels.kernels import dglu as _dglu
 from tpkernels.kernels import dgrad as _dgrad
 from tpkernels.kernels import glu as _glu
 from tpkernels.kernels import linear as _linear
+from tpkernels.kernels import norm as _norm
+from tpkernels.kernels import norm_backward as _norm_backward
 from tpkernels.kernels import wgrad as _wgrad
 from tpkernels.kernels.activations import Activation, Glu
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.tuning.steps import Norm
 
 
 def linear(
@@ -93,3 +96,22 @@ def wgrad_accumulate_(
 
 def bias_grad(dy: Tensor) -> Tensor:
     return _bias_grad.bias_grad(dy)
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    if kind == "rms_norm":
+        y, _, mean, rstd = _norm.rms_norm_fwd(x, weight, eps=eps)
+    else:
+        y, _, mean, rstd = _norm.layer_norm_fwd(x, weight, bias, eps=eps)
+    return y, mean, rstd
+
+
+def norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: Norm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if kind == "rms_norm":
+        return _norm_backward.rms_norm_bwd(dy, x, weight, rstd)
+    assert mean is not None
+    return _norm_backward.layer_norm_bwd(dy, x, weight, mean, rstd)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from tpkernels.kernels.activations import Activation, Glu
+from tpkernels.kernels.operands import DTYPES
+from tpkernels.kernels.tiles import MAX_FEATURES
 from tpkernels.tuning import torch_steps
 from tpkernels.tuning.cache import Cache, cache_folder
 from tpkernels.tuning.chooser import Chooser
 from tpkernels.tuning.gpus import gpu_of
 from tpkernels.tuning.log import show_choices_if_asked
 from tpkernels.tuning.shipped import shipped_choices
+from tpkernels.tuning.steps import Norm, Steps
 from tpkernels.tuning.timing import CudaTimer
 from tpkernels.tuning.versions import versions_for
 
@@ -61,6 +65,25 @@ class TunedSteps:
 
     def bias_grad(self, dy: Tensor) -> Tensor:
         return torch_steps.bias_grad(dy)  # bound by memory either way: there is nothing to choose
+
+    def norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        return _norms_of(x).norm(x, weight, bias, kind, eps)
+
+    def norm_grad(
+        self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, kind: Norm
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return _norms_of(x).norm_grad(dy, x, weight, mean, rstd, kind)
+
+
+def _norms_of(x: Tensor) -> Steps:
+    """Our kernels, which read a row once, if they take rows like these; not timed against others yet."""
+    if find_spec("triton") is None or x.dtype not in DTYPES or not 0 < x.shape[1] <= MAX_FEATURES:
+        return torch_steps
+    from tpkernels.tuning import triton_steps
+
+    return triton_steps
 
 
 @cache

@@ -1,0 +1,119 @@
+"""The MLP of a transformer block: up, an activation or a gated unit, down again; one operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.init import InitMethod
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import State
+from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
+
+
+class ParallelMLP(ParallelModule):
+    """act(X Uᵀ + b) Dᵀ + c, or the gated f(X Gᵀ) * (X Uᵀ) in place of the activation.
+
+    activation: gelu_tanh, gelu, silu, relu or relu2; gated: swiglu, geglu or geglu_tanh
+    bias: of both products; a gated unit has none, only what follows it
+    init_method: fills the whole up-projection and gate; output_layer_init_method: the whole down-projection,
+        by default the same
+    skip_bias_add: return the last bias instead of adding it
+    sequence_parallel: X and the output are this rank's tokens, of dimension 0; no effect on one rank
+    gradient_accumulation_fusion: add the weights' gradients to their `main_grad`
+    overlap: move pieces while others are computed
+    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+
+    Gate and up are two weights, `gate.weight` and `up.weight`, so that one that is saved whole can be split
+    for another number of ranks. The three layers hold parameters only: their `forward` is not called, and
+    hooks on them do not run.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: Activation | Glu = "gelu_tanh",
+        bias: bool = True,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        output_layer_init_method: InitMethod | None = None,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        overlap: bool = True,
+        state: State = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(state)
+        if activation not in (*ACTIVATIONS, *GATE_OF):
+            raise ValueError(
+                f"ParallelMLP: expected an activation of {', '.join((*ACTIVATIONS, *GATE_OF))}; "
+                f"got {activation!r}"
+            )
+        self.activation = activation
+        self.skip_bias_add = skip_bias_add
+        self.sequence_parallel = sequence_parallel and self.world.size > 1
+        self.overlap = overlap
+        gated = activation in GATE_OF
+
+        def up() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                hidden_size,
+                ffn_hidden_size,
+                bias=bias and not gated,
+                gather_output=False,
+                init_method=init_method,
+                sequence_parallel=sequence_parallel,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                state=state,
+                device=device,
+                dtype=dtype,
+            )
+
+        self.up = up()
+        self.gate = up() if gated else None
+        self.down = RowParallelLinear(
+            ffn_hidden_size,
+            hidden_size,
+            bias=bias,
+            input_is_parallel=True,
+            init_method=output_layer_init_method or init_method,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            state=state,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, output_bias), as of `RowParallelLinear`
+
+        input_: (tokens, ..., hidden_size), or this rank's tokens of dimension 0 if sequence_parallel
+        output: like the input
+        """
+        group = self.world.group
+        self.require_features(input_, self.up.input_size, "every rank needs all of them")
+        layers = [self.up, self.down] if self.gate is None else [self.up, self.gate, self.down]
+        weights, main_grads = zip(*(layer.weight_and_main_grad() for layer in layers), strict=True)
+        output = ops.parallel_mlp(
+            input_,
+            weights[0],
+            self.up.bias,
+            weights[-1],
+            None if self.skip_bias_add else self.down.bias,
+            group,
+            activation=self.activation,
+            w_gate_shard=None if self.gate is None else weights[1],
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.overlap,
+            main_grads=None if all(main_grad is None for main_grad in main_grads) else main_grads,
+        )
+        return output, self.down.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, sequence_parallel={self.sequence_parallel}"

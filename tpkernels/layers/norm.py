@@ -1,0 +1,98 @@
+"""Norms whose parameters are the same on every rank.
+
+Under sequence parallelism a rank normalises its own tokens only, and its gradients are of those: parameters
+that say so, by their attribute `sequence_parallel`, have gradients summed by `finalize_gradients`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.parallel_module import MarkedModule
+from tpkernels.topology.sizes import positive
+
+
+class RMSNorm(MarkedModule):
+    """x / rms(x) * weight, over the last dimension.
+
+    sequence_parallel: x is this rank's tokens
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = positive(hidden_size, "hidden_size")
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel
+        marked = Attributes(sequence_parallel=sequence_parallel)
+        self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., hidden_size)"""
+        return ops.rms_norm(x, self.weight, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+class LayerNorm(MarkedModule):
+    """x, centred and scaled to unit variance, times weight plus bias, over the last dimension.
+
+    sequence_parallel: x is this rank's tokens
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = positive(hidden_size, "hidden_size")
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel
+        marked = Attributes(sequence_parallel=sequence_parallel)
+        self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", (hidden_size,), marked, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., hidden_size)"""
+        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
