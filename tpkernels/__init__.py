@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
     from tpkernels.layers.attention import ParallelAttention as ParallelAttention
+    from tpkernels.layers.block import TransformerBlock as TransformerBlock
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
@@ -71,6 +72,7 @@ _HOME = {
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
     "ParallelAttention": "tpkernels.layers.attention",
+    "TransformerBlock": "tpkernels.layers.block",
     "checkpoint": "tpkernels.layers.checkpoint",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",

@@ -91,7 +91,9 @@ class TransformerBlock(nn.Module):
             recompute=recompute == "selective",
             **shared,
         )
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation=activation, **shared)
+        self.mlp = ParallelMLP(
+            hidden_size, ffn_hidden_size or 4 * hidden_size, activation=activation, **shared
+        )
         is_split = sequence_parallel and self.mlp.world.size > 1
         normed = partial(
             _NORMS[norm], hidden_size, norm_eps, sequence_parallel=is_split, device=device, dtype=dtype
@@ -104,7 +106,8 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """hidden, attention_mask, rotary: as of `ParallelAttention`; the result is like hidden"""
         if self.recompute == "full" and self.training:
-            return checkpoint(self._compute, hidden, attention_mask, rotary)
+            recomputed: Tensor = checkpoint(self._compute, hidden, attention_mask, rotary)
+            return recomputed
         return self._compute(hidden, attention_mask, rotary)
 
     def _compute(self, hidden: Tensor, mask: Tensor | None, rotary: Rotation | None) -> Tensor:

@@ -64,8 +64,8 @@ class ParallelQKV(nn.Module):
 def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
     """The outputs of column layers that are alike but for their weights, from one gather of the input."""
     first = layers[0]
-    first._require_features(input_, first.input_size, "every rank needs all of them")
-    pairs = [layer._weight_and_main_grad(layer._weight_or(None)) for layer in layers]
+    first.require_features(input_, first.input_size, "every rank needs all of them")
+    pairs = [layer.weight_and_main_grad() for layer in layers]
     return ops.column_linear(
         input_,
         [weight for weight, _ in pairs],
