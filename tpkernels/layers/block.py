@@ -114,4 +114,5 @@ class TransformerBlock(nn.Module):
         attended, _ = self.attention(self.attention_norm(hidden), mask, rotary=rotary)
         hidden = hidden + self.dropout(attended)
         mixed, _ = self.mlp(self.mlp_norm(hidden))
-        return hidden + self.dropout(mixed)
+        hidden = hidden + self.dropout(mixed)
+        return hidden
