@@ -114,5 +114,5 @@ class TransformerBlock(nn.Module):
         attended, _ = self.attention(self.attention_norm(hidden), mask, rotary=rotary)
         hidden = hidden + self.dropout(attended)
         mixed, _ = self.mlp(self.mlp_norm(hidden))
-        hidden = hidden + self.dropout(mixed)
-        return hidden
+        result: Tensor = hidden + self.dropout(mixed)
+        return result
