@@ -1,13 +1,14 @@
 """A decoder-only transformer over a tensor-parallel group, in the shapes of GPT-2 and of Llama.
 
-Ids come as (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension, and
-under sequence parallelism each rank has its part of them between the products.
+Ids come as (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension,
+and under sequence parallelism each rank has its part of them between the products.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,16 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute, TransformerBlock
 from tpkernels.layers.dropout import ParallelDropout
 from tpkernels.layers.embedding import VocabParallelEmbedding
+from tpkernels.layers.init import fill_shard
 from tpkernels.layers.norm import LayerNorm, RMSNorm
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.mappings import gather_from_sequence_region
 
-INITIAL_SPREAD = 0.02  # standard deviation of weights; of those that add to the residual 1 / sqrt(2 layers) of it
+INITIAL_SPREAD = (
+    0.02  # standard deviation of weights; of those that add to the residual 1 / sqrt(2 layers) of it
+)
 
 
 class PositionEmbedding(ParallelModule):
@@ -48,12 +52,16 @@ class PositionEmbedding(ParallelModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=INITIAL_SPREAD)
+        drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
+        whole = self.weight.shape[0], self.weight.shape[1]
+        fill_shard(self.weight, drawn, whole=whole, dim=0, pieces=[range(whole[0])])
 
     def forward(self, tokens: int) -> Tensor:
         """(tokens, 1, hidden_size), of all tokens or of this rank's part of them"""
         if tokens > self.weight.shape[0]:
-            raise ValueError(f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}")
+            raise ValueError(
+                f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"
+            )
         first, count = 0, tokens
         if self.sequence_parallel:
             count = tokens // self.world.size
@@ -83,7 +91,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        where = {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
         table = partial(
             VocabParallelEmbedding,
@@ -139,7 +147,9 @@ class GPT(nn.Module):
         self.norm = norm(
             config.hidden_size, config.norm_eps, sequence_parallel=self.sequence_parallel, **where
         )
-        self.head = None if config.tied else table()  # a table too: padded, split and drawn like the embedding
+        self.head = (
+            None if config.tied else table()
+        )  # a table too: padded, split and drawn like the embedding
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
         """The mean loss of the targets, or without them all logits, (batch, tokens, vocab_size).
@@ -172,8 +182,8 @@ class GPT(nn.Module):
         tokens = ids.shape[1]
         if self.sequence_parallel and tokens % self.world.size:
             raise ValueError(
-                f"ids: expected a number of tokens that the {self.world.size} tensor-parallel ranks divide, got "
-                f"{tokens}; pad to a multiple of {self.world.size}"
+                f"ids: expected a number of tokens that the {self.world.size} tensor-parallel ranks divide, "
+                f"got {tokens}; pad to a multiple of {self.world.size}"
             )
         hidden = self.embedding(ids.t().contiguous())
         rotary = None
@@ -218,7 +228,9 @@ class GPT(nn.Module):
             raise ValueError("ids: expected at least one token to go on from")
         ranks = self.world.size
         for _ in range(count):
-            padding = -ids.shape[1] % ranks if self.sequence_parallel else 0  # after the tokens: not seen by them
+            padding = (
+                -ids.shape[1] % ranks if self.sequence_parallel else 0
+            )  # after the tokens: not seen by them
             hidden = self.hidden(nn.functional.pad(ids, (0, padding)))
             if self.sequence_parallel:
                 hidden = gather_from_sequence_region(hidden, self.world.group)
