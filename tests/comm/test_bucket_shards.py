@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checks import error_of
-from tests.comm.golden import chain, loss_of, on_both_engines, own_batch
+from tests.comm.golden import chain, expected_gradients, loss_of, on_both_engines, own_batch
 from tests.comm.test_bucket_options import wrap
 
 on_two_and_four = pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
