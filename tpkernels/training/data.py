@@ -58,13 +58,13 @@ class Batches:
             raise ValueError(
                 f"tokens: expected 1 to {len(file) - 1}, for {file.path} has {len(file)} ids, got {tokens}"
             )
-        self._file, self._tokens, self._seed = file, tokens, seed
+        self.file, self._tokens, self._seed = file, tokens, seed
         self._batch, self._own = batch, slice(rank * batch // ranks, (rank + 1) * batch // ranks)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Ids and the ids that come after them, (own part of the batch, tokens) each."""
         # one generator a step: nothing has to be drawn again to reach it
         generator = torch.Generator().manual_seed((self._seed * 0x9E3779B1 + step) % 2**63)
-        starts = torch.randint(len(self._file) - self._tokens, (self._batch,), generator=generator)
-        excerpts = self._file.slices(starts[self._own], self._tokens + 1)
+        starts = torch.randint(len(self.file) - self._tokens, (self._batch,), generator=generator)
+        excerpts = self.file.slices(starts[self._own], self._tokens + 1)
         return excerpts[:, :-1].contiguous(), excerpts[:, 1:].contiguous()

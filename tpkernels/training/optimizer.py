@@ -59,7 +59,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float, max_norm: float) -> float:
-        """Update the parameters by all ranks' gradients, whose norm is cut at `max_norm`; returns it uncut."""
+        """Update parameters by all ranks' gradients, whose norm is cut at `max_norm`; returns it uncut."""
         self.buckets.finish()
         gradients = self.buckets.gradient_shards()
         norm = self._norm(gradients)
