@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.layers.attention import ParallelAttention as ParallelAttention
     from tpkernels.layers.block import TransformerBlock as TransformerBlock
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
+    from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
     from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
@@ -48,6 +49,8 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.layers.regions import (
         scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
     )
+    from tpkernels.layers.replicas import check_replicas as check_replicas
+    from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -74,6 +77,7 @@ _HOME = {
     "ParallelAttention": "tpkernels.layers.attention",
     "TransformerBlock": "tpkernels.layers.block",
     "checkpoint": "tpkernels.layers.checkpoint",
+    "clip_grad_norm_": "tpkernels.layers.clip",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
     "ParallelMLP": "tpkernels.layers.mlp",
@@ -86,6 +90,8 @@ _HOME = {
     "reduce_scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
     "scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
     "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "check_replicas": "tpkernels.layers.replicas",
+    "finalize_gradients": "tpkernels.layers.replicas",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",

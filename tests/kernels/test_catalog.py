@@ -34,6 +34,8 @@ def test_catalog_holds_every_kernel_and_form():
     }
     assert held >= {(k, form) for k in (*KERNELS, "gather_linear") for form in ("descriptor", "pointer")}
     assert held >= {(kernel, "pointer") for kernel in ("norm_fwd", "norm_bwd", "sum_rows", "reduce_slots")}
+    vocabulary = ("embedding_fwd", "embedding_bwd", "softmax_statistics", "cross_entropy_grad")
+    assert held >= {(kernel, "pointer") for kernel in vocabulary}
 
 
 @pytest.mark.parametrize("entry", {(e.module, e.form): e for e in ENTRIES}.values(), ids=lambda e: e.name)

@@ -5,8 +5,12 @@ import torch
 
 from tests.kernels.checks import TILE
 from tpkernels.kernels.bias_grad import bias_grad
+from tpkernels.kernels.cross_entropy import softmax_statistics
+from tpkernels.kernels.cross_entropy_backward import cross_entropy_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
+from tpkernels.kernels.embedding import embedding_fwd
+from tpkernels.kernels.embedding_backward import embedding_bwd
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_fwd
@@ -15,6 +19,7 @@ from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, RowTile
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 T, K, N = 6, 8, 16
+LONG = torch.int64
 
 
 @pytest.fixture
@@ -61,6 +66,36 @@ BAD_SHAPES = {
         lambda o: rms_norm_fwd(o(1, MAX_FEATURES + 1), o(MAX_FEATURES + 1)),
         r"features, got 16385: use torch's own",
     ),
+    "embedding ids": (
+        lambda o: embedding_fwd(o(2, T, dtype=LONG), o(N, K)),
+        r"ids \(tokens,\) of int64 or int32.*got \(2, 6\)",
+    ),
+    "embedding ids of others": (
+        lambda o: embedding_bwd(o(T, K), o(T + 1, dtype=LONG), rows=N),
+        r"ids \(6,\).*got \(7,\)",
+    ),
+    "embedding strided ids": (
+        lambda o: embedding_fwd(o(2 * T, dtype=LONG)[::2], o(N, K)),
+        r"contiguous; got strides \(2,\)",
+    ),
+    "logits 3-D": (lambda o: softmax_statistics(o(2, T, N), o(T, dtype=LONG)), r"logits of 2 dimensions"),
+    "targets": (lambda o: softmax_statistics(o(T, N), o(N, dtype=LONG)), r"target \(6,\).*got \(16,\)"),
+    "columns": (
+        lambda o: softmax_statistics(o(T, N), o(T, dtype=LONG), columns=N + 1),
+        r"expected 0 to 16 columns of logits \(6, 16\), got 17",
+    ),
+    "dloss": (
+        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(N)),
+        r"dloss of \(6,\).*got \(16,\)",
+    ),
+    "into": (
+        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(T), into=o(T, K)),
+        r"expected into \(6, 16\) in torch.float32 like the logits, got \(6, 8\)",
+    ),
+    "into shared": (
+        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T), o(T), o(T), into=o(1, N).expand(T, N)),
+        r"memory of its own for each element",
+    ),
 }
 
 
@@ -84,6 +119,16 @@ BAD_TYPES = {
     "integers": (lambda o: bias_grad(o(T, N, dtype=torch.int32)), "got torch.int32"),
     "wgrad dtype": (lambda o: wgrad(o(T, N), o(T, K), dtype=torch.float64), "got torch.float64"),
     "norm parameter": (lambda o: rms_norm_fwd(o(T, K), o(K, dtype=HALF)), "weight of .*got torch.bfloat16"),
+    "ids": (lambda o: embedding_fwd(o(T), o(N, K)), "ids .*int64 or int32.*got torch.float32"),
+    "no ids": (lambda o: embedding_fwd([1], o(N, K)), "got list"),
+    "gradient of table": (
+        lambda o: embedding_bwd(o(T, K), o(T, dtype=LONG), rows=N, dtype=torch.float64),
+        "got torch.float64",
+    ),
+    "statistic": (
+        lambda o: cross_entropy_grad(o(T, N), o(T, dtype=LONG), o(T, dtype=HALF), o(T), o(T)),
+        "maximum of .*got torch.bfloat16",
+    ),
     "sparse": (lambda o: linear_fwd(o(T, K).to_sparse(), o(N, K)), "call .to_dense"),
     "not a tensor": (lambda o: linear_fwd([[1.0]], o(N, K)), "expected a Tensor as x, got list"),
 }

@@ -16,8 +16,12 @@ from torch import Tensor
 from tpkernels.kernels import reference
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, Activation, Glu
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
+from tpkernels.kernels.cross_entropy import softmax_statistics
+from tpkernels.kernels.cross_entropy_backward import cross_entropy_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
+from tpkernels.kernels.embedding import embedding_fwd
+from tpkernels.kernels.embedding_backward import embedding_bwd
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -50,6 +54,8 @@ def cases() -> Iterator[Case]:
     for dtype in (BF16, FP32):
         yield Case(f"bias_grad/{NAME[dtype]}", partial(_bias_grad, bias_grad, dtype))
         yield Case(f"reduce_slots/{NAME[dtype]}", partial(_reduce_slots, dtype))
+        yield Case(f"embedding_fwd/embedding_bwd/{NAME[dtype]}", partial(_embedding, dtype))
+        yield Case(f"softmax_statistics/cross_entropy_grad/{NAME[dtype]}", partial(_cross_entropy, dtype))
         for residual in (False, True):
             way = f"{NAME[dtype]}{'/residual' * residual}"
             yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}", partial(_rms_norm, dtype, residual))
@@ -209,4 +215,40 @@ def _layer_norm(dtype: torch.dtype, with_residual: bool) -> Results:
         "dx": (grads.dx, exact[0]),
         "dweight": (grads.dweight, exact[1]),
         "dbias": (grads.dbias, exact[2]),
+    }
+
+
+def _embedding(dtype: torch.dtype) -> Results:
+    """One of three ranks, with ids of the others before and after its own."""
+    weight, dy = random(26, 45, dtype), random(71, 45, dtype)
+    ids = torch.randint(3 * 26, (71,))
+    return {
+        "y": (embedding_fwd(ids, weight, first_id=26), reference.embedding_ref(ids, weight.double(), 26)),
+        "dweight": (
+            embedding_bwd(dy, ids, rows=26, first_id=26),
+            reference.embedding_bwd_ref(dy.double(), ids, 26, 26),
+        ),
+    }
+
+
+def _cross_entropy(dtype: torch.dtype) -> Results:
+    """One of three ranks, with some padding and ignored rows."""
+    logits, dloss = random(40, 83, dtype), torch.randn(40)
+    logits[:, 76:] = float("nan")
+    target = torch.randint(-20, 3 * 83, (40,))
+    ours = softmax_statistics(logits, target, columns=76, first_id=83)
+    exact = reference.softmax_statistics_ref(logits.double(), target, 76, 83)
+    exact[0].clamp_(min=torch.finfo(FP32).min)
+    grad = cross_entropy_grad(
+        logits, target, ours[0], ours[1] + 1, dloss, columns=76, first_id=83, on_target=0.9, off_target=0.001
+    )
+    exact_grad = reference.cross_entropy_grad_ref(
+        logits.double(), target, exact[0], exact[1] + 1, dloss.double(), 76, 83, 0.9, 0.001
+    )
+    return {
+        "maximum": (ours[0], exact[0]),
+        "total": (ours[1], exact[1]),
+        "picked": (ours[2], exact[2]),
+        "summed": (ours[3], exact[3]),
+        "dlogits": (grad, exact_grad),
     }

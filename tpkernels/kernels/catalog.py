@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tpkernels.kernels.catalog_matmul import matmul_entries
 from tpkernels.kernels.catalog_rows import row_entries
+from tpkernels.kernels.catalog_vocabulary import vocabulary_entries
 from tpkernels.kernels.entry import Entry, ast_source
 
 __all__ = ["Entry", "ast_source", "catalog"]
@@ -16,4 +17,4 @@ __all__ = ["Entry", "ast_source", "catalog"]
 
 def catalog() -> tuple[Entry, ...]:
     """All entries, in a fixed order; names are unique."""
-    return (*matmul_entries(), *row_entries())
+    return (*matmul_entries(), *row_entries(), *vocabulary_entries())

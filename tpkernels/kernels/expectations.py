@@ -12,7 +12,7 @@ from tpkernels.kernels.entry import Entry
 
 MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dglu", "wgrad")
 # integers that are multiples of nothing, and no part of a matrix's address
-COUNTS = {"first_tile", "chunk_rows", "spin_limit", "R", "splits"}
+COUNTS = {"first_tile", "chunk_rows", "spin_limit", "R", "splits", "columns", "first_id"}
 
 
 def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:

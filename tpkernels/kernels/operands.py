@@ -150,6 +150,31 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
         )
 
 
+def require_ids(launcher: str, name: str, ids: Tensor, like: Tensor, length: int | None = None) -> None:
+    """A contiguous vector of int64 or int32, on the device of `like`; with as many elements as `length`."""
+    wanted = f"{name} ({'tokens' if length is None else length},) of int64 or int32, on {like.device}"
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{launcher}: expected {wanted}; got {type(ids).__name__}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{launcher}: expected {wanted}; got {ids.dtype}")
+    if ids.ndim != 1 or ids.device != like.device or length not in (None, len(ids)):
+        raise ValueError(f"{launcher}: expected {wanted}; got {tuple(ids.shape)} on {ids.device}")
+    if not ids.is_contiguous():
+        raise ValueError(f"{launcher}: expected {wanted}, contiguous; got strides {ids.stride()}")
+
+
+def require_columns(launcher: str, columns: int | None, logits: Tensor) -> int:
+    """How many columns are no padding: all of them for None."""
+    if columns is None:
+        return logits.shape[1]
+    if not 0 <= columns <= logits.shape[1]:
+        raise ValueError(
+            f"{launcher}: expected 0 to {logits.shape[1]} columns of logits {tuple(logits.shape)}, "
+            f"got {columns}"
+        )
+    return columns
+
+
 def require_parameter(launcher: str, name: str, tensor: Tensor, x: Tensor) -> None:
     """A vector with an element for each feature of x, in the dtype of x or in fp32, on its device."""
     wanted = f"({x.shape[1]},), in {x.dtype} or torch.float32, on {x.device}"

@@ -121,5 +121,71 @@ def layer_norm_bwd_ref(
     return dx, (wide_dy * n).sum(0), bias_grad_ref(dy)
 
 
+def embedding_ref(ids: Tensor, weight: Tensor, first_id: int = 0) -> Tensor:
+    """rows of `embedding_fwd`."""
+    row = ids - first_id
+    ours = (row >= 0) & (row < weight.shape[0])
+    return functional.embedding(torch.where(ours, row, 0), weight).masked_fill(~ours[:, None], 0)
+
+
+def embedding_bwd_ref(
+    dy: Tensor, ids: Tensor, rows: int, first_id: int = 0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """dweight of `embedding_bwd`: summed in fp32 or wider, rounded once.
+
+    torch's own backward, which sums in the dtype it is given: 16-bit gradients of a frequent id would drown.
+    """
+    row = ids - first_id
+    row = torch.where((row >= 0) & (row < rows), row, rows)  # one row more, which its padding_idx leaves out
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(_at_least_fp32(dy), row, rows + 1, rows, False)
+    return summed[:rows].to(dtype or dy.dtype)
+
+
+def softmax_statistics_ref(
+    logits: Tensor, target: Tensor, columns: int | None = None, first_id: int = 0
+) -> Tensor:
+    """(4, tokens) of `softmax_statistics`, in fp32 or wider."""
+    x = _at_least_fp32(logits[:, :columns])
+    lowest = torch.finfo(x.dtype).min
+    found = x.new_zeros(4, x.shape[0])
+    if x.shape[1]:
+        maximum = x.amax(1).clamp_min(lowest)
+        column, ours = _column_of(target, x.shape[1], first_id)
+        picked = x.gather(1, column[:, None])[:, 0].masked_fill(~ours, 0)
+        found = torch.stack([maximum, (x - maximum[:, None]).exp_().sum(1), picked, x.sum(1)])
+    nothing = torch.tensor([lowest, 0, 0, 0], dtype=x.dtype, device=x.device)[:, None]
+    return torch.where((target >= 0) & (x.shape[1] > 0), found, nothing)
+
+
+def cross_entropy_grad_ref(
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    dloss: Tensor,
+    columns: int | None = None,
+    first_id: int = 0,
+    on_target: float = 1.0,
+    off_target: float = 0.0,
+) -> Tensor:
+    """dlogits of `cross_entropy_grad`, in the dtype of logits."""
+    x = _at_least_fp32(logits[:, :columns])
+    dlogits = torch.zeros_like(logits)
+    if x.shape[1]:
+        column, ours = _column_of(target, x.shape[1], first_id)
+        excess = (x - maximum[:, None]).exp_().div_(total[:, None]).sub_(off_target)
+        excess.scatter_add_(1, column[:, None], -on_target * ours.to(x.dtype)[:, None])
+        excess.mul_(dloss[:, None]).masked_fill_((target < 0)[:, None], 0)
+        dlogits[:, :columns] = excess
+    return dlogits
+
+
+def _column_of(target: Tensor, columns: int, first_id: int) -> tuple[Tensor, Tensor]:
+    """Where each target lies among so many columns, and whether it does; 0 if not."""
+    column = target.long() - first_id
+    ours = (target >= 0) & (column >= 0) & (column < columns)
+    return torch.where(ours, column, 0), ours
+
+
 def _at_least_fp32(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))

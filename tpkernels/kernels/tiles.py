@@ -113,6 +113,31 @@ def row_tile(launcher: str, features: int) -> RowTile:
     return RowTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsTile:
+    """Cross-entropy: a program takes `block_cols` logits of a row at a time."""
+
+    block_cols: int
+    num_warps: int
+
+
+LOGITS = LogitsTile(block_cols=2048, num_warps=8)
+INTERPRETED_LOGITS = LogitsTile(block_cols=32, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingTile:
+    """An embedding: blocks of tokens by features, looked up or added together."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+
+
+EMBEDDING = EmbeddingTile(block_rows=4, block_cols=512, num_warps=4)
+INTERPRETED_EMBEDDING = EmbeddingTile(block_rows=4, block_cols=32, num_warps=4)
+
+
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
 
 # From the fastest at large sizes to the one that splits small results over the most processors.

@@ -1,0 +1,145 @@
+"""Vocabulary-parallel cross-entropy, against float64; the oracles against torch's autograd."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tpkernels.kernels.cross_entropy import softmax_statistics
+from tpkernels.kernels.cross_entropy_backward import cross_entropy_grad
+from tpkernels.kernels.reference import cross_entropy_grad_ref, softmax_statistics_ref
+
+# (tokens, columns, of which padding); the interpreter's tile has 32 columns
+SHAPES = {
+    "one_block": (8, 32, 0),
+    "ragged": (13, 83, 6),
+    "one_row": (1, 150, 21),
+    "one_column": (6, 1, 0),
+    "padding_only": (5, 40, 40),
+}
+FIRST_ID = 100
+
+
+def operands(shape, dtype, device):
+    """Logits in which padding would win, and targets: ours, of others, ignored."""
+    tokens, width, padding = shape
+    logits = 3 * normal(tokens, width, dtype, device)
+    logits[:, width - padding :] = float("inf")
+    target = torch.randint(FIRST_ID - 20, FIRST_ID + width - padding + 20, (tokens,), device=device)
+    target[::5] = -1
+    return logits, target, width - padding
+
+
+def totals(statistics):
+    """Of all ranks together, where another rank has one logit, 2.5, for each row."""
+    maximum = statistics[0].clamp_min(2.5)
+    total = statistics[1] * (statistics[0] - maximum).exp() + (2.5 - maximum).exp()
+    return maximum, total
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_cross_entropy_matches_float64(shape, smoothed, dtype, device):
+    logits, target, columns = operands(shape, dtype, device)
+    before = logits.clone()
+    dloss = torch.randn(len(target), device=device)
+    on, off = (0.9, 0.001) if smoothed else (1.0, 0.0)
+    statistics = softmax_statistics(logits, target, columns=columns, first_id=FIRST_ID)
+    exact = softmax_statistics_ref(logits.double(), target, columns, FIRST_ID)
+    exact[0].clamp_(min=torch.finfo(torch.float32).min)  # each dtype has a lowest number of its own
+    for name, ours, truth in zip(("maximum", "total", "picked", "summed"), statistics, exact, strict=True):
+        assert_accurate(ours, truth, what=name)
+    ignored = target < 0
+    assert not statistics[1:, ignored].any()
+
+    options = {"columns": columns, "first_id": FIRST_ID, "on_target": on, "off_target": off}
+    ours = cross_entropy_grad(logits, target, *totals(statistics), dloss, **options)
+    truth = cross_entropy_grad_ref(logits.double(), target, *totals(exact), dloss.double(), **options)
+    assert_accurate(ours, truth)
+    assert not ours[:, columns:].any()
+    assert not ours[ignored].any()
+    assert torch.equal(logits, before)
+
+    over = cross_entropy_grad(logits, target, *totals(statistics), dloss, **options, into=logits)
+    assert over is logits
+    assert torch.equal(over, ours)
+
+
+EXTREME = {
+    "huge": [1e4, -1e4, 9999.0, 0.0],
+    "shifted": [1e4, 1e4 + 1, 1e4 - 1, 1e4],
+    "masked": [1.0, float("-inf"), 2.0, float("-inf")],
+    "lowest": [torch.finfo(torch.float32).min] * 2 + [0.0, 1.0],
+    "nothing_else": [float("-inf")] * 3 + [5.0],
+}
+
+
+@pytest.mark.parametrize("row", EXTREME.values(), ids=EXTREME.keys())
+def test_extreme_logits_neither_overflow_nor_cancel(row, device):
+    """Behind many moderate blocks and before them, so that the maximum grows, and does not."""
+    for logits in (torch.tensor(row), torch.tensor([*row, *[-3.0] * 70]), torch.tensor([*[-3.0] * 70, *row])):
+        logits = logits[None].to(device)
+        target = torch.tensor([int(logits[0].argmax())], device=device)
+        maximum, total, picked, _ = softmax_statistics(logits, target)
+        exact = functional.cross_entropy(logits.double(), target)
+        torch.testing.assert_close(
+            (total.log() + (maximum - picked))[0].double(), exact, rtol=1e-6, atol=1e-7
+        )
+        one = torch.ones(1, device=device)
+        ours = cross_entropy_grad(logits, target, maximum, total, one)
+        truth = cross_entropy_grad_ref(
+            logits.double(), target, maximum.double(), total.double(), one.double()
+        )
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_not_hidden(value, device):
+    for place in (0, 40, 69):
+        logits = torch.zeros(1, 70, device=device)
+        logits[0, place] = value
+        statistics = softmax_statistics(logits, torch.zeros(1, dtype=torch.int64, device=device))
+        assert statistics[1].isnan().all()
+        assert softmax_statistics_ref(logits, torch.tensor([0], device=device))[1].isnan().all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_cross_entropy_takes_any_layout(layout, device):
+    logits = layout(normal(9, 40, torch.float16, device))
+    target = torch.randint(40, (9,), device=device, dtype=torch.int32)
+    statistics = softmax_statistics(logits, target)
+    exact = softmax_statistics_ref(logits.double(), target)
+    dloss = torch.ones(9, device=device)
+    assert_accurate(statistics[:2], exact[:2])
+    ours = cross_entropy_grad(logits, target, statistics[0], statistics[1], dloss)
+    assert_accurate(ours, cross_entropy_grad_ref(logits.double(), target, exact[0], exact[1], dloss.double()))
+
+
+def test_cross_entropy_takes_no_tokens(device):
+    logits, none = torch.empty(0, 8, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    statistics = softmax_statistics(logits, none)
+    assert statistics.shape == (4, 0)
+    assert cross_entropy_grad(logits, none, *statistics[:2], statistics[0]).shape == (0, 8)
+
+
+def test_rows_do_not_depend_on_the_batch(device):
+    logits, target = normal(9, 70, torch.bfloat16, device), torch.arange(9, device=device)
+    whole = softmax_statistics(logits, target)
+    assert torch.equal(softmax_statistics(logits[4:5], target[4:5])[:, 0], whole[:, 4])
+
+
+def test_cross_entropy_oracles_match_autograd(device):
+    logits = torch.randn(9, 20, dtype=torch.float64, device=device, requires_grad=True)
+    target, smoothing = torch.randint(20, (9,), device=device), 0.1
+    maximum, total, picked, summed = softmax_statistics_ref(logits.detach(), target)
+    normalizer = total.log() + maximum
+    loss = (1 - smoothing) * (normalizer - picked) + smoothing * (normalizer - summed / 20)
+    exact = functional.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(loss, exact)
+    dloss = torch.randn_like(exact)
+    (dlogits,) = torch.autograd.grad(exact, logits, dloss)
+    ours = cross_entropy_grad_ref(
+        logits, target, maximum, total, dloss, on_target=1 - smoothing, off_target=smoothing / 20
+    )
+    torch.testing.assert_close(ours, dlogits)

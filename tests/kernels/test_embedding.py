@@ -1,0 +1,85 @@
+"""Vocabulary-parallel lookup and its gradient, against float64; the oracles against torch's autograd."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tpkernels.kernels.embedding import embedding_fwd
+from tpkernels.kernels.embedding_backward import embedding_bwd
+from tpkernels.kernels.reference import embedding_bwd_ref, embedding_ref
+
+# (tokens, ids of the whole table, features)
+SHAPES = {"one_block": (4, 8, 32), "ragged": (71, 23, 45), "one_token": (1, 5, 70), "one_feature": (9, 6, 1)}
+RANKS = 3
+
+
+def shards(table):
+    """(first_id, rows) of each rank: as many each, the last ones beyond the table."""
+    rows = -(-table // RANKS)
+    return [(rank * rows, rows) for rank in range(RANKS)]
+
+
+def padded(weight, rows):
+    return functional.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shards_add_up_to_the_whole_table(shape, id_dtype, dtype, device):
+    tokens, table, features = shape
+    weight, ids = normal(table, features, dtype, device), torch.randint(table, (tokens,), device=device)
+    dy = normal(tokens, features, dtype, device)
+    looked_up, gradients = [], []
+    for first, rows in shards(table):
+        shard = padded(weight[first : first + rows], rows)
+        looked_up.append(embedding_fwd(ids.to(id_dtype), shard, first_id=first))
+        gradients.append(embedding_bwd(dy, ids.to(id_dtype), rows=rows, first_id=first))
+        assert torch.equal(looked_up[-1], embedding_ref(ids, shard, first))
+    assert torch.equal(sum(looked_up), weight[ids])
+    exact = torch.zeros(table, features, dtype=torch.float64, device=device).index_add_(0, ids, dy.double())
+    whole = torch.cat(gradients)
+    assert_accurate(whole[:table], exact)
+    assert not whole[table:].any()
+
+
+def test_gradient_of_a_frequent_id_is_summed_in_fp32(device):
+    dy = normal(3000, 40, torch.bfloat16, device)
+    ids = torch.full((3000,), 2, device=device)
+    exact = dy.double().sum(0)
+    for gradient in (
+        embedding_bwd(dy, ids, rows=3, dtype=torch.float32),
+        embedding_bwd_ref(dy, ids, 3, dtype=torch.float32),
+    ):
+        assert gradient.dtype == torch.float32
+        assert float((gradient[2] - exact).norm() / exact.norm()) < 1e-6
+        assert not gradient[:2].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_embedding_takes_any_layout(layout, device):
+    weight, dy = (layout(normal(20, 48, torch.float16, device)) for _ in range(2))
+    ids = torch.randint(30, (20,), device=device)
+    assert torch.equal(embedding_fwd(ids, weight, first_id=5), embedding_ref(ids, weight, 5))
+    assert_accurate(embedding_bwd(dy, ids, rows=20, first_id=5), embedding_bwd_ref(dy.double(), ids, 20, 5))
+
+
+def test_embedding_takes_no_tokens(device):
+    weight, none = normal(4, 8, torch.float32, device), torch.empty(0, dtype=torch.int64, device=device)
+    assert embedding_fwd(none, weight).shape == (0, 8)
+    assert torch.equal(embedding_bwd(weight[:0], none, rows=4), torch.zeros(4, 8, device=device))
+
+
+def test_embedding_gradient_is_the_same_bits_every_time(device):
+    dy, ids = normal(200, 40, torch.bfloat16, device), torch.randint(7, (200,), device=device)
+    assert torch.equal(embedding_bwd(dy, ids, rows=7), embedding_bwd(dy, ids, rows=7))
+
+
+def test_embedding_oracles_match_autograd(device):
+    weight = torch.randn(11, 6, dtype=torch.float64, device=device, requires_grad=True)
+    ids, dy = torch.randint(11, (40,), device=device), torch.randn(40, 6, dtype=torch.float64, device=device)
+    y = functional.embedding(ids, weight)
+    (exact,) = torch.autograd.grad(y, weight, dy)
+    torch.testing.assert_close(embedding_ref(ids, weight), y)
+    torch.testing.assert_close(embedding_bwd_ref(dy, ids, 11), exact)

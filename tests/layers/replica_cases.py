@@ -1,0 +1,180 @@
+"""What ranks run in tests of copies: gradients made whole, norms that count once, drift that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.checks import error_of
+from tests.layers.behaviour import Block, built, close, tokens
+from tests.layers.parity import K, N, cut_of, drawn
+from tpkernels import (
+    GradientBuckets,
+    check_replicas,
+    clip_grad_norm_,
+    finalize_gradients,
+    initialize_model_parallel,
+    manual_seed,
+    parallel_state,
+)
+from tpkernels.layers.attributes import Attributes
+
+
+def whole_after_backward() -> dict[str, Tensor]:
+    """The parameters of the unsharded `Block`, in float64, with the gradients of a backward."""
+    torch.manual_seed(7)
+    shapes = {"up": (N, K), "down": (K, N), "mlp.up": (N, K), "mlp.gate": (N, K), "mlp.down": (K, N)}
+    p = {f"{name}.weight": nn.init.xavier_normal_(torch.empty(shape)) for name, shape in shapes.items()}
+    p |= {"norm.weight": torch.ones(K), "up.bias": torch.zeros(N), "down.bias": torch.zeros(K)}
+    p["mlp.down.bias"] = torch.zeros(K)
+    p = {name: value.double().requires_grad_() for name, value in p.items()}
+    x = drawn((8, 3, K), 1, torch.float32).double()
+    h = F.gelu(F.linear(F.rms_norm(x, (K,), p["norm.weight"], 1e-5), p["up.weight"], p["up.bias"]))
+    x = x + F.linear(h, p["down.weight"], p["down.bias"])
+    h = F.silu(F.linear(x, p["mlp.gate.weight"])) * F.linear(x, p["mlp.up.weight"])
+    y = x + F.linear(h, p["mlp.down.weight"], p["mlp.down.bias"])
+    y.square().sum().backward()
+    return p
+
+
+def backward(model: nn.Module) -> None:
+    model(tokens()).square().sum().backward()
+
+
+def _wrong_gradients(block: Block) -> list[str]:
+    expected = whole_after_backward()
+    return [
+        name
+        for name, p in block.named_parameters()
+        if not close([p.grad.double()], [cut_of(p)(expected[name].grad)], 1e-5)
+    ]
+
+
+def finalized() -> list[list[str]]:
+    """Whose gradients are wrong: before, and after; and after buckets did it."""
+    block = built()
+    backward(block)
+    before = _wrong_gradients(block)
+    finalize_gradients(block)
+    after = _wrong_gradients(block)
+    group = parallel_state.get_tensor_model_parallel_group()
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    buckets = GradientBuckets(block, alone, tensor_parallel_group=group)
+    for _ in range(2):
+        buckets.zero()
+        backward(block)
+        buckets.finish()
+    return [before, after, _wrong_gradients(block)]
+
+
+def finalized_halves() -> bool:
+    """Sums of bfloat16 gradients are taken in fp32; `main_grad` is taken where it is."""
+    initialize_model_parallel(dist.get_world_size())
+    ranks = dist.get_world_size()
+    module = nn.ParameterList([torch.ones(3, dtype=torch.bfloat16), torch.ones(2), torch.ones(2)])
+    for parameter in module:
+        Attributes(sequence_parallel=True).put_on(parameter)
+    module[0].grad = torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16)
+    module[1].main_grad = torch.arange(2.0)
+    finalize_gradients(module)
+    exact = torch.full((3,), ranks * (1 + 2**-7)).bfloat16()
+    return (
+        torch.equal(module[0].grad, exact)
+        and torch.equal(module[1].main_grad, ranks * torch.arange(2.0))
+        and module[2].grad is None
+    )
+
+
+def clipped(max_norm: float) -> list[bool]:
+    """Norm and clipped gradients against torch's own of the whole model."""
+    block = built()
+    backward(block)
+    finalize_gradients(block)
+    whole = whole_after_backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.values(), max_norm)
+    found = clip_grad_norm_(block.parameters(), max_norm)
+    again = clip_grad_norm_(list(block.parameters()), max_norm)
+    return [
+        abs(float(found) / float(expected) - 1) < 1e-5,
+        all(
+            close([p.grad.double()], [cut_of(p)(whole[name].grad)], 1e-5)
+            for name, p in block.named_parameters()
+        ),
+        float(again) <= max(max_norm, float(expected)) * (1 + 1e-5),
+    ]
+
+
+def clipped_over_stages() -> list[float]:
+    """The norm over 2 tensor ranks x 2 stages: a shard of 3s, a copy of 4s, and one that is shared."""
+    initialize_model_parallel(2, 2)
+    shard, copy, shared = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    Attributes(True, 0, 1).put_on(shard)
+    for parameter, value in ((shard, 3.0), (copy, 4.0), (shared, 100.0)):
+        parameter.grad = torch.tensor([value])
+    shared.shared = True
+    norm = clip_grad_norm_([shard, copy, shared, shard], 1.0)
+    return [float(norm), float(shard.grad), float(shared.grad)]
+
+
+def forgotten() -> list[tuple[str, str]]:
+    """What clipping and checking say where gradients were not finalized."""
+    block = built()
+    backward(block)
+    said = [error_of(clip_grad_norm_, block.parameters(), 1.0)]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter -= 0.1 * parameter.grad
+    return [*said, error_of(check_replicas, block)]
+
+
+def drift(plant: Callable[[Block], None]) -> tuple[str, str]:
+    block = built()
+    check_replicas(block)  # nothing to tell yet
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            plant(block)
+    return error_of(check_replicas, block)
+
+
+def one_bit(block: Block) -> None:
+    block.down.bias[3] = 1e-45
+
+
+def minus_zero(block: Block) -> None:
+    block.down.bias[3] = -0.0
+
+
+def two_parameters(block: Block) -> None:
+    block.norm.weight *= 1.5
+    block.mlp.down.bias += 1
+
+
+def a_shard(block: Block) -> None:
+    block.up.weight.zero_()  # of which ranks hold different parts anyway
+
+
+def different_models() -> list[tuple[str, str]]:
+    block = built()
+    if dist.get_rank() == 0:
+        block.down.bias = None
+        del block.norm.weight
+    return [
+        error_of(check_replicas, block),
+        error_of(finalize_gradients, block),
+        error_of(clip_grad_norm_, block.parameters(), 1.0),
+    ]
+
+
+def not_finite() -> list[float]:
+    """Norms of gradients that are infinite on all ranks, and NaN in a shard of one."""
+    block = built()
+    manual_seed(1)
+    block.norm.weight.grad = torch.full((K,), torch.inf)
+    infinite = clip_grad_norm_(block.parameters(), 1.0)
+    block.zero_grad()
+    block.up.weight.grad = torch.full_like(block.up.weight, torch.nan if dist.get_rank() == 0 else 1.0)
+    return [float(infinite), float(clip_grad_norm_(block.parameters(), 1.0))]

@@ -1,0 +1,110 @@
+"""Clipping by the norm of a whole model's gradients, of which each rank has a part.
+
+tensor ranks      shards are counted on every rank, copies once
+pipeline stages   their norms are added; a parameter with Megatron's `shared` (the copy of an embedding on
+                  the last stage) is counted on the stage that has it without
+data ranks        have the same gradients: nothing is added
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.replicas import gradient_of
+from tpkernels.layers.world import State, tensor_world
+from tpkernels.ops.replicas import agree_on, from_all_ranks
+from tpkernels.runtime.state import ParallelState, current
+
+# Of a gradient's norm: far above what rounding and atomic additions do, far below another rank's tokens.
+_TOLERANCE = 0.01
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, state: State = None) -> Tensor:
+    """Scale gradients so that their norm over the whole model is at most max_norm; returns the norm before.
+
+    parameters: of this rank, all of them; called by all ranks of the model. `main_grad` goes before `grad`
+
+    Gradients of copies that differ between tensor ranks are an error, the same on all of them: somebody
+    forgot `finalize_gradients`.
+    """
+    owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
+    split: list[Tensor] = []
+    copies: list[tuple[str, Tensor | None]] = []
+    for number, parameter in enumerate(owned):
+        gradient = gradient_of(parameter)
+        if getattr(parameter, "shared", False):
+            continue
+        if not Attributes.of(parameter).tensor_model_parallel:
+            copies.append((f"parameter {number} of those given", gradient))
+        elif gradient is not None:
+            split.append(gradient)
+    device = owned[0].device if owned else torch.device("cpu")
+    square = _square_over_tensor_ranks(split, copies, tensor_world(state).group, device)
+    found = current() if state is None else state
+    if isinstance(found, ParallelState) and found.size("pp") > 1:
+        square = from_all_ranks(square[None], found.process_group("pp")).sum()
+    norm = square.sqrt()
+    gradients = [gradient for gradient in map(gradient_of, owned) if gradient is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm.float()
+
+
+def _square_over_tensor_ranks(
+    split: Sequence[Tensor],
+    copies: Sequence[tuple[str, Tensor | None]],
+    group: ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """The sum of squares of gradients, of copies once; the same bits on all ranks."""
+    if group.size() > 1:
+        agree_on("clip_grad_norm_", copies, group)  # so that all ranks bring as many numbers
+    names = [name for name, gradient in copies if gradient is not None]
+    copied = [gradient for _, gradient in copies if gradient is not None]
+    own = _stacked([_norm(gradient) for gradient in split], device).square().sum()
+    norms = _stacked([_norm(gradient) for gradient in copied], device)
+    sums = _stacked([gradient.sum(dtype=torch.float64) for gradient in copied], device)
+    everybody = from_all_ranks(torch.cat([own[None], norms, sums]), group)
+    _require_alike(names, everybody[:, 1:].unflatten(1, (2, len(names))), group)
+    return everybody[:, 0].sum() + everybody[0, 1 : 1 + len(names)].square().sum()
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(
+        gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
+    )
+    return norm.double()
+
+
+def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(list(numbers)) if numbers else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _require_alike(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> None:
+    """numbers: (ranks, 2, gradients), the norm and the sum of each, which another gradient hardly shares"""
+    first = numbers[0]
+    alike = (numbers - first).abs() <= _TOLERANCE * first[0]
+    alike |= (numbers == first) | (numbers.isnan() & first.isnan())
+    wrong = (~alike).any(0).any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    found = ", ".join(
+        f"rank {rank} has norm {norm:.6g} and sum {total:.6g}"
+        for rank, (norm, total) in zip(
+            dist.get_process_group_ranks(group), numbers[:, :, wrong[0]].tolist(), strict=True
+        )
+    )
+    raise RuntimeError(
+        f"clip_grad_norm_: tensor-parallel ranks hold copies of {names[wrong[0]]}, but other gradients of it "
+        f"(and of {len(wrong) - 1} more): {found}; call finalize_gradients(model) after backward, or give "
+        "GradientBuckets the tensor_parallel_group; mark the parameter sequence_parallel if its gradient is "
+        "of this rank's tokens only"
+    )

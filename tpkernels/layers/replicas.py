@@ -1,0 +1,70 @@
+"""Parameters of which each tensor-parallel rank holds a copy: kept equal by equal gradients, and checked.
+
+Under sequence parallelism the gradient of a norm is of the rank's own tokens. Such a parameter is marked
+`sequence_parallel`, and `finalize_gradients` sums its gradients, once after each backward (or the last of
+several). Where that is forgotten, copies drift apart: `clip_grad_norm_` refuses gradients that differ, and
+`check_replicas` parameters that do.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.world import State, tensor_world
+from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """`main_grad` where there is one, else `grad`."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
+    """Sum the gradients of parameters marked `sequence_parallel` over the tensor group, in place.
+
+    Called by all its ranks. Not needed beside `GradientBuckets(..., tensor_parallel_group=...)`, which does
+    the same; doing it twice multiplies by the number of ranks.
+    """
+    world = tensor_world(state)
+    if world.size == 1:
+        return
+    marked = [
+        (name, gradient_of(parameter))
+        for name, parameter in module.named_parameters()
+        if Attributes.of(parameter).sequence_parallel
+    ]
+    agree_on("finalize_gradients", marked, world.group)
+    sum_over_ranks_([gradient for _, gradient in marked if gradient is not None], world.group)
+
+
+def check_replicas(module: nn.Module, *, state: State = None) -> None:
+    """Parameters that are not split are equal, bit by bit, on all ranks of the tensor group; or an error.
+
+    Called by all its ranks, which all raise the same: it names a parameter and the ranks that differ. Each
+    parameter is sent and copied; for once in a while.
+    """
+    world = tensor_world(state)
+    copies = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if not Attributes.of(parameter).tensor_model_parallel
+    ]
+    if world.size == 1 or not copies:
+        return
+    agree_on("check_replicas", copies, world.group)
+    unlike = unlike_first_rank([parameter for _, parameter in copies], world.group)
+    wrong = unlike.any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    members = dist.get_process_group_ranks(world.group)
+    others = [str(members[i]) for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
+    more = f"; so do {len(wrong) - 1} more of {len(copies)} parameters" if len(wrong) > 1 else ""
+    raise RuntimeError(
+        f"check_replicas: '{copies[wrong[0]][0]}' differs between tensor-parallel ranks that hold copies of "
+        f"it: rank{'s' * (len(others) > 1)} {', '.join(others)} from rank {members[0]}{more}. Start from "
+        "equal weights (one seed, one checkpoint), and call finalize_gradients(model) after each backward, "
+        "or give GradientBuckets the tensor_parallel_group"
+    )

@@ -1,0 +1,51 @@
+"""What ranks have copies of: compared in words before anything moves, then summed or compared in bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.comm.bucketed import bucketed_broadcast_
+from tpkernels.comm.groups import required_group
+from tpkernels.ops.mappings import gather_from_sequence_region, reduce_from_region
+
+
+def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: ProcessGroup) -> None:
+    """All ranks bring tensors of these names, shapes and dtypes, or all get the same error."""
+    claims = [f"'{name}' without one" if tensor is None else describe(name, tensor) for name, tensor in named]
+    agree(Claim(request, tuple(claims)), required_group(group))
+
+
+@torch.no_grad()
+def sum_over_ranks_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Each tensor becomes its sum over the ranks, with the same bits on all of them."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        total = reduce_from_region(torch.cat([tensor.reshape(-1) for tensor in alike]), group)
+        parts = total.split([tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [p.view(t.shape) for p, t in zip(parts, alike, strict=True)])
+
+
+@torch.no_grad()
+def from_all_ranks(numbers: Tensor, group: ProcessGroup) -> Tensor:
+    """(n,) -> (ranks, n)"""
+    return gather_from_sequence_region(numbers[None], group)
+
+
+@torch.no_grad()
+def unlike_first_rank(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Which tensors of which rank differ in any bit from the first rank's: (ranks, tensors). Copies all."""
+    firsts = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    bucketed_broadcast_(firsts, dist.get_process_group_ranks(group)[0], group)
+    unlike = [not torch.equal(_bits(ours), _bits(first)) for ours, first in zip(tensors, firsts, strict=True)]
+    return from_all_ranks(torch.tensor(unlike, dtype=torch.uint8, device=firsts[0].device), group).bool()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Bytes: a NaN equals itself, and zero is not minus zero."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

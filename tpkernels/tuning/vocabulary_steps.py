@@ -1,0 +1,61 @@
+"""The steps of embeddings and losses, and who computes them; `steps` has those of products.
+
+They are bound by memory, and plain torch passes over the logits several times where a kernel does once: on a
+GPU `auto` is Triton, untimed. float64 has no kernels: there `auto` is torch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tpkernels.kernels.operands import DTYPES
+from tpkernels.tuning import steps
+
+
+class VocabularySteps(Protocol):
+    """T tokens, V columns or rows of this rank, H features. Ids are of the whole vocabulary.
+
+    first_id: the id of the first row or column of this rank
+    """
+
+    def lookup(self, ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+        """(T, H): rows of the table, zeros for ids of other ranks."""
+
+    def lookup_grad(self, dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
+        """(rows, H): the gradient of this rank's part of the table."""
+
+    def softmax_statistics(self, logits: Tensor, target: Tensor, columns: int, first_id: int) -> Tensor:
+        """(4, T): maximum, total, picked and summed of each row, of its first `columns`."""
+
+    def cross_entropy_grad(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        maximum: Tensor,
+        total: Tensor,
+        dloss: Tensor,
+        columns: int,
+        first_id: int,
+        on_target: float,
+        off_target: float,
+        in_place: bool,
+    ) -> Tensor:
+        """(T, V): the gradient of the logits; in their memory if `in_place`."""
+
+
+def vocabulary_steps_on(tensor: Tensor) -> VocabularySteps:
+    """Who computes on tensors like this one. An explicit choice never falls back silently."""
+    if steps.backend not in steps.BACKENDS:
+        steps.steps_on(tensor.device)  # which says so
+    fits = tensor.device.type == "cuda" and tensor.dtype in DTYPES
+    # imported here: a CPU user need not have Triton
+    if steps.backend == "triton" or (steps.backend == "auto" and fits):
+        from tpkernels.tuning import triton_vocabulary
+
+        return triton_vocabulary
+    from tpkernels.tuning import torch_vocabulary
+
+    return torch_vocabulary
