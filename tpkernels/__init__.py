@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.layers.block import TransformerBlock as TransformerBlock
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
     from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
+    from tpkernels.layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from tpkernels.layers.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tpkernels.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
     from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
@@ -51,6 +54,9 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     )
     from tpkernels.layers.replicas import check_replicas as check_replicas
     from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
+    from tpkernels.models.config import GPTConfig as GPTConfig
+    from tpkernels.models.config import model_config as model_config
+    from tpkernels.models.gpt import GPT as GPT
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -78,6 +84,9 @@ _HOME = {
     "TransformerBlock": "tpkernels.layers.block",
     "checkpoint": "tpkernels.layers.checkpoint",
     "clip_grad_norm_": "tpkernels.layers.clip",
+    "linear_cross_entropy": "tpkernels.layers.cross_entropy",
+    "vocab_parallel_cross_entropy": "tpkernels.layers.cross_entropy",
+    "VocabParallelEmbedding": "tpkernels.layers.embedding",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
     "ParallelMLP": "tpkernels.layers.mlp",
@@ -92,6 +101,9 @@ _HOME = {
     "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
     "check_replicas": "tpkernels.layers.replicas",
     "finalize_gradients": "tpkernels.layers.replicas",
+    "GPT": "tpkernels.models.gpt",
+    "GPTConfig": "tpkernels.models.config",
+    "model_config": "tpkernels.models.config",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",

@@ -6,6 +6,7 @@ GPU `auto` is Triton, untimed. float64 has no kernels: there `auto` is torch.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -52,7 +53,7 @@ def vocabulary_steps_on(tensor: Tensor) -> VocabularySteps:
         steps.steps_on(tensor.device)  # which says so
     fits = tensor.device.type == "cuda" and tensor.dtype in DTYPES
     # imported here: a CPU user need not have Triton
-    if steps.backend == "triton" or (steps.backend == "auto" and fits):
+    if steps.backend == "triton" or (steps.backend == "auto" and fits and find_spec("triton") is not None):
         from tpkernels.tuning import triton_vocabulary
 
         return triton_vocabulary

@@ -1,0 +1,89 @@
+"""An embedding whose table is split over ranks, for vocabularies that they need not divide."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.init import InitMethod, fill_shard
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import State
+from tpkernels.topology.vocabulary import split_vocabulary
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """Rows of a (num_embeddings, embedding_dim) table, of which each rank holds as many.
+
+    init_method: fills the whole table, without padding; padding rows are zero and stay so
+    padding_idx: an id whose row starts at zero and gets no gradient
+    divisible_by: each rank's rows are padded to a multiple of it, Megatron's `make_vocab_size_divisible_by`
+    sequence_parallel: the output is this rank's tokens, of dimension 0; no effect on one rank
+    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        padding_idx: int | None = None,
+        divisible_by: int = 1,
+        sequence_parallel: bool = False,
+        state: State = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(state)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"VocabParallelEmbedding: expected a padding_idx from {-num_embeddings} to "
+                f"{num_embeddings - 1}, got {padding_idx}"
+            )
+        self.split = split_vocabulary(num_embeddings, ranks=self.world.size, divisible_by=divisible_by)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.num_embeddings_per_partition = self.split.shard_size
+        rows = self.split.rows_of(self.world.rank)
+        self.vocab_start_index, self.vocab_end_index = rows.start, rows.stop
+        self.init_method = init_method
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.sequence_parallel = sequence_parallel and self.world.size > 1
+        split = Attributes(tensor_model_parallel=True, partition_dim=0)
+        self.add_parameter("weight", (len(rows), embedding_dim), split, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table, the same for every number of ranks.
+
+        Called at construction; after `to_empty`, where the layer was built on the meta device.
+        """
+        ids = self.split.ids_of(self.world.rank)
+        whole = (self.num_embeddings, self.embedding_dim)
+        fill_shard(self.weight, self.init_method, whole=whole, dim=0, pieces=[ids])
+        if self.padding_idx is not None and self.padding_idx in ids:
+            with torch.no_grad():
+                self.weight[ids.index(self.padding_idx)].zero_()
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The row of each id.
+
+        input_: (tokens, ...) ids, the same on all ranks
+        returns: (tokens, ..., embedding_dim), or this rank's tokens of dimension 0 if sequence_parallel
+        """
+        return ops.vocab_embedding(
+            input_,
+            self.weight,
+            self.world.group,
+            sequence_parallel=self.sequence_parallel,
+            padding_idx=self.padding_idx,
+            vocab_size=self.num_embeddings,
+        )
+
+    def extra_repr(self) -> str:
+        held = f"{self.world} holds rows {self.vocab_start_index} to {self.vocab_end_index - 1}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {held}"
