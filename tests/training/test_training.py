@@ -1,6 +1,7 @@
 """Training: batches, the schedule, and that ranks of any kind and number learn the same."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.layers.worlds import posing
 from tpkernels import GPT, GPTConfig, create_parallel_state, manual_seed, plan_groups
+from tpkernels.interop import dcp
 from tpkernels.training.data import Batches, TokenFile
 from tpkernels.training.schedule import learning_rate
 from tpkernels.training.trainer import TrainConfig, Trainer
@@ -164,3 +166,42 @@ def test_ranks_learn_what_one_process_learns(ranks, changes, text, request):
                 assert math.isclose(loss, true_loss, rel_tol=2e-6)
                 assert math.isclose(norm, true_norm, rel_tol=2e-5)
     assert expected[-1][0] < expected[0][0]
+
+
+def saved(sizes, config, folder, steps):
+    """Train, save on the way, and say what came after it."""
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, **sizes))
+    trainer = Trainer(config, state, torch.device("cpu"))
+    for _ in range(steps):
+        trainer.step()
+    trainer.save(folder)
+    return [trainer.step().loss for _ in range(2)]
+
+
+def resumed(sizes, config, folder):
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, **sizes))
+    trainer = Trainer(config, state, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # random streams of other ranks: nothing is drawn
+        trainer.resume(dcp.latest(folder))
+    return [trainer.step().loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_ranks_go_on_from_a_checkpoint(steps, dtype, text, tmp_path, ranks1, ranks2, ranks4):
+    config = config_for(text, dtype=dtype)
+    expected = ranks2.run(saved, {"tensor": 2}, config, tmp_path, steps)[0]
+    same = ranks2.run(resumed, {"tensor": 2}, config, tmp_path)
+    assert same == [expected] * 2  # to the bit on the same ranks
+    tolerance = 2e-6 if dtype == torch.float64 else 1e-2
+    for pool, sizes in (
+        (ranks1, {}),
+        (ranks2, {"tensor": 1}),
+        (ranks4, {"tensor": 2}),
+        (ranks4, {"tensor": 4}),
+    ):
+        for found in pool.run(resumed, sizes, config, tmp_path):
+            assert found == pytest.approx(expected, rel=tolerance)

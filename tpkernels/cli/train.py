@@ -72,6 +72,11 @@ def _parser() -> OneLineParser:
     parser.add_argument("--no-overlap", dest="overlap", action="store_false")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, float32 on the CPU")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="checkpoints: at the end, and on SIGTERM")
+    parser.add_argument("--save-every", type=int, default=0, metavar="N", help="and after each N steps")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
@@ -104,6 +109,8 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data: expected a file to learn from")
+    if options.save is None and (options.resume or options.save_every):
+        parser.error("--resume and --save-every: expected a folder, --save FOLDER")
     return options
 
 
@@ -115,7 +122,7 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     rank = int(os.environ["RANK"])
     session = None
     try:
-        session = Session(_config(options), options.tp)
+        session = Session(_config(options), options.tp, saves=options.save is not None)
         _run(session, options)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         if rank == 0 or isinstance(error, RuntimeError):
@@ -160,10 +167,13 @@ def _size(text: str) -> tuple[str, Any]:
 def _run(session: Any, options: Namespace) -> None:
     config = session.config
     session.say(session.describe())
+    if options.resume:
+        session.resume(options.save)
     reports = []
-    lines = options.json.open("w", encoding="utf-8") if options.json and session.rank == 0 else None
+    mode = "a" if options.resume else "w"
+    lines = options.json.open(mode, encoding="utf-8") if options.json and session.rank == 0 else None
     with Progress("training", config.steps) as progress:
-        for report in session.steps():
+        for report in session.steps(options.save, options.save_every):
             reports.append(report)
             if session.rank == 0:
                 speed = report.tokens / report.seconds
@@ -174,7 +184,12 @@ def _run(session: Any, options: Namespace) -> None:
                     lines.flush()
     if lines is not None:
         lines.close()
+    if not reports:
+        session.say(f"all {config.steps} steps were done before")
+        return
     session.say(session.summary(reports))
+    if session.was_asked_to_stop:
+        return
     if options.prove:
         _prove(session, [report.loss for report in reports[: options.prove]])
     if options.sample:

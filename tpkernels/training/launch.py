@@ -19,7 +19,7 @@ POLL_SECONDS = 0.05
 def run_ranks(command: Sequence[str], ranks: int) -> int:
     """Run `command` once for each rank; the exit code, 0 if all of them ended well.
 
-    The first that fails is named, and ends the others. So does an interruption of ours.
+    The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on.
     """
     # ours, so that no port has to be guessed; found by the ranks as they find torchrun's
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
@@ -37,6 +37,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
         )
         for rank in range(ranks)
     ]
+    signal.signal(signal.SIGTERM, lambda *_: _pass_on(processes))
     try:
         failed = _first_failure(processes)
     except KeyboardInterrupt:
@@ -63,10 +64,14 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         time.sleep(POLL_SECONDS)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _pass_on(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    _pass_on(processes)
     deadline = time.monotonic() + GRACE_SECONDS
     for process in processes:
         try:

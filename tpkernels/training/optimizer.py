@@ -6,7 +6,7 @@ the parameters are fp32 and exist for that shard only: 12 bytes an element, divi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,6 +18,7 @@ from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState
 
 STATES = ("exp_avg", "exp_avg_sq")
+MASTER = "master"  # a parameter in fp32
 
 
 class ShardedAdamW:
@@ -73,35 +74,42 @@ class ShardedAdamW:
         self.buckets.gather_parameters(self._shards)
         return norm
 
-    def state(self) -> dict[str, Tensor]:
-        """All there is, by name: fp32 tensors of the shapes of this tensor rank's parameters.
+    def unsharded(self) -> torch.optim.AdamW:
+        """What torch's own AdamW would hold now, with the fp32 parameters besides: what a checkpoint keeps.
 
-        Called by all ranks, for each has a part.
+        Called by all ranks, for each has a part. It takes 12 bytes an element on each of them.
         """
-        wholes = {"parameter": self.buckets.join(self._shards)}
-        for key in STATES:
-            wholes[key] = self.buckets.join([self._adam.state[shard][key] for shard in self._shards])
-        names = [name for name, _ in self._named]
-        return {
-            f"{key}.{name}": t
-            for key, tensors in wholes.items()
-            for name, t in zip(names, tensors, strict=True)
-        }
+        whole = self.blank()
+        wholes = {MASTER: self.buckets.join(self._shards)}
+        if self._adam.state:
+            for key in STATES:
+                wholes[key] = self.buckets.join([self._adam.state[shard][key] for shard in self._shards])
+        for index, (_, parameter) in enumerate(self._named):
+            whole.state[parameter] = {key: tensors[index] for key, tensors in wholes.items()}
+            if self._adam.state:
+                whole.state[parameter]["step"] = self._adam.state[self._shards[0]]["step"].clone()
+        return whole
+
+    def blank(self) -> torch.optim.AdamW:
+        """The same without states, for a checkpoint to be read into."""
+        return torch.optim.AdamW([parameter for _, parameter in self._named], lr=0.0, weight_decay=0.0)
 
     @torch.no_grad()
-    def load(self, states: Mapping[str, Tensor], steps: int) -> None:
-        """Go on from what `state` gave, on any number of data-parallel ranks, after so many steps."""
-
-        def cut(key: str) -> Sequence[Tensor]:
-            return self.buckets.cut([states[f"{key}.{name}"].float() for name, _ in self._named])
-
-        for shard, value in zip(self._shards, cut("parameter"), strict=True):
+    def take(self, whole: torch.optim.AdamW) -> None:
+        """Go on from what `unsharded` gave, on any number of ranks."""
+        kept = [whole.state[parameter] for _, parameter in self._named]
+        for shard, value in zip(
+            self._shards, self.buckets.cut([state[MASTER] for state in kept]), strict=True
+        ):
             shard.copy_(value)
-        for key in STATES:
-            for shard, value in zip(self._shards, cut(key), strict=True):
-                self._adam.state[shard][key] = value
-        for shard in self._shards:
-            self._adam.state[shard]["step"] = torch.tensor(float(steps))
+        self._adam.state.clear()
+        if "step" in kept[0]:
+            for shard in self._shards:
+                self._adam.state[shard] = {"step": kept[0]["step"].clone()}
+            for key in STATES:
+                cut = self.buckets.cut([state[key] for state in kept])
+                for shard, value in zip(self._shards, cut, strict=True):
+                    self._adam.state[shard][key] = value
         self.buckets.gather_parameters(self._shards)
 
     def _marks(self, holds: Callable[[nn.Parameter], bool]) -> list[Tensor]:

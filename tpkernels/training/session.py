@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tpkernels.interop import dcp
+from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
@@ -20,8 +24,10 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, t
 class Session:
     """One rank of a run."""
 
-    def __init__(self, config: TrainConfig, tensor: int) -> None:
-        """tensor: tensor-parallel ranks; the others are data-parallel"""
+    def __init__(self, config: TrainConfig, tensor: int, *, saves: bool = False) -> None:
+        """tensor: tensor-parallel ranks; the others are data-parallel
+        saves: SIGTERM ends the run after the step at hand, when it has been saved
+        """
         self.config, self.tensor = config, tensor
         self.rank = int(os.environ["RANK"])
         on_gpu = torch.cuda.is_available()
@@ -31,6 +37,9 @@ class Session:
         if on_gpu:
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if on_gpu else "gloo")
+        self._got_signal = self.was_asked_to_stop = False
+        if saves:
+            signal.signal(signal.SIGTERM, self._note_signal)
         self._state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
         self.trainer = Trainer(config, self._state, self.device)
 
@@ -53,10 +62,35 @@ class Session:
             f"{config.batch} x {config.tokens} tokens from {config.data}"
         )
 
-    def steps(self) -> Iterator[StepReport]:
-        """The run, step by step."""
-        while self.trainer.done < self.config.steps:
+    def resume(self, folder: Path) -> None:
+        """Go on from the last checkpoint that was completed in `folder`, if there is one."""
+        found = dcp.latest(folder)
+        if found is None:
+            self.say(f"no checkpoint in {folder}: from the start")
+            return
+        self.trainer.resume(found)
+        self.say(f"from {found}, after {self.trainer.done} steps")
+
+    def steps(self, folder: Path | None = None, every: int = 0) -> Iterator[StepReport]:
+        """The run, step by step; with a folder it is saved there at the end, and when asked to stop."""
+        while self.trainer.done < self.config.steps and not self.was_asked_to_stop:
             yield self.trainer.step()
+            if folder is None:
+                continue
+            self.was_asked_to_stop = self._any_was_asked()
+            last = self.was_asked_to_stop or self.trainer.done == self.config.steps
+            if last or (every and self.trainer.done % every == 0):
+                self.say(f"saved {self.trainer.save(folder)}")
+
+    def _any_was_asked(self) -> bool:
+        """Whether SIGTERM has reached some rank: all stop after the same step."""
+        asked = torch.tensor([float(self._got_signal)], device=self.device)
+        for kind in ("tp", "dp"):
+            asked = from_all_ranks(asked, self._state.process_group(kind)).amax(0)
+        return bool(asked.item())
+
+    def _note_signal(self, *_: object) -> None:
+        self._got_signal = True
 
     def summary(self, reports: Sequence[StepReport]) -> str:
         speed = statistics.median(report.tokens / report.seconds for report in reports)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from tpkernels.interop import dcp
 from tpkernels.layers.block import Recompute
 from tpkernels.models.config import GPTConfig
 from tpkernels.models.gpt import GPT
@@ -120,3 +122,15 @@ class Trainer:
         return StepReport(
             self.done, float(mean), norm, rate, time.perf_counter() - began, config.batch * config.tokens
         )
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
+        path = folder / f"step-{self.done:08}"
+        dcp.save(path, self.model, self.optimizer.unsharded(), extra={"done": self.done}, state=self.state)
+        return path
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint, which any number of ranks may have written; called by all ranks."""
+        whole = self.optimizer.blank()
+        self.done = dcp.load(path, self.model, whole, state=self.state)["done"]
+        self.optimizer.take(whole)
