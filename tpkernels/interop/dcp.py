@@ -5,7 +5,7 @@ A checkpoint holds whole tensors under the unsharded model's names, in as many f
     model.NAME                      parameters and persistent buffers, without vocabulary padding
     optimizer.state.NAME.KEY        what the optimizer keeps of each parameter
     optimizer.groups                its options, and the parameters' names
-    random.RANK.STREAM.DEVICE       each rank's random streams
+    random.STREAM.DEVICE            random streams, a row for each rank
     extra                           what the caller adds: steps done, place in the data
 
 It is written under another name and renamed when all ranks are done, and only then does `latest` beside it
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as storage
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpkernels.interop.dtensor import as_dtensor
@@ -32,6 +33,7 @@ from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
 from tpkernels.interop.parts import Part, parts_of, unwrapped, world_of
 from tpkernels.interop.together import together
 from tpkernels.layers.world import State
+from tpkernels.runtime import c10d
 from tpkernels.runtime.random import get_rng_tracker
 
 LATEST = "latest"
@@ -63,12 +65,12 @@ def save(
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
         if optimizer is not None:
             content |= OptimizerState(optimizer, parts, world.group).content()
-        content |= _streams() | {"extra": extra, "sizes": _sizes(world.size)}
+        content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
     with together(request):
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # of a run that ended while it wrote
             unfinished.mkdir(parents=True)
-    storage.save(content, storage_writer=storage.FileSystemWriter(unfinished))
+    _write(unfinished, content)
     with together(request):
         if dist.get_rank() == 0:
             unfinished.rename(path)
@@ -92,8 +94,7 @@ def load(
     with together(request):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
-        reader = storage.FileSystemReader(path)
-        saved = reader.read_metadata()
+        saved = storage.FileSystemReader(path).read_metadata()
         parts = parts_of(model, state)
         world = world_of(unwrapped(model), state)
         _compare(parts, saved)
@@ -102,7 +103,7 @@ def load(
             if GROUPS not in saved.state_dict_metadata:
                 raise ValueError("it holds no optimizer; load without one")
             header[GROUPS] = None
-    storage.load(header, storage_reader=reader)
+    _read(path, header)
     same_sizes = header["sizes"] == _sizes(world.size)
     with together(request):
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
@@ -112,8 +113,8 @@ def load(
             resumed.require_groups(header[GROUPS])
             content |= resumed.place_for(saved)
         streams = _places_of_streams(saved) if same_sizes else {}
-        content |= streams
-    storage.load(content, storage_reader=storage.FileSystemReader(path))
+        content |= _rows_of_ranks(streams)
+    _read(path, content)
     for part in parts.values():
         part.zero_padding()
     if resumed is not None:
@@ -141,6 +142,23 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
             "checkpoint into it, or remove it to start anew"
         )
     return found
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    planner = storage.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        storage.save(content, storage_writer=storage.FileSystemWriter(path), planner=planner)
+    except storage.CheckpointException as error:  # a BaseException, on all ranks
+        raise RuntimeError(f"the checkpoint could not be written to {path}: {error}") from error
+
+
+def _read(path: Path, content: dict[str, Any]) -> None:
+    """Fill the tensors of `content`, and replace what is None."""
+    planner = storage.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        storage.load(content, storage_reader=storage.FileSystemReader(path), planner=planner)
+    except storage.CheckpointException as error:
+        raise RuntimeError(f"the checkpoint {path} could not be read: {error}") from error
 
 
 def _name_latest(path: Path) -> None:
@@ -180,25 +198,34 @@ def _compare(parts: dict[str, Part], saved: Metadata) -> None:
 
 
 def _streams() -> dict[str, Tensor]:
+    """Each a row of one tensor of all ranks' streams."""
     return {
-        f"random.{dist.get_rank()}.{stream}.{device}": value
+        f"random.{stream}.{device}": value[None]
         for stream, generators in get_rng_tracker().get_states().items()
         for device, value in generators.items()
     }
 
 
 def _places_of_streams(saved: Metadata) -> dict[str, Tensor]:
-    own = f"random.{dist.get_rank()}."
     return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        name: torch.empty(1, entry.size[1], dtype=entry.properties.dtype)
         for name, entry in saved.state_dict_metadata.items()
-        if name.startswith(own) and isinstance(entry, TensorStorageMetadata)
+        if name.startswith("random.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _rows_of_ranks(rows: dict[str, Tensor]) -> dict[str, DTensor]:
+    world = dist.get_world_size()
+    pieces = tuple((range(rank, rank + 1),) for rank in range(world))
+    return {
+        name: as_dtensor(Part(row, (world, row.shape[1]), 0, pieces, dist.get_rank()), c10d.default_group())
+        for name, row in rows.items()
     }
 
 
 def _restore_streams(streams: dict[str, Tensor]) -> None:
     states: dict[str, dict[str, Tensor]] = {}
-    for name, value in streams.items():
-        stream, device = name.split(".", 2)[2].rsplit(".", 1)
-        states.setdefault(stream, {})[device] = value
+    for name, row in streams.items():
+        stream, device = name.removeprefix("random.").rsplit(".", 1)
+        states.setdefault(stream, {})[device] = row[0]
     get_rng_tracker().set_states(states)

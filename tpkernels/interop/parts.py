@@ -138,6 +138,7 @@ def _part(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> Pa
         raise ValueError(f"'{name}': expected a partition_dim from 0 to {tensor.ndim - 1}, got {dim}")
     ranks = range(world.size)
     split = getattr(owner, "split", None)
+    pieces: tuple[tuple[range, ...], ...]
     if isinstance(split, VocabularySplit) and dim == 0:
         size = split.size
         pieces = tuple((split.ids_of(rank),) for rank in ranks)
