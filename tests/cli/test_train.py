@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_mistakes_end_all_ranks_with_one_message(arguments, message):
         ([], "--data: expected a file to learn from"),
         (["--data", "x", "--tp", "0"], "expected at least one rank each, got 0 and 1"),
         (["--data", "x", "--config", "absent.json"], "--config: "),
+        (["--data", "x", "--resume"], "expected a folder, --save FOLDER"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message, capsys):
@@ -94,15 +96,25 @@ def test_unknown_options_in_a_file_are_named(tmp_path, capsys):
     assert "--config: no such options: stepz" in capsys.readouterr().err
 
 
-def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
-    lines = tmp_path / "metrics.jsonl"
+@contextmanager
+def running(lines, *arguments):
+    """A run of two ranks without an end, once it has made a step."""
     command = [sys.executable, "-m", "tpkernels", "train", "--data", str(ALICE), *TINY]
-    command += ["--tp", "2", "--steps", "100000", "--json", str(lines)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
-        deadline = time.monotonic() + 60
-        while not lines.is_file() or not lines.read_text():
-            assert time.monotonic() < deadline, "no step was made"
-            time.sleep(0.1)
+    command += ["--tp", "2", "--steps", "100000", "--json", str(lines), *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            deadline = time.monotonic() + 60
+            while not lines.is_file() or not lines.read_text():
+                assert time.monotonic() < deadline, "no step was made"
+                assert run.poll() is None, run.communicate()
+                time.sleep(0.1)
+            yield run
+        finally:
+            run.terminate()
+
+
+def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
+    with running(tmp_path / "metrics.jsonl") as run:
         ranks = children_of(run.pid)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
@@ -111,6 +123,38 @@ def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
     assert "rank 1 was killed by SIGKILL; the other ranks were ended" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path):
+    lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
+    with running(lines, "--save", str(folder)) as run:
+        run.terminate()
+        printed, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    assert "Traceback" not in errors
+    done = len(lines.read_text().splitlines())
+    assert f"saved {folder}/step-{done:08}" in printed
+
+    # what a run that died while it wrote leaves behind is never taken
+    (folder / f".step-{done + 5:08}.unfinished").mkdir()
+    options = f"--dp 2 --steps {done + 2} --save {folder} --resume --json {lines}".split()
+    again = train(*options)
+    assert again.returncode == 0, again.stderr
+    assert f"from {folder}/step-{done:08}, after {done} steps" in again.stdout
+    reports = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [report["step"] for report in reports] == list(range(1, done + 3))
+
+    nothing_left = train(*options)
+    assert nothing_left.returncode == 0
+    assert f"all {done + 2} steps were done before" in nothing_left.stdout
+
+
+def test_saves_on_the_way_and_starts_where_there_is_nothing(tmp_path):
+    folder = tmp_path / "saved"
+    run = train(*f"--steps 5 --save {folder} --save-every 2 --resume".split())
+    assert run.returncode == 0, run.stderr
+    assert f"no checkpoint in {folder}: from the start" in run.stdout
+    assert sorted(path.name for path in folder.glob("step-*")) == [f"step-{n:08}" for n in (2, 4, 5)]
 
 
 def children_of(pid):
