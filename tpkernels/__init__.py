@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.layers.attention import ParallelAttention as ParallelAttention
+    from tpkernels.layers.block import TransformerBlock as TransformerBlock
+    from tpkernels.layers.checkpoint import checkpoint as checkpoint
     from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
     from tpkernels.layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from tpkernels.layers.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -51,6 +54,9 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     )
     from tpkernels.layers.replicas import check_replicas as check_replicas
     from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
+    from tpkernels.models.config import GPTConfig as GPTConfig
+    from tpkernels.models.config import model_config as model_config
+    from tpkernels.models.gpt import GPT as GPT
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -74,6 +80,9 @@ _HOME = {
     "bucketed_broadcast_": "tpkernels.comm.bucketed",
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
+    "ParallelAttention": "tpkernels.layers.attention",
+    "TransformerBlock": "tpkernels.layers.block",
+    "checkpoint": "tpkernels.layers.checkpoint",
     "clip_grad_norm_": "tpkernels.layers.clip",
     "linear_cross_entropy": "tpkernels.layers.cross_entropy",
     "vocab_parallel_cross_entropy": "tpkernels.layers.cross_entropy",
@@ -92,6 +101,9 @@ _HOME = {
     "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
     "check_replicas": "tpkernels.layers.replicas",
     "finalize_gradients": "tpkernels.layers.replicas",
+    "GPT": "tpkernels.models.gpt",
+    "GPTConfig": "tpkernels.models.config",
+    "model_config": "tpkernels.models.config",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",

@@ -15,6 +15,7 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import SupportsIndex
 
 import torch
@@ -33,6 +34,14 @@ _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_RANK_STRIDE = 100
 
 Generators = dict[str, Tensor]  # device type -> state of that device's generator
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The streams at some moment."""
+
+    live: str
+    states: Mapping[str, Generators]
 
 
 class RngTracker:
@@ -91,6 +100,25 @@ class RngTracker:
             _check_state(name, generators)
         self._waiting = {name: dict(generators) for name, generators in states.items()}
         _write(self._waiting[self._live])
+
+    def snapshot(self) -> Snapshot:
+        """All streams as they are, and which is live: what `replay` goes back to."""
+        return Snapshot(self._live, self.get_states())
+
+    @contextmanager
+    def replay(self, moment: Snapshot) -> Iterator[None]:
+        """Draw once more what was drawn after `moment`; afterwards all streams go on from where they are."""
+        present = self.snapshot()
+        self._return_to(moment)
+        try:
+            yield
+        finally:
+            self._return_to(present)
+
+    def _return_to(self, moment: Snapshot) -> None:
+        self._live = moment.live
+        self._waiting = dict(moment.states)
+        _write(moment.states[moment.live])
 
     def _switch(self, name: str) -> None:
         self._waiting[self._live] = _read()

@@ -1,0 +1,56 @@
+"""Models to save, load, rename and split, and what of them is compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import GPT, ColumnParallelLinear, GPTConfig, RowParallelLinear, VocabParallelEmbedding
+
+LLAMA = GPTConfig(
+    vocab_size=37,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=24,
+    activation="swiglu",
+    norm="rms_norm",
+    bias=False,
+    tied=False,
+)
+GPT2 = GPTConfig(vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, max_positions=8)
+CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
+IDS = torch.arange(16).view(2, 8) * 5 % 37
+TARGETS = (IDS * 3 + 1) % 37
+
+
+class Odd(nn.Module):
+    """What GPT has not: strides, padding to a unit, buffers, tied and frozen parameters, a plain layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = VocabParallelEmbedding(7, 4, divisible_by=3)  # the last ranks hold nothing but padding
+        self.fused = ColumnParallelLinear(4, 24, stride=3, gather_output=False)
+        self.back = RowParallelLinear(24, 4, stride=3, input_is_parallel=True)
+        self.plain = nn.Linear(4, 4)
+        self.again = self.plain
+        self.back.bias.requires_grad_(False)
+        self.register_buffer("steps", torch.tensor(5))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output: Tensor = self.plain(self.back(self.fused(self.table(ids))[0])[0])
+        return output
+
+
+def built(kind: str, seed: int) -> nn.Module:
+    """The same model for every number of ranks."""
+    torch.manual_seed(seed)
+    return Odd() if kind == "odd" else GPT(CONFIGS[kind])
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    if isinstance(model, GPT):
+        return model(IDS, TARGETS)
+    return model(IDS % 7).square().sum()

@@ -1,0 +1,181 @@
+"""The same model whatever the number of ranks: loss, logits, gradients, and the text it writes."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.layers.parity import cut_of, gradient_of
+from tests.layers.worlds import posing
+from tpkernels import GPT, GPTConfig, initialize_model_parallel, model_config
+
+LLAMA = GPTConfig(
+    vocab_size=37,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=24,
+    activation="swiglu",
+    norm="rms_norm",
+    bias=False,
+    tied=False,
+)
+GPT2 = GPTConfig(vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, max_positions=8)
+SHAPES = {"llama": LLAMA, "gpt2": GPT2}
+IDS = torch.arange(16).view(2, 8) * 5 % 37
+TARGETS = (IDS * 3 + 1) % 37
+
+
+def built(shape, **options):
+    torch.manual_seed(4)
+    return GPT(SHAPES[shape], **{"dtype": torch.float64, **options})
+
+
+@cache
+def alone(shape):
+    """Loss, logits, gradients and text of one rank."""
+    with posing(0, 1):
+        model = built(shape)
+        loss = model(IDS, TARGETS)
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return loss.detach(), model(IDS).detach(), gradients, written(model)
+
+
+def written(model):
+    """Greedy, and drawn."""
+    greedy = model.generate(IDS[:, :3], 5, top_k=1)
+    drawn = model.generate(
+        IDS[:, :3], 5, temperature=1.5, top_p=0.9, generator=torch.Generator().manual_seed(1)
+    )
+    return greedy.tolist(), drawn.tolist()
+
+
+def compare(cases):
+    """What differs from the model on one rank."""
+    initialize_model_parallel(torch.distributed.get_world_size())
+    wrong = []
+    for shape, options, expected in cases:
+        model = built(shape, **options)
+        loss, logits, gradients, text = expected
+        ours = model(IDS, TARGETS)
+        ours.backward()
+        close = partial(torch.allclose, rtol=1e-10, atol=1e-13)
+        if not close(ours, loss):
+            wrong.append((shape, options, "loss"))
+        if not close(model(IDS), logits):
+            wrong.append((shape, options, "logits"))
+        for name, parameter in model.named_parameters():
+            rows = parameter.shape[0] * model.world.size  # of a table, with padding
+            whole = gradients[name]
+            if name in ("embedding.weight", "head.weight"):
+                whole = F.pad(whole, (0, 0, 0, rows - whole.shape[0]))
+            if not close(gradient_of(parameter), cut_of(parameter)(whole)):
+                wrong.append((shape, options, name))
+        if written(model) != text:
+            wrong.append((shape, options, "text"))
+    return wrong
+
+
+WAYS = [
+    {},
+    {"sequence_parallel": True},
+    {"sequence_parallel": True, "overlap": False, "recompute": "full"},
+    {"recompute": "selective"},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_do_not_change_the_model(ranks, request):
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    ways = WAYS if ranks == 2 else WAYS[1:2]
+    cases = [(shape, options, alone(shape)) for shape in SHAPES for options in ways]
+    for wrong in pool.run(compare, cases, timeout=120):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_is_that_of_the_logits(shape):
+    with posing(0, 1):
+        model = built(shape)
+        targets = TARGETS.clone()
+        targets[0, :3] = -100
+        logits = model(IDS)
+        assert logits.shape == (2, 8, 37)
+        torch.testing.assert_close(
+            model(IDS, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
+        greedy = model.generate(IDS[:, :3], 1, top_k=1)
+        assert greedy[:, 3].tolist() == model(IDS[:, :3])[:, -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_token_sees_a_later_one(shape):
+    with posing(0, 1):
+        model = built(shape)
+        changed = IDS.clone()
+        changed[:, 5] = 0
+        before, after = model(IDS), model(changed)
+        assert torch.equal(before[:, :5], after[:, :5])
+        assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_meta_device_then_materialised_is_the_same_model():
+    with posing(0, 1):
+        model = built("gpt2", device="meta")
+        assert all(parameter.is_meta for parameter in model.parameters())
+        model.to_empty(device="cpu")
+        torch.manual_seed(4)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name, parameter in built("gpt2").named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt2-small", 124.4), ("gpt2-xl", 1557.6), ("llama3-8b", 8030.3), ("llama3-70b", 70553.7)],
+)
+def test_named_models_have_as_many_parameters_as_people_say(name, millions):
+    with posing(0, 1):
+        model = GPT(model_config(name), device="meta")
+        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == millions
+
+
+def compiled():
+    initialize_model_parallel(torch.distributed.get_world_size())
+    torch._dynamo.reset()
+    model = built("llama", sequence_parallel=True, dtype=torch.float32)
+    found = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        loss = call(IDS, TARGETS)
+        found.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_compiles_whole(ranks2):
+    ranks2.run(compiled, timeout=200)
+
+
+def test_mistakes_are_told():
+    with posing(0, 1):
+        model = built("gpt2")
+        with pytest.raises(ValueError, match=r"ids: expected \(batch, tokens\), got \(8,\)"):
+            model(IDS[0])
+        with pytest.raises(ValueError, match=r"targets: expected \(2, 8\) like ids, got \(2, 7\)"):
+            model(IDS, TARGETS[:, :7])
+        with pytest.raises(ValueError, match="expected at most 8 tokens, as many as positions, got 9"):
+            model(torch.zeros(1, 9, dtype=torch.long))
+        with pytest.raises(ValueError, match="at least one token to go on from"):
+            model.generate(IDS[:, :0], 1)
+    with posing(0, 2), pytest.raises(ValueError, match=r"that the 2 tensor-parallel ranks divide, got 7"):
+        built("llama", sequence_parallel=True)(IDS[:, :7])
+    with pytest.raises(ValueError, match=r"model: expected one of gpt2-small, .* got 'gpt5'"):
+        model_config("gpt5")
+    with pytest.raises(ValueError, match=r"depth: a model has no such size; it has vocab_size, hidden_size"):
+        model_config("gpt2-small", depth=3)
+    with pytest.raises(ValueError, match="num_layers: expected at least 1, got 0"):
+        model_config("gpt2-small", num_layers=0)

@@ -1,0 +1,231 @@
+"""Checkpoints of sharded training, by `torch.distributed.checkpoint`: saved at one size, loaded at another.
+
+A checkpoint holds whole tensors under the unsharded model's names, in as many files as there were ranks:
+
+    model.NAME                      parameters and persistent buffers, without vocabulary padding
+    optimizer.state.NAME.KEY        what the optimizer keeps of each parameter
+    optimizer.groups                its options, and the parameters' names
+    random.STREAM.DEVICE            random streams, a row for each rank
+    extra                           what the caller adds: steps done, place in the data
+
+It is written under another name and renamed when all ranks are done, and only then does `latest` beside it
+name it. So what has its name is complete. torch pickles part of it: load only what you trust.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as storage
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tpkernels.interop.dtensor import as_dtensor
+from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
+from tpkernels.interop.parts import Part, parts_of, unwrapped, world_of
+from tpkernels.interop.together import together
+from tpkernels.layers.world import State
+from tpkernels.runtime import c10d
+from tpkernels.runtime.random import get_rng_tracker
+
+LATEST = "latest"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    state: State = None,
+) -> None:
+    """Write a new checkpoint, a folder at `path`, and let `latest` beside it name it.
+
+    Called by all ranks of the world, which share the file system.
+
+    extra: anything that pickle takes, the same on all ranks
+    state: as the model was built with; by default found in its layers
+    """
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    request = f"dcp.save({path})"
+    with together(request):
+        if path.exists():
+            raise FileExistsError("there is something already; a checkpoint is never overwritten")
+        parts = parts_of(model, state)
+        world = world_of(unwrapped(model), state)
+        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
+        if optimizer is not None:
+            content |= OptimizerState(optimizer, parts, world.group).content()
+        content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
+    with together(request):
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that ended while it wrote
+            unfinished.mkdir(parents=True)
+    _write(unfinished, content)
+    with together(request):
+        if dist.get_rank() == 0:
+            unfinished.rename(path)
+            _name_latest(path)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    state: State = None,
+) -> Any:
+    """Read a checkpoint into the model, the optimizer and the random streams; returns its `extra`.
+
+    Called by all ranks of the world. Names, shapes and dtypes are compared before anything is changed. Random
+    streams are restored where as many ranks go on; otherwise they stay as they are, with a warning.
+    """
+    path = Path(path)
+    request = f"dcp.load({path})"
+    with together(request):
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        saved = storage.FileSystemReader(path).read_metadata()
+        parts = parts_of(model, state)
+        world = world_of(unwrapped(model), state)
+        _compare(parts, saved)
+        header: dict[str, Any] = dict.fromkeys(("extra", "sizes"))
+        if optimizer is not None:
+            if GROUPS not in saved.state_dict_metadata:
+                raise ValueError("it holds no optimizer; load without one")
+            header[GROUPS] = None
+    _read(path, header)
+    same_sizes = header["sizes"] == _sizes(world.size)
+    with together(request):
+        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
+        resumed = None
+        if optimizer is not None:
+            resumed = OptimizerState(optimizer, parts, world.group)
+            resumed.require_groups(header[GROUPS])
+            content |= resumed.place_for(saved)
+        streams = _places_of_streams(saved) if same_sizes else {}
+        content |= _rows_of_ranks(streams)
+    _read(path, content)
+    for part in parts.values():
+        part.zero_padding()
+    if resumed is not None:
+        resumed.take(header[GROUPS], content)
+    if same_sizes:
+        _restore_streams(streams)
+    else:
+        warnings.warn(
+            f"{request}: saved by {header['sizes']}, loaded by {_sizes(world.size)}: random streams stay as "
+            "they are; call tpkernels.manual_seed(seed) with a seed that was not used before",
+            stacklevel=2,
+        )
+    return header["extra"]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The last checkpoint that was completed in `folder`; None if there is none."""
+    try:
+        found = Path(folder, Path(folder, LATEST).read_text().strip())
+    except FileNotFoundError:
+        return None
+    if not found.is_dir():
+        raise FileNotFoundError(
+            f"{Path(folder, LATEST)} names {found.name}, which is not there; write the name of another "
+            "checkpoint into it, or remove it to start anew"
+        )
+    return found
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    planner = storage.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        storage.save(content, storage_writer=storage.FileSystemWriter(path), planner=planner)
+    except storage.CheckpointException as error:  # a BaseException, on all ranks
+        raise RuntimeError(f"the checkpoint could not be written to {path}: {error}") from error
+
+
+def _read(path: Path, content: dict[str, Any]) -> None:
+    """Fill the tensors of `content`, and replace what is None."""
+    planner = storage.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        storage.load(content, storage_reader=storage.FileSystemReader(path), planner=planner)
+    except storage.CheckpointException as error:
+        raise RuntimeError(f"the checkpoint {path} could not be read: {error}") from error
+
+
+def _name_latest(path: Path) -> None:
+    unfinished = path.with_name(f".{LATEST}.unfinished")
+    with unfinished.open("w") as file:
+        file.write(path.name)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path.with_name(LATEST))
+
+
+def _sizes(tensor: int) -> dict[str, int]:
+    return {"world_size": dist.get_world_size(), "tensor": tensor}
+
+
+def _compare(parts: dict[str, Part], saved: Metadata) -> None:
+    there = {
+        name.removeprefix("model."): entry
+        for name, entry in saved.state_dict_metadata.items()
+        if name.startswith("model.")
+    }
+    missing, surplus = [n for n in parts if n not in there], [n for n in there if n not in parts]
+    if missing or surplus:
+        raise ValueError(
+            f"the checkpoint is of another model: it lacks {missing or 'nothing'}, and has besides "
+            f"{surplus or 'nothing'}"
+        )
+    for name, part in parts.items():
+        entry = there[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        expected = part.shape, part.local.dtype
+        if (tuple(entry.size), entry.properties.dtype) != expected:
+            raise ValueError(
+                f"'{name}': expected {expected[0]} of {expected[1]} as in the model, the checkpoint has "
+                f"{tuple(entry.size)} of {entry.properties.dtype}"
+            )
+
+
+def _streams() -> dict[str, Tensor]:
+    """Each a row of one tensor of all ranks' streams."""
+    return {
+        f"random.{stream}.{device}": value[None]
+        for stream, generators in get_rng_tracker().get_states().items()
+        for device, value in generators.items()
+    }
+
+
+def _places_of_streams(saved: Metadata) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(1, entry.size[1], dtype=entry.properties.dtype)
+        for name, entry in saved.state_dict_metadata.items()
+        if name.startswith("random.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _rows_of_ranks(rows: dict[str, Tensor]) -> dict[str, DTensor]:
+    world = dist.get_world_size()
+    pieces = tuple((range(rank, rank + 1),) for rank in range(world))
+    return {
+        name: as_dtensor(Part(row, (world, row.shape[1]), 0, pieces, dist.get_rank()), c10d.default_group())
+        for name, row in rows.items()
+    }
+
+
+def _restore_streams(streams: dict[str, Tensor]) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, row in streams.items():
+        stream, device = name.removeprefix("random.").rsplit(".", 1)
+        states.setdefault(stream, {})[device] = row[0]
+    get_rng_tracker().set_states(states)

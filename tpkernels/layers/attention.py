@@ -1,0 +1,177 @@
+"""Self-attention whose heads are split over ranks: each attends with its own, over all tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpkernels.layers.checkpoint import checkpoint
+from tpkernels.layers.dropout import own_stream, require_probability
+from tpkernels.layers.init import InitMethod
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.qkv import ParallelQKV
+from tpkernels.layers.rotary import Rotation, rotate, rotation
+from tpkernels.layers.world import State, tensor_world
+
+
+class ParallelAttention(nn.Module):
+    """softmax(Q Kᵀ / √d) V of each head, and the sum over heads of what the output weight makes of it.
+
+    num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads; may be fewer
+        than there are ranks
+    head_size: hidden_size / num_heads unless given
+    rotary: turn queries and keys by their positions
+    causal: a token attends to itself and those before it
+    dropout: of attention weights, in training; every rank draws for its own heads
+    recompute: keep queries, keys and values only, and attend again in backward
+    output_layer_init_method: of the output weight; init_method unless given
+    Others as in ColumnParallelLinear and RowParallelLinear.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_size: int | None = None,
+        rotary: bool = True,
+        rotary_base: float = 10_000.0,
+        causal: bool = True,
+        dropout: float = 0.0,
+        recompute: bool = False,
+        bias: bool = True,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        output_layer_init_method: InitMethod | None = None,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        overlap: bool = True,
+        state: State = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = _head_size(hidden_size, num_heads, head_size, rotary)
+        _require_heads(num_heads, num_kv_heads, self.head_size, tensor_world(state).size)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.rotary_base = rotary_base if rotary else None
+        self.causal = causal
+        self.dropout = require_probability("dropout", dropout)
+        self.recompute = recompute
+        linear: dict[str, Any] = {
+            "bias": bias,
+            "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "overlap": overlap,
+            "state": state,
+            "device": device,
+            "dtype": dtype,
+        }
+        column = partial(ColumnParallelLinear, gather_output=False, init_method=init_method, **linear)
+        self.qkv = ParallelQKV(hidden_size, num_heads, num_kv_heads, self.head_size, column)
+        self.output = RowParallelLinear(
+            num_heads * self.head_size,
+            hidden_size,
+            input_is_parallel=True,
+            init_method=output_layer_init_method or init_method,
+            skip_bias_add=skip_bias_add,
+            **linear,
+        )
+
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, output_bias)
+
+        hidden: (tokens, batch, hidden_size), or this rank's tokens if sequence_parallel
+        attention_mask: broadcastable to (batch, heads, tokens, tokens): boolean, True where a token may
+            attend, or numbers that are added to the scores; besides `causal`
+        rotary: of these tokens' positions, by default 0, 1, ...
+        output: like hidden
+        """
+        if hidden.ndim != 3:
+            raise ValueError(
+                f"ParallelAttention: expected hidden (tokens, batch, hidden_size), got {tuple(hidden.shape)}"
+            )
+        query, key, value = self.qkv(hidden)
+        if self.rotary_base is not None:
+            by = rotary or self.rotation(query.shape[0], query.dtype, query.device)
+            query, key = rotate(query, by), rotate(key, by)
+        attend = partial(checkpoint, self._attend) if self.recompute and self.training else self._attend
+        output, output_bias = self.output(attend(query, key, value, attention_mask))
+        return output, output_bias
+
+    def rotation(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Rotation:
+        """What turns the first `tokens` positions; the same for all layers of a model."""
+        assert self.rotary_base is not None, "attention without rotary positions"
+        wide = torch.promote_types(dtype, torch.float32)
+        return rotation(tokens, self.head_size, self.rotary_base, dtype=wide, device=device)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """(tokens, batch, features of this rank's heads)"""
+        tokens = query.shape[0]
+        if mask is not None and self.causal:
+            mask = _and_before(mask, tokens)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        with own_stream(self._drops and self.qkv.world.size > 1):
+            mixed = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=self.dropout if self._drops else 0.0,
+                is_causal=self.causal and mask is None,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+
+def _and_before(mask: Tensor, tokens: int) -> Tensor:
+    """`mask` where a token is not after the one that attends to it."""
+    before = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
+    return mask & before if mask.dtype == torch.bool else mask.masked_fill(~before, -torch.inf)
+
+
+def _head_size(hidden_size: int, num_heads: int, head_size: int | None, rotary: bool) -> int:
+    if num_heads < 1:
+        raise ValueError(f"num_heads: expected at least one head, got {num_heads}")
+    if head_size is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_heads {num_heads}, got {hidden_size}; or pass "
+                "head_size"
+            )
+        head_size = hidden_size // num_heads
+    if head_size < 1 or (rotary and head_size % 2):
+        raise ValueError(
+            f"head_size: expected {'an even' if rotary else 'a positive'} number"
+            f"{' with rotary, which turns pairs of features' if rotary else ''}, got {head_size}"
+        )
+    return head_size
+
+
+def _require_heads(heads: int, kv_heads: int, head_size: int, ranks: int) -> None:
+    if heads % ranks:
+        raise ValueError(f"num_heads: expected a multiple of the {ranks} tensor-parallel ranks, got {heads}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"num_kv_heads: expected a divisor of num_heads {heads}, got {kv_heads}")
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(
+            f"num_kv_heads: expected a multiple or a divisor of the {ranks} tensor-parallel ranks, got "
+            f"{kv_heads}"
+        )
+    if kv_heads * head_size % ranks:
+        raise ValueError(
+            f"num_kv_heads: expected features that the {ranks} tensor-parallel ranks divide, got {kv_heads} "
+            f"heads of {head_size}"
+        )

@@ -1,0 +1,78 @@
+"""Queries, keys and values of the heads that a rank works on, from one gather of the tokens.
+
+R ranks, H query heads, G heads of keys and values (G divides H; each serves H / G query heads):
+
+    R divides H             rank r has query heads r H/R, ...
+    R divides G             and the G/R heads of keys and values that serve these
+    G divides R, G < R      or the one that does; R/G ranks share it
+
+In the last case no weight is copied: each rank computes its part of the features of all keys, parts are
+gathered, and each rank takes its head. Gradients of a head that several ranks took are summed on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.linear import ColumnParallelLinear
+from tpkernels.ops.mappings import gather_from_sequence_region
+
+
+class ParallelQKV(nn.Module):
+    """Three column layers over one input."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        column: Callable[[int, int], ColumnParallelLinear],
+    ) -> None:
+        """column: makes a column layer of (input_size, output_size) that does not gather its output"""
+        super().__init__()
+        self.head_size = head_size
+        self.query = column(hidden_size, num_heads * head_size)
+        self.key = column(hidden_size, num_kv_heads * head_size)
+        self.value = column(hidden_size, num_kv_heads * head_size)
+        self.world = self.query.world
+        self.num_kv_heads = num_kv_heads
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, batch, heads of this rank, head_size) of each"""
+        query, key, value = columns_of(hidden, self.query, self.key, self.value)
+        if self.num_kv_heads < self.world.size:
+            key, value = self._own_head(key), self._own_head(value)
+        query, key, value = (
+            part.view(*part.shape[:-1], part.shape[-1] // self.head_size, self.head_size)
+            for part in (query, key, value)
+        )
+        return query, key, value
+
+    def _own_head(self, part: Tensor) -> Tensor:
+        """The whole of this rank's one head, of which each rank has computed some features of all."""
+        features_first = part.movedim(-1, 0).contiguous()
+        heads = gather_from_sequence_region(features_first, self.world.group)
+        own = self.world.rank * self.num_kv_heads // self.world.size
+        return heads[own * self.head_size :][: self.head_size].movedim(0, -1)
+
+
+def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
+    """The outputs of column layers that are alike but for their weights, from one gather of the input."""
+    first = layers[0]
+    first.require_features(input_, first.input_size, "every rank needs all of them")
+    pairs = [layer.weight_and_main_grad() for layer in layers]
+    return ops.column_linear(
+        input_,
+        [weight for weight, _ in pairs],
+        [layer.bias for layer in layers],
+        first.world.group,
+        activation=first.activation,
+        sequence_parallel=first.sequence_parallel,
+        overlap=first.overlap,
+        main_grad=[main_grad for _, main_grad in pairs],
+    )

@@ -1,0 +1,94 @@
+"""What a decoder-only transformer is, in numbers; and those of models that people know by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tpkernels.layers.block import Norm
+from tpkernels.ops.activations import Activation, Glu
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    """Shapes of GPT-2 and of Llama, and what lies between.
+
+    num_kv_heads: heads of keys and values; num_heads if None
+    ffn_hidden_size: 4 * hidden_size if None
+    max_positions: how many positions have a learnt embedding; None: positions are rotary
+    tied: the head is the embedding's table
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    ffn_hidden_size: int | None = None
+    max_positions: int | None = None
+    rotary_base: float = 10_000.0
+    activation: Activation | Glu = "gelu_tanh"
+    norm: Norm = "layer_norm"
+    norm_eps: float = 1e-5
+    bias: bool = True
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def with_sizes(self, **sizes: Any) -> GPTConfig:
+        """The same but for some fields; an unknown one is an error that lists the known."""
+        known = [field.name for field in fields(self)]
+        for name in sizes:
+            if name not in known:
+                raise ValueError(f"{name}: a model has no such size; it has {', '.join(known)}")
+        return replace(self, **sizes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _gpt2(hidden_size: int, num_layers: int, num_heads: int, max_positions: int = 1024) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=50257,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_positions=max_positions,
+    )
+
+
+def _llama3(hidden_size: int, num_layers: int, num_heads: int, ffn_hidden_size: int) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_hidden_size=ffn_hidden_size,
+        rotary_base=500_000.0,
+        activation="swiglu",
+        norm="rms_norm",
+        bias=False,
+        tied=False,
+    )
+
+
+MODELS = {
+    "gpt2-small": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "gpt3-175b": _gpt2(12288, 96, 96, max_positions=2048),
+    "llama3-8b": _llama3(4096, 32, 32, 14336),
+    "llama3-70b": _llama3(8192, 80, 64, 28672),
+}
+
+
+def model_config(name: str, **sizes: Any) -> GPTConfig:
+    """The model of that name, with other sizes where given."""
+    if name not in MODELS:
+        raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
+    return MODELS[name].with_sizes(**sizes)

@@ -1,0 +1,253 @@
+"""A decoder-only transformer over a tensor-parallel group, in the shapes of GPT-2 and of Llama.
+
+Ids come as (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension,
+and under sequence parallelism each rank has its part of them between the products.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.block import Recompute, TransformerBlock
+from tpkernels.layers.dropout import ParallelDropout
+from tpkernels.layers.embedding import VocabParallelEmbedding
+from tpkernels.layers.init import fill_shard
+from tpkernels.layers.norm import LayerNorm, RMSNorm
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import State
+from tpkernels.models.config import GPTConfig
+from tpkernels.ops.mappings import gather_from_sequence_region
+
+INITIAL_SPREAD = (
+    0.02  # standard deviation of weights; of those that add to the residual 1 / sqrt(2 layers) of it
+)
+
+
+class PositionEmbedding(ParallelModule):
+    """A learnt vector for each position, the same on every rank."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        max_positions: int,
+        hidden_size: int,
+        *,
+        sequence_parallel: bool,
+        state: State,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(state)
+        self.sequence_parallel = sequence_parallel and self.world.size > 1
+        marked = Attributes(sequence_parallel=self.sequence_parallel)
+        self.add_parameter("weight", (max_positions, hidden_size), marked, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
+        whole = self.weight.shape[0], self.weight.shape[1]
+        fill_shard(self.weight, drawn, whole=whole, dim=0, pieces=[range(whole[0])])
+
+    def forward(self, tokens: int) -> Tensor:
+        """(tokens, 1, hidden_size), of all tokens or of this rank's part of them"""
+        if tokens > self.weight.shape[0]:
+            raise ValueError(
+                f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"
+            )
+        first, count = 0, tokens
+        if self.sequence_parallel:
+            count = tokens // self.world.size
+            first = self.world.rank * count
+        return self.weight[first : first + count, None]
+
+
+class GPT(nn.Module):
+    """Embedding, blocks, a norm, and a head whose logits are split over the ranks.
+
+    recompute: as in `TransformerBlock`
+    Others as in the layers.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        dropout: float = 0.0,
+        recompute: Recompute = "none",
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        overlap: bool = True,
+        state: State = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
+        table = partial(
+            VocabParallelEmbedding,
+            config.vocab_size,
+            config.hidden_size,
+            init_method=drawn,
+            state=state,
+            **where,
+        )
+        self.embedding = table(sequence_parallel=sequence_parallel)
+        self.world = self.embedding.world
+        self.sequence_parallel = self.embedding.sequence_parallel
+        self.positions = (
+            None
+            if config.max_positions is None
+            else PositionEmbedding(
+                config.max_positions,
+                config.hidden_size,
+                sequence_parallel=sequence_parallel,
+                state=state,
+                **where,
+            )
+        )
+        self.dropout = ParallelDropout(dropout, is_split=self.sequence_parallel)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                config.hidden_size,
+                config.num_heads,
+                config.ffn_hidden_size,
+                num_kv_heads=config.num_kv_heads,
+                rotary=config.max_positions is None,
+                rotary_base=config.rotary_base,
+                activation=config.activation,
+                norm=config.norm,
+                norm_eps=config.norm_eps,
+                bias=config.bias,
+                dropout=dropout,
+                attention_dropout=dropout,
+                recompute=recompute,
+                init_method=drawn,
+                output_layer_init_method=partial(
+                    nn.init.normal_, std=INITIAL_SPREAD / math.sqrt(2 * config.num_layers)
+                ),
+                sequence_parallel=sequence_parallel,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                overlap=overlap,
+                state=state,
+                **where,
+            )
+            for _ in range(config.num_layers)
+        )
+        norm = RMSNorm if config.norm == "rms_norm" else LayerNorm
+        self.norm = norm(
+            config.hidden_size, config.norm_eps, sequence_parallel=self.sequence_parallel, **where
+        )
+        self.head = (
+            None if config.tied else table()
+        )  # a table too: padded, split and drawn like the embedding
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
+        """The mean loss of the targets, or without them all logits, (batch, tokens, vocab_size).
+
+        ids: (batch, tokens)
+        targets: (batch, tokens), the id that should come after each; those equal to ignore_index do not count
+        """
+        hidden = self.hidden(ids)
+        if targets is None:
+            logits = ops.vocab_gather(
+                self.logits(hidden), self.world.group, vocab_size=self.config.vocab_size
+            )
+            return logits.transpose(0, 1)
+        if targets.shape != ids.shape:
+            raise ValueError(f"targets: expected {tuple(ids.shape)} like ids, got {tuple(targets.shape)}")
+        return ops.linear_cross_entropy(
+            hidden,
+            self._head_weight,
+            targets.t().contiguous(),
+            self.world.group,
+            ignore_index=ignore_index,
+            vocab_size=self.config.vocab_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """What the head is applied to: (tokens, batch, hidden_size), or this rank's tokens."""
+        if ids.ndim != 2:
+            raise ValueError(f"ids: expected (batch, tokens), got {tuple(ids.shape)}")
+        tokens = ids.shape[1]
+        if self.sequence_parallel and tokens % self.world.size:
+            raise ValueError(
+                f"ids: expected a number of tokens that the {self.world.size} tensor-parallel ranks divide, "
+                f"got {tokens}; pad to a multiple of {self.world.size}"
+            )
+        hidden = self.embedding(ids.t().contiguous())
+        rotary = None
+        if self.positions is not None:
+            hidden = hidden + self.positions(tokens).to(hidden.dtype)
+        elif len(self.blocks):
+            first = self.blocks[0]
+            assert isinstance(first, TransformerBlock)
+            rotary = first.attention.rotation(tokens, hidden.dtype, hidden.device)  # once for all blocks
+        hidden = self.dropout(hidden)
+        for block in self.blocks:
+            hidden = block(hidden, rotary=rotary)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(tokens, batch, columns of this rank), of all tokens"""
+        logits: Tensor = ops.column_linear(
+            hidden, self._head_weight, None, self.world.group, sequence_parallel=self.sequence_parallel
+        )
+        return logits
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Tensor,
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`ids`, and `count` more after each row of them, drawn one by one; the same on all ranks.
+
+        ids: (batch, tokens)
+        temperature, top_k, top_p, generator: as of `ops.vocab_sample`
+
+        Each id costs a pass over all that come before it: nothing is kept in between.
+        """
+        if not ids.shape[-1]:
+            raise ValueError("ids: expected at least one token to go on from")
+        ranks = self.world.size
+        for _ in range(count):
+            padding = (
+                -ids.shape[1] % ranks if self.sequence_parallel else 0
+            )  # after the tokens: not seen by them
+            hidden = self.hidden(nn.functional.pad(ids, (0, padding)))
+            if self.sequence_parallel:
+                hidden = gather_from_sequence_region(hidden, self.world.group)
+            last = hidden[ids.shape[1] - 1]
+            logits = ops.column_linear(last, self._head_weight, None, self.world.group)
+            drawn = ops.vocab_sample(
+                logits,
+                self.world.group,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                vocab_size=self.config.vocab_size,
+                generator=generator,
+            )
+            ids = torch.cat([ids, drawn[:, None]], 1)
+        return ids
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
