@@ -179,6 +179,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self.require_features(input_, self.input_size, "every rank needs all of them")
         if weight is not None:
             self._require_shard(weight)
+            if self.gradient_accumulation_fusion:  # it has another use, whose gradient must not be dropped
+                weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         weight, main_grad = self.weight_and_main_grad(weight)
         output = ops.column_linear(
             input_,
