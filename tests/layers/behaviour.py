@@ -233,6 +233,32 @@ def buckets_take_fused_gradients() -> bool:
     return close([p.main_grad for p in block.parameters()], expected, 1e-6)
 
 
+def tied_weights_keep_both_gradients() -> bool:
+    """A table that is looked up plainly and multiplied by a fused head, in buckets."""
+    pieces.LEAST_BYTES = 64
+    initialize_model_parallel(dist.get_world_size())
+    head = ColumnParallelLinear(
+        K, N, bias=False, skip_weight_param_allocation=True, gradient_accumulation_fusion=True
+    )
+    torch.manual_seed(dist.get_rank())
+    table = nn.Parameter(torch.randn(N // dist.get_world_size(), K))
+    rows = torch.tensor([0, 3, 3])
+
+    def backward(layer: ColumnParallelLinear) -> None:
+        layer(nn.functional.embedding(rows, table), table)[0].square().sum().backward()
+
+    backward(ColumnParallelLinear(K, N, bias=False, skip_weight_param_allocation=True))
+    expected = table.grad
+    table.grad = None
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    buckets = GradientBuckets([("table", table)], alone, main_grad=True)
+    for _ in range(2):
+        buckets.zero()
+        backward(head)
+        buckets.finish()
+    return close([table.main_grad], [expected], 1e-6) and table.grad is None
+
+
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """How many transfers were begun inside."""
