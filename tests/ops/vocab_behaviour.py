@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.vocab_cases import computed_by, our_part
 from tpkernels.comm import small, transfers
-from tpkernels.ops import linear_cross_entropy, parallel, vocab_cross_entropy, vocab_embedding
+from tpkernels.ops import chunked_head, linear_cross_entropy, parallel, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.registered_head import registered_reduced_loss, registered_token_losses
 from tpkernels.ops.vocab_cross_entropy import registered_vocab_cross_entropy
 from tpkernels.ops.vocab_embedding import registered_vocab_embedding
@@ -212,8 +212,17 @@ def frozen_and_forward_only() -> bool:
     """Only what is asked for is computed, and nothing is asked of communication in backward without it."""
     table, weight, ids, target = operands()
     expected = with_gradients(model, table, weight, ids, target)
-    with torch.no_grad():
-        alone = model(table, weight, ids, target)
+
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("nobody asks for gradients")
+
+    original, chunked_head.HeadGradients.add = chunked_head.HeadGradients.add, forbidden
+    try:
+        with torch.no_grad():
+            alone = model(table.requires_grad_(), weight.requires_grad_(), ids, target)
+    finally:
+        chunked_head.HeadGradients.add = original
+    weight.requires_grad_(False)
     hidden = torch.randn(*target.shape, FEATURES)
     results = []
     for needs in ((True, False), (False, True), (True, True)):

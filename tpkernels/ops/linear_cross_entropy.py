@@ -101,11 +101,11 @@ def linear_cross_entropy(
         else:
             y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
         return y.view(target.shape)
+    needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
     if torch.compiler.is_compiling():
-        needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
         y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]
     else:
-        y = _ReducedLoss.apply(call, reduction, *arguments)  # type: ignore[no-untyped-call]
+        y = _ReducedLoss.apply(call, reduction, needs, *arguments)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -114,9 +114,14 @@ class _ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: HeadCall, reduction: Reduction, hidden: Tensor, weight: Tensor, target: Tensor
+        ctx: Any,
+        call: HeadCall,
+        reduction: Reduction,
+        needs: list[bool],
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[2:4]
         loss, share, dhidden, dweight = reduced_loss(call, reduction, hidden, weight, target, *needs)
         ctx.call, ctx.dtype = call, weight.dtype
         ctx.save_for_backward(share, dhidden, dweight)
@@ -126,7 +131,7 @@ class _ReducedLoss(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
-        return None, None, *scaled(ctx.call, dloss * share, dhidden, dweight, ctx.dtype), None
+        return None, None, None, *scaled(ctx.call, dloss * share, dhidden, dweight, ctx.dtype), None
 
 
 class _TokenLosses(torch.autograd.Function):
