@@ -23,7 +23,7 @@ from tpkernels import (
     initialize_model_parallel,
     reduce_from_tensor_model_parallel_region,
 )
-from tpkernels.comm import pieces, transfers
+from tpkernels.comm import schedule, transfers
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def built(*, fused: bool = False, sequence_parallel: bool = True) -> Block:
-    pieces.LEAST_BYTES = 64
+    schedule.LEAST_BYTES = 64
     initialize_model_parallel(dist.get_world_size())
     torch.manual_seed(7)
     return Block(fused=fused, sequence_parallel=sequence_parallel)
@@ -88,7 +88,7 @@ def compiled_equals_eager(sequence_parallel: bool) -> bool:
 
 def compiled_ends_equal_eager() -> bool:
     """Layers that gather and cut features themselves, and regions of the current state."""
-    pieces.LEAST_BYTES = 64
+    schedule.LEAST_BYTES = 64
     initialize_model_parallel(dist.get_world_size())
     pair = nn.ModuleList([ColumnParallelLinear(K, N, activation="gelu"), RowParallelLinear(N, K)])
 
@@ -162,7 +162,7 @@ def frozen_weights() -> bool:
 
 def tied_head() -> bool:
     """A head that computes with another layer's weight gives both uses' gradients to it."""
-    pieces.LEAST_BYTES = 64
+    schedule.LEAST_BYTES = 64
     initialize_model_parallel(dist.get_world_size())
     owner = ColumnParallelLinear(K, N, bias=False)
     head = ColumnParallelLinear(K, N, bias=False, skip_weight_param_allocation=True)
@@ -235,7 +235,7 @@ def buckets_take_fused_gradients() -> bool:
 
 def tied_weights_keep_both_gradients() -> bool:
     """A table that is looked up plainly and multiplied by a fused head, in buckets."""
-    pieces.LEAST_BYTES = 64
+    schedule.LEAST_BYTES = 64
     initialize_model_parallel(dist.get_world_size())
     head = ColumnParallelLinear(
         K, N, bias=False, skip_weight_param_allocation=True, gradient_accumulation_fusion=True

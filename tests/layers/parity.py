@@ -20,7 +20,7 @@ from tpkernels import (
     RowParallelLinear,
     initialize_model_parallel,
 )
-from tpkernels.comm import pieces
+from tpkernels.comm import schedule
 from tpkernels.layers import linear
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import tensor_world
@@ -215,6 +215,6 @@ def swapped_shards() -> float:
 
 def run_all(name: str, tensor: int, settings: list[Setting]) -> list[dict[str, float]]:
     """Many settings in one call: a call of a pool costs more than a tiny layer does."""
-    pieces.LEAST_BYTES = 64  # cut even tiny shards
+    schedule.LEAST_BYTES = 64  # cut even tiny shards
     initialize_model_parallel(tensor)
     return [CASES[name](setting) for setting in settings]

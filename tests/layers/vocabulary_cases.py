@@ -19,7 +19,7 @@ from tpkernels import (
     ops,
     vocab_parallel_cross_entropy,
 )
-from tpkernels.comm import pieces
+from tpkernels.comm import schedule
 from tpkernels.ops.mappings import gather_from_sequence_region
 
 VOCAB, FEATURES, STEPS = 11, 8, 3
@@ -87,7 +87,7 @@ def sharded(tied: bool, fused: bool, sequence_parallel: bool) -> tuple[list[floa
 
 def training_is_the_unsharded_one(tensor: int) -> list[str]:
     """The ways of training that come to other losses or weights."""
-    pieces.LEAST_BYTES = 64
+    schedule.LEAST_BYTES = 64
     initialize_model_parallel(tensor)
     wrong = []
     for tied in (False, True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.ops.parallel_cases import BOUND
-from tpkernels.comm import pieces
+from tpkernels.comm import schedule
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.tuning import steps
 
@@ -90,7 +90,7 @@ def computed_by(backend: str) -> Iterator[None]:
 
 
 def prepare(seed: int) -> torch.Generator:
-    pieces.LEAST_BYTES = 64
+    schedule.LEAST_BYTES = 64
     return torch.Generator().manual_seed(seed)
 
 
