@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.checks import error_of
@@ -20,10 +21,13 @@ from tpkernels import (
     RMSNorm,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    create_parallel_state,
     initialize_model_parallel,
+    plan_groups,
     reduce_from_tensor_model_parallel_region,
 )
 from tpkernels.comm import schedule, transfers
+from tpkernels.layers.world import State
 
 
 class Block(nn.Module):
@@ -171,6 +175,31 @@ def tied_head() -> bool:
     once = owner.weight.grad.clone()
     (owner(x)[0].sum() + head(x, owner.weight)[0].sum()).backward()
     return close([owner.weight.grad], [3 * once], 1e-6)
+
+
+def groups_of_any_kind() -> list[str]:
+    """Layers over a second state, a process group and a mesh, interleaved: which differ from the whole."""
+    initialize_model_parallel(1)  # the current state is none of them
+    ranks = dist.get_world_size()
+    places: dict[str, State] = {
+        "state": create_parallel_state(plan_groups(world_size=ranks, tensor=ranks // 2)),
+        "group": dist.group.WORLD,
+        "mesh": init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")),
+    }
+    torch.manual_seed(5)
+    pairs = {
+        name: (ColumnParallelLinear(K, N, state=place), RowParallelLinear(N, K, state=place))
+        for name, place in places.items()
+    }
+    torch.manual_seed(5)
+    wholes = {name: [nn.init.xavier_normal_(torch.empty(s)) for s in ((N, K), (K, N))] for name in pairs}
+    x = drawn((4, K), 1, torch.float32)
+    ys = {name: down(up(x)[0])[0] for name, (up, down) in pairs.items()}
+    return [
+        name
+        for name, (w_up, w_down) in wholes.items()
+        if not close([ys[name]], [x @ w_up.t() @ w_down.t()], 1e-6)
+    ]
 
 
 def fusion_follows_the_protocol() -> list[str]:

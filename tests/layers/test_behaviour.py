@@ -35,6 +35,10 @@ def test_fusion_follows_megatrons_protocol(ranks2):
     assert ranks2.run(behaviour.fusion_follows_the_protocol) == [[], []]
 
 
+def test_layers_take_groups_of_any_kind(ranks4):
+    assert ranks4.run(behaviour.groups_of_any_kind) == [[]] * 4
+
+
 def test_seed_gives_the_same_model_in_a_row_of_layers(ranks4):
     assert all(ranks4.run(behaviour.weights_agree, 3))
 
