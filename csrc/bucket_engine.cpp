@@ -1,7 +1,6 @@
 #include "bucket_engine.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -114,71 +113,6 @@ void BucketEngine::on_gradient(size_t index) {
   }
 }
 
-// A gradient of a backward into its place in the bucket.
-void BucketEngine::take_in(Slot& slot) {
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (!grad.defined()) return;  // nothing came, or a fused kernel has added it to the bucket already
-  TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "GradientBuckets: the gradient of '", slot.name,
-                   "' is sparse; expected a dense one: make its embedding with sparse=False");
-  TORCH_CHECK(
-      !grad.requires_grad(), "GradientBuckets: the gradient of '", slot.name,
-      "' has a graph of its own; backward(create_graph=True) is not supported, use torch.autograd.grad");
-  if (options_.main_grad) {
-    refuse_reduced(slot);
-    slot.view.add_(grad);
-    grad.reset();
-  } else if (is_in_place(grad, slot.view)) {
-    refuse_reduced(slot);
-  } else {
-    // The first gradient after `zero` is written, not added: that reads and writes half as much, and can
-    // divide on the way.
-    slot.scaled = divides_ && synchronizing_ && slot.expected == 1;
-    if (slot.scaled) {
-      at::div_out(slot.view, grad, divisor_);
-    } else {
-      slot.view.copy_(grad);
-    }
-    grad = alias_of(slot.view);
-    slot.reduced = false;
-  }
-}
-
-// What lies in `grad` when the bucket is sent, where no hook took it in during this round.
-void BucketEngine::take_leftover(Slot& slot) {
-  if (options_.main_grad) return;
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined() && is_in_place(grad, slot.view)) {
-    if (!slot.touched) refuse_reduced(slot);
-    return;
-  }
-  if (grad.defined()) {
-    slot.view.copy_(grad);
-  } else {
-    slot.view.zero_();
-  }
-  grad = alias_of(slot.view);
-}
-
-void BucketEngine::refuse_converted(const Slot& slot) const {
-  TORCH_CHECK(slot.parameter.scalar_type() == slot.dtype && slot.parameter.device() == slot.view.device(),
-              "GradientBuckets: '", slot.name, "' was converted or moved, which takes its hook away; make ",
-              "GradientBuckets after that");
-}
-
-void BucketEngine::refuse_late(const Slot& slot) const {
-  if (learning_) return;
-  TORCH_CHECK(
-      slot.bucket >= next_ && slot.arrived < slot.expected, "GradientBuckets: '", slot.name,
-      "' received gradient ", slot.arrived + 1, " of this step, but ", slot.expected,
-      " had been expected, as in the first step, and may be on its way; run all backwards but the last "
-      "under no_sync(), then finish()");
-}
-
-void BucketEngine::refuse_reduced(const Slot& slot) const {
-  TORCH_CHECK(!slot.reduced || keeps_average(), "GradientBuckets: the gradient of '", slot.name,
-              "' is reduced already, and more cannot be added to it; call zero() first");
-}
-
 void BucketEngine::begin_round() {
   for (Slot& slot : slots_) {
     slot.touched = slot.scaled = false;
@@ -190,29 +124,17 @@ void BucketEngine::begin_round() {
   }
   next_ = 0;
   clock_ = launched_in_backward_ = 0;
-  finished_ = false;
+  finished_ = refused_ = false;
 }
 
-void BucketEngine::zero() {
+bool BucketEngine::zero() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   group_.get();
   const bool interrupted = !finished_ && std::any_of(slots_.begin(), slots_.end(),
                                                      [](const Slot& slot) { return slot.arrived > 0; });
-  if (interrupted) {
-    // This rank gave up in the middle (an exception in backward, say). Ranks that did not wait for its
-    // buckets: they get them, but as NaN, so that nobody takes a part of the sum for the whole.
-    for (size_t b = next_; b < buckets_.size(); ++b) {
-      buckets_[b].flat.fill_(std::numeric_limits<double>::quiet_NaN());
-    }
-    try {
-      for (; next_ < buckets_.size(); ++next_) start(buckets_[next_]);
-      complete();
-    } catch (...) {
-      abandon();
-      throw;
-    }
-  }
+  if (interrupted && refused_) abandon();  // as all ranks do
+  if (interrupted && !refused_) give_up();
   for (Slot& slot : slots_) {
     slot.reduced = false;
     if (!options_.main_grad) slot.parameter.mutable_grad().reset();
@@ -221,6 +143,28 @@ void BucketEngine::zero() {
     for (Bucket& bucket : buckets_) bucket.flat.zero_();
   }
   begin_round();
+  return interrupted;
+}
+
+// This rank stops in the middle (an exception in backward, say). Ranks that did not wait for its buckets:
+// they get them, but as NaN, so that nobody takes a part of the sum for the whole, or are told before they
+// send.
+void BucketEngine::give_up() {
+  try {
+    if (options_.check_nan && next_ < buckets_.size()) {
+      objection_of_any(buckets_[next_], ((options_.rank + 1) << 32) | (slots_.size() + 1));
+      abandon();
+    } else {
+      for (size_t b = next_; b < buckets_.size(); ++b) {
+        buckets_[b].flat.fill_(std::numeric_limits<double>::quiet_NaN());
+      }
+      for (; next_ < buckets_.size(); ++next_) start(buckets_[next_]);
+      complete();
+    }
+  } catch (...) {
+    abandon();
+    throw;
+  }
 }
 
 std::vector<int64_t> BucketEngine::finish() {
@@ -263,14 +207,16 @@ void BucketEngine::launch(size_t index) {
   ++next_;
 }
 
-// Marked buckets go through the tensor-parallel group first; `complete` sends them on.
+// Marked buckets go through the tensor-parallel group first; `send_on` sends them on.
 void BucketEngine::start(Bucket& bucket) {
   side_.note_current(bucket.streams);
   side_.wait_for(bucket.streams);
   c10::OptionalStreamGuard on_side;
   side_.enter(on_side);
+  send_on();
   bucket.wire = bucket.flat.to(wire_dtype(bucket.flat.scalar_type()));
-  if (bucket.marked) {
+  bucket.half_way = bucket.marked;
+  if (bucket.half_way) {
     bucket.work =
         start_all_reduce(tensor_parallel_group_->get(), bucket.wire, Reduction::SUM, options_.timeout_ms);
   } else {
@@ -294,15 +240,21 @@ void BucketEngine::reduce(Bucket& bucket) {
   }
 }
 
+// Marked buckets into their second group. At the next launch, not when the first sum happens to be there: so
+// the order of collectives is the same on all ranks, and what the host waits for had a bucket's time to come.
+void BucketEngine::send_on() {
+  for (Bucket& bucket : buckets_) {
+    if (!std::exchange(bucket.half_way, false)) continue;
+    await(bucket, *tensor_parallel_group_, "all_reduce");
+    reduce(bucket);
+  }
+}
+
 // Waits for all buckets: the host on a CPU, the current stream elsewhere.
 void BucketEngine::complete() {
   c10::OptionalStreamGuard on_side;
   side_.enter(on_side);
-  for (Bucket& bucket : buckets_) {
-    if (!bucket.marked) continue;
-    await(bucket, *tensor_parallel_group_, "all_reduce");
-    reduce(bucket);
-  }
+  send_on();
   for (Bucket& bucket : buckets_) {
     await(bucket, group_, options_.reduce_scatter ? "reduce_scatter" : "all_reduce");
     if (!bucket.wire.is_same(bucket.flat)) bucket.flat.copy_(bucket.wire);
@@ -313,6 +265,7 @@ void BucketEngine::complete() {
 }
 
 void BucketEngine::await(Bucket& bucket, const LiveGroup& group, const char* operation) {
+  TORCH_CHECK(bucket.work, "GradientBuckets: ", operation, " of ", describe(bucket), " has failed already");
   try {
     std::exchange(bucket.work, {})->wait();
   } catch (const std::exception& error) {
@@ -330,6 +283,7 @@ void BucketEngine::abandon() noexcept {
     } catch (const std::exception&) {  // one failure has been reported; others follow from it
     }
     bucket.wire.reset();
+    bucket.half_way = false;
   }
   finished_ = true;
 }
@@ -346,22 +300,38 @@ void BucketEngine::scale(Bucket& bucket) {
   }
 }
 
-// All ranks learn of a NaN on any of them, so that all refuse to send the bucket.
-void BucketEngine::refuse_nan(const Bucket& bucket) {
-  int64_t found = 0;  // rank and parameter, both from 1
+// Zero if a bucket may be sent as far as this rank knows; else rank and parameter, both from 1.
+int64_t BucketEngine::objection_to(const Bucket& bucket) const {
+  int64_t found = 0;
   if (at::isnan(bucket.flat).any().item<bool>()) {
     for (const size_t i : bucket.members) {
       if (at::isnan(slots_[i].view).any().item<bool>()) found = ((options_.rank + 1) << 32) | (i + 1);
     }
   }
-  const at::Tensor anywhere = at::full({1}, found, bucket.flat.options().dtype(at::kLong));
+  return found;
+}
+
+// All ranks learn of an objection by any of them, so that all refuse to send the bucket.
+int64_t BucketEngine::objection_of_any(const Bucket& bucket, int64_t own) {
+  const at::Tensor anywhere = at::full({1}, own, bucket.flat.options().dtype(at::kLong));
   if (bucket.marked) {
     start_all_reduce(tensor_parallel_group_->get(), anywhere, Reduction::MAX, options_.timeout_ms)->wait();
   }
   start_all_reduce(group_.get(), anywhere, Reduction::MAX, options_.timeout_ms)->wait();
-  found = anywhere.item<int64_t>();
-  TORCH_CHECK(found == 0, "GradientBuckets: on rank ", (found >> 32) - 1, " the gradient of '",
-              slots_[(found & 0xffffffff) - 1].name, "' holds NaN; ", describe(bucket), " was not sent");
+  return anywhere.item<int64_t>();
+}
+
+void BucketEngine::refuse_nan(const Bucket& bucket) {
+  TORCH_CHECK(!refused_, "GradientBuckets: this step has been refused; call zero()");
+  const int64_t found = objection_of_any(bucket, objection_to(bucket));
+  refused_ = found != 0;
+  const int64_t rank = (found >> 32) - 1;
+  const size_t parameter = found & 0xffffffff;
+  TORCH_CHECK(parameter <= slots_.size(), "GradientBuckets: rank ", rank,
+              " has given up this step, by an exception in backward, say; ", describe(bucket),
+              " was not sent");
+  TORCH_CHECK(found == 0, "GradientBuckets: on rank ", rank, " the gradient of '", slots_[parameter - 1].name,
+              "' holds NaN; ", describe(bucket), " was not sent");
 }
 
 std::string BucketEngine::describe(const Bucket& bucket) const {

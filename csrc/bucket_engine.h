@@ -51,8 +51,9 @@ class BucketEngine : public torch::CustomClassHolder {
   // How many gradients each parameter receives in a round: from now on, backward launches.
   void expect(const std::vector<int64_t>& arrivals);
 
-  // Starts a round without gradients. A round that other ranks may have finished is finished first.
-  void zero();
+  // Starts a round without gradients. A round that began is ended first, for other ranks may be in it; true
+  // then.
+  bool zero();
   // Ends the round: all gradients are reduced. The parameters that received none here; again if asked again.
   std::vector<int64_t> finish();
   // Whether gradients count towards a launch, or are only accumulated.
@@ -93,7 +94,8 @@ class BucketEngine : public torch::CustomClassHolder {
     at::Tensor flat;
     std::vector<size_t> members;
     bool marked = false;
-    size_t pending = 0;  // members that still expect a gradient
+    bool half_way = false;  // in the first of its two groups
+    size_t pending = 0;     // members that still expect a gradient
     std::vector<c10::Stream> streams = {};
     at::Tensor wire = {};
     InFlight work = {};
@@ -107,15 +109,19 @@ class BucketEngine : public torch::CustomClassHolder {
   void refuse_reduced(const Slot& slot) const;
 
   void begin_round();
+  void give_up();
   void launch(size_t index);
   void start(Bucket& bucket);
   at::ScalarType wire_dtype(at::ScalarType own) const;
   void reduce(Bucket& bucket);
+  void send_on();
   void complete();
   void await(Bucket& bucket, const LiveGroup& group, const char* operation);
   void abandon() noexcept;
 
   void scale(Bucket& bucket);
+  int64_t objection_to(const Bucket& bucket) const;
+  int64_t objection_of_any(const Bucket& bucket, int64_t own);
   void refuse_nan(const Bucket& bucket);
   std::string describe(const Bucket& bucket) const;
   bool keeps_average() const { return options_.average && !options_.reduce_scatter; }
@@ -135,7 +141,8 @@ class BucketEngine : public torch::CustomClassHolder {
   bool learning_ = true;
   bool synchronizing_ = true;
   bool finished_ = false;
-  size_t next_ = 0;  // the bucket to launch
+  bool refused_ = false;  // by all ranks, for what one has found
+  size_t next_ = 0;       // the bucket to launch
   int64_t clock_ = 0;
   int64_t launched_in_backward_ = 0;
 };

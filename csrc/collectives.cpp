@@ -1,5 +1,6 @@
 #include "collectives.h"
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <unistd.h>
 
@@ -13,6 +14,20 @@ template <typename Signature>
 auto find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
+
+// A collective keeps the Python objects of the thread that starts it: in backward, the context variables.
+// gloo's thread lets go of them last, which takes Python's lock, and whoever asks for that lock while the
+// interpreter ends is ended with it: the process aborts.
+class WithoutPythonObjects {
+ public:
+  WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state({}); }
+  ~WithoutPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(objects_)); }
+  WithoutPythonObjects(const WithoutPythonObjects&) = delete;
+  WithoutPythonObjects& operator=(const WithoutPythonObjects&) = delete;
+
+ private:
+  at::impl::ThreadLocalPythonObjects objects_ = at::impl::ThreadLocalPythonObjects::get_state();
+};
 
 }  // namespace
 
@@ -47,6 +62,7 @@ InFlight start_all_reduce(const Group& group, const at::Tensor& data, Reduction 
       at::TensorList, const Group&, const c10::intrusive_ptr<c10d::ReduceOp>&,
       const std::optional<at::Tensor>&, bool, int64_t)>("c10d::allreduce_");
   const std::vector<at::Tensor> tensors{data};
+  const WithoutPythonObjects guard;
   return std::get<1>(all_reduce.call(tensors, group, c10::make_intrusive<c10d::ReduceOp>(reduction),
                                      std::nullopt, /*async_op=*/true, timeout_ms));
 }
@@ -56,6 +72,7 @@ InFlight start_reduce_scatter(const Group& group, at::Tensor shard, at::Tensor d
   static const auto reduce_scatter = find_operator<std::tuple<at::Tensor, InFlight>(
       at::Tensor&, at::Tensor&, const Group&, const c10::intrusive_ptr<c10d::ReduceOp>&, bool, int64_t)>(
       "c10d::_reduce_scatter_base_");
+  const WithoutPythonObjects guard;
   return std::get<1>(reduce_scatter.call(shard, data, group, c10::make_intrusive<c10d::ReduceOp>(reduction),
                                          /*async_op=*/true, timeout_ms));
 }

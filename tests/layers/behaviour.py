@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.checks import error_of
@@ -19,9 +20,14 @@ from tpkernels import (
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    create_parallel_state,
     initialize_model_parallel,
+    plan_groups,
+    reduce_from_tensor_model_parallel_region,
 )
 from tpkernels.comm import pieces, transfers
+from tpkernels.layers.world import State
 
 
 class Block(nn.Module):
@@ -82,6 +88,22 @@ def compiled_equals_eager(sequence_parallel: bool) -> bool:
         if not close(outcome(compiled, block, x), outcome(block, block, x), 1e-6):
             return False
     return True
+
+
+def compiled_ends_equal_eager() -> bool:
+    """Layers that gather and cut features themselves, and regions of the current state."""
+    pieces.LEAST_BYTES = 64
+    initialize_model_parallel(dist.get_world_size())
+    pair = nn.ModuleList([ColumnParallelLinear(K, N, activation="gelu"), RowParallelLinear(N, K)])
+
+    def run(x: Tensor) -> Tensor:
+        h, _ = pair[0](copy_to_tensor_model_parallel_region(x))
+        return reduce_from_tensor_model_parallel_region(pair[1](h)[0])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = drawn((4, K), 1, torch.float32)
+    return equal(outcome(compiled, pair, x), outcome(run, pair, x))
 
 
 def checkpointed_equals_plain() -> bool:
@@ -155,6 +177,31 @@ def tied_head() -> bool:
     return close([owner.weight.grad], [3 * once], 1e-6)
 
 
+def groups_of_any_kind() -> list[str]:
+    """Layers over a second state, a process group and a mesh, interleaved: which differ from the whole."""
+    initialize_model_parallel(1)  # the current state is none of them
+    ranks = dist.get_world_size()
+    places: dict[str, State] = {
+        "state": create_parallel_state(plan_groups(world_size=ranks, tensor=ranks // 2)),
+        "group": dist.group.WORLD,
+        "mesh": init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")),
+    }
+    torch.manual_seed(5)
+    pairs = {
+        name: (ColumnParallelLinear(K, N, state=place), RowParallelLinear(N, K, state=place))
+        for name, place in places.items()
+    }
+    torch.manual_seed(5)
+    wholes = {name: [nn.init.xavier_normal_(torch.empty(s)) for s in ((N, K), (K, N))] for name in pairs}
+    x = drawn((4, K), 1, torch.float32)
+    ys = {name: down(up(x)[0])[0] for name, (up, down) in pairs.items()}
+    return [
+        name
+        for name, (w_up, w_down) in wholes.items()
+        if not close([ys[name]], [x @ w_up.t() @ w_down.t()], 1e-6)
+    ]
+
+
 def fusion_follows_the_protocol() -> list[str]:
     """What is wrong with main_grad and its flags after a backward; nothing, one hopes."""
     wrong = []
@@ -164,22 +211,36 @@ def fusion_follows_the_protocol() -> list[str]:
     names = [name for name, _ in reference.named_parameters()]
     expected = dict(zip(names, outcome(reference, reference, tokens())[2:], strict=True))
     weights = {name: p for name, p in block.named_parameters() if p.ndim == 2}
-    for name, weight in weights.items():
-        weight.main_grad = torch.zeros_like(weight)
-        if "mlp" in name:
-            weight.grad_added_to_main_grad = False
-            weight.zero_out_wgrad = "gate" in name
-    block(tokens().requires_grad_()).square().sum().backward()
-    for name, weight in weights.items():
-        if not close([weight.main_grad], [expected[name]], 1e-6):
-            wrong.append(f"{name}: main_grad")
-        if "mlp" in name:
-            if weight.grad_added_to_main_grad is not True or weight.grad.shape != weight.shape:
-                wrong.append(f"{name}: no gradient for form's sake")
-            if weight.zero_out_wgrad and weight.grad.any():
-                wrong.append(f"{name}: not zeros")
-        elif weight.grad is not None:
-            wrong.append(f"{name}: a gradient beside main_grad")
+
+    def cast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(x)
+
+    ways: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, float]] = {
+        "plain": (block, torch.float32, 1e-6),
+        "narrow": (block, torch.bfloat16, 0.01),
+        "autocast": (cast, torch.float32, 0.05),
+        "checkpoint": (lambda x: checkpoint(block, x, use_reentrant=False), torch.float32, 1e-6),
+        "reentrant": (lambda x: checkpoint(block, x, use_reentrant=True), torch.float32, 1e-6),
+    }
+    for way, (run, dtype, tolerance) in ways.items():
+        block.zero_grad()
+        for name, weight in weights.items():
+            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
+            if "mlp" in name:
+                weight.grad_added_to_main_grad = False
+                weight.zero_out_wgrad = "gate" in name
+        run(tokens().requires_grad_()).square().sum().backward()
+        for name, weight in weights.items():
+            if not close([weight.main_grad.float()], [expected[name]], tolerance):
+                wrong.append(f"{way}: main_grad of {name}")
+            if "mlp" in name:
+                if weight.grad_added_to_main_grad is not True or weight.grad.shape != weight.shape:
+                    wrong.append(f"{way}: no gradient for form's sake of {name}")
+                if weight.zero_out_wgrad and weight.grad.any():
+                    wrong.append(f"{way}: not zeros of {name}")
+            elif weight.grad is not None:
+                wrong.append(f"{way}: a gradient beside main_grad of {name}")
     return wrong
 
 
@@ -199,6 +260,32 @@ def buckets_take_fused_gradients() -> bool:
             return False
     expected = outcome(reference, reference, tokens())[2:]
     return close([p.main_grad for p in block.parameters()], expected, 1e-6)
+
+
+def tied_weights_keep_both_gradients() -> bool:
+    """A table that is looked up plainly and multiplied by a fused head, in buckets."""
+    pieces.LEAST_BYTES = 64
+    initialize_model_parallel(dist.get_world_size())
+    head = ColumnParallelLinear(
+        K, N, bias=False, skip_weight_param_allocation=True, gradient_accumulation_fusion=True
+    )
+    torch.manual_seed(dist.get_rank())
+    table = nn.Parameter(torch.randn(N // dist.get_world_size(), K))
+    rows = torch.tensor([0, 3, 3])
+
+    def backward(layer: ColumnParallelLinear) -> None:
+        layer(nn.functional.embedding(rows, table), table)[0].square().sum().backward()
+
+    backward(ColumnParallelLinear(K, N, bias=False, skip_weight_param_allocation=True))
+    expected = table.grad
+    table.grad = None
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    buckets = GradientBuckets([("table", table)], alone, main_grad=True)
+    for _ in range(2):
+        buckets.zero()
+        backward(head)
+        buckets.finish()
+    return close([table.main_grad], [expected], 1e-6) and table.grad is None
 
 
 @contextmanager

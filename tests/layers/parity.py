@@ -21,6 +21,7 @@ from tpkernels import (
     initialize_model_parallel,
 )
 from tpkernels.comm import pieces
+from tpkernels.layers import linear
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import tensor_world
 
@@ -41,6 +42,7 @@ class Setting:
     stride: int = 1
     fused: bool = False  # gradients into main_grad
     leading: tuple[int, ...] = (8, 3)
+    strided: bool = False  # inputs and gradients are views
 
 
 def cut(dim: int, stride: int = 1) -> Callable[[Tensor], Tensor]:
@@ -58,6 +60,11 @@ def cut_of(parameter: Tensor) -> Callable[[Tensor], Tensor]:
     if not attributes.tensor_model_parallel:
         return same
     return cut(attributes.partition_dim, attributes.partition_stride)
+
+
+def laid_out(setting: Setting, x: Tensor) -> Tensor:
+    """The same numbers; if they are to be strided, with the first two dimensions transposed in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if setting.strided else x.clone()
 
 
 def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
@@ -97,12 +104,12 @@ def pair(setting: Setting) -> dict[str, float]:
         layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
 
     tokens = cut(0) if setting.sequence_parallel else same
-    x = tokens(named["x"]).clone().requires_grad_()
+    x = laid_out(setting, tokens(named["x"])).requires_grad_()
     y, bias = down(up(x)[0])
     if setting.skip_bias_add and setting.bias:
         y = y + bias
     dy = drawn((*setting.leading, K), 4, setting.dtype)
-    y.backward(tokens(dy))
+    y.backward(laid_out(setting, tokens(dy)))
 
     def whole(x: Tensor, w_up: Tensor, w_down: Tensor, **biases: Tensor) -> Tensor:
         h = ACT[setting.activation](F.linear(x, w_up, biases.get("b_up")))
@@ -156,12 +163,12 @@ def block(setting: Setting) -> dict[str, float]:
 
     tokens = cut(0) if setting.sequence_parallel else same
     named["x"] = drawn((*setting.leading, K), 1, setting.dtype)
-    x = tokens(named["x"]).clone().requires_grad_()
+    x = laid_out(setting, tokens(named["x"])).requires_grad_()
     y, bias = mlp(norm(x))
     if bias is not None:
         y = y + bias
     dy = drawn((*setting.leading, K), 4, setting.dtype)
-    y.backward(tokens(dy))
+    y.backward(laid_out(setting, tokens(dy)))
 
     def whole(**t: Tensor) -> Tensor:
         if setting.bias:
@@ -193,6 +200,17 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
 
 
 CASES = {"pair": pair, "block": block}
+
+
+def swapped_shards() -> float:
+    """What the comparison says of a layer that holds its neighbour's rows."""
+    initialize_model_parallel(dist.get_world_size())
+    original = linear.pieces_of
+    linear.pieces_of = lambda rank, **sizes: original((rank + 1) % sizes["ranks"], **sizes)  # type: ignore[assignment]
+    try:
+        return max(pair(Setting()).values())
+    finally:
+        linear.pieces_of = original
 
 
 def run_all(name: str, tensor: int, settings: list[Setting]) -> list[dict[str, float]]:

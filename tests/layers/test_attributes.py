@@ -33,8 +33,8 @@ class Two(ParallelModule):
         self.register_parameter("bias", None)
 
 
-def says(module: nn.Module) -> bool:
-    return Attributes.of(module.weight) == SPLIT and Attributes.of(module.scale) == MARKED
+def says(module: nn.Module, scale: Attributes = MARKED) -> bool:
+    return Attributes.of(module.weight) == SPLIT and Attributes.of(module.scale) == scale
 
 
 def test_a_parameter_says_how_it_is_split():
@@ -71,6 +71,9 @@ def test_attributes_survive(change, swap):
     try:
         with posing(1, 2):
             assert says(change(Two()))
+            changed_by_hand = Two()
+            changed_by_hand.scale.sequence_parallel = False
+            assert says(change(changed_by_hand), Attributes())
     finally:
         torch.__future__.set_swap_module_params_on_conversion(outside)
 
@@ -102,3 +105,12 @@ def test_copies_are_counted_once():
         initialize_model_parallel(2)
         assert param_is_not_tensor_parallel_duplicate(split)
         assert param_is_not_tensor_parallel_duplicate(whole) == (rank == 0)
+
+
+def test_a_tied_parameter_keeps_what_is_said_of_it():
+    with posing(1, 2):
+        owner, borrower = Two(), Two()
+        owner.scale.sequence_parallel = False
+        borrower.scale = owner.scale
+        for module in (owner, borrower):
+            assert says(module, Attributes())

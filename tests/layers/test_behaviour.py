@@ -15,6 +15,7 @@ def test_compiled_layers_compute_the_same(ranks2, sequence_parallel):
 @pytest.mark.parametrize(
     "function",
     [
+        behaviour.compiled_ends_equal_eager,
         behaviour.checkpointed_equals_plain,
         behaviour.accumulates,
         behaviour.without_gradients,
@@ -22,6 +23,7 @@ def test_compiled_layers_compute_the_same(ranks2, sequence_parallel):
         behaviour.frozen_weights,
         behaviour.tied_head,
         behaviour.buckets_take_fused_gradients,
+        behaviour.tied_weights_keep_both_gradients,
     ],
     ids=lambda function: function.__name__,
 )
@@ -31,6 +33,10 @@ def test_layers_behave(ranks2, function):
 
 def test_fusion_follows_megatrons_protocol(ranks2):
     assert ranks2.run(behaviour.fusion_follows_the_protocol) == [[], []]
+
+
+def test_layers_take_groups_of_any_kind(ranks4):
+    assert ranks4.run(behaviour.groups_of_any_kind) == [[]] * 4
 
 
 def test_seed_gives_the_same_model_in_a_row_of_layers(ranks4):

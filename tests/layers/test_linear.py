@@ -141,6 +141,8 @@ def test_shards_can_be_built_without_any_rank():
 BAD_LAYERS = {
     "output_size": (lambda: ColumnParallelLinear(4, 7), r"output_size \(7\) is not divisible by the 2 ranks"),
     "input_size": (lambda: RowParallelLinear(7, 4), r"input_size \(7\) is not divisible by the 2 ranks"),
+    "no input": (lambda: ColumnParallelLinear(0, 6), "input_size must be a positive integer, got 0"),
+    "negative": (lambda: RowParallelLinear(4, -6), "output_size must be a positive integer, got -6"),
     "stride": (lambda: ColumnParallelLinear(4, 6, stride=2), r"x stride \(2\) = 4; choose a multiple of 4"),
     "activation": (lambda: ColumnParallelLinear(4, 6, activation="sigmoid"), "expected an activation of"),
     "gathered": (lambda: ColumnParallelLinear(4, 6, sequence_parallel=True), "expected gather_output=False"),

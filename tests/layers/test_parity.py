@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.layers.parity import Setting, run_all
+from tests.layers.parity import Setting, run_all, swapped_shards
 
 # ranks in all, ranks that share a layer: the others are data-parallel
 WORLDS = [("ranks1", 1), ("ranks2", 2), ("ranks4", 4), ("ranks4", 2)]
@@ -44,6 +44,8 @@ def test_options_of_column_and_row(check):
             Setting(stride=2, whole=False, sequence_parallel=True),
             Setting(fused=True),
             Setting(fused=True, sequence_parallel=True, dtype=torch.bfloat16),
+            Setting(strided=True, whole=True),
+            Setting(strided=True, sequence_parallel=True),
             *(Setting(leading=leading) for leading in ((), (5,), (2, 3, 1, 2), (0,), (3, 0))),
             *(
                 Setting(leading=leading, sequence_parallel=True)
@@ -71,7 +73,12 @@ def test_options_of_mlp(check):
             Setting(fused=True, sequence_parallel=True),
             Setting(fused=True, activation="swiglu"),
             Setting(leading=()),
+            Setting(strided=True, sequence_parallel=True),
             Setting(leading=(0, 3), sequence_parallel=True),
             Setting(leading=(4, 2, 1, 3), sequence_parallel=True, activation="swiglu"),
         ],
     )
+
+
+def test_swapped_shards_would_be_seen(ranks2):
+    assert min(ranks2.run(swapped_shards)) > 1000

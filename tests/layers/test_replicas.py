@@ -26,9 +26,16 @@ def test_halves_are_summed_in_fp32(ranks4):
     assert all(ranks4.run(cases.finalized_halves))
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_norm_is_that_of_the_whole_model(ranks, max_norm):
     assert ranks.run(cases.clipped, max_norm) == [[True] * 3] * ranks.world_size
+
+
+def test_training_follows_the_unsharded_model(ranks):
+    for losses in ranks.run(cases.trained, 8):
+        assert losses[-1][1] < 0.9 * losses[0][1]  # it learns
+        for ours, expected in losses:
+            assert ours == pytest.approx(expected, rel=1e-5)
 
 
 def test_norm_counts_stages_and_shares_once(ranks4):
@@ -48,6 +55,17 @@ def test_forgotten_finalizing_is_told_on_all_ranks(request, pool):
     assert clip.startswith("clip_grad_norm_: tensor-parallel ranks hold copies of parameter 0 of those given")
     assert "call finalize_gradients(model)" in clip
     assert "check_replicas: 'norm.weight' differs" in check
+
+
+def test_no_stage_waits_for_one_that_refuses(ranks4):
+    (_, first), (_, second), (_, third), (_, fourth) = ranks4.run(cases.refused_on_one_stage, timeout=20)
+    assert (
+        first
+        == second
+        == ("clip_grad_norm_: refused on pipeline stage 1, whose ranks say why; nothing is clipped")
+    )
+    assert third == fourth
+    assert "copies of parameter 0 of those given, but other gradients of it: rank 2 has norm" in third
 
 
 @pytest.mark.parametrize("plant", [cases.one_bit, cases.minus_zero])
@@ -93,3 +111,6 @@ def test_a_rank_alone_has_nothing_to_compare():
         assert float(clip_grad_norm_(norm.weight, 1.0)) == pytest.approx(2.0)
         assert float(norm.weight.grad.norm()) == pytest.approx(1.0)
         assert float(clip_grad_norm_([], 1.0)) == 0.0
+        for max_norm in (-1.0, math.nan):
+            with pytest.raises(ValueError, match="expected max_norm of 0 or more"):
+                clip_grad_norm_(norm.weight, max_norm)

@@ -86,6 +86,39 @@ def whole_gradient_is_split() -> bool:
     return torch.equal(dx, _ours(0)(dy))
 
 
+def parts_are_their_own_memory() -> bool:
+    """Writing into a part leaves the whole as it was, of a single row too, whose parts are contiguous."""
+    ranks = dist.get_world_size()
+    for scatter in (mappings.scatter_to_region, mappings.scatter_to_sequence_region):
+        x = torch.ones((1, 2 * ranks) if scatter is mappings.scatter_to_region else (ranks, 2))
+        scatter(x, dist.group.WORLD).zero_()
+        if not x.eq(1).all():
+            return False
+    return True
+
+
+def compiled_regions_differ() -> list[str]:
+    """Which regions compute other bits under torch.compile than eagerly."""
+    wrong = []
+    for name in MEANING:
+        region = getattr(mappings, name)
+        torch._dynamo.reset()
+
+        def run(x: Tensor, region: Callable[..., Tensor] = region) -> Tensor:
+            return region(x, dist.group.WORLD) * 2
+
+        compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (4, 8):
+            x = torch.randn(rows, 4, 8, requires_grad=True)
+            results = []
+            for function in (run, compiled):
+                y = function(x)
+                results.append([y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))])
+            if not all(map(torch.equal, *results)):
+                wrong.append(f"{name} of {rows} rows")
+    return wrong
+
+
 def uneven(name: str) -> str:
     try:
         getattr(mappings, name)(torch.randn(3, 5), dist.group.WORLD)

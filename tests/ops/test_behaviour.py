@@ -111,6 +111,13 @@ def test_registered_operator_passes_opcheck(op, arguments, backend, device):
     opcheck(op, tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments))
 
 
+@pytest.mark.parametrize("name", ["dgrad_act", "bias_grad"])
+def test_sums_of_float64_are_announced_as_float64(name):
+    op, arguments = OPCHECKS[name]
+    doubles = tuple(a.double() if isinstance(a, torch.Tensor) else a for a in arguments)
+    opcheck(op, doubles, test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_autocast_casts_as_torch_does(name, backend, device):
     case = CASES[name]

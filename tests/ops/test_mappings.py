@@ -14,6 +14,14 @@ def test_regions_mean_what_they_say(request, world):
         assert not wrong
 
 
+def test_parts_are_their_own_memory(ranks2):
+    assert all(ranks2.run(region_cases.parts_are_their_own_memory))
+
+
+def test_compiled_regions_give_the_same_bits(ranks2):
+    assert ranks2.run(region_cases.compiled_regions_differ, timeout=180) == [[], []]
+
+
 def test_a_whole_gradient_is_split(ranks2):
     assert all(ranks2.run(region_cases.whole_gradient_is_split))
 

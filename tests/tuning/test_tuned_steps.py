@@ -52,6 +52,17 @@ def test_tuned_step_agrees_with_torch(case, winner, dtype, make_chooser):
     assert all(close(ours, torchs, BOUND[dtype]) for ours, torchs in zip(actual, expected, strict=True))
 
 
+def test_norms_that_kernels_do_not_take_are_torchs(make_chooser, monkeypatch):
+    monkeypatch.setattr(triton_steps, "norm", lambda *_: "ours")
+    tuned = TunedSteps(make_chooser(FakeTimer({"": 1.0})))
+    weight = torch.ones(K)
+    assert tuned.norm(torch.randn(T, K), weight, None, "rms_norm", 1e-5) == "ours"
+    wide = torch.randn(2, tuned_steps.MAX_FEATURES + 1)
+    for x in (wide, torch.randn(T, K).double()):
+        y, *_ = tuned.norm(x, torch.ones(x.shape[1]), None, "rms_norm", 1e-5)
+        assert y.shape == x.shape
+
+
 @pytest.mark.parametrize("main_dtype", BOUND, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("winner", ["triton/descriptor", "torch", "addmm"])
 def test_tuned_accumulation_adds(winner, main_dtype, make_chooser):

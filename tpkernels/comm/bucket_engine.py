@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.profiler import record_function
 
-from tpkernels.comm.bucket_state import Bucket, Slot
+from tpkernels.comm.bucket_state import Bucket, Slot, accumulator_of
 from tpkernels.comm.engine import EngineOptions
 from tpkernels.comm.groups import LiveGroup, start_all_reduce, start_reduce_scatter
 from tpkernels.comm.side_stream import SideStream
@@ -47,9 +47,10 @@ class BucketEngine:
         self._buckets: list[Bucket] = []
         self._learning = self._synchronizing = True
         self._finished = False
+        self._refused = False  # by all ranks, for what one has found
         self._next = self._clock = self._launched_in_backward = 0
         self._slots = [
-            Slot(parameter, name, is_marked, _accumulator(parameter), parameter.dtype)
+            Slot(parameter, name, is_marked, accumulator_of(parameter), parameter.dtype)
             for parameter, name, is_marked in zip(parameters, names, marked, strict=True)
         ]
         self._hooks = [slot.accumulator.register_hook(self._hook(slot)) for slot in self._slots]
@@ -159,13 +160,6 @@ class BucketEngine:
             slot.place.copy_(grad)
         slot.parameter.grad = slot.alias()
 
-    def _refuse_converted(self, slot: Slot) -> None:
-        if slot.parameter.dtype != slot.dtype or slot.parameter.device != slot.place.device:
-            raise RuntimeError(
-                f"GradientBuckets: '{slot.name}' was converted or moved, which takes its hook away; make "
-                "GradientBuckets after that"
-            )
-
     def _refuse_late(self, slot: Slot) -> None:
         if not self._learning and (slot.bucket < self._next or slot.arrived >= slot.expected):
             raise RuntimeError(
@@ -190,14 +184,16 @@ class BucketEngine:
             bucket.pending = len(bucket.members)
             bucket.streams.clear()
         self._next = self._clock = self._launched_in_backward = 0
-        self._finished = False
+        self._finished = self._refused = False
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         with self._lock, torch.no_grad():
             self._group.get()
             interrupted = not self._finished and any(slot.arrived for slot in self._slots)
-            if interrupted:
-                self._send_nan()
+            if interrupted and self._refused:
+                self._abandon()  # as all ranks do
+            elif interrupted:
+                self._give_up()
             for slot in self._slots:
                 slot.reduced = False
                 if not self._options.main_grad:
@@ -206,12 +202,19 @@ class BucketEngine:
                 for bucket in self._buckets:
                     bucket.flat.zero_()
             self._begin_round()
+            return interrupted
 
-    def _send_nan(self) -> None:
-        """This rank gave up in the middle (an exception in backward, say). Ranks that did not wait for its
-        buckets: they get them, but as NaN, so that nobody takes a part of the sum for the whole."""
+    def _give_up(self) -> None:
+        """This rank stops in the middle (an exception in backward, say). Ranks that did not wait for its
+        buckets: they get them, but as NaN, so that nobody takes a part of the sum for the whole, or are told
+        before they send."""
+        left = self._buckets[self._next :]
         try:
-            for bucket in self._buckets[self._next :]:
+            if self._options.check_nan and left:
+                self._objection_of_any(left[0], self._objection(len(self._slots)))
+                self._abandon()
+                return
+            for bucket in left:
                 bucket.flat.fill_(torch.nan)
                 self._start(bucket)
             self._complete()
@@ -223,7 +226,7 @@ class BucketEngine:
         with self._lock, torch.no_grad():
             self._group.get()
             for slot in self._slots:
-                self._refuse_converted(slot)
+                slot.refuse_converted()
             if not self._finished:
                 try:
                     while self._next < len(self._buckets):
@@ -254,12 +257,14 @@ class BucketEngine:
         self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
-        """Marked buckets go through the tensor-parallel group first; `_complete` sends them on."""
+        """Marked buckets go through the tensor-parallel group first; `_send_on` sends them on."""
         self._side.note_current(bucket.streams)
         self._side.wait_for(bucket.streams)
         with self._side.entered():
+            self._send_on()
             bucket.wire = bucket.flat.to(self._wire_dtype(bucket.flat.dtype))
-            if bucket.marked:
+            bucket.half_way = bucket.marked
+            if bucket.half_way:
                 assert self._tensor_parallel_group is not None
                 group = self._tensor_parallel_group.get()
                 bucket.work = start_all_reduce(group, bucket.wire, ReduceOp.SUM, self._options.timeout)
@@ -280,14 +285,20 @@ class BucketEngine:
         else:
             bucket.work = start_all_reduce(group, bucket.wire, self._reduction, timeout)
 
+    def _send_on(self) -> None:
+        """Marked buckets into their second group. At the next launch, not when the first sum happens to be
+        there: all ranks start collectives in one order, and what the host waits for had a bucket's time."""
+        for bucket in self._buckets:
+            if bucket.half_way:
+                assert self._tensor_parallel_group is not None
+                bucket.half_way = False
+                self._await(bucket, self._tensor_parallel_group, "all_reduce")
+                self._reduce(bucket)
+
     def _complete(self) -> None:
         """Wait for all buckets: the host on a CPU, the current stream elsewhere."""
         with self._side.entered():
-            for bucket in self._buckets:
-                if bucket.marked:
-                    assert self._tensor_parallel_group is not None
-                    self._await(bucket, self._tensor_parallel_group, "all_reduce")
-                    self._reduce(bucket)
+            self._send_on()
             for bucket in self._buckets:
                 operation = "reduce_scatter" if self._options.reduce_scatter else "all_reduce"
                 self._await(bucket, self._group, operation)
@@ -298,7 +309,8 @@ class BucketEngine:
 
     def _await(self, bucket: Bucket, group: LiveGroup, operation: str) -> None:
         work, bucket.work = bucket.work, None
-        assert work is not None
+        if work is None:
+            raise RuntimeError(f"GradientBuckets: {operation} of {self._describe(bucket)} has failed already")
         try:
             work.wait()
         except RuntimeError as error:
@@ -316,6 +328,7 @@ class BucketEngine:
                 if work is not None:
                     work.wait()
             bucket.wire = None
+            bucket.half_way = False
         self._finished = True
 
     def _scale(self, bucket: Bucket) -> None:
@@ -328,23 +341,39 @@ class BucketEngine:
             if not slot.scaled:
                 slot.place.div_(self._divisor)
 
-    def _refuse_nan(self, bucket: Bucket) -> None:
-        """All ranks learn of a NaN on any of them, so that all refuse to send the bucket."""
-        found = 0  # rank and parameter, both from 1
-        for index, slot in enumerate(self._slots):
-            if slot in bucket.members and bool(slot.place.isnan().any()):
-                found = (self._options.rank + 1) << 32 | (index + 1)
-        anywhere = torch.full((1,), found, dtype=torch.int64, device=bucket.flat.device)
+    def _objection(self, index: int) -> int:
+        """Rank and parameter, both from 1."""
+        return (self._options.rank + 1) << 32 | (index + 1)
+
+    def _objection_of_any(self, bucket: Bucket, own: int) -> int:
+        """All ranks learn of an objection by any of them, so that all refuse to send the bucket."""
+        anywhere = torch.full((1,), own, dtype=torch.int64, device=bucket.flat.device)
         if bucket.marked:
             assert self._tensor_parallel_group is not None
             group = self._tensor_parallel_group.get()
             start_all_reduce(group, anywhere, ReduceOp.MAX, self._options.timeout).wait()
         start_all_reduce(self._group.get(), anywhere, ReduceOp.MAX, self._options.timeout).wait()
-        found = int(anywhere.item())
-        if found:
-            name = self._slots[(found & 0xFFFFFFFF) - 1].name
+        return int(anywhere.item())
+
+    def _refuse_nan(self, bucket: Bucket) -> None:
+        if self._refused:
+            raise RuntimeError("GradientBuckets: this step has been refused; call zero()")
+        own = 0
+        for index, slot in enumerate(self._slots):
+            if slot in bucket.members and bool(slot.place.isnan().any()):
+                own = self._objection(index)
+        found = self._objection_of_any(bucket, own)
+        self._refused = bool(found)
+        rank, parameter = (found >> 32) - 1, found & 0xFFFFFFFF
+        if parameter > len(self._slots):
             raise RuntimeError(
-                f"GradientBuckets: on rank {(found >> 32) - 1} the gradient of '{name}' holds NaN; "
+                f"GradientBuckets: rank {rank} has given up this step, by an exception in backward, say; "
+                f"{self._describe(bucket)} was not sent"
+            )
+        if found:
+            name = self._slots[parameter - 1].name
+            raise RuntimeError(
+                f"GradientBuckets: on rank {rank} the gradient of '{name}' holds NaN; "
                 f"{self._describe(bucket)} was not sent"
             )
 
@@ -367,8 +396,3 @@ class BucketEngine:
 
     def launched_in_backward(self) -> int:
         return self._launched_in_backward
-
-
-def _accumulator(parameter: Tensor) -> Any:
-    """Autograd's node that adds to `grad`."""
-    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

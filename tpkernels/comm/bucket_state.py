@@ -37,6 +37,13 @@ class Slot:
         """Whether autograd added to the bucket itself. By storage, for empty tensors have no address."""
         return grad.is_set_to(self.place)
 
+    def refuse_converted(self) -> None:
+        if self.parameter.dtype != self.dtype or self.parameter.device != self.place.device:
+            raise RuntimeError(
+                f"GradientBuckets: '{self.name}' was converted or moved, which takes its hook away; make "
+                "GradientBuckets after that"
+            )
+
     def alias(self) -> Tensor:
         """What `grad` becomes. Not the view itself: `module.to()` replaces the data of `grad`, and with it
         the view's."""
@@ -58,6 +65,7 @@ class Slot:
 class Bucket:
     flat: Tensor
     members: list[Slot]
+    half_way: bool = False  # in the first of its two groups
     pending: int = 0  # members that still expect a gradient
     streams: list[torch.Stream] = field(default_factory=list)
     wire: Tensor | None = None
@@ -66,3 +74,8 @@ class Bucket:
     @property
     def marked(self) -> bool:
         return self.members[0].marked
+
+
+def accumulator_of(parameter: Tensor) -> Any:
+    """Autograd's node that adds to `grad`."""
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -118,8 +118,11 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Forget all gradients: the next backward starts anew. Also after an exception in backward."""
-        if self._engine is not None:
-            self._engine.zero()
+        if self._engine is None:
+            return
+        gave_up = self._engine.zero()
+        if gave_up and self._learning and not self._options.check_nan:  # others learn in finish()
+            self._learn(self._engine, gave_up=True)
 
     def finish(self) -> tuple[str, ...]:
         """Wait until all gradients are reduced; the names of parameters that received none on this rank.
@@ -232,7 +235,7 @@ class GradientBuckets:
         if self._options.main_grad:
             protocol.publish_main_grads(self._parameters, engine.views())
 
-    def _learn(self, engine: Engine) -> None:
+    def _learn(self, engine: Engine, *, gave_up: bool = False) -> None:
         """Order buckets as gradients arrived in this step, on all ranks as on the first."""
         times = engine.last_arrivals()
         guess = list(range(len(times)))[::-1]
@@ -240,13 +243,13 @@ class GradientBuckets:
         observed = sorted(guess, key=lambda index: times[index] or float("inf"))
         device = exchange_device(self._options.group.get())
         order = torch.tensor(observed, device=device)
-        arrivals = torch.tensor(engine.arrivals(), device=device)
+        arrivals = torch.tensor([*engine.arrivals(), int(gave_up)], device=device)
         for group in (self._options.tensor_parallel_group, self._options.group):
             if group is not None:
                 start_broadcast(group.get(), order, 0).wait()
                 start_all_reduce(group.get(), arrivals, ReduceOp.MAX, self._options.timeout).wait()
-        counts: list[int] = arrivals.tolist()
-        if not any(counts):  # a step without backward teaches nothing
+        *counts, given_up = arrivals.tolist()
+        if given_up or not any(counts):  # half a step, or one without backward, teaches nothing
             return
         self._learning = False
         # Shards stay where a sharded optimizer has seen them.

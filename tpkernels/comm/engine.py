@@ -47,8 +47,8 @@ class Engine(Protocol):
     def expect(self, arrivals: list[int], /) -> None:
         """How many gradients each parameter receives in a round: from now on, backward launches."""
 
-    def zero(self) -> None:
-        """Start a round without gradients."""
+    def zero(self) -> bool:
+        """Start a round without gradients. True if one had begun, which other ranks may be in."""
 
     def finish(self) -> list[int]:
         """End the round: all gradients are reduced. The parameters that received none here."""

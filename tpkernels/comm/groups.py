@@ -12,6 +12,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+# Functions of torch's take the default group for a default argument there. Imported when there is one already
+# (the first optimizer does, by way of torch.compile), they keep it, and its threads, beyond
+# destroy_process_group into the end of the interpreter, where a thread that asks for Python's lock aborts the
+# process. Imported earlier, they keep None.
+if not dist.is_initialized():
+    import torch.distributed.nn.functional
+
 
 def required_group(group: object, argument: str = "group") -> ProcessGroup:
     """`group`, if this rank is a member of it."""

@@ -87,7 +87,8 @@ def drop_dummies(parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
 
 def _drop_dummy(parameter: Tensor) -> None:
     if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-        parameter.grad = None
+        if not getattr(parameter, "zero_out_wgrad", False):  # else zeros, and what other uses added to them
+            parameter.grad = None
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 

@@ -32,7 +32,9 @@ class Attributes:
         return Attributes(**{name: found[name] for name in asdict(Attributes()) if name in found})
 
     def put_on(self, tensor: Tensor) -> None:
-        vars(tensor).update(asdict(self))
+        """Say so of `tensor`; what stands on it already stays."""
+        for name, value in asdict(self).items():
+            vars(tensor).setdefault(name, value)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

@@ -30,27 +30,22 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
     """Scale gradients so that their norm over the whole model is at most max_norm; returns the norm before.
 
     parameters: of this rank, all of them; called by all ranks of the model. `main_grad` goes before `grad`
+    state: a process group or a mesh adds no pipeline stages
 
-    Gradients of copies that differ between tensor ranks are an error, the same on all of them: somebody
-    forgot `finalize_gradients`.
+    Gradients of copies that differ between tensor ranks are an error on all ranks: somebody forgot
+    `finalize_gradients`.
     """
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
-    split: list[Tensor] = []
-    copies: list[tuple[str, Tensor | None]] = []
-    for number, parameter in enumerate(owned):
-        gradient = gradient_of(parameter)
-        if getattr(parameter, "shared", False):
-            continue
-        if not Attributes.of(parameter).tensor_model_parallel:
-            copies.append((f"parameter {number} of those given", gradient))
-        elif gradient is not None:
-            split.append(gradient)
     device = owned[0].device if owned else torch.device("cpu")
-    square = _square_over_tensor_ranks(split, copies, tensor_world(state).group, device)
     found = current() if state is None else state
+    square, problem = _square_over_tensor_ranks(owned, tensor_world(state).group, device)
     if isinstance(found, ParallelState) and found.size("pp") > 1:
-        square = from_all_ranks(square[None], found.process_group("pp")).sum()
+        square, problem = _square_over_stages(square, problem, found.process_group("pp"))
+    if problem is not None:
+        raise problem
     norm = square.sqrt()
     gradients = [gradient for gradient in map(gradient_of, owned) if gradient is not None]
     if gradients:
@@ -59,22 +54,46 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
 
 
 def _square_over_tensor_ranks(
-    split: Sequence[Tensor],
-    copies: Sequence[tuple[str, Tensor | None]],
-    group: ProcessGroup,
-    device: torch.device,
-) -> Tensor:
-    """The sum of squares of gradients, of copies once; the same bits on all ranks."""
-    if group.size() > 1:
-        agree_on("clip_grad_norm_", copies, group)  # so that all ranks bring as many numbers
+    parameters: Sequence[Tensor], group: ProcessGroup, device: torch.device
+) -> tuple[Tensor, Exception | None]:
+    """The sum of squares of gradients, of copies once, with the same bits on all ranks; or what is wrong."""
+    split: list[Tensor] = []
+    copies: list[tuple[str, Tensor | None]] = []
+    for number, parameter in enumerate(parameters):
+        gradient = gradient_of(parameter)
+        if getattr(parameter, "shared", False):
+            continue
+        if not Attributes.of(parameter).tensor_model_parallel:
+            copies.append((f"parameter {number} of those given", gradient))
+        elif gradient is not None:
+            split.append(gradient)
+    try:
+        if group.size() > 1:
+            agree_on("clip_grad_norm_", copies, group)  # so that all ranks bring as many numbers
+    except (RuntimeError, TypeError, ValueError) as error:
+        return torch.zeros((), dtype=torch.float64, device=device), error
     names = [name for name, gradient in copies if gradient is not None]
     copied = [gradient for _, gradient in copies if gradient is not None]
     own = _stacked([_norm(gradient) for gradient in split], device).square().sum()
     norms = _stacked([_norm(gradient) for gradient in copied], device)
     sums = _stacked([gradient.sum(dtype=torch.float64) for gradient in copied], device)
     everybody = from_all_ranks(torch.cat([own[None], norms, sums]), group)
-    _require_alike(names, everybody[:, 1:].unflatten(1, (2, len(names))), group)
-    return everybody[:, 0].sum() + everybody[0, 1 : 1 + len(names)].square().sum()
+    square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(names)].square().sum()
+    return square, _difference(names, everybody[:, 1:].unflatten(1, (2, len(names))), group)
+
+
+def _square_over_stages(
+    square: Tensor, problem: Exception | None, group: ProcessGroup
+) -> tuple[Tensor, Exception | None]:
+    """The sum over pipeline stages; or what is wrong here or elsewhere, so that no stage waits in vain."""
+    refused = torch.full_like(square, problem is not None)
+    squares, refusals = from_all_ranks(torch.stack([square, refused]), group).unbind(1)
+    stages = refusals.nonzero().flatten().tolist()
+    if stages and problem is None:
+        problem = RuntimeError(
+            f"clip_grad_norm_: refused on pipeline stage {stages[0]}, whose ranks say why; nothing is clipped"
+        )
+    return squares.sum(), problem
 
 
 def _norm(gradient: Tensor) -> Tensor:
@@ -88,23 +107,23 @@ def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(numbers)) if numbers else torch.zeros(0, dtype=torch.float64, device=device)
 
 
-def _require_alike(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> None:
+def _difference(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> Exception | None:
     """numbers: (ranks, 2, gradients), the norm and the sum of each, which another gradient hardly shares"""
     first = numbers[0]
     alike = (numbers - first).abs() <= _TOLERANCE * first[0]
     alike |= (numbers == first) | (numbers.isnan() & first.isnan())
     wrong = (~alike).any(0).any(0).nonzero().flatten().tolist()
     if not wrong:
-        return
-    found = ", ".join(
+        return None
+    found = "; ".join(
         f"rank {rank} has norm {norm:.6g} and sum {total:.6g}"
         for rank, (norm, total) in zip(
             dist.get_process_group_ranks(group), numbers[:, :, wrong[0]].tolist(), strict=True
         )
     )
-    raise RuntimeError(
-        f"clip_grad_norm_: tensor-parallel ranks hold copies of {names[wrong[0]]}, but other gradients of it "
-        f"(and of {len(wrong) - 1} more): {found}; call finalize_gradients(model) after backward, or give "
-        "GradientBuckets the tensor_parallel_group; mark the parameter sequence_parallel if its gradient is "
-        "of this rank's tokens only"
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return RuntimeError(
+        f"clip_grad_norm_: tensor-parallel ranks hold copies of {names[wrong[0]]}{more}, but other gradients "
+        f"of it: {found}; call finalize_gradients(model) after backward, or give GradientBuckets the "
+        "tensor_parallel_group; mark the parameter sequence_parallel if its gradient is of this rank's tokens"
     )

@@ -23,6 +23,7 @@ from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.mappings import gather_from_region, scatter_to_region
 from tpkernels.topology.shard import pieces_of, shard_size
+from tpkernels.topology.sizes import positive
 
 
 class _ParallelLinear(ParallelModule):
@@ -47,8 +48,8 @@ class _ParallelLinear(ParallelModule):
         state: State,
     ) -> None:
         super().__init__(state)
-        self.input_size = input_size
-        self.output_size = output_size
+        self.input_size = positive(input_size, "input_size")
+        self.output_size = positive(output_size, "output_size")
         self.stride = stride
         self.init_method = init_method
         self.keep_master_weight_for_test = keep_master_weight_for_test
@@ -179,6 +180,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self.require_features(input_, self.input_size, "every rank needs all of them")
         if weight is not None:
             self._require_shard(weight)
+            if self.gradient_accumulation_fusion:  # it has another use, whose gradient must not be dropped
+                weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         weight, main_grad = self.weight_and_main_grad(weight)
         output = ops.column_linear(
             input_,

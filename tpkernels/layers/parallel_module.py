@@ -19,13 +19,14 @@ class MarkedModule(nn.Module):
     """A module whose parameters carry Megatron's attributes.
 
     torch makes new parameters when a module is copied, unpickled, materialised or converted, or loads a state
-    dict by assignment, and leaves attributes behind; here they are put back each time.
+    dict by assignment, and leaves attributes behind; here they are noted before, and put back after.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._attributes: dict[str, Attributes] = {}
-        self.register_load_state_dict_post_hook(_mark_again)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_note_before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_mark_after)  # type: ignore[no-untyped-call]
 
     def add_parameter(
         self,
@@ -41,23 +42,36 @@ class MarkedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._note()
         super().register_parameter(name, param)
         self._mark()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._note()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._note()
+        return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()
 
+    def _note(self) -> None:
+        """What stands on parameters now: a caller may have changed it."""
+        for name, parameter in self._named():
+            self._attributes[name] = Attributes.of(parameter)
+
     def _mark(self) -> None:
-        for name, attributes in self._attributes.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                attributes.put_on(parameter)
+        for name, parameter in self._named():
+            self._attributes[name].put_on(parameter)
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        found = [(name, self._parameters.get(name)) for name in self._attributes]
+        return [(name, parameter) for name, parameter in found if parameter is not None]
 
 
 class ParallelModule(MarkedModule):
@@ -74,6 +88,11 @@ class ParallelModule(MarkedModule):
             )
 
 
-def _mark_again(module: nn.Module, _: object) -> None:
+def _note_before(module: nn.Module, *_: object) -> None:
+    assert isinstance(module, MarkedModule)
+    module._note()
+
+
+def _mark_after(module: nn.Module, _: object) -> None:
     assert isinstance(module, MarkedModule)
     module._mark()

@@ -7,33 +7,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.world import State, group_of
 from tpkernels.ops import mappings
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
     """As it is; gradients are summed over the ranks."""
-    return mappings.copy_to_region(input_, tensor_world(group).group)
+    return mappings.copy_to_region(input_, group_of(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
     """The sum of the ranks' inputs, in a new tensor."""
-    return mappings.reduce_from_region(input_, tensor_world(group).group)
+    return mappings.reduce_from_region(input_, group_of(group))
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
     """This rank's part of the last dimension."""
-    return mappings.scatter_to_region(input_, tensor_world(group).group)
+    return mappings.scatter_to_region(input_, group_of(group))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
     """The ranks' inputs, one after the other along the last dimension."""
-    return mappings.gather_from_region(input_, tensor_world(group).group)
+    return mappings.gather_from_region(input_, group_of(group))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: State = None) -> Tensor:
     """This rank's part of dimension 0."""
-    return mappings.scatter_to_sequence_region(input_, tensor_world(group).group)
+    return mappings.scatter_to_sequence_region(input_, group_of(group))
 
 
 def gather_from_sequence_parallel_region(
@@ -45,10 +45,10 @@ def gather_from_sequence_parallel_region(
         what they have of it; if False, all have the whole gradient
     """
     return mappings.gather_from_sequence_region(
-        input_, tensor_world(group).group, tensor_parallel_output_grad=tensor_parallel_output_grad
+        input_, group_of(group), tensor_parallel_output_grad=tensor_parallel_output_grad
     )
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: State = None) -> Tensor:
     """This rank's part of dimension 0 of the sum of the ranks' inputs."""
-    return mappings.reduce_scatter_to_sequence_region(input_, tensor_world(group).group)
+    return mappings.reduce_scatter_to_sequence_region(input_, group_of(group))

@@ -42,19 +42,19 @@ class TensorWorld:
             return group  # traced once: what follows would be judged while tracing, not when it runs
         if self._group is None:
             raise ParallelStateError(
-                f"this layer was built as rank {self.rank} of {self.size}, which was set on the fly: it "
-                "holds weights, but has no process group to compute with; initialize_model_parallel(...) "
-                "with that size before building it"
+                f"tensor rank {self.rank} of {self.size} was set on the fly: a layer may hold its weights, "
+                "but there is no process group to compute with; build it after "
+                "initialize_model_parallel(...) with that size"
             )
         if group is None or not c10d.is_alive(group):
             raise ParallelStateError(
-                "the tensor-parallel group of this layer was destroyed; build the layer again after "
+                "the tensor-parallel group was destroyed; build layers again after "
                 "initialize_model_parallel(...)"
             )
         if self._process != os.getpid():
             raise ParallelStateError(
-                f"the tensor-parallel group of this layer belongs to process {self._process}: a forked child "
-                "cannot use it; start processes by spawn, and build the layer in each"
+                f"the tensor-parallel group belongs to process {self._process}: a forked child cannot use "
+                "it; start processes by spawn, and build layers in each"
             )
         return group
 
@@ -93,14 +93,17 @@ def tensor_world(state: State = None) -> TensorWorld:
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def group_of(state: State = None) -> ProcessGroup:
+    """The tensor-parallel group of `state`; under torch.compile that of the moment of tracing."""
+    return tensor_world(state).group
+
+
 def _ambient() -> TensorWorld:
-    changed = on_the_fly()
+    changed, state = on_the_fly(), current_or_none()
     if changed.tensor_size is None and changed.tensor_rank is None:
         return tensor_world(current())
-    state = current_or_none()
-    if state is None and changed.tensor_size is None:
-        current()  # which says that there is none
-    size = changed.tensor_size or current().size("tp")
+    size = current().size("tp") if changed.tensor_size is None else changed.tensor_size
     rank = changed.tensor_rank
     if rank is None:
         rank = 0 if state is None else state.rank_in("tp")

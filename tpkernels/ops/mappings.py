@@ -11,12 +11,14 @@
 
 Features are the last dimension, tokens the first; a size that the ranks do not divide is refused. Inputs are
 never changed, and a rank alone gets its input back. Sums are taken in fp32 in the order of ranks.
+
+Under torch.compile what moves is an operator, which names its group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,34 +26,34 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.exchange import AllReducing, Gathering, Reducing
-from tpkernels.ops.parallel import checked_group
+from tpkernels.ops.parallel import checked_group, group_named
 
-Move = Callable[[str, Tensor, ProcessGroup], Tensor]
+Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
 
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's x; gradients are summed over ranks."""
-    return _move("copy_to_region", x, group, _keep, _sum)
+    return _region("copy_to_region", x, group, "keep", "sum")
 
 
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' x."""
-    return _move("reduce_from_region", x, group, _sum, _keep)
+    return _region("reduce_from_region", x, group, "sum", "keep")
 
 
 def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's part of the features of x, which is the same on all ranks."""
-    return _move("scatter_to_region", x, group, _our_features, _all_features)
+    return _region("scatter_to_region", x, group, "our_features", "all_features")
 
 
 def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All features; each rank brings its part."""
-    return _move("gather_from_region", x, group, _all_features, _our_features)
+    return _region("gather_from_region", x, group, "all_features", "our_features")
 
 
 def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's part of the tokens of x, which is the same on all ranks."""
-    return _move("scatter_to_sequence_region", x, group, _our_tokens, _all_tokens)
+    return _region("scatter_to_sequence_region", x, group, "our_tokens", "all_tokens")
 
 
 def gather_from_sequence_region(
@@ -62,16 +64,16 @@ def gather_from_sequence_region(
     tensor_parallel_output_grad: what follows is split over the ranks: each has a part of the gradient, and
         parts are summed; if False, all ranks have the whole gradient, and each takes its tokens
     """
-    backward = _sum_of_tokens if tensor_parallel_output_grad else _our_tokens
-    return _move("gather_from_sequence_region", x, group, _all_tokens, backward)
+    backward: Move = "sum_of_tokens" if tensor_parallel_output_grad else "our_tokens"
+    return _region("gather_from_sequence_region", x, group, "all_tokens", backward)
 
 
 def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of the sum of the ranks' x."""
-    return _move("reduce_scatter_to_sequence_region", x, group, _sum_of_tokens, _all_tokens)
+    return _region("reduce_scatter_to_sequence_region", x, group, "sum_of_tokens", "all_tokens")
 
 
-def _move(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
+def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
     if x.ndim < 1:
         raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
     group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1])
@@ -85,21 +87,26 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
         ctx.op, ctx.group, ctx.backward_move = op, group, backward
-        return forward(op, x, group)
+        return _move(op, x, group, forward)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.backward_move(f"{ctx.op} backward", dy, ctx.group), None, None, None
+        return None, _move(f"{ctx.op} backward", dy, ctx.group, ctx.backward_move), None, None, None
 
 
-def _keep(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    return x.view_as(x)
+def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
+    if move == "keep":
+        return x.view_as(x)
+    if torch.compiler.is_compiling():
+        moved: Tensor = registered_move(op, x, str(group.group_name), move)
+        return moved
+    return _MOVES[move](op, x, group)
 
 
 def _our_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     _require_even(op, x, -1, group)
-    return x.chunk(group.size(), -1)[group.rank()].contiguous()
+    return x.chunk(group.size(), -1)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def _our_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -142,3 +149,29 @@ def _require_even(op: str, x: Tensor, dim: int, group: ProcessGroup) -> None:
             f"{op}: expected dimension {dim} divisible by the {group.size()} ranks of the group, got "
             f"{tuple(x.shape)}; pad it to a multiple of {group.size()}"
         )
+
+
+_MOVES: Mapping[Move, Callable[[str, Tensor, ProcessGroup], Tensor]] = {
+    "sum": _sum,
+    "our_features": _our_features,
+    "all_features": _all_features,
+    "our_tokens": _our_tokens,
+    "all_tokens": _all_tokens,
+    "sum_of_tokens": _sum_of_tokens,
+}
+
+
+@torch.library.custom_op("tpkernels::move", mutates_args=())
+def registered_move(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
+    return _MOVES[cast("Move", move)](op, x, group_named(group_name))
+
+
+@registered_move.register_fake
+def _(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
+    ranks, shape = group_named(group_name).size(), list(x.shape)
+    dim = -1 if move.endswith("features") else 0
+    if move.startswith("all"):
+        shape[dim] *= ranks
+    elif move != "sum":
+        shape[dim] //= ranks
+    return x.new_empty(shape)

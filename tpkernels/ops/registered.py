@@ -21,6 +21,11 @@ def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
+def dtype_of_sums(x: Tensor) -> torch.dtype:
+    """fp32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 @torch.library.custom_op("tpkernels::linear", mutates_args=())
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep_z: bool
@@ -65,13 +70,13 @@ def dgrad_act(
     dy: Tensor, weight: Tensor, z: Tensor, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
     dz, db = steps_on(dy.device).dgrad_act(dy, weight, z, cast("Activation", activation), bias_grad)
-    return dz, dz.new_empty(0, dtype=torch.float32) if db is None else db
+    return dz, dz.new_empty(0, dtype=dtype_of_sums(dz)) if db is None else db
 
 
 @dgrad_act.register_fake
 def _(dy: Tensor, weight: Tensor, z: Tensor, activation: str, bias_grad: bool) -> tuple[Tensor, Tensor]:
     dz = dy.new_empty(dy.shape[0], weight.shape[1])
-    return dz, dy.new_empty(weight.shape[1] if bias_grad else 0, dtype=torch.float32)
+    return dz, dy.new_empty(weight.shape[1] if bias_grad else 0, dtype=dtype_of_sums(dy))
 
 
 @torch.library.custom_op("tpkernels::dglu", mutates_args=())
@@ -102,7 +107,7 @@ def bias_grad(dy: Tensor) -> Tensor:
 
 @bias_grad.register_fake
 def _(dy: Tensor) -> Tensor:
-    return dy.new_empty(dy.shape[1], dtype=torch.float32)
+    return dy.new_empty(dy.shape[1], dtype=dtype_of_sums(dy))
 
 
 @torch.library.custom_op("tpkernels::norm", mutates_args=())
@@ -115,7 +120,7 @@ def norm(
 
 @norm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = x.new_empty(x.shape[0], dtype=_wide(x))
+    rstd = x.new_empty(x.shape[0], dtype=dtype_of_sums(x))
     return x.new_empty(x.shape), rstd.new_empty(0) if kind == "rms_norm" else torch.empty_like(rstd), rstd
 
 
@@ -131,10 +136,5 @@ def norm_grad(
 def _(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dw = weight.new_empty(x.shape[1], dtype=_wide(x))
+    dw = weight.new_empty(x.shape[1], dtype=dtype_of_sums(x))
     return x.new_empty(x.shape), dw, dw.new_empty(0) if kind == "rms_norm" else torch.empty_like(dw)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """Of sums over x."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -18,7 +18,7 @@ from tpkernels.ops.column_steps import (
     in_dtypes,
     save_for_column,
 )
-from tpkernels.ops.registered import or_empty
+from tpkernels.ops.registered import dtype_of_sums, or_empty
 
 
 @torch.library.custom_op("tpkernels::column_linear", mutates_args=())
@@ -95,7 +95,7 @@ def _(
     tokens = dys[0].shape[0] // (call.group.size() if call.gathers else 1)
     shapes = [(tokens, x.shape[1]), *(tuple(weight.shape) for weight in weights)]
     shapes += [(weight.shape[0],) for weight in weights]
-    wide = [torch.float32 if number > len(weights) else x.dtype for number in range(len(shapes))]
+    wide = [dtype_of_sums(x) if number > len(weights) else x.dtype for number in range(len(shapes))]
     return [
         x.new_empty(shape, dtype=dtype) if need else x.new_empty(0)
         for need, shape, dtype in zip(needs, shapes, wide, strict=True)

@@ -38,7 +38,7 @@ from tpkernels.ops.parallel import (
     start_rows,
     start_sum,
 )
-from tpkernels.ops.registered import or_empty
+from tpkernels.ops.registered import dtype_of_sums, or_empty
 from tpkernels.tuning.steps import steps_on
 
 
@@ -223,7 +223,7 @@ def _(
     return (
         dy.new_empty(0 if weight is None else (dy.shape[0] * ranks, weight.shape[1])),
         dy.new_empty(0 if x is None else (dy.shape[1], x.shape[1])),
-        dy.new_empty(dy.shape[1], dtype=torch.float32) if needs[2] else dy.new_empty(0),
+        dy.new_empty(dy.shape[1], dtype=dtype_of_sums(dy)) if needs[2] else dy.new_empty(0),
     )
 
 

@@ -1,0 +1,74 @@
+// How a gradient gets into its bucket, and when it may not.
+#include <ATen/ops/div.h>
+
+#include "bucket_engine.h"
+#include "gradient_views.h"
+
+namespace tpkernels {
+
+// A gradient of a backward into its place in the bucket.
+void BucketEngine::take_in(Slot& slot) {
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (!grad.defined()) return;  // nothing came, or a fused kernel has added it to the bucket already
+  TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "GradientBuckets: the gradient of '", slot.name,
+                   "' is sparse; expected a dense one: make its embedding with sparse=False");
+  TORCH_CHECK(
+      !grad.requires_grad(), "GradientBuckets: the gradient of '", slot.name,
+      "' has a graph of its own; backward(create_graph=True) is not supported, use torch.autograd.grad");
+  if (options_.main_grad) {
+    refuse_reduced(slot);
+    slot.view.add_(grad);
+    grad.reset();
+  } else if (is_in_place(grad, slot.view)) {
+    refuse_reduced(slot);
+  } else {
+    // The first gradient after `zero` is written, not added: that reads and writes half as much, and can
+    // divide on the way.
+    slot.scaled = divides_ && synchronizing_ && slot.expected == 1;
+    if (slot.scaled) {
+      at::div_out(slot.view, grad, divisor_);
+    } else {
+      slot.view.copy_(grad);
+    }
+    grad = alias_of(slot.view);
+    slot.reduced = false;
+  }
+}
+
+// What lies in `grad` when the bucket is sent, where no hook took it in during this round.
+void BucketEngine::take_leftover(Slot& slot) {
+  if (options_.main_grad) return;
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (grad.defined() && is_in_place(grad, slot.view)) {
+    if (!slot.touched) refuse_reduced(slot);
+    return;
+  }
+  if (grad.defined()) {
+    slot.view.copy_(grad);
+  } else {
+    slot.view.zero_();
+  }
+  grad = alias_of(slot.view);
+}
+
+void BucketEngine::refuse_converted(const Slot& slot) const {
+  TORCH_CHECK(slot.parameter.scalar_type() == slot.dtype && slot.parameter.device() == slot.view.device(),
+              "GradientBuckets: '", slot.name, "' was converted or moved, which takes its hook away; make ",
+              "GradientBuckets after that");
+}
+
+void BucketEngine::refuse_late(const Slot& slot) const {
+  if (learning_) return;
+  TORCH_CHECK(
+      slot.bucket >= next_ && slot.arrived < slot.expected, "GradientBuckets: '", slot.name,
+      "' received gradient ", slot.arrived + 1, " of this step, but ", slot.expected,
+      " had been expected, as in the first step, and may be on its way; run all backwards but the last "
+      "under no_sync(), then finish()");
+}
+
+void BucketEngine::refuse_reduced(const Slot& slot) const {
+  TORCH_CHECK(!slot.reduced || keeps_average(), "GradientBuckets: the gradient of '", slot.name,
+              "' is reduced already, and more cannot be added to it; call zero() first");
+}
+
+}  // namespace tpkernels
