@@ -155,6 +155,6 @@ def test_a_dead_rank_is_an_error_that_names_op_and_peer(ranks2):
 
 
 def test_a_late_rank_is_an_error_that_names_op_and_peer(ranks2):
-    message, late = ranks2.run(behaviour.peer_stays_away, 1.0)
+    message, late = ranks2.run(behaviour.peer_stays_away, 2.0)
     assert late == "late"
     assert "column_linear: rows of rank 1 did not arrive" in message

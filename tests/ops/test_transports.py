@@ -22,15 +22,13 @@ WAYS = [("shared", "torch"), ("shared", "triton"), ("stand-in", "triton")]
 ACTIVATIONS = {"column": ["gelu", None], "row": [None], "mlp": ["gelu", "swiglu"]}
 
 
-@pytest.fixture(params=["ranks2", "ranks4"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
-
-
-@pytest.mark.parametrize("way", WAYS, ids=" ".join)
 @pytest.mark.parametrize("name", ["column", "row", "mlp"])
-def test_ops_give_the_unsharded_numbers(ranks, name, way):
+@pytest.mark.parametrize(
+    ("world", "transport", "backend"),
+    [("ranks2", *way) for way in WAYS] + [("ranks4", *way) for way in WAYS[:2]],
+)
+def test_ops_give_the_unsharded_numbers(request, world, name, transport, backend):
+    way, ranks = (transport, backend), request.getfixturevalue(world)
     first, *_, last = ACTIVATIONS[name] * 2
     settings = [
         Setting(activation=first, main_grad=True),
@@ -153,7 +151,7 @@ def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(backend):
 def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(ranks2, op, backend):
     (message, seconds), late = ranks2.run(cases.peer_stays_away, backend, op)
     assert f"{op}: rows of rank 1 (chunk " in message
-    assert 0.3 < seconds < 15
+    assert 0.3 < seconds < 40
     assert late[0] == "late"
 
 

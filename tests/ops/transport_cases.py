@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
+from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels.comm import shared, symmetric, transports
 from tpkernels.comm.opening import exchanged
 from tpkernels.comm.shared import map_shared
@@ -94,7 +94,7 @@ def differs_from_c10d_by(transport: str, backend: str, sequence_parallel: bool) 
         )
     with using(transport, backend):
         found = with_gradients(block, operands, sequence_parallel=sequence_parallel)
-        assert open_exchanges()
+        assert {exchange.timeout for exchange in open_exchanges()} == {COLLECTIVE_SECONDS}  # the group's
     return max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
 
 
@@ -233,24 +233,23 @@ def refused(how: str) -> str:
 
 def peer_dies(backend: str) -> None:
     """After a first call: from then on only flags tell of a rank."""
-    group = dist.new_group(timeout=timedelta(seconds=1.5))
-    with using("shared", backend):
+    with using("shared", backend), patch.object(transports, "timeout_of", return_value=1.0):
         operands = operands_of(7)
-        block(*operands, sequence_parallel=True, group=group)
+        block(*operands, sequence_parallel=True)
         if dist.get_rank() == 1:
             os._exit(7)
-        block(*operands, sequence_parallel=True, group=group)
+        block(*operands, sequence_parallel=True)
 
 
 def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
     """What one says whose peer comes too late for a second call, and after how many seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=1.0))
+    group = dist.group.WORLD
     x, w, w2 = operands_of(8)
     calls: dict[str, Callable[[], object]] = {
         "column_linear": lambda: column_linear(x, w, None, group, sequence_parallel=True),
         "row_linear": lambda: row_linear(torch.randn(16, w2.shape[1]), w2, None, group),
     }
-    with using("shared", backend):
+    with using("shared", backend), patch.object(transports, "timeout_of", return_value=1.0):
         calls[op]()
         dist.barrier()
         started = time.monotonic()

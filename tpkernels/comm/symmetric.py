@@ -202,9 +202,12 @@ def why_not(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return "torch sees no GPU here"
     try:
-        import_module("torch.distributed._symmetric_memory")
+        memory = import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
+    backend = memory.get_backend(device)
+    if backend in ("NVSHMEM", "NCCL"):  # whose memory of other ranks is not always a tensor of ours
+        return f"torch's symmetric memory is set to {backend}; call its set_backend('CUDA') before it is used"
     return ""
 
 

@@ -75,15 +75,16 @@ class _Exchanges:
                 self._open.popitem(last=False)[1].close()
             purpose, shape, dtype, device = key
             shard_bytes = shape[0] * shape[1] * dtype.itemsize
-            self._open[key] = openers[self.transport](
-                f"the {purpose} of process group '{group.group_name}'",
-                group,
-                shape,
-                dtype,
-                device,
-                splits=even_parts(shape[0], parts_of_shard(shard_bytes)),
-                timeout=timeout_of(group, device),
-            )
+            with torch.inference_mode(False):  # its memory outlives a region that may be active now
+                self._open[key] = openers[self.transport](
+                    f"the {purpose} of process group '{group.group_name}'",
+                    group,
+                    shape,
+                    dtype,
+                    device,
+                    splits=even_parts(shape[0], parts_of_shard(shard_bytes)),
+                    timeout=timeout_of(group, device),
+                )
         self._open.move_to_end(key)
         return self._open[key]
 
