@@ -96,6 +96,9 @@ def column_forward(
     zs = [torch.empty_like(y) for y in ys] if call.keep_z else []
     for rows, part in arrivals(gathering, call.overlap):
         for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            if call.activation == "none" and part.shape[0] < tokens:
+                steps.linear_into(ys[number][rows], part, weight, bias)
+                continue
             y, z = steps.linear(part, weight, bias, call.activation, call.keep_z)
             if part.shape[0] == tokens:  # no need to copy
                 ys[number] = y

@@ -32,7 +32,7 @@ backend = os.environ.get("TPKERNELS_BACKEND", "auto")
 
 
 class Steps(Protocol):
-    """2-D tensors in, new tensors out. T tokens, N out_features, K in_features.
+    """2-D tensors in, new tensors out, unless a name says otherwise. T tokens, N out_features, K in_features.
 
     A result that was not asked for is None.
     """
@@ -41,6 +41,9 @@ class Steps(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
     ) -> tuple[Tensor, Tensor | None]:
         """y = act(z), z = x weightᵀ + bias -> (y, z)."""
+
+    def linear_into(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """y = x weightᵀ + bias, into rows of a larger tensor."""
 
     def glu(
         self, x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,6 +24,13 @@ def linear(
 ) -> tuple[Tensor, Tensor | None]:
     z = functional.linear(x, weight, bias)
     return act_ref(z, activation), z if keep_z else None
+
+
+def linear_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
 
 
 def glu(

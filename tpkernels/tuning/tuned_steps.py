@@ -35,6 +35,9 @@ class TunedSteps:
         y, z = self._call("linear", x, weight, bias, activation, keep_z)
         return y, z
 
+    def linear_into(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        y.copy_(self.linear(x, weight, bias, "none", keep_z=False)[0])
+
     def glu(
         self, x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
