@@ -155,6 +155,13 @@ def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(ranks2, op, backen
     assert late[0] == "late"
 
 
+def test_rows_are_not_overwritten_before_their_reader_has_said_so(ranks2):
+    message, other = ranks2.run(cases.peer_never_says_that_it_has_read)
+    assert "column_linear: " in message
+    assert "rank 1" in message
+    assert "expected call 1 to be released before call 3 begins" in other
+
+
 def test_an_exchange_with_half_a_call_is_refused(ranks2):
     for message in ranks2.run(cases.call_after_half_a_call):
         assert "has an error ended it? Then destroy the process group" in message

@@ -20,6 +20,7 @@ from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gr
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels.comm import shared, symmetric, transports
+from tpkernels.comm.host import HostExchange
 from tpkernels.comm.opening import exchanged
 from tpkernels.comm.shared import map_shared
 from tpkernels.comm.transport import Exchange
@@ -259,6 +260,20 @@ def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
         seconds = time.monotonic() - started
         exchanged(None, dist.group.WORLD)  # the late one waits here, alive
         return message, seconds
+
+
+def peer_never_says_that_it_has_read() -> str:
+    """What a rank says of the call that would overwrite what another may still read."""
+    x, w, _ = operands_of(9)
+    with using("shared"), patch.object(transports, "timeout_of", return_value=1.0):
+        silent = patch.object(HostExchange, "released") if dist.get_rank() == 1 else nullcontext()
+        messages = []
+        with silent:
+            for _ in range(3):
+                messages.append(
+                    message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
+                )
+    return messages[-1]
 
 
 def call_after_half_a_call() -> str:

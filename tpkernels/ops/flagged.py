@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpkernels.comm.exchange import PartialOf, Pending
 from tpkernels.comm.schedule import bounds, chunk_order, peers_by_step
-from tpkernels.comm.transport import Exchange
+from tpkernels.comm.transport import Delivery, Exchange
 from tpkernels.kernels.activations import Activation
 from tpkernels.ops.flag_waits import KernelWaits, waits_for
 
@@ -73,8 +73,7 @@ class FlaggedRows:
         return self._full
 
     def _finish(self) -> None:
-        self._delivery.release()
-        self._delivery.wait()
+        _finish(self._op, self._delivery)
 
 
 class FlaggedSum:
@@ -97,8 +96,7 @@ class FlaggedSum:
     def wait(self) -> Tensor:
         """The sums of this rank's rows, over ranks in their order, plus bias; rounded once."""
         total = self._waits.total(self._op, self._delivery, self._bias)
-        self._delivery.release()
-        self._delivery.wait()
+        _finish(self._op, self._delivery)
         return total
 
 
@@ -110,3 +108,12 @@ class FlaggedAllSum:
 
     def wait(self) -> Tensor:
         return FlaggedRows(self._op, self._summing.wait(), self._gathers).wait()
+
+
+def _finish(op: str, delivery: Delivery) -> None:
+    """What came has been read, and what we sent is out."""
+    delivery.release()
+    try:
+        delivery.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{op}: {error}") from error
