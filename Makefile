@@ -25,7 +25,7 @@ $(READY): constraints.txt pyproject.toml setup.py $(wildcard csrc/*)
 	@touch $@
 
 demo: $(READY) ## the main job: train a small GPT on ranks of this machine, and compare with an unsharded run
-	$(BIN)/python -m tpkernels train --data data/alice.txt --tp $(RANKS) --sequence-parallel --steps 150 --prove 4 --sample 300
+	$(BIN)/python -m tpkernels train --data data/alice.txt --tp $(RANKS) --sequence-parallel --steps 150 --prove 4 --sample 300 --page out/demo/index.html
 
 groups: $(READY) ## ranks on this machine form every kind of group and use it
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/groups.py

@@ -78,6 +78,7 @@ def _parser() -> OneLineParser:
         "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page about the run")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
     parser.add_argument(
@@ -109,6 +110,8 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         options = parser.parse_args(argv)
     if options.data is None:
         parser.error("--data: expected a file to learn from")
+    if options.prove and (options.dropout or options.resume):
+        parser.error("--prove: expected a run from the start without dropout, which ranks draw apart")
     if options.save is None and (options.resume or options.save_every):
         parser.error("--resume and --save-every: expected a folder, --save FOLDER")
     return options
@@ -192,8 +195,13 @@ def _run(session: Any, options: Namespace) -> None:
         return
     if options.prove:
         _prove(session, [report.loss for report in reports[: options.prove]])
-    if options.sample:
-        session.say(f"\n{session.sample(options.prompt, options.sample)}")
+    sample = session.sample(options.prompt, options.sample) if options.sample else ""
+    if sample:
+        session.say(f"\n{sample}")
+    if options.page and session.rank == 0:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(session.page(reports, sample), encoding="utf-8")
+        session.say(f"\npage: {options.page}")
 
 
 def _prove(session: Any, losses: Sequence[float]) -> None:

@@ -15,6 +15,7 @@ from tpkernels.interop import dcp
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
+from tpkernels.training.report import facts_of, page
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
 
 # Of a loss, after a few steps whose gradients are added in another order.
@@ -99,6 +100,11 @@ class Session:
             f"loss {reports[0].loss:.3f} -> {reports[-1].loss:.3f} in {seconds:.0f} s, "
             f"{speed:,.0f} tokens/s (median step)"
         )
+
+    def page(self, reports: Sequence[StepReport], sample: str) -> str:
+        """HTML about the run."""
+        facts = [("run", self.describe()), *facts_of(reports), ("torch", str(torch.__version__))]
+        return page(f"Training from {self.config.data}", facts, reports, self._state.plan, sample)
 
     def losses(self, steps: int, config: TrainConfig, tensor: int) -> list[float]:
         """Of the first steps of another run on the same ranks, with other sizes."""
