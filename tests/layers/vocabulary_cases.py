@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.checks import error_of
-from tests.layers.parity import cut
+from tests.layers.parity import cut, drawn
 from tpkernels import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -128,6 +128,15 @@ def behaviour() -> dict[str, bool]:
         split.weight.copy_(layer.weight)
     target = batch(0)[1]
 
+    fused = copy.deepcopy(split)
+    fused.weight.main_grad = torch.ones_like(fused.weight)
+    fused.weight.grad_added_to_main_grad = False
+    hidden = drawn((8, 3, FEATURES), 1, torch.float32)
+    for weight, fusion in ((split.weight, False), (fused.weight, True)):
+        linear_cross_entropy(
+            hidden, weight, target, vocab_size=VOCAB, gradient_accumulation_fusion=fusion
+        ).backward()
+
     def model(ids: Tensor, target: Tensor) -> Tensor:
         hidden = split(ids)
         logits = ops.column_linear(hidden, split.weight, None, split.world.group, sequence_parallel=True)
@@ -140,6 +149,8 @@ def behaviour() -> dict[str, bool]:
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     return {
         "compiled": torch.allclose(compiled(ids, target), model(ids, target)),
+        "fused": torch.allclose(fused.weight.main_grad - 1, split.weight.grad, atol=1e-6)
+        and fused.weight.grad_added_to_main_grad,
         "dtype": y.dtype == torch.bfloat16 == layer.weight.grad.dtype,
         "padding row": not inside
         or not (layer.weight[VOCAB - 1 - start].any() or layer.weight.grad[VOCAB - 1 - start].any()),

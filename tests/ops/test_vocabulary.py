@@ -83,6 +83,8 @@ def test_head_and_loss_in_chunks_are_the_unsharded_ones(ranks, reduction):
     ]
     several = [
         Setting(vocab=5, reduction=reduction),
+        Setting(main_grad=True, sequence_parallel=True, reduction=reduction),
+        Setting(torch.bfloat16, main_grad=True, reduction=reduction),
         Setting(chunk_tokens=None, reduction=reduction),
         Setting(chunk_tokens=1, reduction=reduction),
         Setting(leading=(), ignored=0, reduction=reduction),

@@ -32,6 +32,7 @@ class Setting:
     sequence_parallel: bool = False
     reduction: str = "mean"
     chunk_tokens: int | None = 7
+    main_grad: bool = False
     padding_idx: int | None = None
     backend: str = "torch"
 
@@ -189,6 +190,7 @@ def head(setting: Setting, seed: int) -> Results:
 
     ours_h = tokens(hidden, setting).clone().requires_grad_()
     ours_w = our_part(whole, 0, 100.0).requires_grad_()
+    main_grad = torch.ones_like(ours_w, dtype=torch.float32) if setting.main_grad else None
     y = linear_cross_entropy(
         ours_h,
         ours_w,
@@ -199,8 +201,14 @@ def head(setting: Setting, seed: int) -> Results:
         vocab_size=setting.vocab,
         sequence_parallel=setting.sequence_parallel,
         chunk_tokens=setting.chunk_tokens,
+        main_grad=main_grad,
     )
-    dh, dw = torch.autograd.grad(y, (ours_h, ours_w), dloss.to(y.dtype))
+    y.backward(dloss.to(y.dtype))
+    dh, dw = ours_h.grad, ours_w.grad
+    if main_grad is not None:
+        assert dw is None
+        dw = main_grad - 1
+    assert dw is not None
     truth, own = unsharded(torch.float64), unsharded(setting.dtype)
     part = [same_part(our_part(t, 0, 0), whole, 0) for t in (truth[2], own[2])]
     return {

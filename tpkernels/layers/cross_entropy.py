@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from tpkernels import ops
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.chunked_head import Reduction
+from tpkernels.ops.main_grad import accumulating
 
 
 def vocab_parallel_cross_entropy(
@@ -53,6 +54,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
+    gradient_accumulation_fusion: bool = False,
 ) -> Tensor:
     """The loss of logits hidden weightᵀ, of which only a chunk of tokens ever exists.
 
@@ -63,7 +65,11 @@ def linear_cross_entropy(
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
     vocab_size: of the whole vocabulary, if rows of weight past it are padding
     chunk_tokens: whose logits are there at a time, by default as many as hidden has elements
+    gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
     """
+    main_grad = None
+    if gradient_accumulation_fusion and weight_shard.requires_grad and torch.is_grad_enabled():
+        weight_shard, main_grad = accumulating(weight_shard, "linear_cross_entropy")
     return ops.linear_cross_entropy(
         hidden,
         weight_shard,
@@ -75,6 +81,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
+        main_grad=main_grad,
     )
 
 

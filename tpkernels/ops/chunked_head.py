@@ -32,6 +32,7 @@ class HeadCall:
     loss: LossCall
     sequence_parallel: bool
     chunk_tokens: int  # 0: see `chunks`
+    main_grad: Tensor | None = None
 
     def as_options(self) -> tuple[str, int, float, int, bool, int]:
         """As an operator takes it."""
@@ -156,7 +157,7 @@ def scaled(
     """The gradients for one of the loss: fp16 holds them before they are divided by all tokens, not after."""
     return (
         None if dhidden is None else summed_over_ranks(call, dhidden, scale),
-        None if dweight is None else (dweight * scale).to(dtype),
+        None if dweight is None else delivered(call, dweight * scale, dtype),
     )
 
 
@@ -186,8 +187,16 @@ def token_gradients(
     dhidden, dweight = gradients.dhidden, gradients.dweight
     return (
         None if dhidden is None else summed_over_ranks(call, dhidden, None),
-        None if dweight is None else dweight.to(weight.dtype),
+        None if dweight is None else delivered(call, dweight, weight.dtype),
     )
+
+
+def delivered(call: HeadCall, dweight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The weight's gradient, rounded once; None if it was added to main_grad."""
+    if call.main_grad is None:
+        return dweight.to(dtype)
+    call.main_grad.add_(dweight)
+    return None
 
 
 def summed_over_ranks(call: HeadCall, dhidden: Tensor, scale: Tensor | None) -> Tensor:

@@ -41,6 +41,7 @@ from tpkernels.ops.chunked_head import (
 )
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.main_grad import check_main_grad, require_no_main_grad
 from tpkernels.ops.parallel import checked_group
 from tpkernels.ops.registered_head import registered_reduced_loss, registered_token_losses
 from tpkernels.ops.vocab_cross_entropy import loss_call
@@ -59,6 +60,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the whole weight.
 
@@ -68,6 +70,7 @@ def linear_cross_entropy(
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
     vocab_size: of the whole vocabulary, if rows of weight past it are padding
     chunk_tokens: whose logits are there at a time, by default as many as hidden has elements
+    main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
     if reduction not in get_args(Reduction):
@@ -79,6 +82,9 @@ def linear_cross_entropy(
     if casting(hidden):
         hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
+    check_main_grad(OP, main_grad, weight_shard)
+    if torch.compiler.is_compiling():
+        require_no_main_grad(OP, main_grad)
     shard = vocab_shard(OP, group, weight_shard.shape[0], vocab_size)
     rows = list(hidden.shape[:-1])
     if sequence_parallel:
@@ -92,7 +98,7 @@ def linear_cross_entropy(
         )
     require_ids(OP, "target", target, hidden)
     loss = loss_call(OP, shard, label_smoothing, ignore_index, overwrite_logits=True)
-    call = HeadCall(loss, sequence_parallel, chunk_tokens or 0)
+    call = HeadCall(loss, sequence_parallel, chunk_tokens or 0, main_grad)
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1))
     y: Tensor
     if reduction == "none":
