@@ -62,6 +62,14 @@ def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
         (["--size", "depth=3"], "depth: a model has no such size"),
         (["--size", "num_heads"], "--size: expected NAME=VALUE, got 'num_heads'"),
         (["--data", "absent.txt"], "absent.txt is not a file"),
+        (["--max-norm", "-1"], "max_norm: expected more than 0, got -1.0"),
+        (["--size", "num_layers=two"], "num_layers: expected a whole number of at least 1, got 'two'"),
+        (
+            ["--dp", "2", "--batch", "2", "--accumulate", "2", "--prove", "1"],
+            "accumulate: expected a divisor of the 1",
+        ),
+        (["--tp", "2", "--batch", "1", "--prove", "1"], "prove: expected a batch that 2 data-parallel ranks"),
+        (["--sample", "3", "--size", "vocab_size=300"], "sample: expected a model of a text's bytes"),
         (["--tokens", "15", "--tp", "2", "--sequence-parallel"], "ranks divide, got 15"),
     ],
 )
@@ -79,6 +87,10 @@ def test_mistakes_end_all_ranks_with_one_message(arguments, message):
         (["--data", "x", "--tp", "0"], "expected at least one rank each, got 0 and 1"),
         (["--data", "x", "--config", "absent.json"], "--config: "),
         (["--data", "x", "--resume"], "expected a folder, --save FOLDER"),
+        (
+            ["--data", "x", "--prove", "1", "--dropout", "0.1"],
+            "expected a run from the start without dropout",
+        ),
     ],
 )
 def test_bad_options_are_one_line(arguments, message, capsys):
@@ -88,12 +100,21 @@ def test_bad_options_are_one_line(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_unknown_options_in_a_file_are_named(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ('{"stepz": 3}', "unrecognized arguments: --stepz 3"),
+        ('{"steps": 1.5}', "argument --steps: invalid int value: '1.5'"),
+        ('{"dtype": "float8"}', "argument --dtype: invalid choice: 'float8'"),
+        ("[1]", "--config: expected an object of options, got list"),
+    ],
+)
+def test_options_in_a_file_are_looked_at_like_typed_ones(options, message, tmp_path, capsys):
     config = tmp_path / "run.json"
-    config.write_text('{"stepz": 3}')
+    config.write_text(options)
     with pytest.raises(SystemExit):
         main(["train", "--data", "x", "--config", str(config)])
-    assert "--config: no such options: stepz" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @contextmanager
@@ -125,6 +146,38 @@ def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    with running(tmp_path / "metrics.jsonl") as run:
+        ranks = children_of(run.pid)
+        run.kill()
+        run.wait(timeout=30)
+        deadline = time.monotonic() + 20
+        while any(is_running(rank) for rank in ranks):
+            assert time.monotonic() < deadline, "ranks live on without their launcher"
+            time.sleep(0.1)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # its new parent may be slow to reap
+    except FileNotFoundError:
+        return False
+
+
+def test_only_the_rank_that_knows_says_why(tmp_path):
+    """One data rank meets a byte that the vocabulary does not have; the other only sees it go."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abc" * 300 + b"z" + b"abc" * 300)
+    command = f"--data {text} --dp 2 --batch 2 --size vocab_size=110 --tokens 250 --steps 200".split()
+    run = train(*command)
+    assert run.returncode == 1
+    assert (
+        run.stderr.count("expected target from 0 to 109") + run.stderr.count("expected ids from 0 to 109")
+        >= 1
+    )
+    assert "Traceback" not in run.stderr
+
+
 def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path):
     lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
     with running(lines, "--save", str(folder)) as run:
@@ -143,6 +196,10 @@ def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path):
     assert f"from {folder}/step-{done:08}, after {done} steps" in again.stdout
     reports = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [report["step"] for report in reports] == list(range(1, done + 3))
+
+    other_batches = train(*options, "--seed", "5")
+    assert other_batches.returncode == 1
+    assert other_batches.stderr.count("expected seed 1234, which the run began with, got 5") == 1
 
     nothing_left = train(*options)
     assert nothing_left.returncode == 0

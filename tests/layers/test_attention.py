@@ -10,6 +10,7 @@ from tests.layers.worlds import posing
 from tests.ops.parallel_cases import compare, same, shard
 from tpkernels import ParallelAttention, initialize_model_parallel
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.rotary import rotation
 
 HIDDEN = 32
 TOKENS, BATCH = 8, 2
@@ -80,6 +81,8 @@ def mask_of(setting):
     if setting.mask == "boolean":
         mask = torch.rand(BATCH, 1, TOKENS, TOKENS, generator=generator) > 0.3
         return mask | torch.eye(TOKENS, dtype=torch.bool)
+    if setting.mask == "by head":
+        return torch.randn(setting.heads, TOKENS, TOKENS, generator=generator).to(setting.dtype)
     if setting.mask == "added":
         return torch.randn(1, 1, TOKENS, TOKENS, generator=generator).to(setting.dtype)
     return None
@@ -175,12 +178,13 @@ SETTINGS = {
         Setting(torch.float64, mask="boolean", causal=False),
         Setting(torch.float64, mask="boolean", sequence_parallel=True, overlap=False),
         Setting(torch.float64, mask="added", recompute=True),
+        Setting(torch.float64, mask="by head", sequence_parallel=True),
         Setting(torch.float64, kv_heads=1, head_size=6, sequence_parallel=True),
         Setting(torch.float64, kv_heads=1, rotary=False, causal=False, fused=True),
     ],
     4: [
         Setting(torch.float64, heads=8, kv_heads=2, sequence_parallel=True),
-        Setting(torch.float64, kv_heads=1),
+        Setting(torch.float64, kv_heads=1, mask="by head"),
         Setting(torch.bfloat16, kv_heads=4, bias=False),
         Setting(torch.float64, heads=8, kv_heads=8, sequence_parallel=True, recompute=True),
     ],
@@ -224,6 +228,16 @@ def test_input_of_another_shape_is_told():
             layer(torch.ones(3, 16))
         with pytest.raises(ValueError, match=r"expected input \(\.\.\., 16\), got \(3, 1, 8\)"):
             layer(torch.ones(3, 1, 8))
+
+
+def test_masks_and_rotations_of_another_shape_are_told():
+    with posing(0, 1):
+        layer = ParallelAttention(16, 4)
+        x = torch.ones(3, 1, 16)
+        with pytest.raises(ValueError, match=r"attention_mask: .* got \(2, 3, 3\)"):
+            layer(x, torch.ones(2, 3, 3, dtype=torch.bool))
+        with pytest.raises(ValueError, match=r"rotary: expected the rotation of 3 positions and 2 pairs"):
+            layer(x, rotary=rotation(1, 4))
 
 
 def dropped(p):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from tests.checks import error_of
 from tests.layers import replica_cases as cases
 from tests.layers.worlds import posing
 from tpkernels import RMSNorm, check_replicas, clip_grad_norm_, finalize_gradients
@@ -114,3 +116,27 @@ def test_a_rank_alone_has_nothing_to_compare():
         for max_norm in (-1.0, math.nan):
             with pytest.raises(ValueError, match="expected max_norm of 0 or more"):
                 clip_grad_norm_(norm.weight, max_norm)
+
+
+def sharded_again():
+    """fully_shard makes new parameters, which say nothing of tensor-parallel ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = RMSNorm(8, sequence_parallel=True)
+    fully_shard(model, mesh=mesh["dp"])
+    model(torch.ones(2, 8)).sum().backward()
+    group = mesh.get_group("tp")
+    return [
+        error_of(finalize_gradients, model, state=group),
+        error_of(check_replicas, model, state=group),
+        error_of(clip_grad_norm_, model.parameters(), 1.0, state=group),
+    ]
+
+
+def test_parameters_that_lost_their_marks_are_refused(ranks4):
+    for errors in ranks4.run(sharded_again):
+        for kind, text in errors:
+            assert kind == "TypeError"
+            assert "expected plain parameters, got the DTensor" in text

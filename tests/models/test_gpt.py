@@ -177,5 +177,5 @@ def test_mistakes_are_told():
         model_config("gpt5")
     with pytest.raises(ValueError, match=r"depth: a model has no such size; it has vocab_size, hidden_size"):
         model_config("gpt2-small", depth=3)
-    with pytest.raises(ValueError, match="num_layers: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_layers: expected a whole number of at least 1, got 0"):
         model_config("gpt2-small", num_layers=0)

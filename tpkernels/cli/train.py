@@ -14,7 +14,7 @@ from typing import Any
 from tpkernels.cli import OneLineParser
 from tpkernels.cli.progress import Progress
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_DTYPES = ("float32", "bfloat16", "float64")
 # Learns English in a minute on two cores.
 _SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -101,13 +101,7 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
             parser.error(f"--config: {error}")
         if not isinstance(given, dict):
             parser.error(f"--config: expected an object of options, got {type(given).__name__}")
-        known = set(vars(options)) - {"config"}
-        named = {name.replace("-", "_"): value for name, value in given.items()}
-        unknown = sorted(set(named) - known)
-        if unknown:
-            parser.error(f"--config: no such options: {', '.join(unknown)}")
-        parser.set_defaults(**named)
-        options = parser.parse_args(argv)
+        options = parser.parse_args([*_as_typed(given), *argv])
     if options.data is None:
         parser.error("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
@@ -117,23 +111,40 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     return options
 
 
+def _as_typed(given: dict[str, Any]) -> list[str]:
+    """Options of a file as somebody would have typed them, so that they are looked at alike."""
+    typed = []
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            typed += [option] * value
+        else:
+            for one in value if isinstance(value, list) else [value]:
+                typed += [option, str(one)]
+    return typed
+
+
 def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     import torch.distributed as dist
 
-    from tpkernels.training.session import Session
+    from tpkernels.training.launch import hold_lifeline
+    from tpkernels.training.session import Session, is_first_to_say
 
-    rank = int(os.environ["RANK"])
+    hold_lifeline()
     session = None
     try:
         session = Session(_config(options), options.tp, saves=options.save is not None)
         _run(session, options)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        if rank == 0 or isinstance(error, RuntimeError):
-            sys.stderr.write(f"{parser.prog}: rank {rank}: {type(error).__name__}: {error}\n")
+        text = f"{type(error).__name__}: {error}"
+        if is_first_to_say(text):  # often all ranks find the same
+            sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
         return 1
     finally:
-        if session is not None and dist.is_initialized():
+        if session is not None:
             session.close()
+        elif dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 
@@ -169,12 +180,15 @@ def _size(text: str) -> tuple[str, Any]:
 
 def _run(session: Any, options: Namespace) -> None:
     config = session.config
+    if options.prove:
+        session.require_proof()
+    if options.sample:
+        session.require_sample(options.prompt, options.sample)
     session.say(session.describe())
     if options.resume:
         session.resume(options.save)
     reports = []
-    mode = "a" if options.resume else "w"
-    lines = options.json.open(mode, encoding="utf-8") if options.json and session.rank == 0 else None
+    lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
     with Progress("training", config.steps) as progress:
         for report in session.steps(options.save, options.save_every):
             reports.append(report)
@@ -202,6 +216,18 @@ def _run(session: Any, options: Namespace) -> None:
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(session.page(reports, sample), encoding="utf-8")
         session.say(f"\npage: {options.page}")
+
+
+def _opened(path: Path, done: int) -> Any:
+    """Lines to go on with after so many steps; what a run wrote beyond its last checkpoint is dropped."""
+    kept = []
+    if done and path.is_file():
+        kept = [
+            line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= done
+        ]
+    lines = path.open("w", encoding="utf-8")
+    lines.writelines(f"{line}\n" for line in kept)
+    return lines
 
 
 def _prove(session: Any, losses: Sequence[float]) -> None:

@@ -99,13 +99,25 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"ParallelAttention: expected hidden (tokens, batch, hidden_size), got {tuple(hidden.shape)}"
             )
+        mask = None if attention_mask is None else self._own_part(attention_mask)
         query, key, value = self.qkv(hidden)
         if self.rotary_base is not None:
             by = rotary or self.rotation(query.shape[0], query.dtype, query.device)
             query, key = rotate(query, by), rotate(key, by)
         attend = partial(checkpoint, self._attend) if self.recompute and self.training else self._attend
-        output, output_bias = self.output(attend(query, key, value, attention_mask))
+        output, output_bias = self.output(attend(query, key, value, mask))
         return output, output_bias
+
+    def _own_part(self, mask: Tensor) -> Tensor:
+        """The mask of this rank's heads, where each head has its own."""
+        heads = mask.shape[-3] if mask.ndim > 2 else 1
+        if heads not in (1, self.num_heads):
+            raise ValueError(
+                f"attention_mask: expected one broadcastable to (batch, {self.num_heads} heads, tokens, "
+                f"tokens), got {tuple(mask.shape)}"
+            )
+        world = self.qkv.world
+        return mask if heads == 1 else mask.chunk(world.size, -3)[world.rank]
 
     def rotation(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Rotation:
         """What turns the first `tokens` positions; the same for all layers of a model."""

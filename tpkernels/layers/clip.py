@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.replicas import gradient_of
+from tpkernels.layers.replicas import gradient_of, refuse_dtensors
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.runtime.state import ParallelState, current
@@ -39,6 +39,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
         raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
+    refuse_dtensors("clip_grad_norm_", ((f"number {n}", p) for n, p in enumerate(owned)))
     device = owned[0].device if owned else torch.device("cpu")
     found = current() if state is None else state
     square, problem = _square_over_tensor_ranks(owned, tensor_world(state).group, device)

@@ -8,12 +8,27 @@ several). Where that is forgotten, copies drift apart: `clip_grad_norm_` refuses
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
+
+
+def refuse_dtensors(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """A wrapper that makes DTensors of parameters, as fully_shard does, loses the marks that tell copies."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
+    for name, parameter in parameters:
+        if module is not None and isinstance(parameter, module.DTensor):
+            raise TypeError(
+                f"{caller}: expected plain parameters, got the DTensor {name}, which does not say whether "
+                "tensor-parallel ranks hold copies of it; reduce its gradient before sharding, or do without "
+                "sequence_parallel"
+            )
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -29,6 +44,7 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
     the same; doing it twice multiplies by the number of ranks.
     """
     world = tensor_world(state)
+    refuse_dtensors("finalize_gradients", module.named_parameters())
     if world.size == 1:
         return
     marked = [
@@ -47,6 +63,7 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     parameter is sent and copied; for once in a while.
     """
     world = tensor_world(state)
+    refuse_dtensors("check_replicas", module.named_parameters())
     copies = [
         (name, parameter)
         for name, parameter in module.named_parameters()

@@ -39,6 +39,12 @@ def rotation(
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
     """x (positions, batch, heads, head_size) turned, in the dtype of the rotation, and rounded to its own."""
+    expected = x.shape[0], x.shape[-1] // 2
+    if any(tuple(part.shape) != expected for part in by):
+        raise ValueError(
+            f"rotary: expected the rotation of {expected[0]} positions and {expected[1]} pairs of features, "
+            f"got {tuple(by.cos.shape)}"
+        )
     cos, sin = (part[:, None, None, :] for part in by)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -34,9 +34,13 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        optional = ("num_kv_heads", "ffn_hidden_size", "max_positions")
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
 
     def with_sizes(self, **sizes: Any) -> GPTConfig:
         """The same but for some fields; an unknown one is an error that lists the known."""

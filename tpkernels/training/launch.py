@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
 GRACE_SECONDS = 10.0  # between asking the others to end and making them
 POLL_SECONDS = 0.05
 
@@ -19,7 +21,8 @@ POLL_SECONDS = 0.05
 def run_ranks(command: Sequence[str], ranks: int) -> int:
     """Run `command` once for each rank; the exit code, 0 if all of them ended well.
 
-    The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on.
+    The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on. Ranks that
+    `hold_lifeline` end with us even if we are killed.
     """
     # ours, so that no port has to be guessed; found by the ranks as they find torchrun's
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
@@ -31,25 +34,39 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
-    processes = [
-        subprocess.Popen(
-            list(command), env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(ranks)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     signal.signal(signal.SIGTERM, lambda *_: _pass_on(processes))
+    theirs, ours = os.pipe()
+    common[LIFELINE] = str(theirs)
     try:
+        for rank in range(ranks):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(list(command), env=environment, pass_fds=[theirs]))
         failed = _first_failure(processes)
     except KeyboardInterrupt:
-        _end(processes)
         return 128 + signal.SIGINT
-    _end(processes)
+    finally:
+        _end(processes)
+        os.close(theirs)
+        os.close(ours)
     if failed is None:
         return 0
     code = processes[failed].returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     sys.stderr.write(f"\nrank {failed} {how}; the other ranks were ended\n")
     return code if code > 0 else 128 - code
+
+
+def hold_lifeline() -> None:
+    """End this process when the launcher that started it has ended, in whatever way."""
+    if LIFELINE in os.environ:
+        descriptor = int(os.environ[LIFELINE])
+        threading.Thread(target=_exit_with, args=(descriptor,), daemon=True).start()
+
+
+def _exit_with(descriptor: int) -> None:
+    os.read(descriptor, 1)  # nothing is ever written
+    os._exit(1)
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:

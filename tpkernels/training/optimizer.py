@@ -6,6 +6,7 @@ the parameters are fp32 and exist for that shard only: 12 bytes an element, divi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -64,6 +65,8 @@ class ShardedAdamW:
         self.buckets.finish()
         gradients = self.buckets.gradient_shards()
         norm = self._norm(gradients)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm}: the step is not taken")
         scale = min(1.0, max_norm / (norm + 1e-6))
         for shard, gradient, decays in zip(self._shards, gradients, self._decays, strict=True):
             shard.grad = gradient.mul_(scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import statistics
@@ -19,7 +20,18 @@ from tpkernels.training.report import facts_of, page
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
 
 # Of a loss, after a few steps whose gradients are added in another order.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other rank has said so before. Without a process group only the first rank says anything."""
+    if not dist.is_initialized():
+        return os.environ["RANK"] == "0"
+    name = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"tpkernels said {name}", 1) == 1
+    except RuntimeError:  # the store has ended with the launcher
+        return True
 
 
 class Session:
@@ -82,6 +94,7 @@ class Session:
             last = self.was_asked_to_stop or self.trainer.done == self.config.steps
             if last or (every and self.trainer.done % every == 0):
                 self.say(f"saved {self.trainer.save(folder)}")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what comes now need not be saved
 
     def _any_was_asked(self) -> bool:
         """Whether SIGTERM has reached some rank: all stop after the same step."""
@@ -106,6 +119,30 @@ class Session:
         facts = [("run", self.describe()), *facts_of(reports), ("torch", str(torch.__version__))]
         return page(f"Training from {self.config.data}", facts, reports, self._state.plan, sample)
 
+    def require_proof(self) -> None:
+        """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
+        ranks, config = dist.get_world_size(), self.config
+        if config.batch % ranks or config.batch // ranks % config.accumulate:
+            raise ValueError(
+                f"prove: expected a batch that {ranks} data-parallel ranks and {config.accumulate} parts "
+                f"divide, got {config.batch}"
+            )
+
+    def require_sample(self, prompt: str, count: int) -> None:
+        """That the model can write `count` bytes after `prompt`."""
+        model, length = self.config.model, len(prompt.encode()) + count
+        if not self.trainer.batches.file.is_text or model.vocab_size > 256:
+            raise ValueError(
+                f"sample: expected a model of a text's bytes, got one of {model.vocab_size} ids from "
+                f"{self.config.data}"
+            )
+        if not prompt:
+            raise ValueError("sample: expected a prompt to go on from, got an empty one")
+        if model.max_positions is not None and length > model.max_positions:
+            raise ValueError(
+                f"sample: expected at most {model.max_positions} bytes with the prompt, got {length}"
+            )
+
     def losses(self, steps: int, config: TrainConfig, tensor: int) -> list[float]:
         """Of the first steps of another run on the same ranks, with other sizes."""
         state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
@@ -117,8 +154,6 @@ class Session:
 
     def sample(self, prompt: str, count: int) -> str:
         """What the model writes after `prompt`, byte by byte."""
-        if not self.trainer.batches.file.is_text:
-            raise ValueError("sample: expected a model of text, got one of ids")
         model = self.trainer.model.eval()
         ids = torch.tensor([list(prompt.encode())], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.seed)

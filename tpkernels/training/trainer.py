@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,11 @@ class TrainConfig:
         for name in ("steps", "batch", "tokens", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup: expected 0 or more steps, got {self.warmup}")
+        for name in ("warmup", "peak_rate", "floor_rate", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        if not self.max_norm > 0:
+            raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +130,40 @@ class Trainer:
     def save(self, folder: Path) -> Path:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
         path = folder / f"step-{self.done:08}"
-        dcp.save(path, self.model, self.optimizer.unsharded(), extra={"done": self.done}, state=self.state)
+        extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
+        dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
         return path
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, which any number of ranks may have written; called by all ranks."""
         whole = self.optimizer.blank()
-        self.done = dcp.load(path, self.model, whole, state=self.state)["done"]
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*random streams stay as they are"
+            )  # they do not: see below
+            extra = dcp.load(path, self.model, whole, state=self.state)
+        ours = self._batches()
+        for name, value in ours.items():
+            if extra[name] != value:
+                raise ValueError(
+                    f"{path}: expected {name} {extra[name]}, which the run began with, got {value}: it would "
+                    "go on with other batches"
+                )
+        self.done = extra["done"]
         self.optimizer.take(whole)
+        if extra["ranks"] != self._ranks():
+            with use(self.state):  # streams of other ranks cannot go on, and must not begin again
+                manual_seed((self.config.seed + 0x9E3779B1 * self.done) % 2**62)
+
+    def _batches(self) -> dict[str, int]:
+        """What decides which excerpts a step sees."""
+        config = self.config
+        return {
+            "seed": config.seed,
+            "batch": config.batch,
+            "tokens": config.tokens,
+            "ids": len(self.batches.file),
+        }
+
+    def _ranks(self) -> list[int]:
+        return [self.state.size("tp"), self.state.size("dp")]
