@@ -42,7 +42,10 @@ def test_file_is_the_unsharded_model(kind, saved_by_4):
         {"steps"} if kind == "odd" else set()
     )
     for name, value in found.items():
-        assert torch.equal(value, expected.state_dict()[name]), name
+        alone = expected.state_dict()[name]
+        if name == "table.weight":  # padded on one rank too
+            alone = alone[:7]
+        assert torch.equal(value, alone), name
         assert torch.equal(value, given[0][kind][name])
     assert all(other[kind] == {} for other in given[1:])
     with safe_open(folder / f"{kind}.safetensors", "pt") as file:
