@@ -17,7 +17,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "ops": {"comm", "kernels", "tuning"},
     "layers": {"ops", "runtime", "topology"},
     "models": {"layers", "ops", "runtime", "topology"},
-    "interop": {"layers", "ops", "runtime", "topology", "parallel_state"},
+    "interop": {"models", "layers", "ops", "runtime", "topology", "parallel_state"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything
 }
