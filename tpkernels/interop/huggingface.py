@@ -1,7 +1,7 @@
 """Llama and GPT-2 of Hugging Face's `transformers`, as a GPT of ours and back; `transformers` is not needed.
 
-Llama's weights are only renamed: both turn feature i with feature i + d/2. GPT-2 keeps its weights transposed,
-and queries, keys and values in one.
+Llama's weights are only renamed: both turn feature i with feature i + d/2. GPT-2 keeps its weights
+transposed, and queries, keys and values in one.
 """
 
 from __future__ import annotations

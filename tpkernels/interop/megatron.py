@@ -134,7 +134,7 @@ def _by_group(tensor: Tensor, groups: int) -> Tensor:
             f"expected features that {groups} heads or groups divide, got {tuple(tensor.shape)}; check "
             "num_heads and num_kv_heads"
         )
-    return tensor.unflatten(0, (groups, -1))
+    return tensor.reshape(groups, -1, *tensor.shape[1:])
 
 
 def _without_padding(name: str, table: Tensor, vocab_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all, with the same error: nobody waits for a rank that gave up."""
+"""What goes wrong on one rank is the same error on all: nobody waits for a rank that gave up."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from tpkernels.runtime.state import ParallelState, current_or_none
 def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
     """The unsharded model's tensors by name, on the CPU of global rank 0; nothing on other ranks.
 
-    Called by all ranks of the world. One tensor at a time is gathered, and needs twice its size on each device
-    of the tensor-parallel group of rank 0. Of tied tensors there is the first name only.
+    Called by all ranks of the world. Tensors are gathered one by one, each of which needs twice its size on
+    each device of the tensor-parallel group of rank 0. Of tied tensors there is the first name only.
 
     state: as the model was built with; by default found in its layers
     """
@@ -63,8 +63,8 @@ def _require_one_stage(state: State) -> None:
     found = current_or_none() if state is None else state
     if isinstance(found, ParallelState) and found.size("pp") > 1:
         raise ValueError(
-            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, of which each has "
-            "other tensors; use tpkernels.interop.dcp"
+            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, each with other "
+            "tensors; use tpkernels.interop.dcp"
         )
 
 
