@@ -3,7 +3,7 @@
     what ranks hold                              the DTensor
     copies                                       Replicate
     equal runs, or what torch.chunk gives        Shard(dim), over the parameter's own memory
-    several runs each, or other sizes            Shard(dim) over `LocalShardsWrapper`, which says where they lie
+    several runs each, or other sizes            Shard(dim) over `LocalShardsWrapper`, which knows where
 
 The last kind is for checkpoints only: DTensor cannot compute with it.
 """

@@ -1,0 +1,67 @@
+"""Layers that take the place of torch's: called as those are, with this rank's part of their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import State
+from tpkernels.topology.vocabulary import split_vocabulary
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """Called like nn.Linear; returns this rank's features."""
+
+    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_)[0]
+
+
+class RowLinear(RowParallelLinear):
+    """Called like nn.Linear, with this rank's features."""
+
+    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_)[0]
+
+
+class HeadLinear(ParallelModule):
+    """Called like nn.Linear; returns all features, which ranks need not divide: padding is cut off."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        state: State,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """The weights are left for the caller to set."""
+        super().__init__(state)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.split = split_vocabulary(out_features, ranks=self.world.size)
+        marked = Attributes(tensor_model_parallel=True, partition_dim=0)
+        rows = self.split.shard_size
+        self.add_parameter("weight", (rows, in_features), marked, device=device, dtype=dtype)
+        if bias:
+            self.add_parameter("bias", (rows,), marked, device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        self.require_features(input_, self.in_features, "every rank needs all of them")
+        group = self.world.group
+        features = ops.column_linear(input_, self.weight, self.bias, group)
+        return ops.vocab_gather(features, group, vocab_size=self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"
