@@ -60,7 +60,7 @@ def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
             "'blocks.0.out': expected in_features that 2 ranks x unit 16 x stacked 1 = 32 divides",
         ),
         ("ValueError", "'blocks.0.height': expected a number that 2 ranks divide, got None"),
-        ("ValueError", "'head': expected a module without hooks"),
+        ("ValueError", "'head': expected a module without hooks or"),
         ("ValueError", "'head' shares a weight with 'embed', and must be split as that is"),
         ("TypeError", "'a': expected an nn.Linear for 'column', got ColumnLinear; it is split already"),
         ("ValueError", "'embed.weight': expected the same weights on all tensor-parallel ranks"),

@@ -100,8 +100,11 @@ def _swap(match: Match, world: TensorWorld) -> _Swap:
         raise ValueError(
             f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
         )
-    if old._forward_hooks or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks:
-        raise ValueError(f"'{name}': expected a module without hooks; register them after parallelize")
+    hooks = old._forward_hooks or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
+    if hooks or "forward" in vars(old):
+        raise ValueError(
+            f"'{name}': expected a module without hooks or a forward of its own; add them after parallelize"
+        )
     strange = [n for n, p in old.named_parameters() if type(p) is not nn.Parameter]
     if strange:
         raise TypeError(

@@ -122,8 +122,9 @@ def world_of(model: nn.Module, state: State = None) -> TensorWorld:
 def _require_plain(name: str, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise TypeError(
-            f"'{name}': expected a plain tensor, got a DTensor; a model under fully_shard is saved by "
-            "torch.distributed.checkpoint itself"
+            f"'{name}': expected a plain tensor, got a DTensor: a model under fully_shard cannot be saved or "
+            "loaded here, and torch.distributed.checkpoint alone would mix up tensor-parallel ranks; use "
+            "GradientBuckets or DDP, or save before fully_shard"
         )
     if tensor.is_meta:
         raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
