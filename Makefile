@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types docs plan doctor bench bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
+.PHONY: help setup demo groups test check lint types docs plan doctor bench bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,10 @@ $(READY): constraints.txt pyproject.toml setup.py $(wildcard csrc/*)
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: $(READY) ## the main job: ranks on this machine form every kind of group and use it
+demo: $(READY) ## the main job: train a small GPT on ranks of this machine, and compare with an unsharded run
+	$(BIN)/python -m tpkernels train --data data/alice.txt --tp $(RANKS) --sequence-parallel --steps 150 --prove 4 --sample 300
+
+groups: $(READY) ## ranks on this machine form every kind of group and use it
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/groups.py
 
 test: $(READY) ## the whole test suite

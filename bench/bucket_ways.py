@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -55,9 +56,9 @@ class UsesAll(nn.Module):
         return total
 
 
-def with_buckets(shapes: Shapes, engine: EngineChoice) -> Way:
+def with_buckets(shapes: Shapes, group: dist.ProcessGroup, engine: EngineChoice) -> Way:
     module = UsesAll(shapes)
-    buckets = GradientBuckets(module, world(), engine=engine)
+    buckets = GradientBuckets(module, group, engine=engine)
 
     def step() -> None:
         buckets.zero()
@@ -67,8 +68,10 @@ def with_buckets(shapes: Shapes, engine: EngineChoice) -> Way:
     return step
 
 
-def with_ddp(shapes: Shapes, *, views: bool) -> Way:
-    module = DistributedDataParallel(UsesAll(shapes), bucket_cap_mb=25, gradient_as_bucket_view=views)
+def with_ddp(shapes: Shapes, group: dist.ProcessGroup, *, views: bool) -> Way:
+    module = DistributedDataParallel(
+        UsesAll(shapes), process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=views
+    )
 
     def step() -> None:
         module.zero_grad(set_to_none=True)
@@ -77,25 +80,25 @@ def with_ddp(shapes: Shapes, *, views: bool) -> Way:
     return step
 
 
-def with_loop(shapes: Shapes) -> Way:
+def with_loop(shapes: Shapes, group: dist.ProcessGroup) -> Way:
     module = UsesAll(shapes)
 
     def step() -> None:
         module.zero_grad(set_to_none=True)
         module(torch.ones(1)).backward()
         for parameter in module.parameters():
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=group)
             assert parameter.grad is not None
-            parameter.grad /= dist.get_world_size()
+            parameter.grad /= group.size()
 
     return step
 
 
-STEPS: dict[str, Callable[[Shapes], Way]] = {
-    "cpp": lambda shapes: with_buckets(shapes, "cpp"),
-    "python": lambda shapes: with_buckets(shapes, "python"),
-    "ddp": lambda shapes: with_ddp(shapes, views=False),
-    "ddp_views": lambda shapes: with_ddp(shapes, views=True),
+STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Way]] = {
+    "cpp": lambda shapes, group: with_buckets(shapes, group, "cpp"),
+    "python": lambda shapes, group: with_buckets(shapes, group, "python"),
+    "ddp": lambda shapes, group: with_ddp(shapes, group, views=False),
+    "ddp_views": lambda shapes, group: with_ddp(shapes, group, views=True),
     "loop": with_loop,
 }
 
@@ -118,9 +121,34 @@ def time_ways(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
 
 
 def time_steps(list_name: str, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Forward, backward and reduction of gradients."""
+    """Forward, backward and reduction of gradients; all ways in the same processes."""
     shapes = LISTS[list_name]()
-    return time_ways({name: STEPS[name](shapes) for name in names}, rounds)
+    return time_ways({name: STEPS[name](shapes, world()) for name in names}, rounds)
+
+
+def time_steps_apart(list_name: str, names: list[str], rounds: int) -> tuple[str, list[float], int]:
+    """The same, each way with ranks of its own: (which way this rank is of, its seconds, page faults a step).
+
+    Where gradients are large, ways in one process take each other's memory: what one gives back the next has
+    to fault in. Ranks of the ways whose turn it is not wait meanwhile.
+    """
+    size = dist.get_world_size() // len(names)
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    turn = dist.get_rank() // size
+    step = STEPS[names[turn]](LISTS[list_name](), groups[turn])
+    for _ in range(3):
+        step()
+    seconds = []
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for round_ in range(rounds):
+        for position in range(len(names)):
+            dist.barrier()
+            if (round_ + position) % len(names) == turn:
+                start = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - start)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return names[turn], seconds, faults // rounds
 
 
 def time_lists(list_name: str, rounds: int) -> dict[str, list[float]]:

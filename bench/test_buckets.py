@@ -8,7 +8,14 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.bucket_ways import bytes_on_the_wire, time_construction, time_hooks, time_lists, time_steps
+from bench.bucket_ways import (
+    bytes_on_the_wire,
+    time_construction,
+    time_hooks,
+    time_lists,
+    time_steps,
+    time_steps_apart,
+)
 from bench.measure import Comparison
 from tests.ranks import RankPool
 
@@ -51,6 +58,25 @@ def test_step(benchmark: BenchmarkFixture, ranks: RankPool, list_name: str) -> N
         for other in names:
             if other not in ("cpp", "python"):
                 report(benchmark, f"step, {list_name}, {world} ranks", seconds, ours, other)
+    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks
+
+
+@pytest.mark.benchmark(group="forward, backward, reduction; processes apart")
+@pytest.mark.parametrize("world", [2, 4])
+def test_step_apart(benchmark: BenchmarkFixture, world: int) -> None:
+    names = ["cpp", "ddp", "ddp_views"] if world == 2 else ["cpp", "ddp"]
+    with RankPool(world * len(names)) as pool:
+        answers = pool.run(time_steps_apart, "gpt2_small", names, 11, timeout=500)
+    seconds = {
+        name: [max(times) for times in zip(*(taken for way, taken, _ in answers if way == name), strict=True)]
+        for name in names
+    }
+    for other in names[1:]:
+        report(benchmark, f"step, gpt2_small, {world} ranks apart", seconds, "cpp", other)
+    print(
+        {name: max(faults for way, _, faults in answers if way == name) for name in names},
+        "page faults a step",
+    )
     benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks
 
 

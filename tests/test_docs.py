@@ -72,6 +72,7 @@ def test_failing_code_block_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c.startswith("python")}))
 def test_command_runs(command, tmp_path):
+    (tmp_path / "data").symlink_to(ROOT / "data")
     ran = run([sys.executable, *command.split()[1:]], tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout

@@ -1,4 +1,4 @@
-"""Options of `GradientBuckets`: dtypes, main_grad, tensor-parallel sums, shards, NaN, profiler, overlap."""
+"""Options of `GradientBuckets`: dtypes, main_grad, tensor-parallel sums, NaN, profiler, overlap."""
 
 import time
 
@@ -208,36 +208,6 @@ def own_elements(buckets, parameter):
 def test_sequence_parallel_parameters_are_summed_over_tensor_parallel_ranks_too(ranks4, engine, reduce):
     first, *others = ranks4.run(two_groups, engine, reduce)
     assert all(other == first for other in others)
-
-
-def sharded_training(engine):
-    module, whole = chain(), chain()
-    buckets = wrap(module, engine, reduce="reduce_scatter")
-    shards = [nn.Parameter(shard) for shard in buckets.parameter_shards()]
-    sharded = torch.optim.AdamW(shards, lr=0.05)
-    unsharded = torch.optim.AdamW(whole.parameters(), lr=0.05)
-    for step in range(4):
-        buckets.zero()
-        loss_of(module(own_batch(step))).backward()
-        buckets.finish()
-        for shard, gradient in zip(shards, buckets.gradient_shards(), strict=True):
-            shard.grad = gradient
-        sharded.step()
-        buckets.gather_parameters([shard.detach() for shard in shards])
-        for parameter, gradient in zip(whole.parameters(), expected_gradients(whole, (step,)), strict=True):
-            parameter.grad = gradient
-        unsharded.step()
-        torch.testing.assert_close(list(module.parameters()), list(whole.parameters()))
-    elements = sum(bucket.numel() for bucket in buckets.buckets)
-    assert sum(shard.numel() for shard in shards) == elements // dist.get_world_size()
-    with pytest.raises(ValueError, match="of the sizes of parameter_shards"):
-        buckets.gather_parameters(shards[:-1])
-
-
-@on_both_engines
-@pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
-def test_sharded_optimizer_trains_like_an_unsharded_one(pool, engine, request):
-    request.getfixturevalue(pool).run(sharded_training, engine)
 
 
 def _backward_and_finish(buckets, loss):

@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "print and draw the groups of a world; needs no GPU and no torch",
     "check": "compile the kernels and compute with them, without a GPU: exit code 1 on a regression",
     "doctor": "look at this installation and say what is wrong with it",
+    "train": "train a GPT on ranks of this machine, or under torchrun",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
 

@@ -10,6 +10,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,25 +174,45 @@ class GradientBuckets:
 
     def parameter_shards(self) -> list[Tensor]:
         """Copies of the parameters' values, cut like the gradients: what a sharded optimizer works on."""
-        with torch.no_grad():
-            flats = self._flat_parameters()
-            for _, members in flats:
-                for parameter, view in members:
-                    view.copy_(parameter)
-            return [self._own_part(flat).clone() for flat, _ in flats]
+        return self.cut(self._parameters)
 
     def gather_parameters(self, shards: Sequence[Tensor]) -> None:
         """Bring all ranks' `parameter_shards` back into the parameters."""
-        flats = self._flat_parameters()
+        kinds = [self._parameters[self._members(bucket)[0]].dtype for bucket in range(len(self.buckets))]
+        cast = [shard.detach().to(dtype) for shard, dtype in zip(shards, kinds, strict=False)]  # less to send
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, self.join(cast), strict=True):
+                parameter.copy_(value)
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each bucket, as if buckets held these: one of the shape of each parameter."""
+        if [tensor.shape for tensor in tensors] != [parameter.shape for parameter in self._parameters]:
+            raise ValueError(
+                f"tensors: expected one for each of {len(self._parameters)} parameters, of its shape"
+            )
+        with torch.no_grad():
+            shards = []
+            for bucket in range(len(self.buckets)):
+                flat, parts = self._flat_like(
+                    bucket, [tensors[index].dtype for index in self._members(bucket)]
+                )
+                for index, part in parts.items():
+                    part.copy_(tensors[index])
+                shards.append(self._own_part(flat).clone())
+            return shards
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What all ranks' parts stand for, as `cut` gives them: a tensor of the shape of each parameter."""
         if [shard.numel() for shard in shards] != [shard.numel() for shard in self.gradient_shards()]:
             raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
+        joined: dict[int, Tensor] = {}
         with torch.no_grad():
-            parts = [shard.to(flat.dtype) for shard, (flat, _) in zip(shards, flats, strict=True)]
-            gathered = bucketed_all_gather(parts, self._options.group.get())
-            for whole, (flat, members) in zip(gathered, flats, strict=True):
+            gathered = bucketed_all_gather([shard.detach() for shard in shards], self._options.group.get())
+            for bucket, whole in enumerate(gathered):
+                flat, parts = self._flat_like(bucket, [whole.dtype])
                 flat.copy_(whole)
-                for parameter, view in members:
-                    parameter.copy_(view)
+                joined |= parts
+        return [joined[index] for index in range(len(self._parameters))]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
@@ -261,24 +282,19 @@ class GradientBuckets:
         group = self._options.group.get()
         return flat.tensor_split(group.size())[group.rank()]
 
-    def _flat_parameters(self) -> list[tuple[Tensor, list[tuple[nn.Parameter, Tensor]]]]:
-        """For each bucket a tensor of the parameters' dtype, and the parameters with their parts of it."""
-        if self._engine is None:
-            return []
-        members: list[list[tuple[nn.Parameter, Tensor]]] = [[] for _ in self.buckets]
-        for parameter, view, bucket in zip(
-            self._parameters, self._engine.views(), self._bucket_of, strict=True
-        ):
-            members[bucket].append((parameter, view))
-        flats = []
-        for gradients, pairs in zip(self.buckets, members, strict=True):
-            flat = torch.zeros_like(gradients, dtype=pairs[0][0].dtype)
-            parts = [
-                (parameter, flat.as_strided(view.shape, view.stride(), view.storage_offset()))
-                for parameter, view in pairs
-            ]
-            flats.append((flat, parts))
-        return flats
+    def _members(self, bucket: int) -> list[int]:
+        return [index for index, place in enumerate(self._bucket_of) if place == bucket]
+
+    def _flat_like(self, bucket: int, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, dict[int, Tensor]]:
+        """A tensor like this bucket, in the widest of these dtypes, and its parts by index of parameter."""
+        assert self._engine is not None, "there are buckets"
+        flat = torch.zeros_like(self.buckets[bucket], dtype=functools.reduce(torch.promote_types, dtypes))
+        views = self._engine.views()
+        parts = {}
+        for index in self._members(bucket):
+            view = views[index]
+            parts[index] = flat.as_strided(view.shape, view.stride(), view.storage_offset())
+        return flat, parts
 
     def _agree(self, request: str, problem: Problem | None) -> None:
         """All ranks of both groups make the same buckets, or all raise the same error."""

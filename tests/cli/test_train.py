@@ -1,0 +1,163 @@
+"""`python -m tpkernels train`, as a user types it: real ranks, real text."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tpkernels.cli import main
+
+ALICE = Path(__file__).parents[2] / "data" / "alice.txt"
+SIZES = ["--size", "hidden_size=16", "--size", "num_layers=1"]
+TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
+
+
+def train(*arguments, launcher=(), environment=None, timeout=120):
+    command = [sys.executable, *launcher, "-m", "tpkernels", "train", "--data", str(ALICE), *TINY, *arguments]
+    if launcher:
+        command = [sys.executable, *launcher, "-m", "tpkernels", *command[command.index("train") :]]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(environment or {})}
+    )
+
+
+def test_trains_proves_itself_and_writes(tmp_path):
+    lines = tmp_path / "metrics.jsonl"
+    options = f"--tp 2 --dp 2 --sequence-parallel --steps 4 --prove 2 --sample 5 --json {lines}".split()
+    run = train(*options)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert "over 2 tensor-parallel x 2 data-parallel ranks on cpu; 4 steps of 4 x 16 tokens" in run.stdout
+    assert "largest difference" in run.stdout
+    assert "\nAlice " in run.stdout
+    reports = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [report["step"] for report in reports] == [1, 2, 3, 4]
+    assert reports[-1]["loss"] < reports[0]["loss"]
+    assert {"loss", "norm", "rate", "seconds", "tokens"} < set(reports[0])
+
+
+def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"tp": 2, "steps": 50, "peak-rate": 1e-3}))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = train(
+        "--config", str(config), "--steps", "2", launcher=launcher, environment={"OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr
+    assert "over 2 tensor-parallel x 1 data-parallel ranks" in run.stdout
+    assert "2 steps" in run.stdout  # what is typed goes before what is in the file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "3", "--dp", "2"], "batch: expected a multiple of the 2 data-parallel ranks, got 3"),
+        (["--model", "gpt5"], "model: expected one of gpt2-small"),
+        (["--size", "depth=3"], "depth: a model has no such size"),
+        (["--size", "num_heads"], "--size: expected NAME=VALUE, got 'num_heads'"),
+        (["--data", "absent.txt"], "absent.txt is not a file"),
+        (["--tokens", "15", "--tp", "2", "--sequence-parallel"], "ranks divide, got 15"),
+    ],
+)
+def test_mistakes_end_all_ranks_with_one_message(arguments, message):
+    run = train(*arguments)
+    assert run.returncode == 1
+    assert run.stderr.count(message) == 1
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--data: expected a file to learn from"),
+        (["--data", "x", "--tp", "0"], "expected at least one rank each, got 0 and 1"),
+        (["--data", "x", "--config", "absent.json"], "--config: "),
+        (["--data", "x", "--resume"], "expected a folder, --save FOLDER"),
+    ],
+)
+def test_bad_options_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_options_in_a_file_are_named(tmp_path, capsys):
+    config = tmp_path / "run.json"
+    config.write_text('{"stepz": 3}')
+    with pytest.raises(SystemExit):
+        main(["train", "--data", "x", "--config", str(config)])
+    assert "--config: no such options: stepz" in capsys.readouterr().err
+
+
+@contextmanager
+def running(lines, *arguments):
+    """A run of two ranks without an end, once it has made a step."""
+    command = [sys.executable, "-m", "tpkernels", "train", "--data", str(ALICE), *TINY]
+    command += ["--tp", "2", "--steps", "100000", "--json", str(lines), *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            deadline = time.monotonic() + 60
+            while not lines.is_file() or not lines.read_text():
+                assert time.monotonic() < deadline, "no step was made"
+                assert run.poll() is None, run.communicate()
+                time.sleep(0.1)
+            yield run
+        finally:
+            run.terminate()
+
+
+def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
+    with running(tmp_path / "metrics.jsonl") as run:
+        ranks = children_of(run.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL; the other ranks were ended" in errors
+    assert "Traceback" not in errors
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path):
+    lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
+    with running(lines, "--save", str(folder)) as run:
+        run.terminate()
+        printed, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    assert "Traceback" not in errors
+    done = len(lines.read_text().splitlines())
+    assert f"saved {folder}/step-{done:08}" in printed
+
+    # what a run that died while it wrote leaves behind is never taken
+    (folder / f".step-{done + 5:08}.unfinished").mkdir()
+    options = f"--dp 2 --steps {done + 2} --save {folder} --resume --json {lines}".split()
+    again = train(*options)
+    assert again.returncode == 0, again.stderr
+    assert f"from {folder}/step-{done:08}, after {done} steps" in again.stdout
+    reports = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [report["step"] for report in reports] == list(range(1, done + 3))
+
+    nothing_left = train(*options)
+    assert nothing_left.returncode == 0
+    assert f"all {done + 2} steps were done before" in nothing_left.stdout
+
+
+def test_saves_on_the_way_and_starts_where_there_is_nothing(tmp_path):
+    folder = tmp_path / "saved"
+    run = train(*f"--steps 5 --save {folder} --save-every 2 --resume".split())
+    assert run.returncode == 0, run.stderr
+    assert f"no checkpoint in {folder}: from the start" in run.stdout
+    assert sorted(path.name for path in folder.glob("step-*")) == [f"step-{n:08}" for n in (2, 4, 5)]
+
+
+def children_of(pid):
+    """In the order in which they were started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted(int(child) for child in found)

@@ -1,0 +1,207 @@
+"""Training: batches, the schedule, and that ranks of any kind and number learn the same."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.layers.worlds import posing
+from tpkernels import GPT, GPTConfig, create_parallel_state, manual_seed, plan_groups
+from tpkernels.interop import dcp
+from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.schedule import learning_rate
+from tpkernels.training.trainer import TrainConfig, Trainer
+
+TINY = GPTConfig(
+    vocab_size=256,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    activation="swiglu",
+    norm="rms_norm",
+    bias=False,
+    tied=False,
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(32, 120)) * 20)
+    return path
+
+
+def test_bytes_of_a_text_are_its_ids(text):
+    file = TokenFile(text)
+    assert len(file) == 1760
+    assert file.slices(torch.tensor([0, 87]), 3).tolist() == [[32, 33, 34], [119, 32, 33]]
+
+
+@pytest.mark.parametrize(("suffix", "dtype"), [(".bin", torch.uint16), (".bin32", torch.int32)])
+def test_numbers_of_a_file_are_its_ids(tmp_path, suffix, dtype):
+    path = tmp_path / f"ids{suffix}"
+    path.write_bytes(torch.tensor([5, 50256, 7], dtype=torch.int32).to(dtype).numpy().tobytes())
+    assert TokenFile(path).slices(torch.tensor([0]), 3).tolist() == [[5, 50256, 7]]
+    path.write_bytes(b"abc")
+    with pytest.raises(ValueError, match=f"expected {dtype.itemsize} bytes an id in .* got 3 bytes"):
+        TokenFile(path)
+
+
+def test_files_that_hold_nothing_are_told(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        TokenFile(tmp_path / "empty.txt")
+    with pytest.raises(FileNotFoundError, match="is not a file"):
+        TokenFile(tmp_path / "absent.txt")
+
+
+def test_batches_are_the_same_for_every_number_of_ranks(text):
+    file = TokenFile(text)
+
+    def whole(ranks, step):
+        parts = [Batches(file, batch=8, tokens=5, seed=3, rank=r, ranks=ranks).at(step) for r in range(ranks)]
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+    ids, targets = whole(1, 4)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+    for ranks in (2, 4, 8):
+        assert all(torch.equal(a, b) for a, b in zip(whole(ranks, 4), (ids, targets), strict=True))
+    assert not torch.equal(whole(1, 5)[0], ids)
+
+
+def test_batches_that_cannot_be_are_told(text):
+    file = TokenFile(text)
+    with pytest.raises(ValueError, match="batch: expected a multiple of the 4 data-parallel ranks, got 6"):
+        Batches(file, batch=6, tokens=5, seed=3, rank=0, ranks=4)
+    with pytest.raises(ValueError, match=r"tokens: expected 1 to 1759, for .* has 1760 ids, got 1760"):
+        Batches(file, batch=4, tokens=1760, seed=3, rank=0, ranks=4)
+
+
+def test_rate_goes_up_in_a_line_and_down_half_a_cosine():
+    rates = [learning_rate(s, steps=101, warmup=10, peak=1.0, floor=0.1) for s in range(120)]
+    assert rates[:10] == pytest.approx([0.1 * (s + 1) for s in range(10)])
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100:] == [0.1] * 20
+    assert rates[10:101] == sorted(rates[10:101], reverse=True)
+    assert learning_rate(0, steps=1, warmup=0, peak=1.0, floor=0.1) == 0.1
+
+
+def config_for(text, **changes):
+    usual = {"model": TINY, "data": str(text), "steps": 6, "batch": 8, "tokens": 8, "warmup": 2, "seed": 5}
+    return TrainConfig(**{**usual, "dtype": torch.float64, **changes})
+
+
+def run(sizes, config):
+    """Losses and norms of a few steps."""
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, **sizes))
+    trainer = Trainer(config, state, torch.device("cpu"))
+    reports = [trainer.step() for _ in range(config.steps)]
+    return [(report.loss, report.norm) for report in reports]
+
+
+def by_hand(config):
+    """The same with torch's own optimizer, clipping and loss, in one process."""
+    with posing(0, 1):
+        manual_seed(config.seed)
+        model = GPT(config.model, dtype=config.dtype)
+        batches = Batches(
+            TokenFile(config.data),
+            batch=config.batch,
+            tokens=config.tokens,
+            seed=config.seed,
+            rank=0,
+            ranks=1,
+        )
+        decays = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        adam = torch.optim.AdamW(
+            [
+                {"params": decays, "weight_decay": config.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+        )
+        found = []
+        for step in range(config.steps):
+            rate = learning_rate(
+                step, steps=config.steps, warmup=config.warmup, peak=config.peak_rate, floor=config.floor_rate
+            )
+            for group in adam.param_groups:
+                group["lr"] = rate
+            adam.zero_grad()
+            ids, targets = batches.at(step)
+            loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
+            adam.step()
+            found.append((loss.item(), norm.item()))
+        return found
+
+
+LAYOUTS = {
+    1: [{}],
+    2: [{"tensor": 2}, {"tensor": 1}],
+    4: [{"tensor": 2}, {"tensor": 4}],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "changes", [{}, {"accumulate": 2, "sequence_parallel": True}], ids=["plain", "parts"]
+)
+def test_ranks_learn_what_one_process_learns(ranks, changes, text, request):
+    if changes.get("accumulate") and ranks == 1:
+        changes = {"accumulate": 4}
+    expected = by_hand(config_for(text))
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    for sizes in LAYOUTS[ranks]:
+        for found in pool.run(run, sizes, config_for(text, **changes)):
+            for (loss, norm), (true_loss, true_norm) in zip(found, expected, strict=True):
+                # gradients are added and kept in fp32
+                assert math.isclose(loss, true_loss, rel_tol=2e-6)
+                assert math.isclose(norm, true_norm, rel_tol=2e-5)
+    assert expected[-1][0] < expected[0][0]
+
+
+def saved(sizes, config, folder, steps):
+    """Train, save on the way, and say what came after it."""
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, **sizes))
+    trainer = Trainer(config, state, torch.device("cpu"))
+    for _ in range(steps):
+        trainer.step()
+    trainer.save(folder)
+    return [trainer.step().loss for _ in range(2)]
+
+
+def resumed(sizes, config, folder):
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, **sizes))
+    trainer = Trainer(config, state, torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # random streams of other ranks: nothing is drawn
+        trainer.resume(dcp.latest(folder))
+    return [trainer.step().loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_ranks_go_on_from_a_checkpoint(steps, dtype, text, tmp_path, ranks1, ranks2, ranks4):
+    config = config_for(text, dtype=dtype)
+    expected = ranks2.run(saved, {"tensor": 2}, config, tmp_path, steps)[0]
+    same = ranks2.run(resumed, {"tensor": 2}, config, tmp_path)
+    assert same == [expected] * 2  # to the bit on the same ranks
+    tolerance = 2e-6 if dtype == torch.float64 else 1e-2
+    for pool, sizes in (
+        (ranks1, {}),
+        (ranks2, {"tensor": 1}),
+        (ranks4, {"tensor": 2}),
+        (ranks4, {"tensor": 4}),
+    ):
+        for found in pool.run(resumed, sizes, config, tmp_path):
+            assert found == pytest.approx(expected, rel=tolerance)

@@ -1,0 +1,215 @@
+"""`python -m tpkernels train`: a GPT over the ranks of this machine, or under torchrun over those of many."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tpkernels.cli import OneLineParser
+from tpkernels.cli.progress import Progress
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Learns English in a minute on two cores.
+_SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "activation": "swiglu",
+    "norm": "rms_norm",
+    "bias": False,
+    "tied": False,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    options = _with_config(parser, argv)
+    if options.tp < 1 or options.dp < 1:
+        parser.error(f"--tp and --dp: expected at least one rank each, got {options.tp} and {options.dp}")
+    if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
+        return _as_rank(parser, options)
+    from tpkernels.training.launch import run_ranks
+
+    return run_ranks([sys.executable, "-m", "tpkernels", "train", *argv], options.tp * options.dp)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="python -m tpkernels train",
+        description="Train a GPT. Starts its ranks itself, unless it runs under torchrun.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON of these options, by name")
+    parser.add_argument("--data", metavar="FILE", help="any text, or ids: .bin (16 bits), .bin32")
+    parser.add_argument(
+        "--model", metavar="NAME", help="such as gpt2-small or llama3-8b; default: a small one"
+    )
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a size of the model, such as num_layers=2",
+    )
+    sizes = {"steps": 200, "batch": 16, "tokens": 128, "accumulate": 1, "warmup": 10, "seed": 1234}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    rates = {"peak-rate": 2e-3, "floor-rate": 2e-4, "weight-decay": 0.1, "max-norm": 1.0, "dropout": 0.0}
+    for name, rate in rates.items():
+        parser.add_argument(f"--{name}", type=float, default=rate, metavar="X")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument(
+        "--dp", type=int, default=1, metavar="N", help="data-parallel ranks; torchrun's own count"
+    )
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--no-overlap", dest="overlap", action="store_false")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, float32 on the CPU")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="checkpoints: at the end, and on SIGTERM")
+    parser.add_argument("--save-every", type=int, default=0, metavar="N", help="and after each N steps")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
+    parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
+    parser.add_argument(
+        "--prove",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N steps unsharded and blocking, too, and compare losses",
+    )
+    return parser
+
+
+def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Options; those on the command line go before those in the file."""
+    options = parser.parse_args(argv)
+    if options.config is not None:
+        try:
+            given = json.loads(options.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(f"--config: {error}")
+        if not isinstance(given, dict):
+            parser.error(f"--config: expected an object of options, got {type(given).__name__}")
+        known = set(vars(options)) - {"config"}
+        named = {name.replace("-", "_"): value for name, value in given.items()}
+        unknown = sorted(set(named) - known)
+        if unknown:
+            parser.error(f"--config: no such options: {', '.join(unknown)}")
+        parser.set_defaults(**named)
+        options = parser.parse_args(argv)
+    if options.data is None:
+        parser.error("--data: expected a file to learn from")
+    if options.save is None and (options.resume or options.save_every):
+        parser.error("--resume and --save-every: expected a folder, --save FOLDER")
+    return options
+
+
+def _as_rank(parser: OneLineParser, options: Namespace) -> int:
+    import torch.distributed as dist
+
+    from tpkernels.training.session import Session
+
+    rank = int(os.environ["RANK"])
+    session = None
+    try:
+        session = Session(_config(options), options.tp, saves=options.save is not None)
+        _run(session, options)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        if rank == 0 or isinstance(error, RuntimeError):
+            sys.stderr.write(f"{parser.prog}: rank {rank}: {type(error).__name__}: {error}\n")
+        return 1
+    finally:
+        if session is not None and dist.is_initialized():
+            session.close()
+    return 0
+
+
+def _config(options: Namespace) -> Any:
+    import torch
+
+    from tpkernels.models.config import GPTConfig, model_config
+    from tpkernels.training.trainer import TrainConfig
+
+    sizes = dict(_size(text) for text in options.size)
+    model = model_config(options.model, **sizes) if options.model else GPTConfig(**_SMALL).with_sizes(**sizes)
+    usual = "bfloat16" if torch.cuda.is_available() else "float32"
+    names = (
+        "data steps batch tokens accumulate peak_rate floor_rate warmup weight_decay max_norm dropout seed "
+        "recompute sequence_parallel overlap"
+    )
+    return TrainConfig(
+        model=model,
+        dtype=getattr(torch, options.dtype or usual),
+        **{name: getattr(options, name) for name in names.split()},
+    )
+
+
+def _size(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--size: expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value  # a word, such as swiglu
+
+
+def _run(session: Any, options: Namespace) -> None:
+    config = session.config
+    session.say(session.describe())
+    if options.resume:
+        session.resume(options.save)
+    reports = []
+    mode = "a" if options.resume else "w"
+    lines = options.json.open(mode, encoding="utf-8") if options.json and session.rank == 0 else None
+    with Progress("training", config.steps) as progress:
+        for report in session.steps(options.save, options.save_every):
+            reports.append(report)
+            if session.rank == 0:
+                speed = report.tokens / report.seconds
+                left = (config.steps - report.step) * report.seconds
+                progress(f"loss {report.loss:.3f}, {speed:,.0f} tokens/s, {left:.0f} s left")
+                if lines is not None:
+                    lines.write(json.dumps(asdict(report)) + "\n")
+                    lines.flush()
+    if lines is not None:
+        lines.close()
+    if not reports:
+        session.say(f"all {config.steps} steps were done before")
+        return
+    session.say(session.summary(reports))
+    if session.was_asked_to_stop:
+        return
+    if options.prove:
+        _prove(session, [report.loss for report in reports[: options.prove]])
+    if options.sample:
+        session.say(f"\n{session.sample(options.prompt, options.sample)}")
+
+
+def _prove(session: Any, losses: Sequence[float]) -> None:
+    """Print losses side by side; an error if they differ by more than rounding."""
+    count = len(losses)
+    blocking = session.losses(
+        count, replace(session.config, overlap=not session.config.overlap), session.tensor
+    )
+    alone = session.losses(count, replace(session.config, sequence_parallel=False), 1)
+    session.say(f"\n  step  {session.tensor} ranks      the other overlap  unsharded")
+    worst = 0.0
+    for step, row in enumerate(zip(losses, blocking, alone, strict=True), start=1):
+        session.say(f"  {step:<4}  " + "  ".join(f"{loss:<15.7f}" for loss in row))
+        worst = max(worst, *(abs(other - row[0]) / abs(row[0]) for other in row[1:]))
+    session.say(f"  largest difference {worst:.1e} of the loss; allowed {session.tolerance:.0e}")
+    if not worst <= session.tolerance:
+        raise RuntimeError(
+            f"sharded and unsharded losses differ by {worst:.1e}, expected {session.tolerance:.0e}"
+        )

@@ -1,0 +1,1 @@
+"""Training a GPT over tensor- and data-parallel ranks."""

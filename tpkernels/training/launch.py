@@ -1,0 +1,81 @@
+"""Ranks as processes of this machine: torchrun's environment, and one message when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+GRACE_SECONDS = 10.0  # between asking the others to end and making them
+POLL_SECONDS = 0.05
+
+
+def run_ranks(command: Sequence[str], ranks: int) -> int:
+    """Run `command` once for each rank; the exit code, 0 if all of them ended well.
+
+    The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on.
+    """
+    # ours, so that no port has to be guessed; found by the ranks as they find torchrun's
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
+    processes = [
+        subprocess.Popen(
+            list(command), env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(ranks)
+    ]
+    signal.signal(signal.SIGTERM, lambda *_: _pass_on(processes))
+    try:
+        failed = _first_failure(processes)
+    except KeyboardInterrupt:
+        _end(processes)
+        return 128 + signal.SIGINT
+    _end(processes)
+    if failed is None:
+        return 0
+    code = processes[failed].returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    sys.stderr.write(f"\nrank {failed} {how}; the other ranks were ended\n")
+    return code if code > 0 else 128 - code
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The rank that fails first, or None once all have ended well."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                return rank
+        if None not in codes:
+            return None
+        time.sleep(POLL_SECONDS)
+
+
+def _pass_on(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    _pass_on(processes)
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,128 @@
+"""AdamW whose states are split over data-parallel ranks: each updates its part, then all get the whole.
+
+Gradients are reduced in buckets during backward, and each rank keeps its shard of each. States and a copy of
+the parameters are fp32 and exist for that shard only: 12 bytes an element, divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from tpkernels.comm.buckets import GradientBuckets
+from tpkernels.layers.attributes import Attributes
+from tpkernels.ops.replicas import from_all_ranks
+from tpkernels.runtime.state import ParallelState
+
+STATES = ("exp_avg", "exp_avg_sq")
+MASTER = "master"  # a parameter in fp32
+
+
+class ShardedAdamW:
+    """One optimizer over the tensor- and data-parallel ranks of `state`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: ParallelState,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        """weight_decay: of matrices; vectors do not decay"""
+        self._state = state
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        tensor_group = state.process_group("tp") if state.size("tp") > 1 else None
+        self.buckets = GradientBuckets(
+            self._named,
+            state.process_group("dp"),
+            reduce="reduce_scatter",
+            grad_dtype=torch.float32,
+            tensor_parallel_group=tensor_group,
+        )
+        self._shards = [nn.Parameter(shard.float()) for shard in self.buckets.parameter_shards()]
+        first = state.rank_in("tp") == 0
+        self._counts = self._marks(lambda p: first or Attributes.of(p).tensor_model_parallel)
+        self._decays = self._marks(lambda p: p.ndim > 1)
+        self._weight_decay = weight_decay
+        self._adam = torch.optim.AdamW(self._shards, lr=0.0, betas=betas, eps=eps, weight_decay=0.0)
+
+    def zero(self) -> None:
+        self.buckets.zero()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For all backwards of a step but the last."""
+        return self.buckets.no_sync()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, max_norm: float) -> float:
+        """Update parameters by all ranks' gradients, whose norm is cut at `max_norm`; returns it uncut."""
+        self.buckets.finish()
+        gradients = self.buckets.gradient_shards()
+        norm = self._norm(gradients)
+        scale = min(1.0, max_norm / (norm + 1e-6))
+        for shard, gradient, decays in zip(self._shards, gradients, self._decays, strict=True):
+            shard.grad = gradient.mul_(scale)
+            shard.mul_(1 - learning_rate * self._weight_decay * decays)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self.buckets.gather_parameters(self._shards)
+        return norm
+
+    def unsharded(self) -> torch.optim.AdamW:
+        """What torch's own AdamW would hold now, with the fp32 parameters besides: what a checkpoint keeps.
+
+        Called by all ranks, for each has a part. It takes 12 bytes an element on each of them.
+        """
+        whole = self.blank()
+        wholes = {MASTER: self.buckets.join(self._shards)}
+        if self._adam.state:
+            for key in STATES:
+                wholes[key] = self.buckets.join([self._adam.state[shard][key] for shard in self._shards])
+        for index, (_, parameter) in enumerate(self._named):
+            whole.state[parameter] = {key: tensors[index] for key, tensors in wholes.items()}
+            if self._adam.state:
+                whole.state[parameter]["step"] = self._adam.state[self._shards[0]]["step"].clone()
+        return whole
+
+    def blank(self) -> torch.optim.AdamW:
+        """The same without states, for a checkpoint to be read into."""
+        return torch.optim.AdamW([parameter for _, parameter in self._named], lr=0.0, weight_decay=0.0)
+
+    @torch.no_grad()
+    def take(self, whole: torch.optim.AdamW) -> None:
+        """Go on from what `unsharded` gave, on any number of ranks."""
+        kept = [whole.state[parameter] for _, parameter in self._named]
+        for shard, value in zip(
+            self._shards, self.buckets.cut([state[MASTER] for state in kept]), strict=True
+        ):
+            shard.copy_(value)
+        self._adam.state.clear()
+        if "step" in kept[0]:
+            for shard in self._shards:
+                self._adam.state[shard] = {"step": kept[0]["step"].clone()}
+            for key in STATES:
+                cut = self.buckets.cut([state[key] for state in kept])
+                for shard, value in zip(self._shards, cut, strict=True):
+                    self._adam.state[shard][key] = value
+        self.buckets.gather_parameters(self._shards)
+
+    def _marks(self, holds: Callable[[nn.Parameter], bool]) -> list[Tensor]:
+        """For each element of the shards 1 where its parameter is one of those, else 0."""
+        return self.buckets.cut(
+            [torch.full(p.shape, float(holds(p)), device=p.device) for _, p in self._named]
+        )
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        """Over the whole model: shards of all data ranks, parts of all tensor ranks, copies once."""
+        square = torch.zeros(1, dtype=torch.float64, device=gradients[0].device)
+        for gradient, counts in zip(gradients, self._counts, strict=True):
+            square += (gradient.double().square() * counts).sum()
+        for kind in ("dp", "tp"):
+            square = from_all_ranks(square, self._state.process_group(kind)).sum(0)
+        return float(square.sqrt())

@@ -1,0 +1,128 @@
+"""A rank from its start to its end: process group, state, run, and what is said about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.interop import dcp
+from tpkernels.ops.replicas import from_all_ranks
+from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
+from tpkernels.topology.plan import plan_groups
+from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
+
+# Of a loss, after a few steps whose gradients are added in another order.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+
+class Session:
+    """One rank of a run."""
+
+    def __init__(self, config: TrainConfig, tensor: int, *, saves: bool = False) -> None:
+        """tensor: tensor-parallel ranks; the others are data-parallel
+        saves: SIGTERM ends the run after the step at hand, when it has been saved
+        """
+        self.config, self.tensor = config, tensor
+        self.rank = int(os.environ["RANK"])
+        on_gpu = torch.cuda.is_available()
+        self.device = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+        )
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        self._got_signal = self.was_asked_to_stop = False
+        if saves:
+            signal.signal(signal.SIGTERM, self._note_signal)
+        self._state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
+        self.trainer = Trainer(config, self._state, self.device)
+
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCES[self.config.dtype]
+
+    def say(self, text: str) -> None:
+        """Once, by the first rank."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def describe(self) -> str:
+        parameters = sum(self._whole_elements(p) for p in self.trainer.model.parameters())
+        dtype = str(self.config.dtype).removeprefix("torch.")
+        config, data_ranks = self.config, self._state.size("dp")
+        return (
+            f"{parameters / 1e6:.1f} million parameters in {dtype} over {self.tensor} tensor-parallel x "
+            f"{data_ranks} data-parallel ranks on {self.device.type}; {config.steps} steps of "
+            f"{config.batch} x {config.tokens} tokens from {config.data}"
+        )
+
+    def resume(self, folder: Path) -> None:
+        """Go on from the last checkpoint that was completed in `folder`, if there is one."""
+        found = dcp.latest(folder)
+        if found is None:
+            self.say(f"no checkpoint in {folder}: from the start")
+            return
+        self.trainer.resume(found)
+        self.say(f"from {found}, after {self.trainer.done} steps")
+
+    def steps(self, folder: Path | None = None, every: int = 0) -> Iterator[StepReport]:
+        """The run, step by step; with a folder it is saved there at the end, and when asked to stop."""
+        while self.trainer.done < self.config.steps and not self.was_asked_to_stop:
+            yield self.trainer.step()
+            if folder is None:
+                continue
+            self.was_asked_to_stop = self._any_was_asked()
+            last = self.was_asked_to_stop or self.trainer.done == self.config.steps
+            if last or (every and self.trainer.done % every == 0):
+                self.say(f"saved {self.trainer.save(folder)}")
+
+    def _any_was_asked(self) -> bool:
+        """Whether SIGTERM has reached some rank: all stop after the same step."""
+        asked = torch.tensor([float(self._got_signal)], device=self.device)
+        for kind in ("tp", "dp"):
+            asked = from_all_ranks(asked, self._state.process_group(kind)).amax(0)
+        return bool(asked.item())
+
+    def _note_signal(self, *_: object) -> None:
+        self._got_signal = True
+
+    def summary(self, reports: Sequence[StepReport]) -> str:
+        speed = statistics.median(report.tokens / report.seconds for report in reports)
+        seconds = sum(report.seconds for report in reports)
+        return (
+            f"loss {reports[0].loss:.3f} -> {reports[-1].loss:.3f} in {seconds:.0f} s, "
+            f"{speed:,.0f} tokens/s (median step)"
+        )
+
+    def losses(self, steps: int, config: TrainConfig, tensor: int) -> list[float]:
+        """Of the first steps of another run on the same ranks, with other sizes."""
+        state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
+        try:
+            trainer = Trainer(config, state, self.device)
+            return [trainer.step().loss for _ in range(steps)]
+        finally:
+            destroy_parallel_state(state)
+
+    def sample(self, prompt: str, count: int) -> str:
+        """What the model writes after `prompt`, byte by byte."""
+        if not self.trainer.batches.file.is_text:
+            raise ValueError("sample: expected a model of text, got one of ids")
+        model = self.trainer.model.eval()
+        ids = torch.tensor([list(prompt.encode())], device=self.device)
+        generator = torch.Generator(self.device).manual_seed(self.config.seed)
+        written = model.generate(ids, count, temperature=0.8, top_k=40, generator=generator)
+        return bytes(written[0].tolist()).decode(errors="replace")
+
+    def close(self) -> None:
+        destroy_parallel_state(self._state)
+        dist.destroy_process_group()
+
+    def _whole_elements(self, parameter: torch.Tensor) -> int:
+        ranks = self.tensor if getattr(parameter, "tensor_model_parallel", False) else 1
+        return parameter.numel() * ranks

@@ -1,0 +1,136 @@
+"""A training run: a model, its batches and its optimizer, one step after the other."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tpkernels.interop import dcp
+from tpkernels.layers.block import Recompute
+from tpkernels.models.config import GPTConfig
+from tpkernels.models.gpt import GPT
+from tpkernels.ops.replicas import from_all_ranks
+from tpkernels.runtime.random import manual_seed
+from tpkernels.runtime.state import ParallelState, use
+from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.optimizer import ShardedAdamW
+from tpkernels.training.schedule import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A run, but for the ranks that it runs on: they do not change what is learnt."""
+
+    model: GPTConfig
+    data: str
+    steps: int
+    batch: int  # excerpts a step, over all data ranks
+    tokens: int  # in an excerpt
+    accumulate: int = 1  # parts that a rank's batch is computed in
+    peak_rate: float = 1e-3
+    floor_rate: float = 1e-4
+    warmup: int = 10
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    dropout: float = 0.0
+    seed: int = 1234
+    dtype: torch.dtype = torch.float32
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "tokens", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup: expected 0 or more steps, got {self.warmup}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step was like; the same on all ranks but for the time."""
+
+    step: int  # from 1
+    loss: float
+    norm: float  # of the gradients, before it was cut
+    rate: float
+    seconds: float
+    tokens: int  # over all ranks
+
+
+class Trainer:
+    """One rank's part of a run."""
+
+    def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
+        self.config, self.state, self.device = config, state, device
+        file = TokenFile(config.data)
+        ranks = state.size("dp")
+        self.batches = Batches(
+            file,
+            batch=config.batch,
+            tokens=config.tokens,
+            seed=config.seed,
+            rank=state.rank_in("dp"),
+            ranks=ranks,
+        )
+        if config.batch // ranks % config.accumulate:
+            raise ValueError(
+                f"accumulate: expected a divisor of the {config.batch // ranks} excerpts of a rank, got "
+                f"{config.accumulate}"
+            )
+        with use(state):
+            manual_seed(config.seed)
+        self.model = GPT(
+            config.model,
+            dropout=config.dropout,
+            recompute=config.recompute,
+            sequence_parallel=config.sequence_parallel,
+            overlap=config.overlap,
+            state=state,
+            device=device,
+            dtype=config.dtype,
+        )
+        self.optimizer = ShardedAdamW(self.model, state, weight_decay=config.weight_decay)
+        self.done = 0  # steps
+
+    def step(self) -> StepReport:
+        config, began = self.config, time.perf_counter()
+        rate = learning_rate(
+            self.done,
+            steps=config.steps,
+            warmup=config.warmup,
+            peak=config.peak_rate,
+            floor=config.floor_rate,
+        )
+        self.optimizer.zero()
+        ids, targets = (part.to(self.device) for part in self.batches.at(self.done))
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        parts = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
+        for number, (some_ids, some_targets) in enumerate(parts, start=1):
+            with nullcontext() if number == len(parts) else self.optimizer.no_sync():
+                loss = self.model(some_ids, some_targets) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        norm = self.optimizer.step(rate, config.max_norm)
+        mean = from_all_ranks(total, self.state.process_group("dp")).mean()
+        self.done += 1
+        return StepReport(
+            self.done, float(mean), norm, rate, time.perf_counter() - began, config.batch * config.tokens
+        )
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
+        path = folder / f"step-{self.done:08}"
+        dcp.save(path, self.model, self.optimizer.unsharded(), extra={"done": self.done}, state=self.state)
+        return path
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint, which any number of ranks may have written; called by all ranks."""
+        whole = self.optimizer.blank()
+        self.done = dcp.load(path, self.model, whole, state=self.state)["done"]
+        self.optimizer.take(whole)
