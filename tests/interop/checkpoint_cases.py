@@ -15,7 +15,14 @@ from torch.distributed import checkpoint as storage
 
 from tests.checks import error_of
 from tests.interop.models import built
-from tpkernels import VocabParallelEmbedding, get_rng_tracker, initialize_model_parallel, manual_seed
+from tpkernels import (
+    VocabParallelEmbedding,
+    create_parallel_state,
+    get_rng_tracker,
+    initialize_model_parallel,
+    manual_seed,
+    plan_groups,
+)
 from tpkernels.interop import dcp, safetensors
 
 KINDS = ("llama", "gpt2", "odd")
@@ -146,6 +153,7 @@ def refuse(folder: str) -> list[tuple[str, str]]:
     odd, llama = built("odd", 1), built("llama", 1)
     dcp.save(Path(folder, "odd"), odd)
     before = {name: value.clone() for name, value in odd.state_dict().items()}
+    stages = plan_groups(world_size=2, pipeline=2)
     adam = torch.optim.AdamW(odd.parameters())
     strange = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
     meta = VocabParallelEmbedding(7, 4, device="meta")
@@ -161,6 +169,7 @@ def refuse(folder: str) -> list[tuple[str, str]]:
         error_of(dcp.save, Path(folder, f"new{rank}"), odd),
         error_of(dcp.save, Path(folder, "new"), meta if rank else odd),
         error_of(safetensors.load, Path(folder, "absent.safetensors"), odd),
+        error_of(dcp.save, Path(folder, "new"), odd, state=create_parallel_state(stages)),
     ]
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     dcp.save(Path(folder, "new"), odd)

@@ -229,6 +229,7 @@ def refuse() -> list[tuple[str, str]]:
     other = toy(seed=rank)
     torch.manual_seed(1)
     odd = nn.ModuleDict({"a": nn.Linear(5, 7), "b": nn.Embedding(4, 2, max_norm=1.0)})
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
     single = nn.ModuleDict({"a": nn.Linear(4, 8)})
     parallelize(single, plan={"a": "column"})
     calls: list[tuple[nn.Module, dict[str, Any], str]] = [
@@ -247,6 +248,7 @@ def refuse() -> list[tuple[str, str]]:
         (hooked, PLAN, "check"),
         (bare, {"embed": "embedding"}, "check"),
         (single, {"a": "column"}, "check"),
+        (encoder, {"0.linear1": "column", "0.linear2": "row"}, "check"),
         (other, PLAN, "check"),
         (model, PLAN, "ignore"),
         (model, PLAN if rank else {"head": "head"}, "check"),

@@ -112,6 +112,7 @@ def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):
         ("ValueError", "ranks disagree: rank 0 called dcp.save"),
         ("ValueError", "on rank 1: 'weight' is on the meta device"),
         ("FileNotFoundError", "absent.safetensors"),
+        ("ValueError", "expected a model in one piece, got one of 2 pipeline stages"),
     ]
     for (kind, text), (expected_kind, part) in zip(first, expected, strict=True):
         assert kind == expected_kind, text

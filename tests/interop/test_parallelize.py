@@ -63,6 +63,7 @@ def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
         ("ValueError", "'head': expected a module without hooks or"),
         ("ValueError", "'head' shares a weight with 'embed', and must be split as that is"),
         ("TypeError", "'a': expected an nn.Linear for 'column', got ColumnLinear; it is split already"),
+        ("TypeError", "'0.linear1': expected a module that its parent calls, but '0', an nn.Transformer"),
         ("ValueError", "'embed.weight': expected the same weights on all tensor-parallel ranks"),
         ("ValueError", "weights: expected 'check' or 'broadcast', got 'ignore'"),
         ("ValueError", "ranks disagree"),

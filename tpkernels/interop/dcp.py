@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
-from tpkernels.interop.parts import Part, parts_of, unwrapped, world_of
+from tpkernels.interop.parts import Part, parts_of, require_one_stage, unwrapped, world_of
 from tpkernels.interop.together import together
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
@@ -60,6 +60,7 @@ def save(
     with together(request):
         if path.exists():
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
+        require_one_stage(state)
         parts = parts_of(model, state)
         world = world_of(unwrapped(model), state)
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
@@ -95,6 +96,7 @@ def load(
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         saved = storage.FileSystemReader(path).read_metadata()
+        require_one_stage(state)
         parts = parts_of(model, state)
         world = world_of(unwrapped(model), state)
         _compare(parts, saved)

@@ -50,6 +50,7 @@ def parallelize(
         swaps = [_swap(match, world) for match in found if isinstance(match.entry, Split)]
         divisions = [_division(match, world.size) for match in found if isinstance(match.entry, Divided)]
         _require_tied_alike(model, swaps)
+        _require_called(model, swaps)
     except (ValueError, TypeError) as error:
         problem = error
     agree_on(f"{request}: {problem}" if problem else request, named, world.group)
@@ -153,6 +154,18 @@ def _require_tied_alike(model: nn.Module, swaps: list[_Swap]) -> None:
                     f"'{name}' shares a weight with '{split[0][0]}', and must be split as that is; give the "
                     "plan a pattern for both"
                 )
+
+
+def _require_called(model: nn.Module, swaps: list[_Swap]) -> None:
+    """torch's encoder layer reads its layers' weights in eval mode, and would take a part for the whole."""
+    for name, parent in model.named_modules():
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            for swap in swaps:
+                if any(module is swap.old for module in parent.modules()):
+                    raise TypeError(
+                        f"'{swap.name}': expected a module that its parent calls, but '{name}', an "
+                        "nn.TransformerEncoderLayer, reads its weight; it cannot be split"
+                    )
 
 
 def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:

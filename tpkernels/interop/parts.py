@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.runtime.state import ParallelState, current_or_none
 from tpkernels.topology.shard import pieces_of
 from tpkernels.topology.vocabulary import VocabularySplit
 
@@ -117,6 +118,16 @@ def world_of(model: nn.Module, state: State = None) -> TensorWorld:
                 "pass the state that the model was built with"
             )
     return world
+
+
+def require_one_stage(state: State = None) -> None:
+    """No pipeline: stages may give other tensors the same name."""
+    found = current_or_none() if state is None else state
+    if isinstance(found, ParallelState) and found.size("pp") > 1:
+        raise ValueError(
+            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, whose tensors may "
+            "have the same names; save each stage's state_dict by itself"
+        )
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
