@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.checks import error_of
 from tests.interop.models import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
-from tpkernels.interop.parts import parts_of
+from tpkernels.interop.parts import parts_of, unwrapped
 from tpkernels.interop.plan import Divided, Split
 from tpkernels.interop.whole import load_whole, whole_state_dict
 
@@ -99,7 +99,7 @@ def differences(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list
 def wrong_gradients(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list[str]:
     wrong = []
     expected = gradients_of(whole)
-    for name, parameter in split.named_parameters():
+    for name, parameter in unwrapped(split).named_parameters():
         part, gradient = parts_of(split)[name], parameter.grad
         if (gradient is None) != (expected[name] is None):
             wrong.append(f"{name} has a gradient")
@@ -131,7 +131,8 @@ def split_alike(tensor: int) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("dp", "tp"))
     wrong = []
     for tied in (False, True):
-        for where in (None, state, mesh, mesh["tp"], state.process_group("tp")):
+        every = (None, state, mesh, mesh["tp"], state.process_group("tp"))
+        for where in every if tensor == dist.get_world_size() == 2 and not tied else (mesh,):
             whole = toy(tied=tied, bias=not tied)
             names = [name for name, _ in whole.named_parameters()]
             split = parallelize(deepcopy(whole), where, plan=PLAN)
@@ -154,6 +155,28 @@ def split_alike(tensor: int) -> list[str]:
     whole = toy(bias=False)
     load_whole(later, whole.state_dict())
     return wrong + differences(later, whole)
+
+
+def as_citizens() -> list[str]:
+    """Under torch.compile, autocast and in bfloat16, and copied."""
+    initialize_model_parallel(2)
+    wrong = []
+    whole = toy()
+    split = parallelize(deepcopy(whole), plan=PLAN)
+    compiled = torch.compile(split, backend="aot_eager")
+    for model, reference in ((compiled, whole), (deepcopy(split), whole)):
+        wrong += differences(model, reference)
+    wrong += wrong_gradients(split, whole)
+    single, half = toy().float(), toy().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        wrong += rounded_apart(parallelize(deepcopy(single), plan=PLAN), single)
+    return wrong + rounded_apart(parallelize(deepcopy(half), plan=PLAN), half)
+
+
+def rounded_apart(split: nn.Module, whole: nn.Module) -> list[str]:
+    ours, expected = split(IDS), whole(IDS)
+    alike = ours.dtype == expected.dtype and torch.allclose(ours, expected, rtol=0, atol=0.03)
+    return [] if alike else [f"{expected.dtype} off by {(ours - expected).abs().max()}"]
 
 
 def memory_of_parts() -> list[int]:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.interop.split_cases import (
+    as_citizens,
     data_parallel,
     huggingface_alike,
     like_parallelize_module,
@@ -32,6 +33,10 @@ def test_it_computes_what_torch_does(ranks2):
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 def test_data_parallel_wrappers_take_it(wrapper, ranks4):
     assert ranks4.run(data_parallel, wrapper) == [[]] * 4
+
+
+def test_it_compiles_and_rounds_like_the_whole_model(ranks2):
+    assert ranks2.run(as_citizens, timeout=120) == [[], []]
 
 
 def test_memory_of_the_whole_is_freed(ranks4):

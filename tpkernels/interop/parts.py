@@ -125,8 +125,8 @@ def require_one_stage(state: State = None) -> None:
     found = current_or_none() if state is None else state
     if isinstance(found, ParallelState) and found.size("pp") > 1:
         raise ValueError(
-            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, whose tensors may "
-            "have the same names; save each stage's state_dict by itself"
+            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, whose tensors "
+            "may have the same names; save each stage's state_dict by itself"
         )
 
 

@@ -12,6 +12,9 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.topology.vocabulary import split_vocabulary
 
+# Dynamo cannot trace transfers: its graph ends before this one.
+_gather = torch.compiler.disable(ops.vocab_gather)
+
 
 class ColumnLinear(ColumnParallelLinear):
     """Called like nn.Linear; returns this rank's features."""
@@ -61,7 +64,8 @@ class HeadLinear(ParallelModule):
         self.require_features(input_, self.in_features, "every rank needs all of them")
         group = self.world.group
         features = ops.column_linear(input_, self.weight, self.bias, group)
-        return ops.vocab_gather(features, group, vocab_size=self.out_features)
+        output: Tensor = _gather(features, group, vocab_size=self.out_features)
+        return output
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"
