@@ -66,6 +66,14 @@ def test_offsets_are_those_of_the_whole():
         assert as_dtensors(model)["table.weight"].shape == (7, 4)
 
 
+def test_wrappers_do_not_change_names():
+    with posing(0, 1):
+        model = built("odd", 1)
+        names = list(parts_of(model))
+        assert list(parts_of(torch.compile(model))) == names
+        assert list(parts_of(nn.parallel.DistributedDataParallel(model))) == names
+
+
 def test_models_of_other_sizes_and_kinds_are_refused():
     with posing(0, 2) as state:
         model = nn.ModuleDict({"inner": built("odd", 1)})

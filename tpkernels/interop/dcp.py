@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
-from tpkernels.interop.parts import Part, parts_of, require_one_stage, unwrapped, world_of
+from tpkernels.interop.parts import Part, parts_of, require_one_stage, world_of
 from tpkernels.interop.together import together
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
@@ -62,7 +62,7 @@ def save(
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
         require_one_stage(state)
         parts = parts_of(model, state)
-        world = world_of(unwrapped(model), state)
+        world = world_of(model, state)
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
         if optimizer is not None:
             content |= OptimizerState(optimizer, parts, world.group).content()
@@ -98,7 +98,7 @@ def load(
         saved = storage.FileSystemReader(path).read_metadata()
         require_one_stage(state)
         parts = parts_of(model, state)
-        world = world_of(unwrapped(model), state)
+        world = world_of(model, state)
         _compare(parts, saved)
         header: dict[str, Any] = dict.fromkeys(("extra", "sizes"))
         if optimizer is not None:

@@ -67,7 +67,8 @@ def parallelize(
 
 @dataclass(frozen=True)
 class _Swap:
-    """
+    """A module to be replaced.
+
     dim: of the weight as (out_features, in_features), that is split
     pieces: of that dimension, this rank's
     rows: of the shard, padding included

@@ -23,7 +23,8 @@ from tpkernels.topology.vocabulary import VocabularySplit
 
 @dataclass(frozen=True)
 class Part:
-    """
+    """What this rank holds of one tensor.
+
     local: what this rank holds, padding included
     shape: of the whole
     dim: the dimension that is split; None: every rank holds the whole
@@ -62,7 +63,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """
+    """One piece.
+
     view: of what a rank holds
     where: in the whole: an index for its leading dimensions
     """

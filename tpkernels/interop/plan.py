@@ -23,7 +23,8 @@ KINDS = ("column", "row", "head", "embedding")
 
 @dataclass(frozen=True)
 class Split:
-    """
+    """One of the kinds, in detail.
+
     unit: features that may not be parted, such as those of an attention head
     stacked: so many weights lie one after the other in one, and each is split; column only
     """

@@ -25,7 +25,7 @@ def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tens
     """
     with together("whole_state_dict"):
         require_one_stage(state)
-        group = world_of(unwrapped(model), state).group
+        group = world_of(model, state).group
         parts = parts_of(model, state)
     if dist.get_process_group_ranks(group)[0] != 0:
         return {}  # another copy of the model
