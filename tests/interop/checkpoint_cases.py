@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -144,6 +145,16 @@ def fail_while_writing(folder: str) -> tuple[Any, ...]:
 
 def _no_space(*_: Any) -> None:
     raise OSError("no space left")
+
+
+def save_alone(folder: str) -> list[tuple[str, str]]:
+    """Rank 0 saves, which the other does not know of."""
+    initialize_model_parallel(2)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    model = built("odd", 1)
+    if dist.get_rank() == 0:
+        return [error_of(dcp.save, Path(folder, "alone"), model)]
+    return []  # and leaves
 
 
 def refuse(folder: str) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from tests.interop.checkpoint_cases import (
     load_vocabulary,
     refuse,
     save_all,
+    save_alone,
     save_vocabulary,
 )
 from tests.ranks import RankPool
@@ -42,8 +43,7 @@ def test_the_same_ranks_draw_on_where_they_were(saved_by_4, ranks4):
         assert wrong == []
         assert warned == []
         assert draws.keys() == expected.keys() != set()
-        own = "model-parallel-rng"
-        assert draws[own] == expected[own]
+        assert {stream for stream in draws if draws[stream] != expected[stream]} <= {"default"}
     assert len({draws["model-parallel-rng"] for _, draws, _ in results}) == 4
 
 
@@ -89,6 +89,13 @@ def test_unfinished_checkpoint_is_never_taken(ranks2, tmp_path):
         assert after == (tmp_path / "good", False)
         assert latest == tmp_path / "next"
         assert again[0] == "FileExistsError"
+
+
+def test_a_rank_that_stays_away_is_no_hang(ranks2, tmp_path):
+    ((kind, text),), _ = ranks2.run(save_alone, str(tmp_path))
+    assert kind == "RuntimeError"
+    assert "one died, or did not make this call" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_latest_names_the_last_complete_one(tmp_path):

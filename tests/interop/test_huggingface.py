@@ -75,12 +75,12 @@ def test_ours_computes_what_theirs_does_and_back(kind, tied):
 
 
 @needs_transformers
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_load_their_folder(kind, ranks2, tmp_path):
+@pytest.mark.parametrize(("kind", "ranks"), [("llama", 2), ("gpt2", 2), ("llama", 4)])
+def test_ranks_load_their_folder(kind, ranks, request, tmp_path):  # at 4 ranks share heads of keys
     pytest.importorskip("safetensors")
     model = theirs(kind)
     model.save_pretrained(tmp_path)
-    for logits in ranks2.run(logits_of_folder, str(tmp_path)):
+    for logits in request.getfixturevalue(f"ranks{ranks}").run(logits_of_folder, str(tmp_path)):
         torch.testing.assert_close(logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
