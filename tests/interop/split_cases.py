@@ -98,7 +98,7 @@ def differences(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list
 
 def wrong_gradients(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list[str]:
     wrong = []
-    expected = gradients_of(whole)
+    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     for name, parameter in unwrapped(split).named_parameters():
         part, gradient = parts_of(split)[name], parameter.grad
         if (gradient is None) != (expected[name] is None):
@@ -113,16 +113,6 @@ def wrong_gradients(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> 
         if gradient[reached == 0].any():
             wrong.append(f"padding of {name}")
     return wrong
-
-
-def gradients_of(whole: nn.Module) -> dict[str, Tensor | None]:
-    """GPT-2's linear layers in `transformers` have transposed weights."""
-    found = {}
-    for name, module in whole.named_modules():
-        for short, parameter in module.named_parameters(recurse=False):
-            turned = type(module).__name__ == "Conv1D" and parameter.grad is not None
-            found[f"{name}.{short}"] = parameter.grad.t() if turned else parameter.grad
-    return found
 
 
 def split_alike(tensor: int) -> list[str]:
@@ -307,6 +297,9 @@ def huggingface_alike(config_of: dict[str, dict[str, Any]], tensor: int) -> list
         greedy = [model.generate(IDS[:, :3], max_new_tokens=4, do_sample=False) for model in (split, whole)]
         if not torch.equal(*greedy):
             wrong.append(f"{kind}: text")
+        gathered = whole_state_dict(split)
+        if not all(torch.equal(value, whole.state_dict()[name]) for name, value in gathered.items()):
+            wrong.append(f"{kind}: whole weights")
     destroy_model_parallel()
     if tensor == 4:
         initialize_model_parallel(4)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.interop.plan import Divided, Match, Plan, Split, matches
-from tpkernels.interop.swapped import ColumnLinear, HeadLinear, RowLinear
+from tpkernels.interop.swapped import ColumnConv1D, ColumnLinear, HeadLinear, RowConv1D, RowLinear
 from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
@@ -95,7 +95,13 @@ def _swap(match: Match, world: TensorWorld) -> _Swap:
     assert isinstance(entry, Split)
     is_table = entry.kind == "embedding"
     expected = "an nn.Embedding" if is_table else "an nn.Linear"
-    if (type(old) is not nn.Embedding) if is_table else not _is_linear(old):
+    fits = {
+        "embedding": type(old) is nn.Embedding,
+        "head": type(old) is nn.Linear,
+        "column": _is_linear(old),
+        "row": _is_linear(old),
+    }
+    if not fits[entry.kind]:
         advice = "; it is split already" if isinstance(old, ParallelModule) else ""
         raise TypeError(f"'{name}': expected {expected} for {entry.kind!r}, got {type(old).__name__}{advice}")
     if isinstance(old, nn.Embedding) and (old.max_norm is not None or old.scale_grad_by_freq or old.sparse):
@@ -203,7 +209,7 @@ def _carry_out(model: nn.Module, swaps: list[_Swap], state: State) -> None:
 
 def _part(swap: _Swap, short: str, old: nn.Parameter) -> nn.Parameter:
     if short == "weight":
-        part = swap.part(_oriented(swap.old, old), swap.dim)
+        part = _oriented(swap.old, swap.part(_oriented(swap.old, old), swap.dim))
     else:
         part = old.clone() if swap.kind == "row" else swap.part(old, 0)
     return nn.Parameter(part.contiguous(), requires_grad=old.requires_grad)
@@ -211,6 +217,8 @@ def _part(swap: _Swap, short: str, old: nn.Parameter) -> nn.Parameter:
 
 def _column(swap: _Swap, state: State) -> nn.Module:
     out_features, in_features = _weight(swap.old).shape
+    if _is_transposed(swap.old):
+        return ColumnConv1D(in_features, out_features, stride=swap.stacked, state=state)
     return ColumnLinear(
         in_features,
         out_features,
@@ -224,6 +232,8 @@ def _column(swap: _Swap, state: State) -> nn.Module:
 
 def _row(swap: _Swap, state: State) -> nn.Module:
     out_features, in_features = _weight(swap.old).shape
+    if _is_transposed(swap.old):
+        return RowConv1D(in_features, out_features, state=state)
     bias = _has_bias(swap.old)
     return RowLinear(in_features, out_features, bias=bias, input_is_parallel=True, state=state, device="meta")
 
@@ -254,7 +264,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """GPT-2's linear layer in `transformers`, whose weight is (in_features, out_features)."""
+    """GPT-2's linear layer in `transformers`: its weight is (in_features, out_features)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
 
 
