@@ -137,10 +137,21 @@ def fail_while_writing(folder: str) -> tuple[Any, ...]:
     broken = patch.object(storage.FileSystemWriter, "write_data", _no_space) if rank == 1 else nullcontext()
     with broken:
         failed = error_of(dcp.save, Path(folder, "next"), model)[0]
+    with patch.object(Path, "rename", _rename_of_files):  # the last step before `latest`
+        failed += error_of(dcp.save, Path(folder, "next"), model)[1]
     after = dcp.latest(folder), Path(folder, "next").exists()
     dist.barrier()
     dcp.save(Path(folder, "next"), model)
     return failed, after, dcp.latest(folder), error_of(dcp.save, Path(folder, "next"), model)
+
+
+_rename = Path.rename
+
+
+def _rename_of_files(path: Path, target: Path) -> Path:
+    if path.is_dir():
+        raise OSError("no space left")
+    return _rename(path, target)
 
 
 def _no_space(*_: Any) -> None:
