@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs plan doctor bench bench-overlap gpu compile gate check-triton-3.6 sdist clean
+.PHONY: help setup demo groups test check lint types docs plan doctor bench bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ $(VENV)-triton36/.ready: constraints.txt
 
 check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv of its own
 	PYTHONPATH=. $(VENV)-triton36/bin/python -m tpkernels check
+
+check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB)
+	$(PIP) install -q -c constraints.txt safetensors transformers
+	$(BIN)/python -m pytest tests/interop
 
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

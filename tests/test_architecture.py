@@ -18,7 +18,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "layers": {"ops", "runtime", "topology"},
     "models": {"layers", "ops", "runtime", "topology"},
     "training": {"comm", "interop", "layers", "models", "ops", "runtime", "topology"},
-    "interop": {"layers", "ops", "runtime", "topology", "parallel_state"},
+    "interop": {"models", "layers", "ops", "runtime", "topology", "parallel_state"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything
 }

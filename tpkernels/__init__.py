@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
     from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.interop.parallelize import parallelize as parallelize
     from tpkernels.layers.attention import ParallelAttention as ParallelAttention
     from tpkernels.layers.block import TransformerBlock as TransformerBlock
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
@@ -80,6 +81,7 @@ _HOME = {
     "bucketed_broadcast_": "tpkernels.comm.bucketed",
     "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
     "GradientBuckets": "tpkernels.comm.buckets",
+    "parallelize": "tpkernels.interop.parallelize",
     "ParallelAttention": "tpkernels.layers.attention",
     "TransformerBlock": "tpkernels.layers.block",
     "checkpoint": "tpkernels.layers.checkpoint",

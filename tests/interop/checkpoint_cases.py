@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,14 @@ from torch.distributed import checkpoint as storage
 
 from tests.checks import error_of
 from tests.interop.models import built
-from tpkernels import VocabParallelEmbedding, get_rng_tracker, initialize_model_parallel, manual_seed
+from tpkernels import (
+    VocabParallelEmbedding,
+    create_parallel_state,
+    get_rng_tracker,
+    initialize_model_parallel,
+    manual_seed,
+    plan_groups,
+)
 from tpkernels.interop import dcp, safetensors
 
 KINDS = ("llama", "gpt2", "odd")
@@ -129,14 +137,35 @@ def fail_while_writing(folder: str) -> tuple[Any, ...]:
     broken = patch.object(storage.FileSystemWriter, "write_data", _no_space) if rank == 1 else nullcontext()
     with broken:
         failed = error_of(dcp.save, Path(folder, "next"), model)[0]
+    with patch.object(Path, "rename", _rename_of_files):  # the last step before `latest`
+        failed += error_of(dcp.save, Path(folder, "next"), model)[1]
     after = dcp.latest(folder), Path(folder, "next").exists()
     dist.barrier()
     dcp.save(Path(folder, "next"), model)
     return failed, after, dcp.latest(folder), error_of(dcp.save, Path(folder, "next"), model)
 
 
+_rename = Path.rename
+
+
+def _rename_of_files(path: Path, target: Path) -> Path:
+    if path.is_dir():
+        raise OSError("no space left")
+    return _rename(path, target)
+
+
 def _no_space(*_: Any) -> None:
     raise OSError("no space left")
+
+
+def save_alone(folder: str) -> list[tuple[str, str]]:
+    """Rank 0 saves, which the other does not know of."""
+    initialize_model_parallel(2)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    model = built("odd", 1)
+    if dist.get_rank() == 0:
+        return [error_of(dcp.save, Path(folder, "alone"), model)]
+    return []  # and leaves
 
 
 def refuse(folder: str) -> list[tuple[str, str]]:
@@ -146,6 +175,7 @@ def refuse(folder: str) -> list[tuple[str, str]]:
     odd, llama = built("odd", 1), built("llama", 1)
     dcp.save(Path(folder, "odd"), odd)
     before = {name: value.clone() for name, value in odd.state_dict().items()}
+    stages = plan_groups(world_size=2, pipeline=2)
     adam = torch.optim.AdamW(odd.parameters())
     strange = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
     meta = VocabParallelEmbedding(7, 4, device="meta")
@@ -161,6 +191,7 @@ def refuse(folder: str) -> list[tuple[str, str]]:
         error_of(dcp.save, Path(folder, f"new{rank}"), odd),
         error_of(dcp.save, Path(folder, "new"), meta if rank else odd),
         error_of(safetensors.load, Path(folder, "absent.safetensors"), odd),
+        error_of(dcp.save, Path(folder, "new"), odd, state=create_parallel_state(stages)),
     ]
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     dcp.save(Path(folder, "new"), odd)

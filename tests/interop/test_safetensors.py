@@ -42,7 +42,10 @@ def test_file_is_the_unsharded_model(kind, saved_by_4):
         {"steps"} if kind == "odd" else set()
     )
     for name, value in found.items():
-        assert torch.equal(value, expected.state_dict()[name]), name
+        alone = expected.state_dict()[name]
+        if name == "table.weight":  # padded on one rank too
+            alone = alone[:7]
+        assert torch.equal(value, alone), name
         assert torch.equal(value, given[0][kind][name])
     assert all(other[kind] == {} for other in given[1:])
     with safe_open(folder / f"{kind}.safetensors", "pt") as file:
@@ -57,7 +60,9 @@ def test_ranks_load_the_file(pool, tensor, saved_by_4, request):
 
 
 def test_copies_of_a_model_are_saved_once(ranks4, saved_by_4, tmp_path):
-    assert [sorted(given) for given in ranks4.run(save_all, str(tmp_path), 2)] == [["gpt2", "llama", "odd"]] * 4
+    assert [sorted(given) for given in ranks4.run(save_all, str(tmp_path), 2)] == [
+        ["gpt2", "llama", "odd"]
+    ] * 4
     for kind in ("llama", "odd"):
         twice, once = ours.read(tmp_path / f"{kind}.safetensors"), saved_by_4[0] / f"{kind}.safetensors"
         assert all(torch.equal(value, twice[name]) for name, value in ours.read(once).items())

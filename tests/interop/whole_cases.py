@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checks import error_of
 from tests.interop.models import CONFIGS, built, loss_of
-from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
+from tpkernels import (
+    GPT,
+    VocabParallelEmbedding,
+    create_parallel_state,
+    initialize_model_parallel,
+    plan_groups,
+)
 from tpkernels.interop import safetensors
 from tpkernels.interop.whole import load_whole, whole_state_dict
 
@@ -60,8 +67,6 @@ def growth_while_loading(file: str) -> float:
     """MiB of memory that come while a rank takes its rows of a large table."""
     initialize_model_parallel(dist.get_world_size())
     table = torch.nn.Module()
-    from tpkernels import VocabParallelEmbedding
-
     table.big = VocabParallelEmbedding(40_000, 512, init_method=torch.nn.init.zeros_)
     before = _resident()
     safetensors.load(file, table)
@@ -71,6 +76,12 @@ def growth_while_loading(file: str) -> float:
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def whole_on_all(model: torch.nn.Module, where: Any) -> dict[str, torch.Tensor]:
+    given = [whole_state_dict(model, state=where)]
+    dist.broadcast_object_list(given)
+    return given[0]
 
 
 def refuse(folder: str) -> list[Any]:
@@ -95,5 +106,8 @@ def refuse(folder: str) -> list[Any]:
     errors.append(error_of(whole_state_dict, torch.nn.Linear(2, 2), state=pipeline))
     errors.append(error_of(whole_state_dict, odd, state=pipeline))
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
-    load_whole(odd, whole, state=state)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for where in (state, mesh, mesh["tp"], state.process_group("tp")):
+        load_whole(odd, whole_on_all(odd, where), state=where)
+    assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     return errors

@@ -1,3 +1,30 @@
-"""Other people's names and formats, over ours."""
+"""Other people's names and formats, over ours. Modules are imported when they are first used."""
 
-from tpkernels.interop import mpu as mpu
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers: the same names as in _MODULES
+    from tpkernels.interop import dcp as dcp
+    from tpkernels.interop import dtensor as dtensor
+    from tpkernels.interop import huggingface as huggingface
+    from tpkernels.interop import megatron as megatron
+    from tpkernels.interop import mpu as mpu
+    from tpkernels.interop import plan as plan
+    from tpkernels.interop import safetensors as safetensors
+    from tpkernels.interop import whole as whole
+
+_MODULES = ("dcp", "dtensor", "huggingface", "megatron", "mpu", "plan", "safetensors", "whole")
+
+if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'tpkernels.interop' has no attribute {name!r}")
+        return import_module(f"tpkernels.interop.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
-from tpkernels.interop.parts import Part, parts_of, unwrapped, world_of
+from tpkernels.interop.parts import Part, parts_of, require_one_stage, world_of
 from tpkernels.interop.together import together
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
@@ -60,8 +60,9 @@ def save(
     with together(request):
         if path.exists():
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
+        require_one_stage(state)
         parts = parts_of(model, state)
-        world = world_of(unwrapped(model), state)
+        world = world_of(model, state)
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
         if optimizer is not None:
             content |= OptimizerState(optimizer, parts, world.group).content()
@@ -95,8 +96,9 @@ def load(
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         saved = storage.FileSystemReader(path).read_metadata()
+        require_one_stage(state)
         parts = parts_of(model, state)
-        world = world_of(unwrapped(model), state)
+        world = world_of(model, state)
         _compare(parts, saved)
         header: dict[str, Any] = dict.fromkeys(("extra", "sizes"))
         if optimizer is not None:

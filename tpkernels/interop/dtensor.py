@@ -3,7 +3,7 @@
     what ranks hold                              the DTensor
     copies                                       Replicate
     equal runs, or what torch.chunk gives        Shard(dim), over the parameter's own memory
-    several runs each, or other sizes            Shard(dim) over `LocalShardsWrapper`, which says where each lies
+    several runs each, or other sizes            Shard(dim) over `LocalShardsWrapper`, which knows where
 
 The last kind is for checkpoints only: DTensor cannot compute with it.
 """
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from tpkernels.interop.parts import Part, parts_of, unwrapped, world_of
+from tpkernels.interop.parts import Part, parts_of, world_of
 from tpkernels.layers.world import TENSOR_DIM, State
 
 
@@ -28,7 +28,7 @@ def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
 
     They share memory with the model. All that a checkpoint by `torch.distributed.checkpoint` needs.
     """
-    group = world_of(unwrapped(model), state).group
+    group = world_of(model, state).group
     return {name: as_dtensor(part, group) for name, part in parts_of(model, state).items()}
 
 

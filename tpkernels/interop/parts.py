@@ -16,13 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.runtime.state import ParallelState, current_or_none
 from tpkernels.topology.shard import pieces_of
 from tpkernels.topology.vocabulary import VocabularySplit
 
 
 @dataclass(frozen=True)
 class Part:
-    """
+    """What this rank holds of one tensor.
+
     local: what this rank holds, padding included
     shape: of the whole
     dim: the dimension that is split; None: every rank holds the whole
@@ -61,7 +63,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """
+    """One piece.
+
     view: of what a rank holds
     where: in the whole: an index for its leading dimensions
     """
@@ -119,11 +122,22 @@ def world_of(model: nn.Module, state: State = None) -> TensorWorld:
     return world
 
 
+def require_one_stage(state: State = None) -> None:
+    """No pipeline: stages may give other tensors the same name."""
+    found = current_or_none() if state is None else state
+    if isinstance(found, ParallelState) and found.size("pp") > 1:
+        raise ValueError(
+            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, whose tensors "
+            "may have the same names; save each stage's state_dict by itself"
+        )
+
+
 def _require_plain(name: str, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise TypeError(
-            f"'{name}': expected a plain tensor, got a DTensor; a model under fully_shard is saved by "
-            "torch.distributed.checkpoint itself"
+            f"'{name}': expected a plain tensor, got a DTensor: a model under fully_shard cannot be saved or "
+            "loaded here, and torch.distributed.checkpoint alone would mix up tensor-parallel ranks; use "
+            "GradientBuckets or DDP, or save before fully_shard"
         )
     if tensor.is_meta:
         raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")

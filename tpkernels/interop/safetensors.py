@@ -1,4 +1,4 @@
-"""One `safetensors` file of the whole model, which others read without us, and which any number of ranks loads.
+"""One `safetensors` file of the whole model: others read it without us, any number of ranks loads it.
 
 Needs the package `safetensors`.
 """
@@ -66,7 +66,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for file in _files(Path(path)):
         with _package("safetensors").safe_open(file, framework="pt") as opened:
-            whole |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118: not a mapping
+            names = opened.keys()
+            whole |= {name: opened.get_tensor(name) for name in names}
     return whole
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all, with the same error: nobody waits for a rank that gave up."""
+"""What goes wrong on one rank is the same error on all: nobody waits for a rank that gave up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def together(request: str) -> Iterator[None]:
         caught = error
     own = request, type(caught).__name__, str(caught)
     everybody: list[tuple[str, str, str]] = [own] * dist.get_world_size()
-    dist.all_gather_object(everybody, own)
+    try:
+        dist.all_gather_object(everybody, own)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{request}: ranks could not compare what they do; one died, or did not make this call, which "
+            f"all ranks of the world make. Cause: {error}"
+        ) from (caught or error)
     if any(said[0] != request for said in everybody):
         found = "; ".join(f"{_who(everybody, 0, call)} called {call}" for call in _different(everybody, 0))
         raise ValueError(f"ranks disagree: {found}; every rank must make the same call") from caught

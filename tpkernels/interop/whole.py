@@ -9,24 +9,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tpkernels.interop.parts import Part, parts_of, unwrapped, world_of
+from tpkernels.interop.parts import Part, parts_of, require_one_stage, unwrapped, world_of
 from tpkernels.interop.together import together
 from tpkernels.layers.world import State
 from tpkernels.ops.mappings import gather_from_sequence_region
-from tpkernels.runtime.state import ParallelState, current_or_none
 
 
 def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
     """The unsharded model's tensors by name, on the CPU of global rank 0; nothing on other ranks.
 
-    Called by all ranks of the world. One tensor at a time is gathered, and needs twice its size on each device
-    of the tensor-parallel group of rank 0. Of tied tensors there is the first name only.
+    Called by all ranks of the world. Tensors are gathered one by one, each of which needs twice its size on
+    each device of the tensor-parallel group of rank 0. Of tied tensors there is the first name only.
 
     state: as the model was built with; by default found in its layers
     """
     with together("whole_state_dict"):
-        _require_one_stage(state)
-        group = world_of(unwrapped(model), state).group
+        require_one_stage(state)
+        group = world_of(model, state).group
         parts = parts_of(model, state)
     if dist.get_process_group_ranks(group)[0] != 0:
         return {}  # another copy of the model
@@ -34,7 +33,7 @@ def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tens
     for name, part in parts.items():
         tensor = _gathered(part, group)
         if dist.get_rank() == 0:
-            whole[name] = tensor.cpu() if tensor.is_cuda else tensor.clone()
+            whole[name] = tensor.to("cpu", copy=True)
     return whole
 
 
@@ -57,15 +56,6 @@ def load_whole(
         for chunk in part.chunks():
             chunk.view.copy_(whole[name][chunk.where])
         part.zero_padding()
-
-
-def _require_one_stage(state: State) -> None:
-    found = current_or_none() if state is None else state
-    if isinstance(found, ParallelState) and found.size("pp") > 1:
-        raise ValueError(
-            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, of which each has "
-            "other tensors; use tpkernels.interop.dcp"
-        )
 
 
 @torch.no_grad()

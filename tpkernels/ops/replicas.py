@@ -40,10 +40,22 @@ def from_all_ranks(numbers: Tensor, group: ProcessGroup) -> Tensor:
 @torch.no_grad()
 def unlike_first_rank(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """Which tensors of which rank differ in any bit from the first rank's: (ranks, tensors). Copies all."""
-    firsts = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    bucketed_broadcast_(firsts, dist.get_process_group_ranks(group)[0], group)
-    unlike = [not torch.equal(_bits(ours), _bits(first)) for ours, first in zip(tensors, firsts, strict=True)]
+    firsts = _first_rank_bits(tensors, group)
+    unlike = [not torch.equal(_bits(ours), first) for ours, first in zip(tensors, firsts, strict=True)]
     return from_all_ranks(torch.tensor(unlike, dtype=torch.uint8, device=firsts[0].device), group).bool()
+
+
+@torch.no_grad()
+def copy_first_rank_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Each tensor becomes the first rank's. Copies all."""
+    for tensor, first in zip(tensors, _first_rank_bits(tensors, group), strict=True):
+        tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+
+
+def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    firsts = [_bits(tensor).clone() for tensor in tensors]
+    bucketed_broadcast_(firsts, dist.get_process_group_ranks(group)[0], group)
+    return firsts
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,0 +1,77 @@
+"""Whole tensors under one set of names, from those under another: a table of rules, read both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+def _alone(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor of theirs is one of ours, or several of ours in one.
+
+    theirs, ours: names, with {i} for the number of a layer
+    split: theirs into ours; join: back
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    split: Callable[[Tensor], tuple[Tensor, ...]] = _alone
+    join: Callable[..., Tensor] = _same
+
+
+def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Tensor]:
+    """Our names. A name without a rule is an error."""
+    rules = list(rules)
+    ours: dict[str, Tensor] = {}
+    unknown = []
+    for name, tensor in theirs.items():
+        for rule in rules:
+            if (layer := _layer(rule.theirs, name)) is not None:
+                names = [_filled(each, layer) for each in rule.ours]
+                ours |= dict(zip(names, rule.split(tensor), strict=True))
+                break
+        else:
+            unknown.append(name)
+    if unknown:
+        raise ValueError(f"expected tensors of a known architecture, got besides {unknown}")
+    return ours
+
+
+def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Tensor]:
+    """Their names; of several rules for a name the first. A name without a rule is an error."""
+    theirs: dict[str, Tensor] = {}
+    left = dict(ours)
+    for rule in rules:
+        for name in list(left):
+            layer = _layer(rule.ours[0], name)
+            names = [] if layer is None else [_filled(each, layer) for each in rule.ours]
+            if layer is None or not all(each in left for each in names):
+                continue
+            theirs[_filled(rule.theirs, layer)] = rule.join(*(left.pop(each) for each in names))
+    if left:
+        raise ValueError(
+            f"expected tensors of a GPT by name, and all parts of each, got besides {list(left)}"
+        )
+    return theirs
+
+
+def _layer(template: str, name: str) -> str | None:
+    """The layer's number in a name that fits, "" if it has none; None if it does not fit."""
+    found = re.fullmatch(re.escape(template).replace(re.escape("{i}"), r"(\d+)"), name)
+    return None if found is None else (found.groups() or ("",))[0]
+
+
+def _filled(template: str, layer: str) -> str:
+    return template.replace("{i}", layer)
