@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -71,14 +72,18 @@ def _agreed_fastest(calls: list[list[Span]]) -> int:
 
 
 def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
-    rank, linear = dist.get_rank(), torch_steps.linear
+    rank = dist.get_rank()
     spans: list[Span] = []
 
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = linear(*arguments)
-        spans.append(Span(rank, "computes", _name(arguments[0].shape[0], spans), start, time.perf_counter()))
-        return result
+    def timed(product: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = product(*arguments)
+            rows = arguments[0].shape[0]
+            spans.append(Span(rank, "computes", _name(rows, spans), start, time.perf_counter()))
+            return result
+
+        return call
 
     samples, done = [_sample()], threading.Event()
 
@@ -90,7 +95,10 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     samples[:] = [_sample()]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with patch.object(torch_steps, "linear", timed):
+    products = ("linear", "linear_into")  # of all rows, and of those that arrived
+    with ExitStack() as patches:
+        for name in products:
+            patches.enter_context(patch.object(torch_steps, name, timed(getattr(torch_steps, name))))
         call(overlap)
     samples.append(_sample())
     done.set()
