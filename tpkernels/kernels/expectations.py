@@ -13,7 +13,7 @@ from tpkernels.kernels.entry import Entry
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dglu", "wgrad")
 # integers that are multiples of nothing, and no part of a matrix's address
-COUNTS = {"first_tile", "chunk_rows", "spin_limit", "R", "splits", "columns", "first_id"}
+COUNTS = {"first_tile", "first_chunk", "chunk_rows", "spin_limit", "R", "splits", "columns", "first_id"}
 
 
 def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
