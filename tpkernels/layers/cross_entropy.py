@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tpkernels import ops
-from tpkernels.layers.world import State, tensor_world
+from tpkernels.layers.world import State, group_of
 from tpkernels.ops.chunked_head import Reduction
 from tpkernels.ops.main_grad import accumulating
 
@@ -34,7 +33,7 @@ def vocab_parallel_cross_entropy(
     return ops.vocab_cross_entropy(
         vocab_parallel_logits,
         target,
-        _group_of(group),
+        group_of(group),
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
         vocab_size=vocab_size,
@@ -74,7 +73,7 @@ def linear_cross_entropy(
         hidden,
         weight_shard,
         target,
-        _group_of(group),
+        group_of(group),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction=reduction,
@@ -83,9 +82,3 @@ def linear_cross_entropy(
         chunk_tokens=chunk_tokens,
         main_grad=main_grad,
     )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _group_of(state: State) -> ProcessGroup:
-    """Under torch.compile that of the moment of tracing."""
-    return tensor_world(state).group

@@ -44,14 +44,9 @@ def _(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     has_bias: Sequence[bool],
-    group_name: str,
-    activation: str,
-    sequence_parallel: bool,
-    overlap: bool,
-    keep_z: bool,
-    keep_gathered: bool,
+    *options: Any,
 ) -> list[Tensor]:
-    call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
+    call = ColumnCall.of_options(*options)
     tokens = x.shape[0] * (call.group.size() if call.gathers else 1)
     ys = [x.new_empty(tokens, weight.shape[0]) for weight in weights]
     zs = [torch.empty_like(y) for y in ys] if call.keep_z else []
@@ -84,14 +79,9 @@ def _(
     x: Tensor,
     weights: Sequence[Tensor],
     zs: Sequence[Tensor],
-    group_name: str,
-    activation: str,
-    sequence_parallel: bool,
-    overlap: bool,
-    keep_z: bool,
-    keep_gathered: bool,
+    *options: Any,
 ) -> list[Tensor]:
-    call = ColumnCall.of_options(group_name, activation, sequence_parallel, overlap, keep_z, keep_gathered)
+    call = ColumnCall.of_options(*options)
     tokens = dys[0].shape[0] // (call.group.size() if call.gathers else 1)
     shapes = [(tokens, x.shape[1]), *(tuple(weight.shape) for weight in weights)]
     shapes += [(weight.shape[0],) for weight in weights]

@@ -53,12 +53,7 @@ def _(
     target: Tensor,
     reduction: str,
     needs: Sequence[bool],
-    group_name: str,
-    vocab_size: int,
-    label_smoothing: float,
-    ignore_index: int,
-    sequence_parallel: bool,
-    chunk_tokens: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     return (
@@ -97,17 +92,10 @@ def _(
     dweight: Tensor,
     weight: Tensor,
     needs: Sequence[bool],
-    group_name: str,
-    vocab_size: int,
-    label_smoothing: float,
-    ignore_index: int,
-    sequence_parallel: bool,
-    chunk_tokens: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    call = HeadCall.of_options(
-        weight, group_name, vocab_size, label_smoothing, ignore_index, sequence_parallel, chunk_tokens
-    )
-    rows = dhidden.shape[0] // (call.loss.shard.group.size() if sequence_parallel else 1)
+    call = HeadCall.of_options(weight, *options)
+    rows = dhidden.shape[0] // (call.loss.shard.group.size() if call.sequence_parallel else 1)
     return (
         dhidden.new_empty((rows, dhidden.shape[1]) if needs[0] else 0),
         weight.new_empty(weight.shape if needs[1] else 0),
@@ -155,12 +143,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    group_name: str,
-    vocab_size: int,
-    label_smoothing: float,
-    ignore_index: int,
-    sequence_parallel: bool,
-    chunk_tokens: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty(target.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
@@ -198,12 +181,7 @@ def _(
     maximum: Tensor,
     total: Tensor,
     needs: Sequence[bool],
-    group_name: str,
-    vocab_size: int,
-    label_smoothing: float,
-    ignore_index: int,
-    sequence_parallel: bool,
-    chunk_tokens: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     return (
         hidden.new_empty(hidden.shape if needs[0] else 0),

@@ -192,12 +192,15 @@ def _(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    group_name: str,
-    sequence_parallel: bool,
-    overlap: bool,
+    *options: Any,
 ) -> Tensor:
-    ranks = group_named(group_name).size() if sequence_parallel else 1
+    ranks = _ranks_that_split(*options)
     return x.new_empty(x.shape[0] // ranks, weight.shape[0])
+
+
+def _ranks_that_split(group_name: str, sequence_parallel: bool, *_: bool) -> int:
+    """How many ranks share the rows of y."""
+    return group_named(group_name).size() if sequence_parallel else 1
 
 
 @torch.library.custom_op("tpkernels::row_linear_backward", mutates_args=())
@@ -221,11 +224,9 @@ def _(
     x: Tensor | None,
     weight: Tensor | None,
     needs: Sequence[bool],
-    group_name: str,
-    sequence_parallel: bool,
-    overlap: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks = group_named(group_name).size() if sequence_parallel else 1
+    ranks = _ranks_that_split(*options)
     return (
         dy.new_empty(0 if weight is None else (dy.shape[0] * ranks, weight.shape[1])),
         dy.new_empty(0 if x is None else (dy.shape[1], x.shape[1])),

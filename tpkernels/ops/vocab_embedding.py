@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.parallel import checked_group, require_divisible, start_rows, start_sum
+from tpkernels.ops.parallel import checked_group, group_named, require_divisible, start_rows, start_sum
 from tpkernels.ops.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
 from tpkernels.tuning.vocabulary_steps import vocabulary_steps_on
 
@@ -155,13 +155,11 @@ def registered_vocab_embedding(
 def _(
     ids: Tensor,
     weight: Tensor,
-    group_name: str,
-    vocab_size: int,
-    sequence_parallel: bool,
-    padding_idx: int | None,
+    *options: Any,
 ) -> Tensor:
-    group = VocabShard.named(group_name, weight.shape[0], vocab_size).group
-    return weight.new_empty(ids.shape[0] // (group.size() if sequence_parallel else 1), weight.shape[1])
+    group_name, _, sequence_parallel, _ = options
+    ranks = group_named(group_name).size() if sequence_parallel else 1
+    return weight.new_empty(ids.shape[0] // ranks, weight.shape[1])
 
 
 @torch.library.custom_op("tpkernels::vocab_embedding_backward", mutates_args=())
@@ -185,10 +183,7 @@ def _(
     ids: Tensor,
     width: int,
     dtype: torch.dtype,
-    group_name: str,
-    vocab_size: int,
-    sequence_parallel: bool,
-    padding_idx: int | None,
+    *options: Any,
 ) -> Tensor:
     return dy.new_empty(width, dy.shape[1], dtype=dtype)
 
