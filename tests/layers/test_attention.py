@@ -1,6 +1,7 @@
 """Attention over ranks against attention written out, with every head in one process and in float64."""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.ops.parallel_cases import compare, same, shard
 from tpkernels import ParallelAttention, initialize_model_parallel
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.rotary import rotation
+from tpkernels.ops import parallel
 
 HIDDEN = 32
 TOKENS, BATCH = 8, 2
@@ -267,6 +269,25 @@ def test_attention_drops_alike_when_seeded_alike(ranks2):
     first, second = ranks2.run(dropped, 0.5)
     assert first == second
     assert ranks2.run(dropped, 0.0)[0] != first
+
+
+def gathers_of_a_forward():
+    initialize_model_parallel(torch.distributed.get_world_size())
+    layer = ParallelAttention(HIDDEN, 4, num_kv_heads=2, sequence_parallel=True)
+    started = []
+
+    class Counted(parallel.Gathering):
+        def __init__(self, op, *arguments):
+            started.append(op)
+            super().__init__(op, *arguments)
+
+    with patch.object(parallel, "Gathering", Counted):
+        layer(torch.randn(TOKENS // torch.distributed.get_world_size(), BATCH, HIDDEN))
+    return started
+
+
+def test_queries_keys_and_values_share_one_gather(ranks2):
+    assert ranks2.run(gathers_of_a_forward) == [["column_linear"]] * 2
 
 
 def compiled():

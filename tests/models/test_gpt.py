@@ -145,6 +145,70 @@ def test_named_models_have_as_many_parameters_as_people_say(name, millions):
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == millions
 
 
+def rounded(cases):
+    """Errors of loss and logits in `dtype`, against float64, in parts of what one rank's own errors are."""
+    initialize_model_parallel(torch.distributed.get_world_size())
+    worst = {}
+    for shape, dtype, options, (true_loss, true_logits), (own_loss, own_logits) in cases:
+        model = built(shape, dtype=dtype, **options)
+        allowed = 2 * float((own_logits - true_logits).norm()) + 1e-6 * float(true_logits.norm())
+        error = float((model(IDS).double() - true_logits).norm())
+        worst[shape, dtype, "logits"] = error / allowed
+        allowed = max(2 * abs(float(own_loss - true_loss)), torch.finfo(dtype).eps * float(true_loss))
+        worst[shape, dtype, "loss"] = abs(float(model(IDS, TARGETS)) - float(true_loss)) / allowed
+    return worst
+
+
+def results_alone(shape, dtype, weights=None):
+    """Loss and logits of one rank, as float64; of another model's weights where they are given."""
+    with posing(0, 1):
+        model = built(shape, dtype=dtype)
+        if weights is not None:
+            model.load_state_dict(weights)
+        state = {name: value.double() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            return (model(IDS, TARGETS).double(), model(IDS).double()), state
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_dtype_is_as_exact_as_on_one_rank(ranks, request):
+    cases = []
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            own, rounded_weights = results_alone(shape, dtype)
+            truth, _ = results_alone(shape, torch.float64, rounded_weights)
+            for options in ({"sequence_parallel": True}, {"overlap": False}):
+                cases.append((shape, dtype, options, truth, own))
+    for worst in request.getfixturevalue(f"ranks{ranks}").run(rounded, cases, timeout=120):
+        assert {case: error for case, error in worst.items() if not error < 1} == {}
+
+
+def citizen():
+    """What models are put through besides a step."""
+    initialize_model_parallel(torch.distributed.get_world_size())
+    model = built("llama", sequence_parallel=True, dtype=torch.float32)
+    parameters = list(model.parameters())
+    loss = model(IDS, TARGETS)
+    gradients = torch.autograd.grad(loss, parameters)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(IDS, TARGETS), loss)
+        assert not model(IDS).requires_grad
+    model.train()
+    for row in range(2):  # accumulation, a row at a time
+        (model(IDS[row : row + 1], TARGETS[row : row + 1]) / 2).backward()
+    torch.testing.assert_close([p.grad for p in parameters], list(gradients), rtol=1e-4, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = model(IDS, TARGETS)
+    assert cast.dtype == torch.float32
+    torch.testing.assert_close(cast, loss, rtol=1e-2, atol=0)
+    assert not torch.equal(cast, loss)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(cast, parameters))
+
+
+def test_accumulation_evaluation_and_autocast(ranks2):
+    ranks2.run(citizen, timeout=60)
+
+
 def compiled():
     initialize_model_parallel(torch.distributed.get_world_size())
     torch._dynamo.reset()
