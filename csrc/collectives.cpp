@@ -4,6 +4,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <future>
+#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 namespace tpkernels {
@@ -75,6 +78,14 @@ InFlight start_reduce_scatter(const Group& group, at::Tensor shard, at::Tensor d
   const WithoutPythonObjects guard;
   return std::get<1>(reduce_scatter.call(shard, data, group, c10::make_intrusive<c10d::ReduceOp>(reduction),
                                          /*async_op=*/true, timeout_ms));
+}
+
+bool end_backends(const Group& group, double seconds) {
+  // In a thread of its own: the backends' destructors wait for what is in flight, up to the group's time-out.
+  std::packaged_task<void()> end([group] { group->release_resources(); });
+  const auto ended = end.get_future();
+  std::thread(std::move(end)).detach();
+  return ended.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
 }
 
 }  // namespace tpkernels

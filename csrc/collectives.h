@@ -43,4 +43,8 @@ InFlight start_all_reduce(const Group& group, const at::Tensor& data, Reduction 
 InFlight start_reduce_scatter(const Group& group, at::Tensor shard, at::Tensor data, Reduction reduction,
                               int64_t timeout_ms);
 
+// Ends the backends of a destroyed group, whoever still holds it, and with them their threads. Waits for
+// these as long as that; false if they are busy beyond it.
+bool end_backends(const Group& group, double seconds);
+
 }  // namespace tpkernels

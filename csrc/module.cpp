@@ -5,6 +5,7 @@
 
 #include "bucket_engine.h"
 #include "bucket_layout.h"
+#include "collectives.h"
 
 // Read from the file before it is loaded, so that an extension built for another torch never runs.
 extern "C" __attribute__((visibility("default"), used)) const char tpkernels_stamp[] =
@@ -45,6 +46,8 @@ TORCH_LIBRARY(tpkernels, library) {
       "bucket_layout(int[] numels, int[] kinds, int[] element_bytes, *, int bucket_bytes, "
       "int first_bucket_bytes, int alignment, int padding) -> (int[], int[], int[])",
       &bucket_layout);
+  library.def("end_backends(__torch__.torch.classes.c10d.ProcessGroup group, float seconds) -> bool",
+              &end_backends);
   library.class_<BucketEngine>("BucketEngine")
       .def(torch::init(&make_engine))
       .def("arrange", &BucketEngine::arrange)

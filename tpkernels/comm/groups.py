@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-# Functions of torch's take the default group for a default argument there. Imported when there is one already
-# (the first optimizer does, by way of torch.compile), they keep it, and its threads, beyond
-# destroy_process_group into the end of the interpreter, where a thread that asks for Python's lock aborts the
-# process. Imported earlier, they keep None.
-if not dist.is_initialized():
-    import torch.distributed.nn.functional
+from tpkernels.comm.lifetime import is_alive, note_use
 
 
 def required_group(group: object, argument: str = "group") -> ProcessGroup:
@@ -28,6 +23,7 @@ def required_group(group: object, argument: str = "group") -> ProcessGroup:
             f"{argument}: expected a process group that rank {_world_rank()} is a member of, got {got}; "
             "torch.distributed.group.WORLD holds all ranks"
         )
+    note_use(group)
     return group
 
 
@@ -71,14 +67,6 @@ class LiveGroup:
     def averages(self, device: torch.device) -> bool:
         """Whether the backend divides by the number of ranks while it reduces."""
         return bool(self.get()._get_backend(device).name() == "nccl")
-
-
-def is_alive(group: ProcessGroup) -> bool:
-    """Whether `group` is still registered under its name."""
-    try:
-        return c10d._resolve_process_group(group.group_name) is group
-    except RuntimeError:
-        return False
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> float:

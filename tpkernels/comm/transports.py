@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.groups import is_alive, timeout_of
+from tpkernels.comm.groups import timeout_of
+from tpkernels.comm.lifetime import is_alive
 from tpkernels.comm.schedule import even_parts, parts_of_shard
 from tpkernels.comm.shared import open_shared
 from tpkernels.comm.symmetric import open_symmetric
