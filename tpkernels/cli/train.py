@@ -16,7 +16,7 @@ from tpkernels.cli.progress import Progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
 # Learns English in a minute on two cores.
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
     "num_layers": 4,
@@ -155,7 +155,7 @@ def _config(options: Namespace) -> Any:
     from tpkernels.training.trainer import TrainConfig
 
     sizes = dict(_size(text) for text in options.size)
-    model = model_config(options.model, **sizes) if options.model else GPTConfig(**_SMALL).with_sizes(**sizes)
+    model = model_config(options.model, **sizes) if options.model else GPTConfig(**SMALL).with_sizes(**sizes)
     usual = "bfloat16" if torch.cuda.is_available() else "float32"
     names = (
         "data steps batch tokens accumulate peak_rate floor_rate warmup weight_decay max_norm dropout seed "
