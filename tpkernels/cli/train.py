@@ -77,7 +77,16 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
     )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="until a rank that is late is given up; default: torch's",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
+    parser.add_argument(
+        "--peak-tflops", type=float, metavar="X", help="of a rank's device, for MFU; known of some GPUs"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page about the run")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
@@ -106,6 +115,10 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         parser.error("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
         parser.error("--prove: expected a run from the start without dropout, which ranks draw apart")
+    if options.timeout is not None and not options.timeout > 0:
+        parser.error(f"--timeout: expected more than 0 seconds, got {options.timeout}")
+    if options.peak_tflops is not None and not options.peak_tflops > 0:
+        parser.error(f"--peak-tflops: expected more than 0, got {options.peak_tflops}")
     if options.save is None and (options.resume or options.save_every):
         parser.error("--resume and --save-every: expected a folder, --save FOLDER")
     return options
@@ -133,7 +146,9 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     hold_lifeline()
     session = None
     try:
-        session = Session(_config(options), options.tp, saves=options.save is not None)
+        session = Session(
+            _config(options), options.tp, saves=options.save is not None, timeout=options.timeout
+        )
         _run(session, options)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
@@ -179,25 +194,31 @@ def _size(text: str) -> tuple[str, Any]:
 
 
 def _run(session: Any, options: Namespace) -> None:
+    from tpkernels.training.flops import Speed, median_step
+    from tpkernels.training.folder import prepare
+
     config = session.config
     if options.prove:
         session.require_proof()
     if options.sample:
         session.require_sample(options.prompt, options.sample)
+    if options.save is not None:
+        prepare(options.save, resume=options.resume)
     session.say(session.describe())
     if options.resume:
         session.resume(options.save)
+    speed = Speed.of_run(config, session.device, options.peak_tflops)
     reports = []
     lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
     with Progress("training", config.steps) as progress:
         for report in session.steps(options.save, options.save_every):
             reports.append(report)
             if session.rank == 0:
-                speed = report.tokens / report.seconds
+                tokens = report.tokens / report.seconds
                 left = (config.steps - report.step) * report.seconds
-                progress(f"loss {report.loss:.3f}, {speed:,.0f} tokens/s, {left:.0f} s left")
+                progress(f"loss {report.loss:.3f}, {tokens:,.0f} tokens/s, {left:.0f} s left")
                 if lines is not None:
-                    lines.write(json.dumps(asdict(report)) + "\n")
+                    lines.write(json.dumps({**asdict(report), **speed.of(report)}) + "\n")
                     lines.flush()
     if lines is not None:
         lines.close()
@@ -205,6 +226,7 @@ def _run(session: Any, options: Namespace) -> None:
         session.say(f"all {config.steps} steps were done before")
         return
     session.say(session.summary(reports))
+    session.say(speed.line(median_step(reports)))
     if session.was_asked_to_stop:
         return
     if options.prove:

@@ -18,6 +18,7 @@ from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
 from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.folder import checkpoint_of
 from tpkernels.training.optimizer import ShardedAdamW
 from tpkernels.training.schedule import learning_rate
 
@@ -129,7 +130,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
-        path = folder / f"step-{self.done:08}"
+        path = checkpoint_of(folder, self.done)
         extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
         return path
