@@ -102,9 +102,13 @@ def test_a_full_disk_is_told_and_costs_no_earlier_checkpoint(tmp_path):
     shutil.copytree(latest, half)
     next(half.glob("*.distcp")).write_bytes(b"half")
     shutil.copytree(half, folder / f"step-{done + 1:08}")  # renamed, but not yet `latest`
-    again = train(*f"--tp 2 --steps {done + 2} --save {folder} --save-every 1 --resume".split())
+    again = train(
+        *f"--tp 2 --steps {done + 2} --save {folder} --save-every 1 --resume".split(),
+        *f"--profile {tmp_path} --profile-step 1".split(),
+    )
     assert again.returncode == 0, again.stderr
     assert f"from {latest}, after {done} steps" in again.stdout
+    assert f"no profile: step 1 did not come; this run began after {done} of {done + 2}" in again.stdout
     assert (folder / "latest").read_text() == f"step-{done + 2:08}"
     assert (folder / f"step-{done + 1:08}.abandoned").is_dir()
 

@@ -65,7 +65,7 @@ def test_mfu_is_work_over_time_and_peak():
     report = StepReport(1, 5.0, 1.0, 0.1, seconds=0.5, tokens=1000)
     speed = Speed(flops_per_token=10**9, ranks=4, peak=2e12)
     assert speed.of(report) == pytest.approx({"tflops_per_rank": 0.5, "mfu": 0.25})
-    assert speed.line(report) == "0.5 TFLOP/s on each of 4 ranks: MFU 25.0 % of 2 TFLOP/s"
+    assert speed.line(report) == "500 GFLOP/s on each of 4 ranks: MFU 25.0 % of 2 TFLOP/s"
     unknown = Speed(flops_per_token=10**9, ranks=4, peak=None)
     assert unknown.of(report) == pytest.approx({"tflops_per_rank": 0.5})
     assert "no MFU" in unknown.line(report)

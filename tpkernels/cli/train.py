@@ -87,6 +87,12 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--peak-tflops", type=float, metavar="X", help="of a rank's device, for MFU; known of some GPUs"
     )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="write a trace of one step of each rank"
+    )
+    parser.add_argument(
+        "--profile-step", type=int, metavar="N", help="of this one; default: one after warming up"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page about the run")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
@@ -119,6 +125,8 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         parser.error(f"--timeout: expected more than 0 seconds, got {options.timeout}")
     if options.peak_tflops is not None and not options.peak_tflops > 0:
         parser.error(f"--peak-tflops: expected more than 0, got {options.peak_tflops}")
+    if options.profile is None and options.profile_step is not None:
+        parser.error("--profile-step: expected a folder, --profile FOLDER")
     if options.save is None and (options.resume or options.save_every):
         parser.error("--resume and --save-every: expected a folder, --save FOLDER")
     return options
@@ -196,6 +204,8 @@ def _size(text: str) -> tuple[str, Any]:
 def _run(session: Any, options: Namespace) -> None:
     from tpkernels.training.flops import Speed, median_step
     from tpkernels.training.folder import prepare
+    from tpkernels.training.memory import largest_memory
+    from tpkernels.training.profile import StepProfile
 
     config = session.config
     if options.prove:
@@ -208,17 +218,32 @@ def _run(session: Any, options: Namespace) -> None:
     if options.resume:
         session.resume(options.save)
     speed = Speed.of_run(config, session.device, options.peak_tflops)
+    profile = None
+    if options.profile is not None:
+        profile = session.trainer.around = StepProfile(
+            options.profile,
+            session.rank,
+            done=session.trainer.done,
+            steps=config.steps,
+            step=options.profile_step,
+        )
+        if not profile.comes:
+            session.say(profile.outcome())
     reports = []
     lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
     with Progress("training", config.steps) as progress:
         for report in session.steps(options.save, options.save_every):
             reports.append(report)
+            memory = largest_memory(session.trainer) if report.step == config.steps else None
             if session.rank == 0:
                 tokens = report.tokens / report.seconds
                 left = (config.steps - report.step) * report.seconds
                 progress(f"loss {report.loss:.3f}, {tokens:,.0f} tokens/s, {left:.0f} s left")
                 if lines is not None:
-                    lines.write(json.dumps({**asdict(report), **speed.of(report)}) + "\n")
+                    line = {**asdict(report), **speed.of(report)}
+                    if memory is not None:
+                        line["memory"] = memory.as_dict()
+                    lines.write(json.dumps(line) + "\n")
                     lines.flush()
     if lines is not None:
         lines.close()
@@ -227,6 +252,9 @@ def _run(session: Any, options: Namespace) -> None:
         return
     session.say(session.summary(reports))
     session.say(speed.line(median_step(reports)))
+    session.say(largest_memory(session.trainer).line())
+    if profile is not None and profile.comes:
+        session.say(profile.outcome())
     if session.was_asked_to_stop:
         return
     if options.prove:

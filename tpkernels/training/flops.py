@@ -73,7 +73,9 @@ class Speed:
     def line(self, report: StepReport) -> str:
         """The same in words."""
         found = self.of(report)
-        flops = f"{found['tflops_per_rank']:.4g} TFLOP/s on each of {self.ranks} ranks"
+        tera = found["tflops_per_rank"]
+        flops = f"{tera:.3g} TFLOP/s" if tera >= 1 else f"{1e3 * tera:.3g} GFLOP/s"
+        flops = f"{flops} on each of {self.ranks} ranks"
         if self.peak is None:
             return f"{flops}; no MFU: the peak is not known, --peak-tflops X tells it"
         return f"{flops}: MFU {100 * found['mfu']:.1f} % of {self.peak / 1e12:g} TFLOP/s"
