@@ -29,6 +29,6 @@ def test_bytes_are_those_of_the_plan_and_the_worst_rank_is_named(tmp_path, ranks
     assert memory.gradients == pytest.approx(4 * elements, rel=0.05)  # padded
     assert memory.optimizer == pytest.approx(12 * elements / 2, rel=0.05)  # of this rank's half
     assert memory.line().startswith(
-        f"memory of rank {memory.rank}, the largest: weights 0.03 MiB, gradients 0.06 MiB, optimizer 0.09 MiB; "
-        "peak resident set of the process "
+        f"memory of rank {memory.rank}, the largest: weights 0.03 MiB, gradients 0.06 MiB, "
+        "optimizer 0.09 MiB; peak resident set of the process "
     )

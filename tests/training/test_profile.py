@@ -35,7 +35,7 @@ def traced(config, folder):
 
 def test_each_rank_writes_the_parts_of_one_step(config, tmp_path, ranks2):
     folder = tmp_path / "traces"
-    (folder / "step-00000004-rank-1.json").mkdir(parents=True)  # where nothing can be written
+    (folder / "step-00000004-rank-1.json" / "in the way").mkdir(parents=True)  # where nothing can be written
     (first, said_first), (second, said_second) = ranks2.run(traced, config, folder)
     for plain, profiled in (first, second):
         assert profiled == plain
