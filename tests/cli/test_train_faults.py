@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-from tests.cli.test_train import ALICE, TINY, children_of, train
+from tests.cli.test_train import ALICE, TINY, children_of, is_running, train
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -79,6 +79,19 @@ def test_sigterm_reaches_ranks_through_torchrun(tmp_path):
     assert f"saved {folder}/step-{done:08}" in printed
     assert our_messages(errors) == []
     assert (folder / "latest").read_text() == f"step-{done:08}"
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
+    lines = tmp_path / "metrics.jsonl"
+    with started(*f"--steps 100000 --json {lines}".split(), launcher=TORCHRUN) as run:
+        wait_for(lines, run)
+        ranks = children_of(run.pid)
+        run.kill()
+        run.wait(timeout=30)
+        deadline = time.monotonic() + 20
+        while any(is_running(rank) for rank in ranks):
+            assert time.monotonic() < deadline, "ranks live on without torchrun"
+            time.sleep(0.1)
 
 
 def test_a_full_disk_is_told_and_costs_no_earlier_checkpoint(tmp_path):
