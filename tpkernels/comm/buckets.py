@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from tpkernels.comm import parameters as protocol
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.bucket_layout import LayoutRules, lay_out_buckets
+from tpkernels.comm.bucket_sizes import ALIGNMENT, DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from tpkernels.comm.bucketed import bucketed_all_gather
 from tpkernels.comm.engine import Engine, EngineChoice, EngineOptions, make_engine, runs_native
 from tpkernels.comm.groups import (
@@ -37,10 +38,6 @@ from tpkernels.comm.groups import (
 )
 from tpkernels.comm.parameters import trainable
 from tpkernels.comm.supported import FLOATING, Problem, problem_of
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early
-ALIGNMENT = 64  # elements: whole cache lines and 16-byte vectors in every dtype
 
 
 class GradientBuckets:
