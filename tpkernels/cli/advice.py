@@ -99,7 +99,7 @@ def _job(options: Namespace) -> Job:
 
 
 def _machine(options: Namespace) -> Machine:
-    names = "gpus_per_node efficiency link_efficiency reserve".split()
+    names = ("gpus_per_node", "efficiency", "link_efficiency", "reserve")
     return Machine(gpu_named(options.gpu), **{name: getattr(options, name) for name in names})
 
 
@@ -130,8 +130,8 @@ def _table(predictions: Sequence[Prediction]) -> str:
     for found in predictions:
         layout, memory, time = found.layout, found.memory, found.time
         line = f"{layout.tensor:4}{layout.pipeline:5}{layout.data:5}"
-        held = memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.update, memory.peak
-        for size, width in zip(held, (10, 11, 11, 13, 8, 7), strict=True):
+        held = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.update)
+        for size, width in zip((*held, memory.peak), (10, 11, 11, 13, 8, 7), strict=True):
             line += f"{size / _GB:{width}.1f}"
         line += "   " + "".join(
             f"{seconds:9.3f}" for seconds in (time.compute, time.exposed, time.bubble, time.total)
@@ -164,8 +164,8 @@ def _assumptions(machine: Machine) -> str:
         f"  products reach {machine.efficiency:.2f} of {gpu.flops / 1e12:.0f} TFLOPS (--efficiency)\n"
         f"  transfers reach {machine.link_efficiency:.2f} of {gpu.nvlink / _GB:.0f} GB/s in a node and of "
         f"{gpu.network / _GB:.0f} GB/s for each GPU between nodes (--link-efficiency)\n"
-        f"  {machine.reserve:.2f} of {gpu.memory / _GB:.0f} GB is left for all that is not counted (--reserve)\n"
-        "peak: weights, gradients, optimizer, and the larger of activations and update, which gathers new weights\n"
+        f"  {machine.reserve:.2f} of {gpu.memory / _GB:.0f} GB is left for what is not counted (--reserve)\n"
+        "peak: weights, gradients, optimizer, and the larger of activations and what the update needs\n"
         "pp: groups are planned, the trainer does not run it"
     )
 

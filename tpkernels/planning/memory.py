@@ -6,9 +6,10 @@ P parameters on the rank, D data-parallel ranks, e bytes an element:
     gradients     4 P            fp32 sums, in buckets
     optimizer     12 P / D       two states and a copy of the weights in fp32
     activations   of each micro-batch in flight: what its blocks keep, ids, positions, and the loss
-    update        2 e P + 2 e P / D, while new weights are gathered, when no activations are left
+    update        4 P / D        square roots in AdamW, when no activations are left
 
-Buckets are padded to whole multiples of 64 D elements, which is not counted.
+Not counted: what pads buckets, less than 64 elements a parameter and 64 D a bucket; what an operator or a
+transfer holds for a moment.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tpkernels.planning.parameters import parameters_of_stage, table_elements
 
 GRADIENT = 4  # bytes of a sum of gradients
 OPTIMIZER = 12  # of exp_avg, exp_avg_sq and the copy of a weight
+ROOT = 4  # of exp_avg_sq's root, which torch takes of many tensors at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def memory_of_stage(job: Job, layout: Layout, stage: int) -> Memory:
         gradients=GRADIENT * count,
         optimizer=OPTIMIZER * count // data,
         activations=activations_of_stage(job, layout, stage),
-        update=2 * job.element * (count + count // data),
+        update=ROOT * count // data,
     )
 
 

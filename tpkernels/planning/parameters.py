@@ -32,9 +32,7 @@ class Parameters:
         return self.split + self.copied
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.split + other.split, self.copied + other.copied, self.marked + other.marked
-        )
+        return Parameters(self.split + other.split, self.copied + other.copied, self.marked + other.marked)
 
     def times(self, count: int) -> Parameters:
         return Parameters(self.split * count, self.copied * count, self.marked * count)

@@ -1,4 +1,4 @@
-"""Seconds of a step: products at a share of the data sheet's rate, and what of the transfers they cannot hide.
+"""Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
 
 A gather in n pieces begins with the rank's own rows, and the product of the last piece waits for all others;
 a reduce-scatter sends its first piece when that is computed. Both take
@@ -30,6 +30,7 @@ from tpkernels.planning.work import (
     message_between_stages,
 )
 
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step."""
@@ -50,7 +51,7 @@ def exposed(work: Work, products: float, transfers: float) -> float:
 
 
 def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
-    tensor, stages = layout.tensor, layout.pipeline
+    stages = layout.pipeline
     turns = [_turn(job, layout, machine, stage) for stage in range(stages)]
     compute, waiting = max(turns, key=sum)
     once = max(_once_a_step(job, layout, machine, stage) for stage in range(stages))
@@ -63,7 +64,7 @@ def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
 
 
 def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float, float]:
-    """Of one micro-batch on a stage, forward and backward: seconds of products, and of waiting for transfers."""
+    """Of one micro-batch on a stage, forward and backward: seconds of products, and of waiting for rows."""
     tensor, stages = layout.tensor, layout.pipeline
     block = block_forward(job, tensor) + block_backward(job, tensor)
     compute, waiting = _seconds(block, machine, tensor)
@@ -110,9 +111,7 @@ def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> floa
     parameters = parameters_of_stage(job, layout, stage)
     backward, _ = _seconds(block_backward(job, tensor), machine, tensor)
     backward *= job.model.num_layers // layout.pipeline
-    last_bucket = max(
-        DEFAULT_BUCKET_BYTES, GRADIENT * table_elements(job, tensor) if stage == 0 else 0
-    )
+    last_bucket = max(DEFAULT_BUCKET_BYTES, GRADIENT * table_elements(job, tensor) if stage == 0 else 0)
     buckets = max(1, GRADIENT * parameters.total // last_bucket)
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
     gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)

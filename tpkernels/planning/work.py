@@ -128,7 +128,7 @@ class _FlopsOfBlock:
     @staticmethod
     def of(job: Job, tensor: int) -> _FlopsOfBlock:
         model = job.model
-        product = 2.0 * job.tokens_at_once() * model.hidden_size / tensor  # for each feature on the other side
+        product = 2.0 * job.tokens_at_once() * model.hidden_size / tensor  # a feature on the other side
         of_heads = model.num_heads * job.head_size
         return _FlopsOfBlock(
             qkv=product * (of_heads + 2 * job.kv_heads * job.head_size),
