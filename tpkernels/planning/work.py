@@ -18,6 +18,7 @@ reduce-scatter; an all-reduce is one after the other. With and without sequence 
                 backward                 -                         U      -     the same
     head        forward                  6 t h V                   U      -     and both of its gradients
                 backward                 -                         U      2 U   nothing to hide it
+                losses                   -                   12 t (R - 1)       three numbers in fp32 a token
 
 With fewer heads of keys and values than ranks, parts of keys and of values are gathered, and their gradients
 reduced. Recomputation repeats the forward of a block, or of attention alone, transfers included.
@@ -73,7 +74,7 @@ class _Transfers:
 
 
 def block_forward(job: Job, tensor: int) -> list[Work]:
-    moving, flops = _Transfers(job, tensor), _FlopsOfBlock.of(job, tensor)
+    moving, flops = _Transfers(job, tensor), FlopsOfBlock.of(job, tensor)
     return [
         moving.gathers(flops.qkv),
         *_shared_heads(job, tensor),
@@ -86,7 +87,7 @@ def block_forward(job: Job, tensor: int) -> list[Work]:
 
 def block_backward(job: Job, tensor: int) -> list[Work]:
     """What is computed again comes first."""
-    moving, flops = _Transfers(job, tensor), _FlopsOfBlock.of(job, tensor)
+    moving, flops = _Transfers(job, tensor), FlopsOfBlock.of(job, tensor)
     again = {"none": [], "selective": [Work(flops.attention)], "full": block_forward(job, tensor)}
     return [
         *again[job.recompute],
@@ -108,7 +109,8 @@ def head_work(job: Job, tensor: int) -> list[Work]:
     """Forward and backward. The transfers wait for the products, or these for them."""
     moving = _Transfers(job, tensor)
     product = 2.0 * job.tokens_at_once() * job.model.hidden_size * job.vocabulary_rows(tensor)
-    return [moving.gathers(0.0), Work(3 * product), moving.sums(0.0)]
+    losses = Work(sent=12.0 * job.tokens_at_once() * (tensor - 1))
+    return [moving.gathers(0.0), Work(3 * product), losses, moving.sums(0.0)]
 
 
 def message_between_stages(job: Job, tensor: int) -> float:
@@ -118,7 +120,7 @@ def message_between_stages(job: Job, tensor: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _FlopsOfBlock:
+class FlopsOfBlock:
     qkv: float
     attention: float
     output: float
@@ -126,11 +128,11 @@ class _FlopsOfBlock:
     down: float
 
     @staticmethod
-    def of(job: Job, tensor: int) -> _FlopsOfBlock:
+    def of(job: Job, tensor: int) -> FlopsOfBlock:
         model = job.model
         product = 2.0 * job.tokens_at_once() * model.hidden_size / tensor  # a feature on the other side
         of_heads = model.num_heads * job.head_size
-        return _FlopsOfBlock(
+        return FlopsOfBlock(
             qkv=product * (of_heads + 2 * job.kv_heads * job.head_size),
             attention=2.0 * job.tokens_at_once() * job.tokens * of_heads / tensor,
             output=product * of_heads,
