@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         job, machine = _job(options), _machine(options)
-        advice = advise(job, machine, options.gpus, options.max_tp or machine.gpus_per_node)
+        most = machine.gpus_per_node if options.max_tp is None else options.max_tp
+        advice = advise(job, machine, options.gpus, most)
         text = "\n\n".join(
             [
                 _heading(options, job, machine),

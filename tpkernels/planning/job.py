@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
@@ -37,7 +38,8 @@ def layouts(gpus: int, most_tensor: int) -> Iterator[Layout]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
