@@ -38,8 +38,8 @@ def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
     assert [row[1][-1] for row in table] == sorted(row[1][-1] for row in table)
     assert re.search(r"\d+ do not fit, of which tp=\d+ pp=\d+ dp=\d+ lacks least: \d+\.\d GB", printed)
     assert "Predicted from sizes; nothing was measured." in printed
-    assert "products reach 0.60 of 989 TFLOPS (--efficiency)" in printed
-    assert printed.endswith("pp: groups are planned, the trainer does not run it\n")
+    assert "products reach 0.50 of 989 TFLOPS (--efficiency)" in printed
+    assert "pp: groups are planned, the trainer does not run it" in printed
 
 
 def test_all_lists_those_that_do_not_fit_after_the_others(capsys):
@@ -59,6 +59,17 @@ def test_top_says_how_many_more_fit(capsys):
     assert re.search(r"^\d+ more fit \(--top \d+\)$", printed, re.MULTILINE)
 
 
+def test_what_the_trainer_can_run_is_named_where_stages_are_better(capsys):
+    main(USUAL)
+    assert re.search(r"; best without: tp=8 pp=1 dp=8, which lacks \d+\.\d GB\n$", capsys.readouterr().out)
+    main([*USUAL, "--recompute", "full", "--efficiency", "0.9"])
+    printed = capsys.readouterr().out
+    flat = next(numbers for layout, numbers, _ in rows(printed) if layout[1] == 1)
+    assert printed.endswith(f"; best without: tp=8 pp=1 dp=8, {flat[-1]:.3f} s\n")
+    main(["plan", "--model", "gpt2-small", "--gpus", "8"])
+    assert capsys.readouterr().out.endswith("the trainer does not run it\n")
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", "--model", "gpt3-175b", "--gpus", "8", "--gpu", "a100"]) == 1
     printed = capsys.readouterr().out
@@ -72,7 +83,7 @@ def test_json_holds_what_is_printed_and_more(tmp_path, capsys):
     assert main([*USUAL, "--json", str(path)]) == 0
     table = rows(capsys.readouterr().out)
     whole = json.loads(path.read_text())
-    assert whole["machine"]["efficiency"] == 0.6
+    assert whole["machine"]["efficiency"] == 0.5
     assert whole["job"]["model"]["hidden_size"] == 8192
     fitting = [found for found in whole["layouts"] if found["fits"]]
     assert len(fitting) == len(table) < len(whole["layouts"])
@@ -93,7 +104,7 @@ OPTIONS = {
     "size": ["--size", "num_layers=40", "--size", "activation=gelu"],
     "nodes": ["--gpus-per-node", "4"],
     "wide": ["--max-tp", "16", "--size", "num_kv_heads=16"],
-    "efficiency": ["--efficiency", "0.5"],
+    "efficiency": ["--efficiency", "0.6"],
     "links": ["--link-efficiency", "0.5"],
     "gpu": ["--gpu", "h200"],
     "reserve": ["--reserve", "0.02"],

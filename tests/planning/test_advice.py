@@ -121,7 +121,10 @@ def test_a_model_is_refused_where_its_layers_refuse_it(model, ranks):
         ({"batch": 0}, "batch: expected at least 1, got 0"),
         ({"micro_batch": -1}, "micro_batch: expected at least 1"),
         ({"model": LLAMA.with_sizes(activation="selu")}, "activation: expected one of none, gelu"),
-        ({"model": LLAMA.with_sizes(norm="batch")}, "norm: expected one of layer_norm, rms_norm, got 'batch'"),
+        (
+            {"model": LLAMA.with_sizes(norm="batch")},
+            "norm: expected one of layer_norm, rms_norm, got 'batch'",
+        ),
     ],
 )
 def test_jobs_that_cannot_be_are_told(change, message):
@@ -131,7 +134,6 @@ def test_jobs_that_cannot_be_are_told(change, message):
 
 def test_tokens_that_ranks_do_not_divide_matter_under_sequence_parallelism_only():
     job = Job(model=LLAMA, tokens=33, batch=8)
-    assert not advise(job, H100, 2, 2).fitting[0].layout == Layout(2, 1, 1)
     assert Layout(2, 1, 1) in [layout for layout, _ in advise(job, H100, 2, 2).impossible]
     whole = advise(replace(job, sequence_parallel=False), H100, 2, 2)
     assert Layout(2, 1, 1) in [found.layout for found in whole.fitting]

@@ -86,7 +86,9 @@ def test_bubble_is_a_share_of_stages_and_micro_batches():
         time = step_time(JOB, Layout(1, stages, 1), MACHINE)
         count = JOB.micro_batches(Layout(1, stages, 1))
         turn = time.bubble / max(1, stages - 1)
-        assert time.bubble == pytest.approx((stages - 1) / (count + stages - 1) * (count * turn + time.bubble))
+        assert time.bubble == pytest.approx(
+            (stages - 1) / (count + stages - 1) * (count * turn + time.bubble)
+        )
         assert (time.bubble == 0) == (stages == 1)
         assert time.total == time.compute + time.exposed + time.bubble
     few = replace(JOB, batch=4)

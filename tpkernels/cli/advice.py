@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from tpkernels.cli import OneLineParser
@@ -19,6 +19,12 @@ from tpkernels.planning.parameters import parameters_of_stage
 
 _USUAL_TOKENS = 8192  # where the model has no fewer positions
 _USUAL_SEQUENCES = 8  # of a step, for each GPU: every number of data-parallel ranks divides them
+_ASSUMED = {
+    "efficiency": "of the peak rate, that products reach",
+    "link_efficiency": "of links, that transfers reach",
+    "reserve": "of memory, that is left for what is not counted",
+}
+_USUAL = {field.name: field.default for field in fields(Machine)}
 _GB = 1e9
 
 
@@ -34,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
                 _heading(options, job, machine),
                 _table(_listed(options, advice)),
                 _others(options, advice),
-                _assumptions(machine),
+                _assumptions(machine) + _without_stages(advice),
             ]
         )
         if options.json is not None:
@@ -56,7 +62,8 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="how many")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
+    nodes = _USUAL["gpus_per_node"]
+    parser.add_argument("--gpus-per-node", type=int, default=nodes, metavar="N", help=f"default {nodes}")
     parser.add_argument(
         "--max-tp", type=int, metavar="N", help="most tensor-parallel ranks (default: those of a node)"
     )
@@ -69,15 +76,15 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false")
-    parser.add_argument(
-        "--efficiency", type=float, default=0.6, metavar="X", help="of the peak rate, that products reach"
-    )
-    parser.add_argument(
-        "--link-efficiency", type=float, default=0.8, metavar="X", help="of links, that transfers reach"
-    )
-    parser.add_argument(
-        "--reserve", type=float, default=0.1, metavar="X", help="of memory, that is left for the rest"
-    )
+    for name, meaning in _ASSUMED.items():
+        usual = _USUAL[name]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float,
+            default=usual,
+            metavar="X",
+            help=f"{meaning} (default {usual})",
+        )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
     parser.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of them into FILE")
@@ -100,7 +107,7 @@ def _job(options: Namespace) -> Job:
 
 
 def _machine(options: Namespace) -> Machine:
-    names = ("gpus_per_node", "efficiency", "link_efficiency", "reserve")
+    names = ["gpus_per_node", *_ASSUMED]
     return Machine(gpu_named(options.gpu), **{name: getattr(options, name) for name in names})
 
 
@@ -123,7 +130,7 @@ def _table(predictions: Sequence[Prediction]) -> str:
     if not predictions:
         return "no layout fits"
     lines = [
-        f"{'':14}{'GB on the fullest GPU':^60}   {'seconds of a step':^36}",
+        f"{'':17}{'GB on the fullest GPU':<60}  seconds of a step",
         f"{'tp':>4}{'pp':>5}{'dp':>5}"
         f"{'weights':>10}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'update':>8}{'peak':>7}   "
         f"{'compute':>9}{'exposed':>9}{'bubble':>9}{'step':>9}",
@@ -169,6 +176,18 @@ def _assumptions(machine: Machine) -> str:
         "peak: weights, gradients, optimizer, and the larger of activations and what the update needs\n"
         "pp: groups are planned, the trainer does not run it"
     )
+
+
+def _without_stages(advice: Advice) -> str:
+    """The best that the trainer can run, where the best of all has stages."""
+    if advice.fitting and advice.fitting[0].layout.pipeline == 1:
+        return ""
+    flat = [found for found in advice.fitting + advice.too_large if found.layout.pipeline == 1]
+    if not flat:
+        return ""
+    best = flat[0]
+    how = f"{best.time.total:.3f} s" if best.fits else f"which lacks {best.excess / _GB:.1f} GB"
+    return f"; best without: {best.layout}, {how}"
 
 
 def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> str:

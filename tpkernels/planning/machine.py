@@ -16,7 +16,7 @@ class Machine:
 
     gpu: Gpu
     gpus_per_node: int = 8
-    efficiency: float = 0.6  # of products
+    efficiency: float = 0.5  # of products, and of what lies between them
     link_efficiency: float = 0.8  # of bytes a second
     reserve: float = 0.1  # of memory: CUDA, libraries, temporaries, fragments
 
