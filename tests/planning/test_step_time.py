@@ -11,8 +11,9 @@ from tpkernels.models.config import model_config
 from tpkernels.planning.gpus import GPUS, Gpu, gpu_named
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
+from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
-from tpkernels.planning.work import Work
+from tpkernels.planning.work import Work, message_between_stages
 
 ROUND = Gpu("round numbers", flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
@@ -121,6 +122,35 @@ def test_recomputation_costs_time():
         for recompute in ("none", "selective", "full")
     ]
     assert times == sorted(set(times))
+
+
+def test_messages_between_stages_are_exposed_there_and_back():
+    message = 64 * 64 * 2
+    assert step_time(JOB, Layout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
+    assert message_between_stages(JOB, 2) == message / 2
+    assert message_between_stages(replace(JOB, sequence_parallel=False), 2) == message
+
+
+def test_gradients_and_weights_travel_once_a_step():
+    """Of a model that fits into one bucket, which no backward hides."""
+    count = parameters_of_stage(JOB, Layout(1, 1, 2), 0).total
+    for batch in (2, 16):
+        time = step_time(replace(JOB, batch=batch), Layout(1, 1, 2), MACHINE)
+        assert time.exposed == pytest.approx((4 + 2) * count / 2 / 100e9)
+    large = Job(model=model_config("llama3-8b"), tokens=8192, batch=2)
+    count = parameters_of_stage(large, Layout(1, 1, 2), 0).total
+    hidden = step_time(large, Layout(1, 1, 2), MACHINE).exposed * 100e9 - 2 * count / 2
+    assert hidden == pytest.approx(4 * count / 2 / (4 * count // (4 * 128256 * 4096)))  # the last bucket
+
+
+def test_gradients_of_copies_travel_once_a_step():
+    few, many = (
+        step_time(
+            Job(model=GPT2.with_sizes(max_positions=positions), tokens=64, batch=16), Layout(2, 1, 1), MACHINE
+        )
+        for positions in (64, 1064)
+    )
+    assert many.exposed - few.exposed == pytest.approx(2 * 4 * 1000 * 64 / 2 / 100e9)
 
 
 def test_copies_of_a_table_are_summed_between_stages():

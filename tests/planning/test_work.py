@@ -97,6 +97,7 @@ def sent_by_a_step(sizes, options, text):
         batch=BATCH,
         tokens=TOKENS,
         accumulate=2,
+        dtype=torch.bfloat16,
         **options,
     )
     trainer = Trainer(config, state, torch.device("cpu"))
@@ -118,7 +119,6 @@ def test_a_step_sends_what_is_predicted(sizes, sequence_parallel, ranks2, tmp_pa
         LLAMA.with_sizes(vocab_size=256),
         sequence_parallel=sequence_parallel,
         micro_batch=BATCH // layout.data // 2,
-        element=4,
     )
     parameters = parameters_of_stage(job, layout, 0)
     assert job.micro_batches(layout) == 2

@@ -13,7 +13,7 @@ class Gpu:
     name: str  # as torch spells it; variants with other clocks or memory have other names
     flops: float  # dense bf16 products
     bytes: float  # memory traffic
-    memory: int  # bytes
+    memory: int  # bytes: GB as data sheets write them; what a GPU reports is a little more
     nvlink: float  # bytes a second to GPUs of the same node
     network: float  # to other nodes: one adapter for each GPU, as in NVIDIA's own machines
 
