@@ -132,6 +132,7 @@ BAD = {
     "batch": (["--batch", "0"], "batch: expected at least 1, got 0"),
     "top": (["--top", "0"], "--top: expected at least 1, got 0"),
     "size": (["--size", "layers=3"], "layers: a model has no such size; it has vocab_size"),
+    "size_name": (["--size", "name=3"], "name: a model has no such size; it has vocab_size"),
     "size_of": (["--size", "num_layers"], "--size: expected NAME=VALUE, got 'num_layers'"),
     "size_value": (["--size", "hidden_size=wide"], "hidden_size: expected a whole number of at least 1"),
     "heads": (["--size", "num_heads=7"], "hidden_size: expected a multiple of num_heads 7"),

@@ -92,7 +92,7 @@ def _parser() -> OneLineParser:
 
 
 def _job(options: Namespace) -> Job:
-    model = model_config(options.model, **dict(size_of(text) for text in options.size))
+    model = model_config(options.model).with_sizes(**dict(size_of(text) for text in options.size))
     if options.top < 1:
         raise ValueError(f"--top: expected at least 1, got {options.top}")
     usual_tokens = min(_USUAL_TOKENS, model.max_positions or _USUAL_TOKENS)
