@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tpkernels.planning.gpus import GPUS, Gpu
+
 
 @dataclass(frozen=True)
 class Model:
@@ -73,26 +75,6 @@ def all_shapes() -> Iterator[Shape]:
         for tensor in TENSOR_SIZES:
             for tokens in TOKENS:
                 yield from shapes_of(model, tensor, tokens)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What the data sheet allows: dense bf16 products, and memory traffic."""
-
-    name: str  # as torch spells it; variants with other clocks or memory have other names
-    flops: float
-    bytes: float
-
-    def floor(self, flops: float, traffic: float) -> float:
-        """Seconds that no kernel can go below."""
-        return max(flops / self.flops, traffic / self.bytes)
-
-
-GPUS = {
-    "h200": Gpu("NVIDIA H200", 989e12, 4.8e12),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 989e12, 3.35e12),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
-}
 
 
 def this_gpu() -> Gpu | None:

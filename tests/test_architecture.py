@@ -17,7 +17,8 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "ops": {"comm", "kernels", "tuning"},
     "layers": {"ops", "runtime", "topology"},
     "models": {"layers", "ops", "runtime", "topology"},
-    "training": {"comm", "interop", "layers", "models", "ops", "runtime", "topology"},
+    "planning": {"comm", "kernels", "layers", "models", "topology"},
+    "training": {"comm", "interop", "layers", "models", "ops", "planning", "runtime", "topology"},
     "interop": {"models", "layers", "ops", "runtime", "topology", "parallel_state"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything

@@ -8,6 +8,7 @@ from torch import nn
 from tests.checks import error_of
 from tests.comm.golden import chain, expected_gradients, loss_of, on_both_engines, own_batch
 from tests.comm.test_bucket_options import wrap
+from tpkernels.comm import buckets as buckets_module
 
 on_two_and_four = pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
 
@@ -65,3 +66,32 @@ def test_what_is_cut_like_gradients_is_joined_again(pool, engine, request):
     for cut, join in request.getfixturevalue(pool).run(cut_and_joined, engine):
         assert cut == ("ValueError", "tensors: expected one for each of 6 parameters, of its shape")
         assert join[0] == "ValueError"
+
+
+def gathered_in_turns(at_once):
+    """(parameters, how many buckets went into each gather)"""
+    module = chain(3)
+    shards_of = wrap(module, "python", reduce="reduce_scatter")
+    counts = []
+    usual = buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES
+
+    def counting(shards, group):
+        counts.append(len(shards))
+        return usual[0](shards, group)
+
+    buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES = counting, at_once
+    try:
+        shards_of.gather_parameters([2 * shard for shard in shards_of.parameter_shards()])
+    finally:
+        buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES = usual
+    return [parameter.detach() for parameter in module.parameters()], counts, len(shards_of.buckets)
+
+
+def test_a_few_buckets_are_gathered_at_once(ranks2):
+    """New weights of a whole model beside the old ones would be most of a GPU's memory."""
+    expected = [2 * parameter.detach() for parameter in chain(3).parameters()]
+    for at_once in (1, 2**28):
+        for values, counts, buckets in ranks2.run(gathered_in_turns, at_once):
+            torch.testing.assert_close(values, expected)
+            assert buckets > 1
+            assert counts == ([1] * buckets if at_once == 1 else [buckets])

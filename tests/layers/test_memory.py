@@ -3,35 +3,27 @@
 import pytest
 import torch
 
-from tpkernels import TransformerBlock, initialize_model_parallel
+from tpkernels import GPTConfig, TransformerBlock, initialize_model_parallel
 from tpkernels.layers.world import tensor_world
+from tpkernels.planning.job import Job
+from tpkernels.planning.memory import kept_by_block, kept_by_rotation
 
-TOKENS, BATCH, HIDDEN, HEADS, FFN = 32, 2, 64, 8, 192
-GPT2 = {"norm": "layer_norm", "rotary": False}
-LLAMA = {"norm": "rms_norm", "rotary": True, "activation": "swiglu", "bias": False, "num_kv_heads": 2}
-SHAPES = {"gpt2": GPT2, "llama": LLAMA}
+TOKENS, BATCH = 32, 2
+SIZES = {"vocab_size": 1, "num_layers": 1, "hidden_size": 64, "num_heads": 8, "ffn_hidden_size": 192}
+SHAPES = {
+    "gpt2": GPTConfig(**SIZES, max_positions=TOKENS),
+    "llama": GPTConfig(**SIZES, num_kv_heads=2, activation="swiglu", norm="rms_norm", bias=False),
+}
 
 
-def formula(shape, dtype, sequence_parallel, recompute):
+def formula(job):
     """Bytes on each rank."""
-    ranks = tensor_world().size
-    part = 1 / ranks if sequence_parallel else 1
-    tokens, element = TOKENS * BATCH, dtype.itemsize
-    if recompute == "full":
-        return tokens * part * HIDDEN * element
-    kv_heads = SHAPES[shape].get("num_kv_heads", HEADS)
-    between = 4 * tokens * part * HIDDEN  # inputs of two norms and of two products
-    heads = tokens / ranks * (2 * HEADS + 2 * kv_heads) * (HIDDEN // HEADS)  # Q, K, V and what comes of them
-    mlp = tokens / ranks * FFN * (2 if shape == "llama" else 1)
-    of_norms = 2 * tokens * part * (1 if shape == "llama" else 2)
-    of_attention = 0 if recompute == "selective" else tokens / ranks * HEADS
-    rotary = 2 * TOKENS * (HIDDEN // HEADS // 2) if shape == "llama" else 0
-    return (between + heads + mlp) * element + 4 * (of_norms + of_attention + rotary)
+    return kept_by_block(job, tensor_world().size) + (job.recompute != "full") * kept_by_rotation(job)
 
 
-def kept(block, x):
+def kept(module, *inputs):
     """Bytes that autograd holds besides parameters, memory that is shared counted once."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     storages = {}
 
     def note(tensor):
@@ -41,7 +33,7 @@ def kept(block, x):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        y = block(x)
+        y = module(*inputs)
     assert y.requires_grad
     return sum(storages.values())
 
@@ -51,24 +43,39 @@ def differences(shape, dtype):
     found = {}
     for sequence_parallel in (False, True):
         for recompute in ("none", "selective", "full"):
+            model = SHAPES[shape]
             block = TransformerBlock(
-                HIDDEN,
-                HEADS,
-                FFN,
+                model.hidden_size,
+                model.num_heads,
+                model.ffn_hidden_size,
+                num_kv_heads=model.num_kv_heads,
+                rotary=model.max_positions is None,
+                activation=model.activation,
+                norm=model.norm,
+                bias=model.bias,
                 sequence_parallel=sequence_parallel,
                 recompute=recompute,
                 dtype=dtype,
-                **SHAPES[shape],
             )
             tokens = TOKENS // tensor_world().size if sequence_parallel else TOKENS
-            x = torch.randn(tokens, BATCH, HIDDEN, dtype=dtype, requires_grad=True)
-            expected = formula(shape, dtype, sequence_parallel, recompute)
+            x = torch.randn(tokens, BATCH, model.hidden_size, dtype=dtype, requires_grad=True)
+            expected = formula(
+                Job(
+                    model=model,
+                    tokens=TOKENS,
+                    batch=BATCH,
+                    micro_batch=BATCH,
+                    recompute=recompute,
+                    sequence_parallel=sequence_parallel,
+                    element=dtype.itemsize,
+                )
+            )
             if kept(block, x) != expected:
                 found[sequence_parallel, recompute] = kept(block, x), expected
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_block_keeps_what_the_formula_says(ranks, dtype, shape, request):

@@ -5,10 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.shapes import GPUS
 from tests.models import small
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
-from tpkernels.training.flops import PEAK_FLOPS, Speed, flops_per_token, known_peak
+from tpkernels.training.flops import Speed, flops_per_token, known_peak
 from tpkernels.training.trainer import StepReport
 
 BATCH, TOKENS = 3, 16
@@ -63,7 +62,6 @@ def test_mfu_is_work_over_time_and_peak():
 
 def test_peaks_are_those_of_the_data_sheets_and_of_bfloat16_alone(monkeypatch):
     gpu = torch.device("cuda", 0)
-    assert {known.name: known.flops for known in GPUS.values()}.items() <= PEAK_FLOPS.items()
     assert known_peak(torch.device("cpu"), torch.bfloat16) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert known_peak(gpu, torch.bfloat16) == 989e12

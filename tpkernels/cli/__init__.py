@@ -12,7 +12,7 @@ from signal import SIGINT
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "plan": "print and draw the groups of a world; needs no GPU and no torch",
+    "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
     "check": "compile the kernels and compute with them, without a GPU: exit code 1 on a regression",
     "doctor": "look at this installation and say what is wrong with it",
     "train": "train a GPT on ranks of this machine, or under torchrun",

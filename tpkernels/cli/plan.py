@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import OneLineParser, advice
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
 
 
 def main(argv: Sequence[str]) -> int:
+    if any(word.partition("=")[0] == "--model" for word in argv):
+        return advice.main(argv)
     parser = OneLineParser(
         prog="python -m tpkernels plan",
         description="Print and draw the groups of a world. Needs no GPU and no process group.",
+        epilog="With --model NAME: which sizes suit a model, see `plan --model NAME --help`.",
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="how many ranks (GPUs)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")

@@ -13,6 +13,7 @@ from typing import Any
 
 from tpkernels.cli import OneLineParser
 from tpkernels.cli.progress import Progress
+from tpkernels.cli.sizes import size_of
 
 _DTYPES = ("float32", "bfloat16", "float64")
 # Learns English in a minute on two cores.
@@ -177,7 +178,7 @@ def _config(options: Namespace) -> Any:
     from tpkernels.models.config import GPTConfig, model_config
     from tpkernels.training.trainer import TrainConfig
 
-    sizes = dict(_size(text) for text in options.size)
+    sizes = dict(size_of(text) for text in options.size)
     model = model_config(options.model, **sizes) if options.model else GPTConfig(**SMALL).with_sizes(**sizes)
     usual = "bfloat16" if torch.cuda.is_available() else "float32"
     names = (
@@ -189,16 +190,6 @@ def _config(options: Namespace) -> Any:
         dtype=getattr(torch, options.dtype or usual),
         **{name: getattr(options, name) for name in names.split()},
     )
-
-
-def _size(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--size: expected NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value  # a word, such as swiglu
 
 
 def _run(session: Any, options: Namespace) -> None:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.bucket_layout import LayoutRules, lay_out_buckets
+from tpkernels.comm.bucket_sizes import DEFAULT_BUCKET_BYTES
 from tpkernels.comm.groups import (
     Start,
     group_or_world,
@@ -26,8 +27,6 @@ from tpkernels.comm.groups import (
     start_together,
 )
 from tpkernels.comm.supported import FLOATING, REDUCIBLE, Problem, problem_of
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 Reduction = Literal["sum", "avg"]
 _REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG}

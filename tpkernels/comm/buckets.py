@@ -26,6 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from tpkernels.comm import parameters as protocol
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.bucket_layout import LayoutRules, lay_out_buckets
+from tpkernels.comm.bucket_sizes import (
+    ALIGNMENT,
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    GATHERED_BYTES,
+    runs_within,
+)
 from tpkernels.comm.bucketed import bucketed_all_gather
 from tpkernels.comm.engine import Engine, EngineChoice, EngineOptions, make_engine, runs_native
 from tpkernels.comm.groups import (
@@ -37,10 +44,6 @@ from tpkernels.comm.groups import (
 )
 from tpkernels.comm.parameters import trainable
 from tpkernels.comm.supported import FLOATING, Problem, problem_of
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early
-ALIGNMENT = 64  # elements: whole cache lines and 16-byte vectors in every dtype
 
 
 class GradientBuckets:
@@ -179,10 +182,9 @@ class GradientBuckets:
     def gather_parameters(self, shards: Sequence[Tensor]) -> None:
         """Bring all ranks' `parameter_shards` back into the parameters."""
         kinds = [self._parameters[self._members(bucket)[0]].dtype for bucket in range(len(self.buckets))]
-        cast = [shard.detach().to(dtype) for shard, dtype in zip(shards, kinds, strict=False)]  # less to send
         with torch.no_grad():
-            for parameter, value in zip(self._parameters, self.join(cast), strict=True):
-                parameter.copy_(value)
+            for index, value in self._gathered(shards, kinds):  # cast first: less to send
+                self._parameters[index].copy_(value)
 
     def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's part of each bucket, as if buckets held these: one of the shape of each parameter."""
@@ -203,15 +205,8 @@ class GradientBuckets:
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """What all ranks' parts stand for, as `cut` gives them: a tensor of the shape of each parameter."""
-        if [shard.numel() for shard in shards] != [shard.numel() for shard in self.gradient_shards()]:
-            raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
-        joined: dict[int, Tensor] = {}
         with torch.no_grad():
-            gathered = bucketed_all_gather([shard.detach() for shard in shards], self._options.group.get())
-            for bucket, whole in enumerate(gathered):
-                flat, parts = self._flat_like(bucket, [whole.dtype])
-                flat.copy_(whole)
-                joined |= parts
+            joined = dict(self._gathered(shards, [shard.dtype for shard in shards]))
         return [joined[index] for index in range(len(self._parameters))]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -277,6 +272,25 @@ class GradientBuckets:
         if not self._options.reduce_scatter and order.tolist() != guess:
             self._arrange(engine, order.tolist())
         engine.expect([max(1, count) for count in counts])
+
+    def _gathered(
+        self, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each parameter's index and value by all ranks' shards, cast first; of a few buckets at once."""
+        if [shard.numel() for shard in shards] != [shard.numel() for shard in self.gradient_shards()]:
+            raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
+        if self._engine is None:
+            return
+        views = self._engine.views()
+        sizes = [flat.numel() * dtype.itemsize for flat, dtype in zip(self.buckets, dtypes, strict=True)]
+        for some in runs_within(sizes, GATHERED_BYTES):
+            cast = [shards[bucket].detach().to(dtypes[bucket]) for bucket in some]
+            wholes = bucketed_all_gather(cast, self._options.group.get())
+            for bucket, whole in zip(some, wholes, strict=True):
+                for index in self._members(bucket):
+                    view = views[index]
+                    start = whole.storage_offset() + view.storage_offset()
+                    yield index, whole.as_strided(view.shape, view.stride(), start)
 
     def _own_part(self, flat: Tensor) -> Tensor:
         group = self._options.group.get()

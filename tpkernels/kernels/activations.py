@@ -1,4 +1,4 @@
-"""Activations between linear layers: their names, what they mean, and the torch oracles.
+"""Activations between linear layers: what their names mean, and the torch oracles.
 
 With s = sigmoid and Φ, φ the distribution and density of the standard normal:
 
@@ -15,18 +15,14 @@ A gated unit (GLU) is f(g) * u with f = silu (`swiglu`) or gelu (`geglu`, `geglu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Activation = Literal["none", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-
-Glu = Literal["swiglu", "geglu", "geglu_tanh"]
-GATE_OF: Mapping[Glu, Activation] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+from tpkernels.kernels.activation_names import ACTIVATIONS as ACTIVATIONS
+from tpkernels.kernels.activation_names import GATE_OF as GATE_OF
+from tpkernels.kernels.activation_names import Activation as Activation
+from tpkernels.kernels.activation_names import Glu as Glu
 
 
 def require_activation(launcher: str, activation: str) -> None:

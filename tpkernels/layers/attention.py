@@ -16,6 +16,7 @@ from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.qkv import ParallelQKV
 from tpkernels.layers.rotary import Rotation, rotate, rotation
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.topology.heads import head_size_of, require_heads
 
 
 class ParallelAttention(nn.Module):
@@ -57,8 +58,8 @@ class ParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_size = _head_size(hidden_size, num_heads, head_size, rotary)
-        _require_heads(num_heads, num_kv_heads, self.head_size, tensor_world(state).size)
+        self.head_size = head_size_of(hidden_size, num_heads, head_size, rotary=rotary)
+        require_heads(num_heads, num_kv_heads, self.head_size, tensor_world(state).size)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.rotary_base = rotary_base if rotary else None
         self.causal = causal
@@ -152,38 +153,3 @@ def _and_before(mask: Tensor, tokens: int) -> Tensor:
     """`mask` where a token is not after the one that attends to it."""
     before = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
     return mask & before if mask.dtype == torch.bool else mask.masked_fill(~before, -torch.inf)
-
-
-def _head_size(hidden_size: int, num_heads: int, head_size: int | None, rotary: bool) -> int:
-    if num_heads < 1:
-        raise ValueError(f"num_heads: expected at least one head, got {num_heads}")
-    if head_size is None:
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size: expected a multiple of num_heads {num_heads}, got {hidden_size}; or pass "
-                "head_size"
-            )
-        head_size = hidden_size // num_heads
-    if head_size < 1 or (rotary and head_size % 2):
-        raise ValueError(
-            f"head_size: expected {'an even' if rotary else 'a positive'} number"
-            f"{' with rotary, which turns pairs of features' if rotary else ''}, got {head_size}"
-        )
-    return head_size
-
-
-def _require_heads(heads: int, kv_heads: int, head_size: int, ranks: int) -> None:
-    if heads % ranks:
-        raise ValueError(f"num_heads: expected a multiple of the {ranks} tensor-parallel ranks, got {heads}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"num_kv_heads: expected a divisor of num_heads {heads}, got {kv_heads}")
-    if kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(
-            f"num_kv_heads: expected a multiple or a divisor of the {ranks} tensor-parallel ranks, got "
-            f"{kv_heads}"
-        )
-    if kv_heads * head_size % ranks:
-        raise ValueError(
-            f"num_kv_heads: expected features that the {ranks} tensor-parallel ranks divide, got {kv_heads} "
-            f"heads of {head_size}"
-        )

@@ -58,7 +58,8 @@ class ParallelQKV(nn.Module):
         features_first = part.movedim(-1, 0).contiguous()
         heads = gather_from_sequence_region(features_first, self.world.group)
         own = self.world.rank * self.num_kv_heads // self.world.size
-        return heads[own * self.head_size :][: self.head_size].movedim(0, -1)
+        one = heads[own * self.head_size :][: self.head_size].movedim(0, -1)
+        return one.contiguous()  # fused attention asks for it; and the others' heads need not be kept
 
 
 def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:

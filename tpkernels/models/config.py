@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tpkernels.layers.block import Norm
-from tpkernels.ops.activations import Activation, Glu
+if TYPE_CHECKING:  # sizes alone need no torch
+    from tpkernels.layers.block import Norm
+    from tpkernels.ops.activations import Activation, Glu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,17 +15,8 @@ import torch.distributed as dist
 
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import GATE_OF
+from tpkernels.planning.gpus import GPUS
 from tpkernels.training.trainer import StepReport, TrainConfig
-
-# Dense products of bfloat16, by the data sheet; variants with other clocks have other names.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-}
 
 
 def flops_per_token(model: GPTConfig, tokens: int) -> int:
@@ -44,7 +35,8 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of the device at its best, where a data sheet says so of this dtype."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    return next((gpu.flops for gpu in GPUS.values() if gpu.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,7 @@ class Speed:
 
     @staticmethod
     def of_run(config: TrainConfig, device: torch.device, peak_tflops: float | None) -> Speed:
-        """peak_tflops: where the user knows better than `PEAK_FLOPS`"""
+        """peak_tflops: where the user knows better than data sheets"""
         peak = known_peak(device, config.dtype) if peak_tflops is None else 1e12 * peak_tflops
         return Speed(flops_per_token(config.model, config.tokens), dist.get_world_size(), peak)
 

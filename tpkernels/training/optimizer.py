@@ -48,8 +48,8 @@ class ShardedAdamW:
         )
         self._shards = [nn.Parameter(shard.float()) for shard in self.buckets.parameter_shards()]
         first = state.rank_in("tp") == 0
-        self._counts = self._marks(lambda p: first or Attributes.of(p).tensor_model_parallel)
-        self._decays = self._marks(lambda p: p.ndim > 1)
+        self._counted = self._runs(lambda p: first or Attributes.of(p).tensor_model_parallel)
+        self._decaying = self._runs(lambda p: p.ndim > 1)
         self._weight_decay = weight_decay
         self._adam = torch.optim.AdamW(self._shards, lr=0.0, betas=betas, eps=eps, weight_decay=0.0)
 
@@ -70,9 +70,10 @@ class ShardedAdamW:
         if not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm}: the step is not taken")
         scale = min(1.0, max_norm / (norm + 1e-6))
-        for shard, gradient, decays in zip(self._shards, gradients, self._decays, strict=True):
+        for shard, gradient, decaying in zip(self._shards, gradients, self._decaying, strict=True):
             shard.grad = gradient.mul_(scale)
-            shard.mul_(1 - learning_rate * self._weight_decay * decays)
+            for run in decaying:
+                shard[run].mul_(1 - learning_rate * self._weight_decay)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
@@ -122,18 +123,28 @@ class ShardedAdamW:
                     self._adam.state[shard][key] = value
         self.buckets.gather_parameters(self._shards)
 
-    def _marks(self, holds: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """For each element of the shards 1 where its parameter is one of those, else 0."""
-        return self.buckets.cut(
-            [torch.full(p.shape, float(holds(p)), device=p.device) for _, p in self._named]
+    def _runs(self, holds: Callable[[nn.Parameter], bool]) -> list[list[slice]]:
+        """Of each shard the elements of those parameters. A mark for each element would be as large."""
+        marks = self.buckets.cut(
+            [torch.tensor(holds(p), device=p.device).expand(p.shape) for _, p in self._named]
         )
+        return [_runs_of(mark) for mark in marks]
 
     @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """Over the whole model: shards of all data ranks, parts of all tensor ranks, copies once."""
         square = torch.zeros(1, dtype=torch.float64, device=gradients[0].device)
-        for gradient, counts in zip(gradients, self._counts, strict=True):
-            square += (gradient.double().square() * counts).sum()
+        for gradient, counted in zip(gradients, self._counted, strict=True):
+            for run in counted:
+                square += torch.linalg.vector_norm(gradient[run], dtype=torch.float64).square()
         for kind in ("dp", "tp"):
             square = from_all_ranks(square, self._state.process_group(kind)).sum(0)
         return float(square.sqrt())
+
+
+def _runs_of(mark: Tensor) -> list[slice]:
+    """Where it is true."""
+    values, lengths = mark.unique_consecutive(return_counts=True)
+    stops = lengths.cumsum(0).tolist()
+    runs = zip(values.tolist(), lengths.tolist(), stops, strict=True)
+    return [slice(stop - length, stop) for value, length, stop in runs if value]

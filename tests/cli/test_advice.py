@@ -1,0 +1,168 @@
+"""`python -m tpkernels plan --model`, as a user types it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tpkernels.cli import main
+
+USUAL = ["plan", "--model", "llama3-70b", "--gpus", "64", "--gpu", "h100"]
+ROW = re.compile(r"^ +(\d+) +(\d+) +(\d+) ( +[\d.]+){10}( +lacks [\d.]+ GB)?$", re.MULTILINE)
+
+
+def rows(printed):
+    """(layout, numbers, whether it fits) of each line of the table"""
+    found = []
+    for match in ROW.finditer(printed):
+        words = match.group().split()
+        numbers = [float(word) for word in words[3:13]]
+        found.append((tuple(map(int, words[:3])), numbers, match.group(5) is None))
+    return found
+
+
+def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
+    assert main(USUAL) == 0
+    printed = capsys.readouterr().out
+    table = rows(printed)
+    assert table
+    for (tensor, pipeline, data), numbers, fits in table:
+        weights, gradients, optimizer, activations, update, peak, compute, exposed, bubble, step = numbers
+        assert tensor * pipeline * data == 64
+        assert fits
+        assert peak <= 80 * 0.9
+        assert peak == pytest.approx(weights + gradients + optimizer + max(activations, update), abs=0.3)
+        assert step == pytest.approx(compute + exposed + bubble, abs=0.002)
+    assert [row[1][-1] for row in table] == sorted(row[1][-1] for row in table)
+    assert re.search(r"\d+ do not fit, of which tp=\d+ pp=\d+ dp=\d+ lacks least: \d+\.\d GB", printed)
+    assert "Predicted from sizes; nothing was measured." in printed
+    assert "products reach 0.50 of 989 TFLOPS (--efficiency)" in printed
+    assert "pp: groups are planned, the trainer does not run it" in printed
+
+
+def test_all_lists_those_that_do_not_fit_after_the_others(capsys):
+    main(USUAL)
+    few = rows(capsys.readouterr().out)
+    assert main([*USUAL, "--all", "--top", "1"]) == 0
+    every = rows(capsys.readouterr().out)
+    assert every[: len(few)] == few
+    assert len(every) > len(few)
+    assert not any(fits for _, _, fits in every[len(few) :])
+
+
+def test_top_says_how_many_more_fit(capsys):
+    main([*USUAL, "--top", "2"])
+    printed = capsys.readouterr().out
+    assert len(rows(printed)) == 2
+    assert re.search(r"^\d+ more fit \(--top \d+\)$", printed, re.MULTILINE)
+
+
+def test_what_the_trainer_can_run_is_named_where_stages_are_better(capsys):
+    main(USUAL)
+    assert re.search(r"; best without: tp=8 pp=1 dp=8, which lacks \d+\.\d GB\n$", capsys.readouterr().out)
+    main([*USUAL, "--recompute", "full", "--efficiency", "0.9"])
+    printed = capsys.readouterr().out
+    flat = next(numbers for layout, numbers, _ in rows(printed) if layout[1] == 1)
+    assert printed.endswith(f"; best without: tp=8 pp=1 dp=8, {flat[-1]:.3f} s\n")
+    main(["plan", "--model", "gpt2-small", "--gpus", "8"])
+    assert capsys.readouterr().out.endswith("the trainer does not run it\n")
+
+
+def test_nothing_fits(capsys):
+    assert main(["plan", "--model", "gpt3-175b", "--gpus", "8", "--gpu", "a100"]) == 1
+    printed = capsys.readouterr().out
+    assert "no layout fits" in printed
+    assert "lacks least" in printed
+    assert not rows(printed)
+
+
+def test_json_holds_what_is_printed_and_more(tmp_path, capsys):
+    path = tmp_path / "advice.json"
+    assert main([*USUAL, "--json", str(path)]) == 0
+    table = rows(capsys.readouterr().out)
+    whole = json.loads(path.read_text())
+    assert whole["machine"]["efficiency"] == 0.5
+    assert whole["job"]["model"]["hidden_size"] == 8192
+    fitting = [found for found in whole["layouts"] if found["fits"]]
+    assert len(fitting) == len(table) < len(whole["layouts"])
+    for found, (layout, numbers, _) in zip(fitting, table, strict=True):
+        assert tuple(found["layout"].values()) == layout
+        assert [size / 1e9 for size in found["bytes"].values()] == pytest.approx(numbers[:6], abs=0.06)
+        assert list(found["seconds"].values()) == pytest.approx(numbers[6:], abs=0.0006)
+    assert all(set(found) == {"layout", "reason"} for found in whole["impossible"])
+
+
+OPTIONS = {
+    "tokens": ["--tokens", "4096"],
+    "batch": ["--batch", "1024"],
+    "micro_batch": ["--micro-batch", "2"],
+    "full": ["--recompute", "full"],
+    "selective": ["--recompute", "selective"],
+    "whole_tokens": ["--no-sequence-parallel"],
+    "size": ["--size", "num_layers=40", "--size", "activation=gelu"],
+    "nodes": ["--gpus-per-node", "4"],
+    "wide": ["--max-tp", "16", "--size", "num_kv_heads=16"],
+    "efficiency": ["--efficiency", "0.6"],
+    "links": ["--link-efficiency", "0.5"],
+    "gpu": ["--gpu", "h200"],
+    "reserve": ["--reserve", "0.02"],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_every_option_changes_the_table(options, capsys):
+    main([*USUAL, "--all"])
+    usual = rows(capsys.readouterr().out)
+    main([*USUAL, "--all", *options])
+    assert rows(capsys.readouterr().out) != usual
+
+
+BAD = {
+    "model": (["--model", "llama9"], "model: expected one of gpt2-small, .*llama3-70b, got 'llama9'"),
+    "gpu": (["--gpu", "h1000"], "gpu: expected one of h200, h100, a100, got 'h1000'"),
+    "gpus": (["--gpus", "0"], "gpus: expected at least 1, got 0"),
+    "not_a_number": (["--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+    "max_tp": (["--max-tp", "-1"], "max_tp: expected at least 1, got -1"),
+    "no_ranks": (["--max-tp", "0"], "max_tp: expected at least 1, got 0"),
+    "node": (["--gpus-per-node", "0"], "gpus_per_node: expected at least 1"),
+    "tokens": (["--tokens", "0"], "tokens: expected at least 1, got 0"),
+    "positions": (["--model", "gpt2-xl", "--tokens", "2048"], "tokens: expected at most 1024"),
+    "batch": (["--batch", "0"], "batch: expected at least 1, got 0"),
+    "top": (["--top", "0"], "--top: expected at least 1, got 0"),
+    "size": (["--size", "layers=3"], "layers: a model has no such size; it has vocab_size"),
+    "size_name": (["--size", "name=3"], "name: a model has no such size; it has vocab_size"),
+    "size_of": (["--size", "num_layers"], "--size: expected NAME=VALUE, got 'num_layers'"),
+    "size_value": (["--size", "hidden_size=wide"], "hidden_size: expected a whole number of at least 1"),
+    "heads": (["--size", "num_heads=7"], "hidden_size: expected a multiple of num_heads 7"),
+    "activation": (["--size", "activation=selu"], "activation: expected one of none"),
+    "efficiency": (["--efficiency", "2"], "efficiency: expected more than 0 and at most 1, got 2.0"),
+    "recompute": (["--recompute", "some"], "argument --recompute: invalid choice: 'some'"),
+    "topology": (["--world-size", "8"], "unrecognized arguments: --world-size 8"),
+    "unwritable": (["--json", "/nowhere/a.json"], "No such file or directory"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*USUAL, *arguments])
+    assert exit_.value.code == 2
+    printed, refusal = capsys.readouterr()
+    assert re.match(f"python -m tpkernels plan: error: .*{message}.*\n$", refusal), refusal
+    assert not printed
+
+
+def test_the_number_of_gpus_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model=gpt2-small"])
+    assert "the following arguments are required: --gpus" in capsys.readouterr().err
+
+
+def test_advice_loads_no_torch():
+    program = f"import sys; from tpkernels.cli import main; main({USUAL}); print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.endswith("False\n")

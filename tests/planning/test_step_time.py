@@ -1,0 +1,187 @@
+"""Seconds: what is hidden, what is exposed, and where a group lies."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.planning.shapes import GPT2, LLAMA
+from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.models.config import model_config
+from tpkernels.planning.gpus import GPUS, Gpu, gpu_named
+from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.machine import Machine
+from tpkernels.planning.parameters import parameters_of_stage
+from tpkernels.planning.step_time import exposed, step_time
+from tpkernels.planning.work import Work, message_between_stages
+
+ROUND = Gpu("round numbers", flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
+MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
+JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
+
+
+@pytest.mark.parametrize(
+    ("work", "products", "transfers", "seconds"),
+    [
+        (Work(pieces=4), 8.0, 6.0, 0.0),  # all but the last quarter of the product hide it
+        (Work(pieces=4), 8.0, 7.0, 1.0),
+        (Work(pieces=1), 8.0, 7.0, 7.0),  # one after the other
+        (Work(pieces=4), 0.0, 7.0, 7.0),  # nothing to hide behind
+        (Work(pieces=4, ends_with_sum=True), 80.0, 8.0, 2.0),  # the last chunk, however long the product
+        (Work(pieces=4, ends_with_sum=True), 8.0, 12.0, 6.0),
+        (Work(pieces=4, ends_with_sum=True), 8.0, 0.0, 0.0),
+    ],
+)
+def test_products_hide_transfers_but_for_a_piece(work, products, transfers, seconds):
+    assert exposed(work, products, transfers) == seconds
+
+
+def simulated(products, transfers, pieces, kind):
+    """A gather or a reduce-scatter, piece by piece: one at a time is computed, and one transferred."""
+    computing, moving = products / pieces, transfers / pieces
+    computed = moved = 0.0
+    for _ in range(pieces):
+        if kind == "gather":
+            moved += moving
+            computed = max(computed, moved) + computing
+        else:
+            computed += computing
+            moved = max(moved, computed) + moving
+    return max(computed, moved)
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+@pytest.mark.parametrize(("products", "transfers"), [(4.0, 8.0), (1.0, 9.0), (3.0, 3.0)])
+def test_the_formula_is_what_pieces_do(kind, products, transfers):
+    """Where transfers take no less than products. Where they take less, own rows hide the rest of them."""
+    for pieces in (1, 2, 8):
+        expected = products + exposed(Work(pieces=pieces), products, transfers)
+        assert simulated(products, transfers, pieces, kind) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "exchanging", "circling"),
+    [
+        (1, 1, 0, 0),
+        (8, 1, 1 / 100e9, 1 / 100e9),  # one node
+        (4, 2, 1 / 100e9, 1 / 100e9),
+        (16, 1, 8 / 15 / 10e9, 1 / 80e9),  # 8 of 15 others are in the other node; 8 adapters for a ring
+        (4, 8, 1 / 10e9, 1 / 10e9),  # each in a node of its own
+        (4, 4, 2 / 3 / 10e9, 1 / 20e9),  # two in a node
+        (2, 16, 1 / 10e9, 1 / 10e9),
+    ],
+)
+def test_bytes_go_over_the_links_that_a_group_has(size, stride, exchanging, circling):
+    assert MACHINE.exchanging(1.0, size, stride) == pytest.approx(exchanging)
+    assert MACHINE.circling(1.0, size, stride) == pytest.approx(circling)
+
+
+def test_a_message_to_the_next_stage_takes_the_slowest_link():
+    assert MACHINE.handing_on(1.0, size=2, stride=4) == 1 / 100e9
+    assert MACHINE.handing_on(1.0, size=4, stride=4) == 1 / 10e9  # the second and third in two nodes
+    assert replace(MACHINE, link_efficiency=0.5).handing_on(1.0, size=2, stride=4) == 2 / 100e9
+
+
+def test_bubble_is_a_share_of_stages_and_micro_batches():
+    for stages in (1, 2, 4):
+        time = step_time(JOB, Layout(1, stages, 1), MACHINE)
+        count = JOB.micro_batches(Layout(1, stages, 1))
+        turn = time.bubble / max(1, stages - 1)
+        assert time.bubble == pytest.approx(
+            (stages - 1) / (count + stages - 1) * (count * turn + time.bubble)
+        )
+        assert (time.bubble == 0) == (stages == 1)
+        assert time.total == time.compute + time.exposed + time.bubble
+    few = replace(JOB, batch=4)
+    one, four = (step_time(few, Layout(1, stages, 1), MACHINE) for stages in (1, 4))
+    assert four.bubble > 0.7 * four.compute  # 3 turns of 4 + 3
+    assert four.compute < one.compute
+
+
+def test_a_rank_alone_exposes_nothing_and_computes_six_flops_a_parameter_and_token():
+    model = model_config("llama3-8b")
+    job = Job(model=model, tokens=8192, batch=4)
+    time = step_time(job, Layout(1, 1, 1), MACHINE)
+    assert (time.exposed, time.bubble) == (0, 0)
+    matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 128256 * 4096
+    attention = 32 * 3.5 * 2 * 8192 * 4096
+    assert time.compute == pytest.approx(4 * 8192 * (6 * matrices + attention) / 1e12)
+
+
+def test_more_of_each_link_and_of_the_peak_is_faster():
+    job, layout = Job(model=model_config("llama3-8b"), tokens=8192, batch=32), Layout(8, 2, 2)
+    usual = step_time(job, layout, MACHINE)
+    assert step_time(job, layout, replace(MACHINE, efficiency=0.5)).compute == 2 * usual.compute
+    for change in ({"link_efficiency": 0.5}, {"gpus_per_node": 4}):
+        assert step_time(job, layout, replace(MACHINE, **change)).exposed > usual.exposed
+
+
+def test_recomputation_costs_time():
+    times = [
+        step_time(replace(JOB, recompute=recompute), Layout(2, 1, 2), MACHINE).compute
+        for recompute in ("none", "selective", "full")
+    ]
+    assert times == sorted(set(times))
+
+
+def test_messages_between_stages_are_exposed_there_and_back():
+    message = 64 * 64 * 2
+    assert step_time(JOB, Layout(1, 2, 1), MACHINE).exposed == pytest.approx(16 * 2 * message / 100e9)
+    assert message_between_stages(JOB, 2) == message / 2
+    assert message_between_stages(replace(JOB, sequence_parallel=False), 2) == message
+
+
+def test_gradients_and_weights_travel_once_a_step():
+    """Of a model that fits into one bucket, which no backward hides."""
+    count = parameters_of_stage(JOB, Layout(1, 1, 2), 0).total
+    for batch in (2, 16):
+        time = step_time(replace(JOB, batch=batch), Layout(1, 1, 2), MACHINE)
+        assert time.exposed == pytest.approx((4 + 2) * count / 2 / 100e9)
+    large = Job(model=model_config("llama3-8b"), tokens=8192, batch=2)
+    count = parameters_of_stage(large, Layout(1, 1, 2), 0).total
+    hidden = step_time(large, Layout(1, 1, 2), MACHINE).exposed * 100e9 - 2 * count / 2
+    assert hidden == pytest.approx(4 * count / 2 / (4 * count // (4 * 128256 * 4096)))  # the last bucket
+
+
+def test_gradients_of_copies_travel_once_a_step():
+    few, many = (
+        step_time(
+            Job(model=GPT2.with_sizes(max_positions=positions), tokens=64, batch=16), Layout(2, 1, 1), MACHINE
+        )
+        for positions in (64, 1064)
+    )
+    assert many.exposed - few.exposed == pytest.approx(2 * 4 * 1000 * 64 / 2 / 100e9)
+
+
+def test_copies_of_a_table_are_summed_between_stages():
+    tied, untied = (
+        step_time(Job(model=GPT2.with_sizes(tied=tied), tokens=64, batch=16), Layout(1, 2, 1), MACHINE)
+        for tied in (True, False)
+    )
+    assert tied.exposed - untied.exposed == pytest.approx(4 * 250 * 64 / 100e9)
+    assert tied.compute == untied.compute
+
+
+def test_data_sheets():
+    assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
+    for gpu in GPUS.values():
+        assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
+    assert MOST_CHUNKS > 1
+    with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):
+        gpu_named("h1000")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"gpus_per_node": 0},
+        {"efficiency": 0.0},
+        {"efficiency": 1.1},
+        {"link_efficiency": math.nan},
+        {"reserve": 1.0},
+        {"reserve": -0.1},
+    ],
+)
+def test_assumptions_that_cannot_be_are_told(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected"):
+        replace(MACHINE, **bad)

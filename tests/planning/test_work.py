@@ -1,0 +1,170 @@
+"""Products and transfers are counted as torch counts them in a real step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.layers.worlds import posing
+from tests.planning.shapes import LLAMA, MODELS
+from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
+from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.parameters import parameters_of_stage
+from tpkernels.planning.step_time import gradient_bytes, marked_bytes, update_bytes
+from tpkernels.planning.work import FlopsOfBlock, block_backward, block_forward, embedding_work, head_work
+from tpkernels.training.trainer import TrainConfig, Trainer
+
+TOKENS, BATCH = 32, 4
+
+
+class Wire(TorchDispatchMode):
+    """Counts what this rank sends; rings send (ranks - 1) / ranks of a whole.
+
+    Whole numbers are descriptions, which ranks compare: they do not count.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            leaves = tree_leaves(args)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            sizes = [0, *(tensor.nbytes for tensor in tensors if tensor.is_floating_point())]
+            (group,) = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)][:1]
+            ranks = torch.distributed.ProcessGroup.unbox(group).size()
+            rounds = {"send": 1, "recv_": 0, "allreduce_": 2 * (ranks - 1) / ranks}
+            self.sent += max(sizes) * rounds.get(function._opname, (ranks - 1) / ranks)
+        return function(*args, **(kwargs or {}))
+
+
+def job_of(model, **options):
+    return Job(**{"model": model, "tokens": TOKENS, "batch": BATCH, "micro_batch": BATCH, **options})
+
+
+def of_a_micro_batch(job, tensor):
+    """All work of a whole model."""
+    blocks = (block_forward(job, tensor) + block_backward(job, tensor)) * job.model.num_layers
+    return blocks + embedding_work(job, tensor) + head_work(job, tensor)
+
+
+def sent_by_models(names, all_options):
+    """(what a forward and backward sends, what is predicted), where these differ"""
+    ranks = torch.distributed.get_world_size()
+    initialize_model_parallel(ranks)
+    ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
+    found = {}
+    for name in names:
+        for options in all_options:
+            model = GPT(MODELS[name], **options)
+            with Wire() as wire:
+                model(ids, ids).backward()
+            works = of_a_micro_batch(job_of(MODELS[name], element=4, **options), ranks)
+            expected = sum(work.sent for work in works)
+            if wire.sent != expected:
+                found[name, str(options)] = wire.sent, expected
+    return found
+
+
+OPTIONS = [
+    {"sequence_parallel": True, "recompute": "none"},
+    {"sequence_parallel": False, "recompute": "selective"},
+    {"sequence_parallel": True, "recompute": "full"},
+    {"sequence_parallel": False, "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "options"),
+    [(2, ["llama", "gpt2"], OPTIONS), (4, ["llama"], OPTIONS[1:3])],  # on four a head is shared
+)
+def test_a_micro_batch_sends_what_is_predicted(ranks, names, options, request):
+    for found in request.getfixturevalue(f"ranks{ranks}").run(sent_by_models, names, options):
+        assert found == {}
+
+
+def sent_by_a_step(sizes, options, text):
+    state = create_parallel_state(plan_groups(world_size=2, **sizes))
+    config = TrainConfig(
+        model=LLAMA.with_sizes(vocab_size=256),
+        data=text,
+        steps=3,
+        batch=BATCH,
+        tokens=TOKENS,
+        accumulate=2,
+        dtype=torch.bfloat16,
+        **options,
+    )
+    trainer = Trainer(config, state, torch.device("cpu"))
+    trainer.step()  # in which buckets learn their order
+    with Wire() as wire:
+        trainer.step()
+    return wire.sent
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel"),
+    [({"tensor": 2}, True), ({"tensor": 2}, False), ({"tensor": 1}, False)],
+    ids=["tp2_split", "tp2", "dp2"],
+)
+def test_a_step_sends_what_is_predicted(sizes, sequence_parallel, ranks2, tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(32, 120)) * 20)
+    layout = Layout(sizes["tensor"], 1, 2 // sizes["tensor"])
+    job = job_of(
+        LLAMA.with_sizes(vocab_size=256),
+        sequence_parallel=sequence_parallel,
+        micro_batch=BATCH // layout.data // 2,
+    )
+    parameters = parameters_of_stage(job, layout, 0)
+    assert job.micro_batches(layout) == 2
+    expected = 2 * sum(work.sent for work in of_a_micro_batch(job, layout.tensor))
+    expected += marked_bytes(job, layout, parameters)
+    expected += gradient_bytes(layout, parameters) + update_bytes(job, layout, parameters)
+    options = {"sequence_parallel": sequence_parallel}
+    for sent in ranks2.run(sent_by_a_step, sizes, options, str(tmp_path / "text")):
+        assert 0 <= sent - expected <= 1024  # norms and losses, 8 bytes each; ends of buckets
+
+
+# torch counts the product that makes a new tensor, but not the one that adds to an old one
+IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_those_that_torch_counts(name, recompute):
+    model, ids = MODELS[name], torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
+    job = job_of(model, recompute=recompute)
+    with posing(0, 1), sdpa_kernel(SDPBackend.MATH):
+        real = GPT(model, recompute=recompute)
+        with FlopCounterMode(display=False) as forward:
+            real.hidden(ids)
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as step:
+            real(ids, ids).backward()
+    of_attention = FlopsOfBlock.of(job, 1).attention * model.num_layers
+    scores = forward.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert scores == 2 * of_attention  # torch counts scores that are masked, too
+    times = {"none": 3.5, "selective": 4.5, "full": 4.5}[recompute]
+    products = step.get_flop_counts()["Global"]
+    dense = sum(count for op, count in products.items() if "mm" in str(op) and "bmm" not in str(op))
+    assert dense == sum(work.flops for work in of_a_micro_batch(job, 1)) - times * of_attention
+
+
+def test_ranks_share_the_products():
+    job = job_of(LLAMA.with_sizes(vocab_size=256))
+    alone, shared = (sum(work.flops for work in of_a_micro_batch(job, ranks)) for ranks in (1, 4))
+    assert shared == alone / 4
+
+
+def test_pieces_are_those_that_the_library_cuts():
+    large = replace(job_of(LLAMA), tokens=65536, micro_batch=1)  # 8 MiB of rows
+    gather, *_, down = block_forward(large, 2)
+    assert (gather.pieces, gather.ends_with_sum) == (8, False)  # four of each rank's shard
+    assert (down.pieces, down.ends_with_sum) == (8, False)
+    *_, down = block_forward(replace(large, sequence_parallel=False), 2)
+    assert (down.pieces, down.ends_with_sum) == (4, True)
+    assert block_forward(job_of(LLAMA), 2)[0].pieces == 2  # too small to be cut

@@ -1,0 +1,69 @@
+"""All layouts of so many GPUs for a job: those that fit, fastest first, and what becomes of the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpkernels.planning.job import Job, Layout, layouts
+from tpkernels.planning.machine import Machine
+from tpkernels.planning.memory import Memory, memory_of
+from tpkernels.planning.step_time import StepTime, step_time
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a layout takes."""
+
+    layout: Layout
+    memory: Memory  # on a GPU of the stage that needs most
+    time: StepTime
+    excess: int  # bytes more than there are; below zero what is left
+
+    @property
+    def fits(self) -> bool:
+        return self.excess <= 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "layout": asdict(self.layout),
+            "bytes": {**asdict(self.memory), "peak": self.memory.peak},
+            "seconds": {**asdict(self.time), "step": self.time.total},
+            "excess": self.excess,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Each layout is in one of these."""
+
+    fitting: list[Prediction]  # the fastest first
+    too_large: list[Prediction]  # the least excess first
+    impossible: list[tuple[Layout, str]]  # and what it does not divide
+
+
+def advise(job: Job, machine: Machine, gpus: int, most_tensor: int) -> Advice:
+    for name, count in {"gpus": gpus, "max_tp": most_tensor}.items():
+        if count < 1:
+            raise ValueError(f"{name}: expected at least 1, got {count}")
+    predictions, impossible = [], []
+    for layout in layouts(gpus, most_tensor):
+        try:
+            job.require_split(layout)
+        except ValueError as error:
+            impossible.append((layout, str(error)))
+        else:
+            predictions.append(predict(job, machine, layout))
+    return Advice(
+        fitting=sorted(
+            (found for found in predictions if found.fits), key=lambda p: (p.time.total, p.memory.peak)
+        ),
+        too_large=sorted((found for found in predictions if not found.fits), key=lambda p: p.excess),
+        impossible=impossible,
+    )
+
+
+def predict(job: Job, machine: Machine, layout: Layout) -> Prediction:
+    memory = memory_of(job, layout)
+    return Prediction(layout, memory, step_time(job, layout, machine), memory.peak - machine.usable_memory)

@@ -1,0 +1,63 @@
+"""How fast a machine computes and moves: a share of what data sheets say, by the place of a group in it.
+
+Groups are of every `stride`-th rank, nodes of neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpkernels.planning.gpus import Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A GPU, how many make a node, and what of the data sheet is expected to be reached."""
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+    efficiency: float = 0.5  # of products, and of what lies between them
+    link_efficiency: float = 0.8  # of bytes a second
+    reserve: float = 0.1  # of memory: CUDA, libraries, temporaries, fragments
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node: expected at least 1, got {self.gpus_per_node}")
+        for name in ("efficiency", "link_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected more than 0 and at most 1, got {getattr(self, name)}")
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve: expected 0 or more and less than 1, got {self.reserve}")
+
+    @property
+    def usable_memory(self) -> int:
+        return int(self.gpu.memory * (1 - self.reserve))
+
+    def computing(self, flops: float) -> float:
+        return flops / (self.gpu.flops * self.efficiency)
+
+    def exchanging(self, sent: float, size: int, stride: int) -> float:
+        """Seconds of a rank that sends as many bytes to each other member: ours, point to point.
+
+        size, stride: of the group, whose members are every `stride`-th rank
+        """
+        if size == 1:
+            return 0.0
+        across = sent * (size - self._members_in_node(size, stride)) / (size - 1)
+        return max((sent - across) / self.gpu.nvlink, across / self.gpu.network) / self.link_efficiency
+
+    def circling(self, sent: float, size: int, stride: int) -> float:
+        """Seconds of a ring, where a node's members of the group share their adapters: the backend's."""
+        if size == 1:
+            return 0.0
+        inside = self._members_in_node(size, stride)
+        rate = self.gpu.nvlink if inside == size else min(self.gpu.nvlink, inside * self.gpu.network)
+        return sent / rate / self.link_efficiency
+
+    def handing_on(self, sent: float, size: int, stride: int) -> float:
+        """Seconds from a member to the next, where it is farthest."""
+        inside = self._members_in_node(size, stride) == size
+        return sent / (self.gpu.nvlink if inside else self.gpu.network) / self.link_efficiency
+
+    def _members_in_node(self, size: int, stride: int) -> int:
+        return min(size, max(1, self.gpus_per_node // stride))

@@ -1,0 +1,109 @@
+"""Bytes on a rank: what a run holds all the time, and what it holds between forward and backward.
+
+P parameters on the rank, D data-parallel ranks, e bytes an element:
+
+    weights       e P
+    gradients     4 P            fp32 sums, in buckets
+    optimizer     12 P / D       two states and a copy of the weights in fp32
+    activations   of each micro-batch in flight: what its blocks keep, ids, positions, and the loss
+    update        4 P / D        square roots in AdamW, when no activations are left
+
+Not counted: what pads buckets, less than 64 elements a parameter and 64 D a bucket; what an operator or a
+transfer holds for a moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.parameters import parameters_of_stage, table_elements
+
+GRADIENT = 4  # bytes of a sum of gradients
+OPTIMIZER = 12  # of exp_avg, exp_avg_sq and the copy of a weight
+ROOT = 4  # of exp_avg_sq's root, which torch takes of many tensors at once
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on a rank of one stage."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update)
+
+
+def memory_of(job: Job, layout: Layout) -> Memory:
+    """Of the stage that needs most."""
+    return max(
+        (memory_of_stage(job, layout, stage) for stage in range(layout.pipeline)), key=lambda m: m.peak
+    )
+
+
+def memory_of_stage(job: Job, layout: Layout, stage: int) -> Memory:
+    count, data = parameters_of_stage(job, layout, stage).total, layout.data
+    return Memory(
+        weights=job.element * count,
+        gradients=GRADIENT * count,
+        optimizer=OPTIMIZER * count // data,
+        activations=activations_of_stage(job, layout, stage),
+        update=ROOT * count // data,
+    )
+
+
+def activations_of_stage(job: Job, layout: Layout, stage: int) -> int:
+    """With as many micro-batches in flight as one forward, one backward in turn has on this stage."""
+    in_flight = min(layout.pipeline - stage, job.micro_batches(layout))
+    blocks = job.model.num_layers // layout.pipeline
+    held = blocks * kept_by_block(job, layout.tensor) + kept_by_rotation(job)
+    if stage == 0:
+        held += 8 * job.tokens_at_once()  # ids
+    if stage == layout.pipeline - 1:
+        held += kept_by_head(job, layout.tensor)
+    return in_flight * held + recomputed_at_once(job, layout.tensor)
+
+
+def kept_by_block(job: Job, tensor: int) -> int:
+    """What a block keeps of one micro-batch for backward: the table in docs/models.md."""
+    tokens, hidden, element = job.tokens_at_once(), job.model.hidden_size, job.element
+    own_tokens = tokens // tensor if job.is_split(tensor) else tokens
+    if job.recompute == "full":
+        return own_tokens * hidden * element
+    heads = job.model.num_heads // tensor
+    between = 4 * own_tokens * hidden  # inputs of two norms and of two products
+    # queries, keys, values, and what attention made of them
+    attention = tokens * (2 * heads + 2 * job.kv_heads_of_rank(tensor)) * job.head_size
+    mlp = tokens * job.ups * job.ffn // tensor
+    sums = 0 if job.recompute == "selective" else tokens * heads
+    return (between + attention + mlp) * element + 4 * sums + 2 * _kept_statistics(job, own_tokens)
+
+
+def kept_by_rotation(job: Job) -> int:
+    """Sines and cosines of all positions, once for all blocks of a forward."""
+    return 0 if job.model.max_positions else 4 * job.tokens * job.head_size
+
+
+def kept_by_head(job: Job, tensor: int) -> int:
+    """The input of the last norm, and the gradients that the loss has computed in forward already."""
+    tokens, hidden = job.tokens_at_once(), job.model.hidden_size
+    own_tokens = tokens // tensor if job.is_split(tensor) else tokens
+    of_loss = tokens * hidden * job.element + 4 * table_elements(job, tensor) + 4  # 4: what a token counts
+    return own_tokens * hidden * job.element + _kept_statistics(job, own_tokens) + of_loss
+
+
+def recomputed_at_once(job: Job, tensor: int) -> int:
+    """What backward holds of the one block that it has computed again."""
+    if job.recompute != "full":
+        return 0
+    return kept_by_block(replace(job, recompute="none"), tensor) - kept_by_block(job, tensor)
+
+
+def _kept_statistics(job: Job, own_tokens: int) -> int:
+    """Of a norm, in fp32."""
+    return 4 * own_tokens * (2 if job.model.norm == "layer_norm" else 1)

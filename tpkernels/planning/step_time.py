@@ -1,0 +1,127 @@
+"""Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
+
+A gather in n pieces begins with the rank's own rows, and the product of the last piece waits for all others;
+a reduce-scatter sends its first piece when that is computed. Both take
+
+    max(products, transfers + products / n)     so that  max(0, transfers - products (1 - 1/n))  is exposed.
+
+An all-reduce in n chunks reduces one while it computes the next, and the last when all is computed: at least
+transfers / n is exposed. So it is with gradients: buckets travel during the last backward, the last bucket
+after it. A pipeline of p stages that takes one forward and one backward in turn computes m micro-batches in
+m + p - 1 turns of its slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tpkernels.comm.bucket_sizes import DEFAULT_BUCKET_BYTES
+from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.machine import Machine
+from tpkernels.planning.memory import GRADIENT
+from tpkernels.planning.parameters import Parameters, parameters_of_stage, table_elements
+from tpkernels.planning.work import (
+    Work,
+    block_backward,
+    block_forward,
+    embedding_work,
+    head_work,
+    message_between_stages,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step."""
+
+    compute: float
+    exposed: float  # transfers that nothing hides
+    bubble: float  # waiting for other stages
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.bubble
+
+
+def exposed(work: Work, products: float, transfers: float) -> float:
+    """Seconds of transfers that products do not hide."""
+    late = max(0.0, transfers - products * (1 - 1 / work.pieces))
+    return max(late, transfers / work.pieces) if work.ends_with_sum else late
+
+
+def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
+    stages = layout.pipeline
+    turns = [_turn(job, layout, machine, stage) for stage in range(stages)]
+    compute, waiting = max(turns, key=sum)
+    once = max(_once_a_step(job, layout, machine, stage) for stage in range(stages))
+    count = job.micro_batches(layout)
+    return StepTime(
+        compute=count * compute,
+        exposed=count * waiting + once + _tied_table(job, layout, machine),
+        bubble=(stages - 1) * (compute + waiting),
+    )
+
+
+def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float, float]:
+    """Of one micro-batch on a stage, forward and backward: seconds of products, and of waiting for rows."""
+    tensor, stages = layout.tensor, layout.pipeline
+    block = block_forward(job, tensor) + block_backward(job, tensor)
+    compute, waiting = _seconds(block, machine, tensor)
+    blocks = job.model.num_layers // stages
+    ends = (embedding_work(job, tensor) if stage == 0 else []) + (
+        head_work(job, tensor) if stage == stages - 1 else []
+    )
+    compute_at_end, waiting_at_end = _seconds(ends, machine, tensor)
+    if stages > 1:  # a message comes while another goes, once forward and once back
+        message = message_between_stages(job, tensor)
+        waiting_at_end += 2 * machine.handing_on(message, stages, tensor * layout.data)
+    return blocks * compute + compute_at_end, blocks * waiting + waiting_at_end
+
+
+def _seconds(works: Iterable[Work], machine: Machine, tensor: int) -> tuple[float, float]:
+    compute = waiting = 0.0
+    for work in works:
+        products = machine.computing(work.flops)
+        compute += products
+        waiting += exposed(work, products, machine.exchanging(work.sent, tensor, 1))
+    return compute, waiting
+
+
+def gradient_bytes(layout: Layout, parameters: Parameters) -> float:
+    """What a rank sends to reduce gradients over data-parallel ranks."""
+    return GRADIENT * parameters.total * (layout.data - 1) / layout.data
+
+
+def update_bytes(job: Job, layout: Layout, parameters: Parameters) -> float:
+    """What it sends to give its new weights to the others."""
+    return job.element * parameters.total * (layout.data - 1) / layout.data
+
+
+def marked_bytes(job: Job, layout: Layout, parameters: Parameters) -> float:
+    """What it sends to sum gradients of copies, of which tensor-parallel ranks have seen their own tokens."""
+    if not job.is_split(layout.tensor):
+        return 0.0
+    return 2 * GRADIENT * parameters.marked * (layout.tensor - 1) / layout.tensor
+
+
+def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> float:
+    """Seconds of transfers that follow the last backward of a stage, or outlast it."""
+    tensor, data = layout.tensor, layout.data
+    parameters = parameters_of_stage(job, layout, stage)
+    backward, _ = _seconds(block_backward(job, tensor), machine, tensor)
+    backward *= job.model.num_layers // layout.pipeline
+    last_bucket = max(DEFAULT_BUCKET_BYTES, GRADIENT * table_elements(job, tensor) if stage == 0 else 0)
+    buckets = max(1, GRADIENT * parameters.total // last_bucket)
+    reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
+    gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)
+    summing = machine.circling(marked_bytes(job, layout, parameters), tensor, 1)
+    return exposed(Work(pieces=buckets, ends_with_sum=True), backward, reducing) + gathering + summing
+
+
+def _tied_table(job: Job, layout: Layout, machine: Machine) -> float:
+    """Seconds in which first and last stage sum the gradients of the table that both hold."""
+    if not job.model.tied or layout.pipeline == 1:
+        return 0.0
+    stride = layout.tensor * layout.data * (layout.pipeline - 1)
+    return machine.handing_on(GRADIENT * table_elements(job, layout.tensor), 2, stride)
