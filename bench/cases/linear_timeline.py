@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, Span, chrome_trace, pieces_received, to_svg
-from tpkernels.comm.schedule import cut, parts_of_shard
+from tpkernels.comm.schedule import gather_swaps, parts_of_shard
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.tuning import torch_steps
 
@@ -104,7 +104,7 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     done.set()
     watcher.join()
     shard_bytes = TOKENS // 2 * IN * 4
-    pieces = cut(TOKENS, 2, 1 - rank, parts_of_shard(shard_bytes))
+    pieces = [swap.received for swap in gather_swaps(TOKENS, 2, rank, parts_of_shard(shard_bytes))]
     return spans + pieces_received(rank, samples, [piece.stop - piece.start for piece in pieces])
 
 

@@ -18,8 +18,10 @@ from tpkernels.comm.schedule import (
     cut,
     even_parts,
     first_tile,
+    gather_swaps,
     parts_of_shard,
     peers_by_step,
+    reduce_swaps,
     reusable_after,
     slot_of,
     tile_order,
@@ -50,7 +52,7 @@ def arrivals(ranks: int, rank: int) -> list[int]:
 
 def test_chunks_hold_every_row_once():
     for rows, ranks, parts in WORLDS:
-        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, parts)]
+        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, range(1, parts + 1))]
         assert rows_of(chunks) == list(range(rows))
         assert len(chunks) == ranks * parts
         for owner in range(ranks):
@@ -77,21 +79,44 @@ def test_each_step_sends_to_one_and_receives_from_one():
 def test_a_gather_brings_every_row_to_every_rank_once():
     for rows, ranks, parts in WORLDS:
         for rank in range(ranks):
-            brought = [
-                row for source in arrivals(ranks, rank) for row in rows_of(cut(rows, ranks, source, parts))
-            ]
-            assert sorted(brought) == list(range(rows))
+            brought = rows_of([swap.received for swap in gather_swaps(rows, ranks, rank, parts)])
+            assert sorted([*brought, *range(*bounds(rows, ranks, rank))]) == list(range(rows))
+
+
+def test_a_reduce_brings_every_row_of_an_owner_from_each_other_rank_once():
+    for rows, ranks, parts in WORLDS:
+        for rank in range(ranks):
+            swaps = list(reduce_swaps(rows, ranks, rank, parts))
+            for source in {swap.source for swap in swaps}:
+                brought = rows_of([swap.received for swap in swaps if swap.source == source])
+                assert brought == list(range(*bounds(rows, ranks, rank)))
+            assert {swap.source for swap in swaps} == set(range(ranks)) - {rank}
+
+
+@pytest.mark.parametrize("swaps", [gather_swaps, reduce_swaps])
+def test_what_is_sent_is_what_is_received(swaps):
+    for rows, ranks, parts in WORLDS:
+        plans = [list(swaps(rows, ranks, rank, parts)) for rank in range(ranks)]
+        for rank, plan in enumerate(plans):
+            assert all(swap.received == plans[swap.source][n].sent for n, swap in enumerate(plan))
+            assert all(plans[swap.source][n].to == rank for n, swap in enumerate(plan))
 
 
 def test_a_rank_sends_its_part_of_what_must_travel():
     """Over all ranks a gather, and a reduce, moves every row to R - 1 others: (R - 1) / R of it a rank."""
     for rows, ranks, parts in WORLDS:
-        gathered = reduced = 0
-        for rank in range(ranks):
-            for to, _ in peers_by_step(ranks, rank):
-                gathered += len(rows_of(cut(rows, ranks, rank, parts)))
-                reduced += len(rows_of(cut(rows, ranks, to, parts)))
-        assert gathered == reduced == (ranks - 1) * rows
+        for swaps in (gather_swaps, reduce_swaps):
+            sent = [swap.sent for rank in range(ranks) for swap in swaps(rows, ranks, rank, parts)]
+            assert len(rows_of(sent)) == (ranks - 1) * rows
+
+
+def test_chunks_that_nothing_hides_are_small():
+    for ranks in (2, 4):
+        gathered = [swap.received for swap in gather_swaps(40 * ranks, ranks, 0, 4)]
+        reduced = [swap.sent for swap in reduce_swaps(40 * ranks, ranks, 0, 4)]
+        between = [10] * 4 * (ranks - 2)
+        assert [chunk.stop - chunk.start for chunk in gathered] == [*between, 16, 12, 8, 4]
+        assert [chunk.stop - chunk.start for chunk in reduced] == [4, 8, 12, 16, *between]
 
 
 def test_a_reduce_brings_every_owner_one_contribution_of_each_rank():
@@ -127,7 +152,7 @@ def test_even_chunks_are_what_a_kernel_takes_them_for():
     """A kernel divides a row's number by the size of a chunk."""
     for ranks, parts, size in product(range(1, 6), range(1, 4), range(1, 6)):
         rows = ranks * parts * size
-        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, parts)]
+        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, [1] * parts)]
         assert [(c.start, c.stop) for c in chunks] == [
             (n * size, (n + 1) * size) for n in range(ranks * parts)
         ]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tpkernels.comm.schedule import bounds, cut, parts_of_shard, peers_by_step
+from tpkernels.comm.schedule import bounds, gather_swaps, parts_of_shard, reduce_swaps
 from tpkernels.comm.transfers import Transfers
 
 PartialOf = Callable[[slice], Tensor]
@@ -49,12 +49,11 @@ class Gathering:
         self._transfers = Transfers(op, group)
         self._arriving: list[tuple[slice, int, Work | None]] = []
         parts = parts_of_shard(-(-rows // ranks) * shard.shape[1] * shard.element_size())
-        own = cut(rows, ranks, rank, parts)
-        for to, source in peers_by_step(ranks, rank):
-            for ours, theirs in zip(own, cut(rows, ranks, source, parts), strict=True):
-                outgoing = shard[ours.start - first : ours.stop - first]
-                received = self._transfers.exchange(to, outgoing, source, self._full[theirs.rows])
-                self._arriving.append((theirs.rows, source, received))
+        for swap in gather_swaps(rows, ranks, rank, parts):
+            outgoing = shard[swap.sent.start - first : swap.sent.stop - first]
+            arriving = self._full[swap.received.rows]
+            received = self._transfers.exchange(swap.to, outgoing, swap.source, arriving)
+            self._arriving.append((swap.received.rows, swap.source, received))
         self._full[self._own].copy_(shard)
 
     def arrivals(self) -> Iterator[tuple[slice, Tensor]]:
@@ -112,13 +111,11 @@ class Reducing:
         self._transfers = Transfers(op, group)
         self._arriving: list[tuple[int, Work | None]] = []
         parts = parts_of_shard(-(-rows // ranks) * cols * like.element_size())
-        own = cut(rows, ranks, rank, parts)
-        for to, source in peers_by_step(ranks, rank):
-            for ours, theirs in zip(own, cut(rows, ranks, to, parts), strict=True):
-                slot = self._slots[source, ours.start - first : ours.stop - first]
-                partial = partial_of(theirs.rows).contiguous()
-                received = self._transfers.exchange(to, partial, source, slot)
-                self._arriving.append((source, received))
+        for swap in reduce_swaps(rows, ranks, rank, parts):
+            slot = self._slots[swap.source, swap.received.start - first : swap.received.stop - first]
+            partial = partial_of(swap.sent.rows).contiguous()
+            received = self._transfers.exchange(swap.to, partial, swap.source, slot)
+            self._arriving.append((swap.source, received))
         self._slots[rank].copy_(partial_of(slice(first, last)))
 
     def wait(self) -> Tensor:

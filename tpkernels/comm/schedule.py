@@ -7,6 +7,9 @@ receives from rank r + s: in no step does anybody get two messages.
     a gather    this rank's own rows first, then those of rank + 1, rank + 2, ...: as they lie, round the ring
     a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
 
+Where transfers take longer than the product, nothing hides the product of what arrives last, nor that of what
+is sent first. So there chunks get smaller and smaller towards the end, or larger and larger from the start.
+
 Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of
 are there; for this, chunks are of one size. Flags hold epochs: call number e raises them to e, and none is
 ever reset.
@@ -14,8 +17,9 @@ ever reset.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 # A chunk is worth its launch from some size on; more than a few cost the product its efficiency.
 MOST_CHUNKS = 4
@@ -44,17 +48,46 @@ def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
     return start, start + size + (part < longer)
 
 
-def cut(rows: int, ranks: int, owner: int, parts: int) -> list[Chunk]:
-    """One rank's shard in `parts` chunks, in order; some are empty where it has fewer rows than that."""
+Shares = Sequence[int]  # sizes of a shard's chunks, relative to each other
+
+
+def cut(rows: int, ranks: int, owner: int, shares: Shares) -> list[Chunk]:
+    """One rank's shard in chunks, in order; some are empty where it has fewer rows than that."""
     first, last = bounds(rows, ranks, owner)
-    edges = [bounds(last - first, parts, part) for part in range(parts)]
-    return [Chunk(owner, first + start, first + stop) for start, stop in edges]
+    edges = [first + (last - first) * upto // sum(shares) for upto in accumulate(shares, initial=0)]
+    return [Chunk(owner, start, stop) for start, stop in pairwise(edges)]
 
 
 def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
     """(whom to send to, whom to receive from) in each step."""
     for step in range(1, ranks):
         yield (rank - step) % ranks, (rank + step) % ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What a rank sends and receives at once."""
+
+    to: int
+    sent: Chunk
+    source: int
+    received: Chunk
+
+
+def gather_swaps(rows: int, ranks: int, rank: int, parts: int) -> Iterator[Swap]:
+    """What `rank` swaps, in this order, until it has the rows of all."""
+    for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
+        shares = range(parts, 0, -1) if step == ranks - 1 else [1] * parts
+        chunks = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
+        yield from (Swap(to, sent, source, received) for sent, received in chunks)
+
+
+def reduce_swaps(rows: int, ranks: int, rank: int, parts: int) -> Iterator[Swap]:
+    """What `rank` swaps, in this order, until it has what all others have for its own rows."""
+    for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
+        shares = range(1, parts + 1) if step == 1 else [1] * parts
+        chunks = zip(cut(rows, ranks, to, shares), cut(rows, ranks, rank, shares), strict=True)
+        yield from (Swap(to, sent, source, received) for sent, received in chunks)
 
 
 def parts_of_shard(shard_bytes: int) -> int:
