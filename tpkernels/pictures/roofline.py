@@ -1,0 +1,78 @@
+"""Operations per second against operations per byte, under the roof that a GPU's data sheet allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpkernels.pictures.scales import LogScale, log_ticks
+from tpkernels.pictures.svg import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    QUIET,
+    VIOLET,
+    Picture,
+    legend_width,
+    shortened,
+)
+
+WIDTH, HEIGHT = 900, 480
+LEFT, RIGHT, TOP, BOTTOM = 72, 28, 92, 56
+FILLS = (BLUE, ORANGE, GREEN, VIOLET)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One timed piece of work."""
+
+    name: str
+    series: str  # what its colour says
+    flops: float
+    bytes: float
+    seconds: float
+
+    @property
+    def is_drawable(self) -> bool:
+        numbers = (self.flops, self.bytes, self.seconds)
+        return all(math.isfinite(number) and number > 0 for number in numbers)
+
+
+def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float) -> str:
+    """flops, bytes: what the device does in a second at best"""
+    shown = [work for work in works if work.is_drawable]
+    series = list(dict.fromkeys(work.series for work in works))
+    colours = {name: FILLS[i % len(FILLS)] for i, name in enumerate(series)}
+    picture = Picture(max(WIDTH, LEFT + legend_width(series)), HEIGHT, heading)
+    right = picture.width - RIGHT
+    picture.text(16, 26, shortened(heading, 16, right - 16, bold=True), size=16, bold=True)
+    picture.legend(16, 54, [(colours[name], name) for name in series])
+    if left_out := len(works) - len(shown):
+        text = f"{left_out:,} of {len(works):,} not drawn: not above zero"
+        picture.text(right, 54, text, anchor="end", fill=QUIET)
+    ridge = flops / bytes
+    densities = [work.flops / work.bytes for work in shown]
+    speeds = [work.flops / work.seconds / 1e12 for work in shown]
+    peak = flops / 1e12
+    x = LogScale(min([*densities, ridge / 4]) / 1.2, max([*densities, ridge * 4]) * 1.2, LEFT, right)
+    y = LogScale(min([*speeds, peak / 4]) / 1.2, max([*speeds, peak]) * 1.2, HEIGHT - BOTTOM, TOP)
+    for tick in log_ticks(x.low, x.high):
+        picture.line(x(tick), TOP, x(tick), HEIGHT - BOTTOM)
+        picture.text(x(tick), HEIGHT - BOTTOM + 18, f"{tick:.6g}", anchor="middle", fill=QUIET)
+    for tick in log_ticks(y.low, y.high):
+        picture.line(LEFT, y(tick), right, y(tick))
+        picture.text(LEFT - 8, y(tick) + 4, f"{tick:.6g}", anchor="end", fill=QUIET)
+    picture.text((LEFT + right) / 2, HEIGHT - 12, "operations per byte", anchor="middle", fill=QUIET)
+    picture.text(LEFT, TOP - 10, "Tflop/s", fill=QUIET)
+    start = max(x.low, y.low * 1e12 / bytes)
+    roof = [(start, start * bytes), (ridge, flops), (x.high, flops)]
+    picture.path_through(((x(work), y(speed / 1e12)) for work, speed in roof), stroke=INK)
+    note = f"{peak:,.0f} Tflop/s, {bytes / 1e12:.3g} TB/s"
+    picture.text(right - 4, y(peak) - 7, note, anchor="end", bold=True)
+    for work, density, speed in zip(shown, densities, speeds, strict=True):
+        floor = max(work.flops / flops, work.bytes / bytes)
+        hint = f"{work.name}, {work.series}: {speed:.4g} Tflop/s, {floor / work.seconds:.0%} of the roof"
+        picture.circle(x(density), y(speed), 4.5, fill=colours[work.series], hint=hint)
+    return picture.to_svg()
