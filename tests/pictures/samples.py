@@ -15,7 +15,7 @@ STRANGE = '<b> & "c" \x00\x1b\ud800 ' + "long " * 60
 
 FALLING = [(float(step), 5 * math.exp(-step / 40) + 2) for step in range(1, 151)]
 STEP = [
-    Span(rank, doing, phase or "send", start, start + 0.1, phase)
+    Span(rank, doing, "", start, start + 0.1, phase)
     for rank in (0, 1)
     for doing, phase, start in (
         ("computes", "forward", 0.0),

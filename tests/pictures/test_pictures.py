@@ -18,6 +18,7 @@ from tpkernels.pictures.roofline import Work
 from tpkernels.pictures.scales import labels, log_ticks, round_ticks
 from tpkernels.pictures.svg import Picture, shortened, width_of
 
+PHASES = ["forward", "backward", "optimizer"]
 each_picture = pytest.mark.parametrize("name", SAMPLES)
 
 
@@ -118,10 +119,11 @@ def test_spans_lie_on_one_scale_and_in_lanes():
 
 def test_phases_have_colours_that_a_legend_explains():
     svg = lanes("One step", {"step 3": STEP})
-    assert {"forward", "backward", "optimizer"} <= set(words(svg))
+    assert [word for word in words(svg) if word in PHASES] == PHASES  # and not again on each block
     blocks = [box for box in shapes(svg, "rect") if float(box.get("height")) == LANE]
     assert len(blocks) == len(STEP)
     assert len({block.get("fill") for block in blocks}) == 4
+    assert set(hinted(svg, "rect")) == {f"{name}: 100 ms" for name in (*PHASES, "transfers")}
     assert "forward" not in words(lanes("Calls", {"at once": CALLS}))
 
 

@@ -78,7 +78,9 @@ def _parser() -> OneLineParser:
         "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page about the run")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write an HTML page about the run, and pictures"
+    )
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
     parser.add_argument(
@@ -190,7 +192,7 @@ def _run(session: Any, options: Namespace) -> None:
     reports = []
     lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
     with Progress("training", config.steps) as progress:
-        for report in session.steps(options.save, options.save_every):
+        for report in session.steps(options.save, options.save_every, record_last=bool(options.page)):
             reports.append(report)
             if session.rank == 0:
                 speed = report.tokens / report.seconds
@@ -207,15 +209,16 @@ def _run(session: Any, options: Namespace) -> None:
     session.say(session.summary(reports))
     if session.was_asked_to_stop:
         return
-    if options.prove:
-        _prove(session, [report.loss for report in reports[: options.prove]])
+    proof = _prove(session, [report.loss for report in reports[: options.prove]]) if options.prove else ""
     sample = session.sample(options.prompt, options.sample) if options.sample else ""
     if sample:
         session.say(f"\n{sample}")
     if options.page and session.rank == 0:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(session.page(reports, sample), encoding="utf-8")
-        session.say(f"\npage: {options.page}")
+        pictures = session.write_page(options.page, reports, sample)
+        session.say(f"\n  run       {session.summary(reports)}")
+        if proof:
+            session.say(f"  proof     {proof}")
+        session.say(f"  page      {options.page}\n  pictures  {pictures}")
 
 
 def _opened(path: Path, done: int) -> Any:
@@ -230,8 +233,8 @@ def _opened(path: Path, done: int) -> Any:
     return lines
 
 
-def _prove(session: Any, losses: Sequence[float]) -> None:
-    """Print losses side by side; an error if they differ by more than rounding."""
+def _prove(session: Any, losses: Sequence[float]) -> str:
+    """Print losses side by side; an error if they differ by more than rounding, else a line that says so."""
     count = len(losses)
     blocking = session.losses(
         count, replace(session.config, overlap=not session.config.overlap), session.tensor
@@ -247,3 +250,4 @@ def _prove(session: Any, losses: Sequence[float]) -> None:
         raise RuntimeError(
             f"sharded and unsharded losses differ by {worst:.1e}, expected {session.tolerance:.0e}"
         )
+    return f"losses of {count} steps agree with an unsharded run's within {worst:.0e}"

@@ -40,7 +40,7 @@ class Span:
 
     rank: int
     doing: str  # what its lane is for
-    name: str
+    name: str  # may be empty
     start: float
     stop: float
     phase: str = ""  # what its colour says, where lanes do not say it
@@ -106,7 +106,7 @@ def _draw_span(picture: Picture, span: Span, x: float, y: float, width: float) -
     gap = 1 if width > 4 else 0  # between two that touch
     radius = 3 if width > 8 else 0
     unit, factor = _unit(span.stop - span.start)
-    hint = f"{span.name}: {factor * (span.stop - span.start):.3g} {unit}"
+    hint = f"{span.name or span.phase or span.doing}: {factor * (span.stop - span.start):.3g} {unit}"
     fill = FILLS.get(span.phase or span.doing, GREY)
     picture.rect(x, y, width - gap, LANE, fill=fill, radius=radius, hint=hint)
     short = span.name.rpartition(" ")[2]  # of "piece 3" the number
