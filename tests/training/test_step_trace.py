@@ -55,6 +55,7 @@ def test_kernels_have_the_phase_of_what_launched_them():
         event("aten::mm", 0.11, 0.19, thread=2, number=2),
         event("aten::add_", 0.3, 0.31, number=3),
         event("nccl:all_reduce", 0.15, 0.16, thread=2, number=4),
+        event("cudaLaunchKernel", 0.35, 0.36, number=1, launched_by=3),  # counts for itself
         event("gemm", 1.0, 2.0, on_device=True, launched_by=1),
         event("gemm", 2.5, 3.0, on_device=True, launched_by=2),
         event("ncclDevKernel_AllReduce", 2.6, 2.9, on_device=True, launched_by=4),

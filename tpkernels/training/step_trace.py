@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tpkernels.pictures.lanes import Span
@@ -33,7 +34,7 @@ class Event:
     thread: int
     on_device: bool
     number: int  # of an operator
-    launched_by: int  # of what runs on a device: the operator's number
+    launched_by: int  # of a kernel, and of the call that launched it: the operator's number
 
 
 def traced(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
@@ -62,11 +63,12 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
             1e-9 * event.start_ns(),
             1e-9 * event.end_ns(),
             event.start_thread_id(),
-            event.device_type() != torch.profiler.DeviceType.CPU,
+            event.device_type() != DeviceType.CPU,
             event.correlation_id(),
             event.linked_correlation_id(),
         )
         for event in kineto.kineto_results.events()
+        if event.device_type() == DeviceType.CPU or not event.is_user_annotation()  # which hold kernels
     ]
     return result, spans_of(dist.get_rank(), events)
 
@@ -77,16 +79,16 @@ def spans_of(rank: int, events: Sequence[Event]) -> list[Span]:
     On a GPU kernels count, on a CPU operators of torch: what Python does between them is nobody's.
     """
     nodes = _Nodes([event for event in events if event.name.startswith(_BACKWARD)])
-    by_number = {event.number: event for event in events if not event.on_device}
+    operators = [event for event in events if not event.on_device and not event.launched_by]
+    by_number = {event.number: event for event in operators}
     on_device = [event for event in events if event.on_device]
     if on_device:
         work = [event for event in on_device if not event.name.startswith((*_TRANSFERS, "Mem"))]
         phases = [nodes.phase_of(by_number.get(event.launched_by, event)) for event in work]
         transfers = [event for event in on_device if event.name.startswith(_TRANSFERS)]
     else:
-        work = [
-            event for event in events if event.name.startswith("aten::") and event.thread in nodes.threads
-        ]
+        ours = (event for event in operators if event.thread in nodes.threads)  # gloo's threads copy, too
+        work = [event for event in ours if event.name.startswith("aten::")]
         phases = [nodes.phase_of(event) for event in work]
         transfers = [event for event in events if event.name.startswith(_TRANSFERS)]
     everything = [*work, *transfers]
