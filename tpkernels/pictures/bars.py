@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tpkernels.pictures.scales import LogScale, log_ticks
 from tpkernels.pictures.svg import BLUE, GREY, INK, ORANGE, QUIET, Picture, shortened, width_of
 
-WIDTH, MARGIN, ROW, BAR = 900, 16, 22, 12
-LABEL_WIDTH = 360  # at most
+WIDTH, MARGIN, ROW, BAR = 980, 16, 22, 12
+LABEL_WIDTH = 480  # at most
 WIN, LOSS, EVEN = "faster", "slower", "within the spread"
 FILLS = {WIN: BLUE, LOSS: ORANGE, EVEN: GREY}
 

@@ -46,13 +46,12 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table>{lines}</table>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is of names, the others are of numbers."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """The first column is of names; numbers: whether the others are of these."""
     names = "".join(f"<th>{text(name)}</th>" for name in head)
+    cell = '<td class="number">' if numbers else "<td>"
     lines = "\n".join(
-        f"<tr><th>{text(row[0])}</th>"
-        + "".join(f'<td class="number">{text(cell)}</td>' for cell in row[1:])
-        + "</tr>"
+        f"<tr><th>{text(row[0])}</th>{''.join(f'{cell}{text(word)}</td>' for word in row[1:])}</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table>"

@@ -17,6 +17,7 @@ from xml.etree import ElementTree as ET
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
+FEW = 4  # files that are named one by one
 SCALE = 2  # pixels of the PNG to one of the SVG
 FINER = 2  # each of them is drawn as so many squared, and averaged
 MOST_PIXELS = 120e6  # of what is drawn: 360 MB
@@ -54,7 +55,9 @@ def save(pictures: Mapping[Path, str]) -> str:
     for path, png in drawn.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png)
-    return ", ".join(str(path) for path in drawn)
+    if len(drawn) <= FEW:
+        return ", ".join(str(path) for path in drawn)
+    return f"{len(drawn)} in {', '.join(dict.fromkeys(str(path.parent) for path in drawn))}"
 
 
 def to_png(svg: str) -> bytes:

@@ -19,7 +19,7 @@ from tpkernels.pictures.svg import (
     shortened,
 )
 
-WIDTH, HEIGHT = 900, 480
+WIDTH, HEIGHT = 980, 500
 LEFT, RIGHT, TOP, BOTTOM = 72, 28, 92, 56
 FILLS = (BLUE, ORANGE, GREEN, VIOLET)
 
