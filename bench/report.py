@@ -164,11 +164,15 @@ def _host_cost(cases: Sequence[Case]) -> Iterator[Section]:
         bar, promised = case.bar, case.number("least_ratio")
         if "host_cost" in case.op and bar.is_drawable:
             low, high = bar.spread
-            most = f"{1 / promised:.2f}" if promised > 0 else ""
+            most = f"{1 / promised:.2f}{_unless_kept(case)}" if promised > 0 else ""
             rows.append([case.label, f"{1 / bar.ratio:.2f}", f"{1 / high:.2f} to {1 / low:.2f}", most])
     if rows:
         head = ["", "times naive's", "middle half", "promised at most"]
         yield "What a call costs on the host", table(head, rows)
+
+
+def _unless_kept(case: Case) -> str:
+    return ", not kept" if case.number("ratio") < case.number("least_ratio") else ""
 
 
 def _overlap(one: Overlaps) -> tuple[str, Pictures]:
@@ -214,7 +218,7 @@ def _all_cases(cases: Sequence[Case]) -> str:
                 " to ".join(end for end in spread if end),
                 *times,
                 _written(case.number("roofline"), ".0%"),
-                _written(case.number("least_ratio"), ".3f"),
+                _written(case.number("least_ratio"), ".3f") + _unless_kept(case),
                 others,
             ]
         )

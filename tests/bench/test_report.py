@@ -79,7 +79,7 @@ def test_roofline_has_ours_and_naive_of_each_case_that_has_one(told, tmp_path):
     _, html = told(written(tmp_path, "run", results()))
     roof = svgs_of(html)[-1]
     assert len(hinted(roof, "circle")) == 2 * 72
-    assert "989 Tflop/s, 3.35 TB/s" in words(roof)
+    assert "roof: 989 Tflop/s, 3.35 TB/s" in words(roof)
     found = results()
     for case in found["benchmarks"]:
         case["extra_info"]["dtype"] = "float32"  # which the roof is not of
@@ -94,9 +94,14 @@ def test_host_cost_is_told_as_times_naives(told, tmp_path):
         "ratio_quartile_low": 0.4,
         "ratio_quartile_high": 0.8,
     }
-    _, html = told(written(tmp_path, "run", found))
-    row = re.search(r"<th>4x16x16 forward</th>(.*?)</tr>", html)[1]
+    page = told(written(tmp_path, "run", found))[1]
+    row = re.search(r"<th>4x16x16 forward</th>(.*?)</tr>", page)[1]
     assert re.findall(r">([^<]+)</td>", row) == ["2.00", "1.25 to 2.50", "2.50"]
+    assert "not kept" not in page
+    found["benchmarks"][0]["extra_info"]["least_ratio"] = 0.51
+    broken = told(written(tmp_path, "broken", found))[1]
+    assert "1.96, not kept" in broken
+    assert "0.510, not kept" in broken
 
 
 def test_two_runs_are_compared_by_their_spreads(told, tmp_path):

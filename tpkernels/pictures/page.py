@@ -14,7 +14,7 @@ h2 {{ margin: 2em 0 .6em }}
 table {{ border-collapse: collapse }}
 th, td {{ text-align: left; padding: .2em 1.5em .2em 0; vertical-align: top }}
 thead th {{ border-bottom: 1px solid {QUIET} }}
-td.number {{ text-align: right; font-variant-numeric: tabular-nums }}
+.number {{ text-align: right; font-variant-numeric: tabular-nums }}
 svg {{ max-width: 100%; height: auto; display: block; margin: .5em 0 }}
 p {{ color: {QUIET} }}
 pre {{ white-space: pre-wrap; background: #f4f6f8; padding: 1em }}
@@ -48,10 +48,10 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
     """The first column is of names; numbers: whether the others are of these."""
-    names = "".join(f"<th>{text(name)}</th>" for name in head)
-    cell = '<td class="number">' if numbers else "<td>"
+    kind = ' class="number"' if numbers else ""
+    names = f"<th>{text(head[0])}</th>" + "".join(f"<th{kind}>{text(name)}</th>" for name in head[1:])
     lines = "\n".join(
-        f"<tr><th>{text(row[0])}</th>{''.join(f'{cell}{text(word)}</td>' for word in row[1:])}</tr>"
+        f"<tr><th>{text(row[0])}</th>{''.join(f'<td{kind}>{text(word)}</td>' for word in row[1:])}</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table>"

@@ -17,6 +17,7 @@ from tpkernels.pictures.svg import (
     Picture,
     legend_width,
     shortened,
+    width_of,
 )
 
 WIDTH, HEIGHT = 980, 500
@@ -47,7 +48,11 @@ def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float)
     colours = {name: FILLS[i % len(FILLS)] for i, name in enumerate(series)}
     picture = Picture(max(WIDTH, LEFT + legend_width(series)), HEIGHT, heading)
     right = picture.width - RIGHT
-    picture.text(16, 26, shortened(heading, 16, right - 16, bold=True), size=16, bold=True)
+    peak = flops / 1e12
+    note = f"roof: {peak:,.0f} Tflop/s, {bytes / 1e12:.3g} TB/s"
+    fitting = right - 32 - width_of(note, 12)
+    picture.text(16, 26, shortened(heading, 16, fitting, bold=True), size=16, bold=True)
+    picture.text(right, 26, note, anchor="end", fill=QUIET)
     picture.legend(16, 54, [(colours[name], name) for name in series])
     if left_out := len(works) - len(shown):
         text = f"{left_out:,} of {len(works):,} not drawn: not above zero"
@@ -55,7 +60,6 @@ def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float)
     ridge = flops / bytes
     densities = [work.flops / work.bytes for work in shown]
     speeds = [work.flops / work.seconds / 1e12 for work in shown]
-    peak = flops / 1e12
     x = LogScale(min([*densities, ridge / 4]) / 1.2, max([*densities, ridge * 4]) * 1.2, LEFT, right)
     y = LogScale(min([*speeds, peak / 4]) / 1.2, max([*speeds, peak]) * 1.2, HEIGHT - BOTTOM, TOP)
     for tick in log_ticks(x.low, x.high):
@@ -69,8 +73,6 @@ def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float)
     start = max(x.low, y.low * 1e12 / bytes)
     roof = [(start, start * bytes), (ridge, flops), (x.high, flops)]
     picture.path_through(((x(work), y(speed / 1e12)) for work, speed in roof), stroke=INK)
-    note = f"{peak:,.0f} Tflop/s, {bytes / 1e12:.3g} TB/s"
-    picture.text(right - 4, y(peak) - 7, note, anchor="end", bold=True)
     for work, density, speed in zip(shown, densities, speeds, strict=True):
         floor = max(work.flops / flops, work.bytes / bytes)
         hint = f"{work.name}, {work.series}: {speed:.4g} Tflop/s, {floor / work.seconds:.0%} of the roof"
