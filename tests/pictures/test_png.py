@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from tpkernels.pictures.png import NoPillow, save, to_png
 from tpkernels.pictures.svg import Picture
 from tpkernels.topology.plan import plan_groups
 
+ROOT = Path(__file__).parents[2]
 Image = pytest.importorskip("PIL.Image", reason="Pillow draws PNGs")
 
 
@@ -26,6 +29,7 @@ def sheet():
 
 
 PICTURES = SAMPLES | {
+    "drawn_before": (ROOT / "docs" / "overlap-timeline.svg").read_text(encoding="utf-8"),
     "plan": plan_groups(world_size=16, tensor=2, pipeline=4).to_svg(),
     "large_plan": plan_groups(world_size=4096, tensor=8, pipeline=8).to_svg(),
 }
@@ -139,3 +143,8 @@ def test_pillow_that_cannot_write_is_none(load_default, monkeypatch):
     monkeypatch.setattr("PIL.ImageFont.load_default", load_default)
     with pytest.raises(NoPillow):
         to_png(SAMPLES["curve"])
+
+
+def test_pillow_is_loaded_for_pixels_alone():
+    program = "import sys; from tests.pictures import samples; from tpkernels.pictures import page, png; "
+    subprocess.run([sys.executable, "-c", program + "assert 'PIL' not in sys.modules"], cwd=ROOT, check=True)

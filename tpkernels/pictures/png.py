@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 if TYPE_CHECKING:
@@ -151,20 +152,25 @@ class _Pen:
         self._draw.ellipse(box, fill=fill, outline=stroke, width=round(edge) if stroke else 0)
 
     def _text(self, element: ET.Element, left: float, top: float) -> None:
-        from PIL import ImageFont
-
         x, y, size = self._lengths(element, "x", "y", "font-size")
         self._draw.text(
             (x + left * self._scale, y + top * self._scale),
             element.text or "",
             fill=_colour(element, "fill", "#000000"),
-            font=ImageFont.load_default(size),
+            font=_font(size),
             anchor=_ANCHORS[element.get("text-anchor", "start")],
             stroke_width=size / 45 if element.get("font-weight") == "600" else 0,  # the font has no bold
         )
 
     def _lengths(self, element: ET.Element, *names: str) -> list[float]:
         return [float(element.get(name, "0")) * self._scale for name in names]
+
+
+@cache
+def _font(size: float) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
 
 
 def _colour(element: ET.Element, name: str, default: str | None = None) -> str | None:

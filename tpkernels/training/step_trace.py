@@ -70,27 +70,27 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
         for event in kineto.kineto_results.events()
         if event.device_type() == DeviceType.CPU or not event.is_user_annotation()  # which hold kernels
     ]
-    return result, spans_of(dist.get_rank(), events)
+    return result, spans_of(dist.get_rank(), events, on_gpu=on_gpu)
 
 
-def spans_of(rank: int, events: Sequence[Event]) -> list[Span]:
+def spans_of(rank: int, events: Sequence[Event], *, on_gpu: bool) -> list[Span]:
     """What a rank computed, by phase, and what it had in flight.
 
     On a GPU kernels count, on a CPU operators of torch: what Python does between them is nobody's.
     """
     nodes = _Nodes([event for event in events if event.name.startswith(_BACKWARD)])
     operators = [event for event in events if not event.on_device and not event.launched_by]
-    by_number = {event.number: event for event in operators}
-    on_device = [event for event in events if event.on_device]
-    if on_device:
-        work = [event for event in on_device if not event.name.startswith((*_TRANSFERS, "Mem"))]
+    if on_gpu:
+        by_number = {event.number: event for event in operators}
+        seen = [event for event in events if event.on_device]
+        work = [event for event in seen if not event.name.startswith((*_TRANSFERS, "Mem"))]
         phases = [nodes.phase_of(by_number.get(event.launched_by, event)) for event in work]
-        transfers = [event for event in on_device if event.name.startswith(_TRANSFERS)]
     else:
-        ours = (event for event in operators if event.thread in nodes.threads)  # gloo's threads copy, too
+        seen = operators
+        ours = (event for event in seen if event.thread in nodes.threads)  # gloo's threads copy, too
         work = [event for event in ours if event.name.startswith("aten::")]
         phases = [nodes.phase_of(event) for event in work]
-        transfers = [event for event in events if event.name.startswith(_TRANSFERS)]
+    transfers = [event for event in seen if event.name.startswith(_TRANSFERS)]
     everything = [*work, *transfers]
     if not everything:
         return []
@@ -139,12 +139,21 @@ def seconds_at_once(spans: Sequence[Span]) -> tuple[float, float]:
     """How long ranks had something in flight, and how long of that they computed, too; over all ranks."""
     in_flight = hidden = 0.0
     for rank in {span.rank for span in spans}:
-        own = [span for span in spans if span.rank == rank]
-        for flight in (span for span in own if span.doing == "transfers"):
-            in_flight += flight.stop - flight.start
-            hidden += sum(
-                max(0.0, min(span.stop, flight.stop) - max(span.start, flight.start))
-                for span in own
-                if span.doing == "computes"
-            )
+        own = sorted((span.start, span.stop, span.doing) for span in spans if span.rank == rank)
+        flights = [(start, stop) for start, stop, doing in own if doing == "transfers"]
+        work = [(start, stop) for start, stop, doing in own if doing == "computes"]
+        in_flight += sum(stop - start for start, stop in flights)
+        hidden += _common(flights, work)
     return in_flight, hidden
+
+
+def _common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """How long an interval of both goes on; those of each follow one another."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
