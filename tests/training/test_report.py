@@ -59,6 +59,13 @@ def test_without_pillow_there_is_a_page_all_the_same(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["index.html"]
 
 
+def test_curve_says_where_it_begins_and_ends():
+    svg = pictures_of(reports_of(3.0, 2.5, float("nan")), [], PLAN)["loss"]
+    assert "Loss: 3.000 at step 1, nan at step 3" in words(svg)
+    assert "1 of 3 is no number" in words(svg)
+    assert outside(svg) == []
+
+
 def test_time_line_says_which_ranks_it_shows():
     svg = pictures_of(reports_of(3.0, 2.0), SPANS, PLAN)["timeline"]
     assert "Step 2: what was computed, and what was in flight, on 2 of 4 ranks" in words(svg)

@@ -17,11 +17,13 @@ from tpkernels.training.trainer import StepReport
 
 def pictures_of(reports: Sequence[StepReport], spans: Sequence[Span], plan: GroupPlan) -> dict[str, str]:
     """The loss, the last step where it was recorded, the groups: SVG by name."""
-    pictures = {"loss": curve("Loss", [(report.step, report.loss) for report in reports], across="step")}
+    first, last = reports[0], reports[-1]
+    losses = f"Loss: {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
+    pictures = {"loss": curve(losses, [(report.step, report.loss) for report in reports], across="step")}
     if spans:
         shown = len({span.rank for span in spans})
         of_all = f", on {shown} of {plan.world_size} ranks" * (shown < plan.world_size)
-        title = f"Step {reports[-1].step}: what was computed, and what was in flight{of_all}"
+        title = f"Step {last.step}: what was computed, and what was in flight{of_all}"
         pictures["timeline"] = lanes(title, {"": spans}, note=at_once(spans))
     return pictures | {"plan": plan.to_svg()}
 
