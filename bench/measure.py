@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -64,6 +64,14 @@ def interleave(ways: Mapping[str, Way], rounds: int, clock: Callable[[Way], floa
         for name in names[first:] + names[:first]:
             seconds[name].append(clock(ways[name]))
     return seconds
+
+
+def slowest(by_rank: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """Seconds of each round over all ranks: a way has taken a round when its last rank has."""
+    return {
+        name: [max(times) for times in zip(*(seconds[name] for seconds in by_rank), strict=True)]
+        for name in by_rank[0]
+    }
 
 
 def seconds_on_cpu(way: Way) -> float:

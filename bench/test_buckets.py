@@ -16,7 +16,7 @@ from bench.cases.buckets import (
     time_steps,
     time_steps_apart,
 )
-from bench.measure import Comparison
+from bench.measure import Comparison, slowest
 from tests.ranks import RankPool
 
 Seconds = dict[str, list[float]]
@@ -26,14 +26,6 @@ Seconds = dict[str, list[float]]
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(request.param) as pool:
         yield pool
-
-
-def slowest(by_rank: list[Seconds]) -> Seconds:
-    """A way has taken a round when its last rank has."""
-    return {
-        name: [max(times) for times in zip(*(seconds[name] for seconds in by_rank), strict=True)]
-        for name in by_rank[0]
-    }
 
 
 def report(benchmark: BenchmarkFixture, title: str, seconds: Seconds, ours: str, other: str) -> float:

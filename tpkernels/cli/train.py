@@ -16,7 +16,7 @@ from tpkernels.cli.progress import Progress
 
 _DTYPES = ("float32", "bfloat16", "float64")
 # Learns English in a minute on two cores.
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
     "num_layers": 4,
@@ -77,7 +77,22 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
     )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="until a rank that is late is given up; default: torch's",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
+    parser.add_argument(
+        "--peak-tflops", type=float, metavar="X", help="of a rank's device, for MFU; known of some GPUs"
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="write a trace of one step of each rank"
+    )
+    parser.add_argument(
+        "--profile-step", type=int, metavar="N", help="of this one; default: one after warming up"
+    )
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write an HTML page about the run, and pictures"
     )
@@ -108,6 +123,12 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         parser.error("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
         parser.error("--prove: expected a run from the start without dropout, which ranks draw apart")
+    if options.timeout is not None and not options.timeout > 0:
+        parser.error(f"--timeout: expected more than 0 seconds, got {options.timeout}")
+    if options.peak_tflops is not None and not options.peak_tflops > 0:
+        parser.error(f"--peak-tflops: expected more than 0, got {options.peak_tflops}")
+    if options.profile is None and options.profile_step is not None:
+        parser.error("--profile-step: expected a folder, --profile FOLDER")
     if options.save is None and (options.resume or options.save_every):
         parser.error("--resume and --save-every: expected a folder, --save FOLDER")
     return options
@@ -135,7 +156,9 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     hold_lifeline()
     session = None
     try:
-        session = Session(_config(options), options.tp, saves=options.save is not None)
+        session = Session(
+            _config(options), options.tp, saves=options.save is not None, timeout=options.timeout
+        )
         _run(session, options)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
@@ -157,7 +180,7 @@ def _config(options: Namespace) -> Any:
     from tpkernels.training.trainer import TrainConfig
 
     sizes = dict(_size(text) for text in options.size)
-    model = model_config(options.model, **sizes) if options.model else GPTConfig(**_SMALL).with_sizes(**sizes)
+    model = model_config(options.model, **sizes) if options.model else GPTConfig(**SMALL).with_sizes(**sizes)
     usual = "bfloat16" if torch.cuda.is_available() else "float32"
     names = (
         "data steps batch tokens accumulate peak_rate floor_rate warmup weight_decay max_norm dropout seed "
@@ -181,25 +204,50 @@ def _size(text: str) -> tuple[str, Any]:
 
 
 def _run(session: Any, options: Namespace) -> None:
+    from tpkernels.training.flops import Speed, median_step
+    from tpkernels.training.folder import prepare
+    from tpkernels.training.memory import largest_memory
+    from tpkernels.training.profile import StepProfile
+
     config = session.config
     if options.prove:
         session.require_proof()
     if options.sample:
         session.require_sample(options.prompt, options.sample)
+    if options.save is not None:
+        prepare(options.save, resume=options.resume)
     session.say(session.describe())
     if options.resume:
         session.resume(options.save)
+    speed = Speed.of_run(config, session.device, options.peak_tflops)
+    profile = None
+    if options.profile is not None:
+        profile = session.trainer.around = StepProfile(
+            options.profile,
+            session.rank,
+            done=session.trainer.done,
+            steps=config.steps,
+            step=options.profile_step,
+        )
+        if not profile.comes:
+            session.say(profile.outcome())
     reports = []
     lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
+    is_profiled = profile is not None and profile.step == config.steps  # a step has one profiler at most
+    record_last = options.page is not None and not is_profiled
     with Progress("training", config.steps) as progress:
-        for report in session.steps(options.save, options.save_every, record_last=bool(options.page)):
+        for report in session.steps(options.save, options.save_every, record_last=record_last):
             reports.append(report)
+            memory = largest_memory(session.trainer) if report.step == config.steps else None
             if session.rank == 0:
-                speed = report.tokens / report.seconds
+                tokens = report.tokens / report.seconds
                 left = (config.steps - report.step) * report.seconds
-                progress(f"loss {report.loss:.3f}, {speed:,.0f} tokens/s, {left:.0f} s left")
+                progress(f"loss {report.loss:.3f}, {tokens:,.0f} tokens/s, {left:.0f} s left")
                 if lines is not None:
-                    lines.write(json.dumps(asdict(report)) + "\n")
+                    line = {**asdict(report), **speed.of(report)}
+                    if memory is not None:
+                        line["memory"] = memory.as_dict()
+                    lines.write(json.dumps(line) + "\n")
                     lines.flush()
     if lines is not None:
         lines.close()
@@ -207,6 +255,10 @@ def _run(session: Any, options: Namespace) -> None:
         session.say(f"all {config.steps} steps were done before")
         return
     session.say(session.summary(reports))
+    session.say(speed.line(median_step(reports)))
+    session.say(largest_memory(session.trainer).line())
+    if profile is not None and profile.comes:
+        session.say(profile.outcome())
     if session.was_asked_to_stop:
         return
     proof = _prove(session, [report.loss for report in reports[: options.prove]]) if options.prove else ""

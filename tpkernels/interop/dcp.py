@@ -151,7 +151,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     try:
         storage.save(content, storage_writer=storage.FileSystemWriter(path), planner=planner)
     except storage.CheckpointException as error:  # a BaseException, on all ranks
-        raise RuntimeError(f"the checkpoint could not be written to {path}: {error}") from error
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)  # a full disk needs the room
+        raise RuntimeError(f"the checkpoint could not be written to {path}: {_causes(error)}") from error
 
 
 def _read(path: Path, content: dict[str, Any]) -> None:
@@ -160,7 +162,15 @@ def _read(path: Path, content: dict[str, Any]) -> None:
     try:
         storage.load(content, storage_reader=storage.FileSystemReader(path), planner=planner)
     except storage.CheckpointException as error:
-        raise RuntimeError(f"the checkpoint {path} could not be read: {error}") from error
+        raise RuntimeError(f"the checkpoint {path} could not be read: {_causes(error)}") from error
+
+
+def _causes(error: storage.CheckpointException) -> str:
+    """What went wrong on which rank, without the stacks."""
+    found: dict[str, list[str]] = {}
+    for rank, (cause, _) in error.failures.items():
+        found.setdefault(f"{type(cause).__name__}: {cause}", []).append(str(rank))
+    return "; ".join(f"{text} (rank {', '.join(ranks)})" for text, ranks in found.items())
 
 
 def _name_latest(path: Path) -> None:

@@ -62,10 +62,18 @@ def hold_lifeline() -> None:
     if LIFELINE in os.environ:
         descriptor = int(os.environ[LIFELINE])
         threading.Thread(target=_exit_with, args=(descriptor,), daemon=True).start()
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has no such pipe
+        threading.Thread(target=_exit_without, args=(os.getppid(),), daemon=True).start()
 
 
 def _exit_with(descriptor: int) -> None:
     os.read(descriptor, 1)  # nothing is ever written
+    os._exit(1)
+
+
+def _exit_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
     os._exit(1)
 
 

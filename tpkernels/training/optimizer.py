@@ -17,6 +17,7 @@ from tpkernels.comm.buckets import GradientBuckets
 from tpkernels.layers.attributes import Attributes
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState
+from tpkernels.training.phases import phase
 
 STATES = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # a parameter in fp32
@@ -59,6 +60,7 @@ class ShardedAdamW:
         """For all backwards of a step but the last."""
         return self.buckets.no_sync()
 
+    @phase("optimizer step")
     @torch.no_grad()
     def step(self, learning_rate: float, max_norm: float) -> float:
         """Update parameters by all ranks' gradients, whose norm is cut at `max_norm`; returns it uncut."""
@@ -76,6 +78,11 @@ class ShardedAdamW:
         self._adam.step()
         self.buckets.gather_parameters(self._shards)
         return norm
+
+    def tensors(self) -> list[Tensor]:
+        """What this rank keeps: its part of the fp32 copies, and Adam's states of it."""
+        states = [tensor for state in self._adam.state.values() for tensor in state.values()]
+        return [*self._shards, *states]
 
     def unsharded(self) -> torch.optim.AdamW:
         """What torch's own AdamW would hold now, with the fp32 parameters besides: what a checkpoint keeps.
@@ -121,6 +128,7 @@ class ShardedAdamW:
             [torch.full(p.shape, float(holds(p)), device=p.device) for _, p in self._named]
         )
 
+    @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """Over the whole model: shards of all data ranks, parts of all tensor ranks, copies once."""
         square = torch.zeros(1, dtype=torch.float64, device=gradients[0].device)

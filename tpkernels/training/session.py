@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,9 +18,11 @@ from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
+from tpkernels.training.folder import set_aside_after
 from tpkernels.training.report import facts_of, pictures_of, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
+from tpkernels.training.world import join_world
 
 # Of a loss, after a few steps whose gradients are added in another order.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -39,9 +42,12 @@ def is_first_to_say(text: str) -> bool:
 class Session:
     """One rank of a run."""
 
-    def __init__(self, config: TrainConfig, tensor: int, *, saves: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, tensor: int, *, saves: bool = False, timeout: float | None = None
+    ) -> None:
         """tensor: tensor-parallel ranks; the others are data-parallel
         saves: SIGTERM ends the run after the step at hand, when it has been saved
+        timeout: seconds until a rank that does not come to a collective is given up
         """
         self.config, self.tensor = config, tensor
         self.rank = int(os.environ["RANK"])
@@ -51,7 +57,7 @@ class Session:
         )
         if on_gpu:
             torch.cuda.set_device(self.device)
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        join_world("nccl" if on_gpu else "gloo", None if timeout is None else timedelta(seconds=timeout))
         self._got_signal = self.was_asked_to_stop = False
         self._recorded: list[Span] = []  # of one step
         if saves:
@@ -85,6 +91,7 @@ class Session:
             self.say(f"no checkpoint in {folder}: from the start")
             return
         self.trainer.resume(found)
+        set_aside_after(folder, self.trainer.done)
         self.say(f"from {found}, after {self.trainer.done} steps")
 
     def steps(

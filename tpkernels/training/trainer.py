@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
 from tpkernels.training.data import Batches, TokenFile
+from tpkernels.training.folder import checkpoint_of
 from tpkernels.training.optimizer import ShardedAdamW
+from tpkernels.training.phases import phase
 from tpkernels.training.schedule import learning_rate
 
 
@@ -101,8 +104,13 @@ class Trainer:
         )
         self.optimizer = ShardedAdamW(self.model, state, weight_decay=config.weight_decay)
         self.done = 0  # steps
+        self.around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
 
     def step(self) -> StepReport:
+        with self.around(self.done + 1):
+            return self._step()
+
+    def _step(self) -> StepReport:
         config, began = self.config, time.perf_counter()
         rate = learning_rate(
             self.done,
@@ -117,8 +125,10 @@ class Trainer:
         parts = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
         for number, (some_ids, some_targets) in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else self.optimizer.no_sync():
-                loss = self.model(some_ids, some_targets) / len(parts)
-                loss.backward()
+                with phase("forward"):
+                    loss = self.model(some_ids, some_targets) / len(parts)
+                with phase("backward"):
+                    loss.backward()
             total += loss.detach()
         norm = self.optimizer.step(rate, config.max_norm)
         mean = from_all_ranks(total, self.state.process_group("dp")).mean()
@@ -129,7 +139,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
-        path = folder / f"step-{self.done:08}"
+        path = checkpoint_of(folder, self.done)
         extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
         return path

@@ -1,0 +1,28 @@
+"""Steps of the demo on two ranks: our trainer against torch's tensor parallelism and torch's AdamW."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from bench.cases.training import demo_config, time_training
+from bench.measure import Comparison, slowest
+from tests.ranks import RankPool
+
+RANKS, CHECKED, ROUNDS = 2, 4, 40
+
+
+@pytest.mark.benchmark(group="training step")
+def test_step(benchmark: BenchmarkFixture) -> None:
+    with RankPool(RANKS) as ranks:
+        answers = ranks.run(time_training, demo_config(), CHECKED, ROUNDS, timeout=300)
+    for ours, torchs in answers[0].losses:  # else there is nothing to compare
+        assert ours == pytest.approx(torchs, rel=1e-5)
+    seconds = slowest([answer.seconds for answer in answers])
+    comparison = Comparison(seconds["ours"], seconds["torch"])
+    benchmark.extra_info.update(comparison.as_info(), load=os.getloadavg()[0])
+    print(f"\ntraining step, {RANKS} ranks: ours against torch's: {comparison}")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks

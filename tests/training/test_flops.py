@@ -1,0 +1,82 @@
+"""FLOPs by the formula are those that torch counts in a real step, and MFU is what it says."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.shapes import GPUS
+from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
+from tpkernels.training.flops import PEAK_FLOPS, Speed, flops_per_token, known_peak
+from tpkernels.training.trainer import StepReport
+
+BATCH, TOKENS = 3, 16
+LLAMA = GPTConfig(
+    vocab_size=256,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=48,
+    activation="swiglu",
+    norm="rms_norm",
+    bias=False,
+    tied=False,
+)
+GPT2 = GPTConfig(vocab_size=256, hidden_size=32, num_layers=3, num_heads=4, max_positions=64)
+
+
+def of_product(_, left, right, **__):
+    return 2 * left[0] * left[1] * right[1]
+
+
+def counted(config, recompute, sequence_parallel):
+    """FLOPs of this rank in a step."""
+    state = create_parallel_state(
+        plan_groups(world_size=torch.distributed.get_world_size(), tensor=torch.distributed.get_world_size())
+    )
+    model = GPT(config, recompute=recompute, sequence_parallel=sequence_parallel, state=state)
+    ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: of_product})
+    with sdpa_kernel(SDPBackend.MATH), counter:  # the CPU's own attention is not counted by torch
+        model(ids, ids).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_formula_is_what_torch_counts(config, ranks, request):
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    expected = flops_per_token(config, TOKENS) * BATCH * TOKENS
+    assert sum(pool.run(counted, config, "none", ranks > 1)) == expected
+    if ranks == 1:
+        head = 2 * config.vocab_size * config.hidden_size * BATCH * TOKENS
+        forward_of_blocks = expected // 3 - head
+        assert sum(pool.run(counted, config, "full", False)) == expected + forward_of_blocks
+
+
+def test_known_models_come_out_near_six_flops_a_parameter():
+    gpt3 = GPTConfig(vocab_size=50257, hidden_size=12288, num_layers=96, num_heads=96, max_positions=2048)
+    attention = 12 * 96 * 12288 * 2048
+    assert flops_per_token(gpt3, 2048) - attention == pytest.approx(6 * 174.6e9, rel=1e-3)
+
+
+def test_mfu_is_work_over_time_and_peak():
+    report = StepReport(1, 5.0, 1.0, 0.1, seconds=0.5, tokens=1000)
+    speed = Speed(flops_per_token=10**9, ranks=4, peak=2e12)
+    assert speed.of(report) == pytest.approx({"tflops_per_rank": 0.5, "mfu": 0.25})
+    assert speed.line(report) == "500 GFLOP/s on each of 4 ranks: MFU 25.0 % of 2 TFLOP/s"
+    unknown = Speed(flops_per_token=10**9, ranks=4, peak=None)
+    assert unknown.of(report) == pytest.approx({"tflops_per_rank": 0.5})
+    assert "no MFU" in unknown.line(report)
+
+
+def test_peaks_are_those_of_the_data_sheets_and_of_bfloat16_alone(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    assert {known.name: known.flops for known in GPUS.values()}.items() <= PEAK_FLOPS.items()
+    assert known_peak(torch.device("cpu"), torch.bfloat16) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert known_peak(gpu, torch.bfloat16) == 989e12
+    assert known_peak(gpu, torch.float32) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
+    assert known_peak(gpu, torch.bfloat16) is None

@@ -1,0 +1,86 @@
+"""What a step must compute, and what share of the hardware's peak that is: MFU, as in the PaLM paper.
+
+Counted are the products of linear layers, the head's among them, and of attention, over all tokens as if it
+were not causal; forward once, and twice that for backward. Not counted are lookups, norms, activations, the
+optimizer, padding of a vocabulary, and what is computed again: recomputation lowers MFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.models.config import GPTConfig
+from tpkernels.ops.activations import GATE_OF
+from tpkernels.training.trainer import StepReport, TrainConfig
+
+# Dense products of bfloat16, by the data sheet; variants with other clocks have other names.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+}
+
+
+def flops_per_token(model: GPTConfig, tokens: int) -> int:
+    """Of a training step, forward and backward; tokens: in an excerpt"""
+    width = model.hidden_size
+    key_features = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
+    ups = 2 if model.activation in GATE_OF else 1
+    block = 2 * width * width + 2 * width * key_features  # query and output; key and value
+    block += (ups + 1) * width * (model.ffn_hidden_size or 4 * width)
+    weights = model.num_layers * block + width * model.vocab_size
+    attention = 2 * model.num_layers * tokens * width  # scores, and what they weigh
+    return 3 * 2 * (weights + attention)  # a multiplication and an addition each
+
+
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of the device at its best, where a data sheet says so of this dtype."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast the model's work is done.
+
+    peak: FLOP/s of a rank's device; None: not known
+    """
+
+    flops_per_token: int
+    ranks: int
+    peak: float | None
+
+    @staticmethod
+    def of_run(config: TrainConfig, device: torch.device, peak_tflops: float | None) -> Speed:
+        """peak_tflops: where the user knows better than `PEAK_FLOPS`"""
+        peak = known_peak(device, config.dtype) if peak_tflops is None else 1e12 * peak_tflops
+        return Speed(flops_per_token(config.model, config.tokens), dist.get_world_size(), peak)
+
+    def of(self, report: StepReport) -> dict[str, float]:
+        """Of a step: TFLOP/s of each rank, and MFU if the peak is known."""
+        flops = self.flops_per_token * report.tokens / report.seconds / self.ranks
+        found = {"tflops_per_rank": flops / 1e12}
+        return found if self.peak is None else {**found, "mfu": flops / self.peak}
+
+    def line(self, report: StepReport) -> str:
+        """The same in words."""
+        found = self.of(report)
+        tera = found["tflops_per_rank"]
+        flops = f"{tera:.3g} TFLOP/s" if tera >= 1 else f"{1e3 * tera:.3g} GFLOP/s"
+        flops = f"{flops} on each of {self.ranks} ranks"
+        if self.peak is None:
+            return f"{flops}; no MFU: the peak is not known, --peak-tflops X tells it"
+        return f"{flops}: MFU {100 * found['mfu']:.1f} % of {self.peak / 1e12:g} TFLOP/s"
+
+
+def median_step(reports: Sequence[StepReport]) -> StepReport:
+    """By time, which the first steps and whoever else uses the machine disturb."""
+    return sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]

@@ -1,0 +1,55 @@
+"""The folder of a run's checkpoints: looked at before the first step, not after hours of them."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tpkernels.interop.together import together
+
+_ABANDONED = ".abandoned"
+
+
+def checkpoint_of(folder: Path, done: int) -> Path:
+    return folder / f"step-{done:08}"
+
+
+def prepare(folder: Path, *, resume: bool) -> None:
+    """That checkpoints can be written into `folder`, or an error on all ranks; called by all of them."""
+    with together(f"--save {folder}"):
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            if not resume and _steps(folder):
+                raise FileExistsError(
+                    "it holds checkpoints of another run; pass --resume to go on from the last, or another "
+                    "folder"
+                )
+
+
+def set_aside_after(folder: Path, done: int) -> None:
+    """Rename checkpoints of later steps, which this run will make again; called by all ranks.
+
+    There are some if a run died before `latest` named them, or if somebody wrote an earlier one into it.
+    """
+    with together(f"--resume from {folder}, after {done} steps"):
+        if dist.get_rank() == 0:
+            for step, path in _steps(folder).items():
+                if step > done:
+                    path.rename(_unused(path.with_name(path.name + _ABANDONED)))
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in named if match}
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number, candidate = number + 1, path.with_name(f"{path.name}-{number + 1}")
+    return candidate
