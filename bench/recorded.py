@@ -14,7 +14,7 @@ from tpkernels.pictures.bars import Bar
 from tpkernels.pictures.lanes import Span
 
 Object = Mapping[str, Any]
-_LANE = re.compile(r"rank (\d+) (.+)")  # as `timeline.chrome_trace` names its threads
+_LANE = re.compile(r"rank (\d{1,9}) (.+)")  # as `timeline.chrome_trace` names its threads
 
 
 class Unreadable(ValueError):
@@ -104,22 +104,22 @@ def read(path: Path) -> Run | Overlaps | TimeLine:
 
 def _run(path: Path, found: Object) -> Run:
     cases = [
-        Case(str(one.get("fullname") or one.get("name") or "unnamed"), _object(one.get("extra_info")))
+        Case(str(one.get("fullname") or one.get("name") or "unnamed"), as_object(one.get("extra_info")))
         for one in found["benchmarks"]
     ]
-    outcomes = _object(found.get("outcomes"))
-    failures = {str(name): str(why) for name, why in _object(outcomes.get("failures")).items()}
+    outcomes = as_object(found.get("outcomes"))
+    failures = {str(name): str(why) for name, why in as_object(outcomes.get("failures")).items()}
     return Run(path, cases, failures, _facts(found, cases))
 
 
 def _facts(found: Object, cases: Sequence[Case]) -> dict[str, str]:
     keys = ("device", "backend", "dtype", "world", "revision")
     facts = {key: _distinct(case.info.get(key) for case in cases) for key in keys}
-    versions = [_object(case.info.get("versions")) for case in cases]
+    versions = [as_object(case.info.get("versions")) for case in cases]
     for name in dict.fromkeys(name for known in versions for name in known):
         facts[str(name)] = _distinct(known.get(name) for known in versions)
-    machine = _object(found.get("machine_info"))
-    facts["processor"] = _distinct([_object(machine.get("cpu")).get("brand_raw")])
+    machine = as_object(found.get("machine_info"))
+    facts["processor"] = _distinct([as_object(machine.get("cpu")).get("brand_raw")])
     facts["when"] = _distinct([found.get("datetime")]).partition(".")[0]
     facts["command"] = _distinct([found.get("command")])
     return {name: value for name, value in facts.items() if value}
@@ -127,20 +127,22 @@ def _facts(found: Object, cases: Sequence[Case]) -> dict[str, str]:
 
 def _panels(path: Path, events: Sequence[Object]) -> dict[str, list[Span]]:
     """Seconds from the start of each panel; its threads are lanes."""
-    titles, lanes = {}, {}
-    for event in events:
-        name = str(_object(event.get("args")).get("name"))
-        if event.get("name") == "process_name":
-            titles[event.get("pid")] = name
-        elif event.get("name") == "thread_name" and (lane := _LANE.fullmatch(name)):
-            lanes[event.get("pid"), event.get("tid")] = int(lane[1]), lane[2]
+    titles: dict[str, str] = {}
+    lanes: dict[tuple[str, str], tuple[int, str]] = {}
     panels: dict[str, list[Span]] = {}
     for event in events:
-        lane_of = lanes.get((event.get("pid"), event.get("tid")))
+        panel, lane = str(event.get("pid")), (str(event.get("pid")), str(event.get("tid")))
+        name = str(as_object(event.get("args")).get("name"))
+        if event.get("name") == "process_name":
+            titles[panel] = name
+        elif event.get("name") == "thread_name" and (words := _LANE.fullmatch(name)):
+            lanes[lane] = int(words[1]), words[2]
+    for event in events:
+        panel, lane = str(event.get("pid")), (str(event.get("pid")), str(event.get("tid")))
         start, length = 1e-6 * _number(event.get("ts")), 1e-6 * _number(event.get("dur"))
-        if event.get("ph") == "X" and lane_of and math.isfinite(start) and 0 <= length < math.inf:
-            span = Span(*lane_of, str(event.get("name")), start, start + length)
-            panels.setdefault(titles.get(event.get("pid"), ""), []).append(span)
+        if event.get("ph") == "X" and lane in lanes and math.isfinite(start) and 0 <= length < math.inf:
+            span = Span(*lanes[lane], str(event.get("name")), start, start + length)
+            panels.setdefault(titles.get(panel, ""), []).append(span)
     if not panels:
         raise Unreadable(f"{path}: expected a trace with threads such as 'rank 0 computes', got none")
     return panels
@@ -156,7 +158,8 @@ def _number(value: object) -> float:
     return math.nan
 
 
-def _object(value: object) -> Object:
+def as_object(value: object) -> Object:
+    """Of what is none, an empty one."""
     return value if isinstance(value, dict) else {}
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench import comparison
-from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, read
+from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
 from bench.shapes import GPUS
 from tpkernels.cli import OneLineParser
 from tpkernels.pictures import png
@@ -179,7 +179,7 @@ def _overlap(one: Overlaps) -> tuple[str, Pictures]:
     """Where copies and products ran at once, beside one after the other."""
     rows, shown = [], []
     for result in one.results:
-        shape, times = (result.get(key) or {} for key in ("shape", "milliseconds"))
+        shape, times = (as_object(result.get(key)) for key in ("shape", "milliseconds"))
         label = " x ".join(str(shape.get(key, "?")) for key in ("tokens", "in", "out"))
         label += f", {shape.get('parts', '?')} parts"
         if "error" in result:

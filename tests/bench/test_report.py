@@ -169,6 +169,26 @@ def test_missing_and_strange_values_are_no_mistake(benchmarks, told, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        [{"link": 3, "shape": [], "milliseconds": 7}, {"link": "l", "error": {}}],
+        [{"link": "l", "milliseconds": {"product": 0, "overlapped": 0, "sequential": "s"}}],
+        {
+            "traceEvents": [
+                {"name": "process_name", "pid": [], "args": {"name": None}},
+                {"name": "thread_name", "pid": [], "tid": {}, "args": {"name": "rank 7 " + "x" * 300}},
+                {"name": "thread_name", "pid": 1, "args": 3},
+                {"ph": "X", "pid": [], "tid": {}, "ts": 1e300, "dur": 5, "name": None},
+                {"ph": "X", "pid": [], "tid": {}, "ts": "now", "dur": 5},
+            ]
+        },
+    ],
+)
+def test_strange_overlaps_and_traces_are_no_mistake(content, told, tmp_path):
+    svgs_of(told(written(tmp_path, "strange", content))[1])
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "expected JSON, got"),

@@ -61,6 +61,8 @@ SAMPLES = {
     "curve_of_equals": curve("Loss", [(1, 2.0), (2, 2.0)], across="step"),
     "curve_of_tiny": curve("Loss", [(1, 1e-9), (2, 0.0)], across="step"),
     "curve_of_large": curve("Loss", [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)], across="step"),
+    "curve_of_monsters": curve("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)], across="step"),
+    "curve_of_denormals": curve("Loss", [(1, 5e-324), (2, 1e-320)], across="step"),
     "curve_of_negatives": curve("Loss", [(1, -1e30), (2, 1e30)], across="step"),
     "curve_strange": curve(STRANGE[:40], FALLING, across=STRANGE[:40]),
     "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
@@ -68,17 +70,36 @@ SAMPLES = {
     "lanes_of_nothing": lanes("Nothing", {"empty": []}),
     "lanes_of_an_instant": lanes("Instant", {"": [Span(123, "transfers", "x", 7.0, 7.0)]}),
     "lanes_of_hours": lanes("Hours", {"": [Span(0, "computes", "x", 0.0, 9e3)]}),
-    "lanes_strange": lanes(STRANGE, {STRANGE[:40]: CALLS}, note=STRANGE),
+    "lanes_strange": lanes(
+        STRANGE, {STRANGE[:40]: CALLS, "": [Span(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
+    ),
     "bars": bars("Ratios", ratios(40), note="medians"),
     "bars_one": bars("Ratio", [Bar("shape", 1.3, 1.2, 1.4)]),
     "bars_none": bars("Ratios", []),
     "bars_extreme": bars(
         "Ratios",
-        [Bar("a", 0.2, 0.1, 0.25), Bar("b", 8, 7, 9), Bar("c", 1e-7), Bar("d", 1e5, NAN, INF), Bar("e", 1.0)],
+        [
+            Bar("z", 1.7e308),
+            Bar("y", 5e-324),
+            Bar("x", 1e8, 5e-324, 1e308),
+            Bar("a", 0.2, 0.1, 0.25),
+            Bar("b", 8, 7, 9),
+            Bar("c", 1e-7),
+            Bar("d", 1e5, NAN, INF),
+            Bar("e", 1.0),
+        ],
     ),
     "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
     "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE),
     "roofline": hopper("H100", works(40)),
     "roofline_of_nothing": hopper("H100", []),
-    "roofline_odd": hopper(STRANGE, [Work("a", "ours", 1.0, 1e12, 5.0), Work("b", "ours", 1e9, 0.0, 1.0)]),
+    "roofline_odd": hopper(
+        STRANGE,
+        [
+            Work("c", "ours", 1e308, 1e-308, 1e-308),
+            Work("d", "x", 1, 1, 1e300),
+            Work("a", "ours", 1e9, 1e12, 5.0),
+            Work("b", "ours", 1e9, 0.0, 1.0),
+        ],
+    ),
 }

@@ -86,8 +86,8 @@ def test_curve_goes_from_edge_to_edge_and_down_with_the_value():
 def test_curve_says_how_many_values_are_left_out():
     svg = curve("Loss", [(1, 3.0), (2, NAN), (3, 2.0)], across="step")
     assert len(corners(svg)) == 2
-    assert "1 of 3 is no number" in words(svg)
-    assert "2 of 2 are no number" in words(SAMPLES["curve_of_nothing"])
+    assert "1 of 3 cannot be drawn" in words(svg)
+    assert "2 of 2 cannot be drawn" in words(SAMPLES["curve_of_nothing"])
 
 
 def test_long_curve_keeps_its_highest_and_lowest_values():
@@ -171,7 +171,7 @@ def test_work_lies_below_the_roof_and_its_ridge_where_both_meet():
 
 
 def test_work_that_cannot_be_drawn_is_counted():
-    assert "1 of 2 not drawn: not above zero" in words(SAMPLES["roofline_odd"])
+    assert "3 of 4 cannot be drawn" in words(SAMPLES["roofline_odd"])
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.9, 1.2), (0.2, 8.0), (1e-7, 1e7), (3.0, 3.1), (1.0, 1.0)])

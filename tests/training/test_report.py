@@ -62,7 +62,7 @@ def test_without_pillow_there_is_a_page_all_the_same(tmp_path, monkeypatch):
 def test_curve_says_where_it_begins_and_ends():
     svg = pictures_of(reports_of(3.0, 2.5, float("nan")), [], PLAN)["loss"]
     assert "Loss: 3.000 at step 1, nan at step 3" in words(svg)
-    assert "1 of 3 is no number" in words(svg)
+    assert "1 of 3 cannot be drawn" in words(svg)
     assert outside(svg) == []
 
 

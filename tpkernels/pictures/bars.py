@@ -10,6 +10,7 @@ from tpkernels.pictures.scales import LogScale, log_ticks
 from tpkernels.pictures.svg import BLUE, GREY, INK, ORANGE, QUIET, Picture, shortened, width_of
 
 WIDTH, MARGIN, ROW, BAR = 980, 16, 22, 12
+LEAST, MOST = 1e-9, 1e9  # what an axis holds; anything else is written and not drawn
 LABEL_WIDTH = 480  # at most
 WIN, LOSS, EVEN = "faster", "slower", "within the spread"
 FILLS = {WIN: BLUE, LOSS: ORANGE, EVEN: GREY}
@@ -26,12 +27,12 @@ class Bar:
 
     @property
     def is_drawable(self) -> bool:
-        return math.isfinite(self.ratio) and self.ratio > 0
+        return LEAST <= self.ratio <= MOST
 
     @property
     def spread(self) -> tuple[float, float]:
         """Around the ratio; of no length where it is not known."""
-        ends = [end for end in (self.low, self.high) if end is not None and math.isfinite(end) and end > 0]
+        ends = [end for end in (self.low, self.high) if end is not None and LEAST <= end <= MOST]
         return min([self.ratio, *ends]), max([self.ratio, *ends])
 
     @property
@@ -85,5 +86,5 @@ def _draw_row(picture: Picture, row: Bar, x: LogScale, y: float, left: float) ->
         picture.line(x(low), middle, x(high), middle, stroke=INK, width=1.5)
         for end in (low, high):
             picture.line(x(end), middle - 4, x(end), middle + 4, stroke=INK, width=1.5)
-    number = f"{row.ratio:.2f}" if row.ratio >= 0.1 else f"{row.ratio:.2g}"
+    number = f"{row.ratio:.2f}" if 0.1 <= row.ratio < 1000 else f"{row.ratio:.3g}"
     picture.text(WIDTH - MARGIN, base, number, anchor="end", bold=row.verdict != EVEN)

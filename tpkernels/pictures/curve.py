@@ -12,18 +12,20 @@ WIDTH, HEIGHT = 760, 320
 RIGHT, TOP, BOTTOM = 76, 46, 44
 COLUMNS = 1000  # of more points than this only the lowest and the highest of a column are drawn
 
+MOST = 1e30  # of a value: an axis has to be a finite one
+
 Points = Sequence[tuple[float, float]]
 
 
 def curve(heading: str, points: Points, *, across: str) -> str:
-    """points: (x, y) by rising x; a y that is no number is left out, and counted
+    """points: (x, y) by rising x; a y that is no number, or too large, is left out and counted
     across: what x is
     """
-    shown = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    shown = [(x, y) for x, y in points if math.isfinite(x) and abs(y) <= MOST]
     picture = Picture(WIDTH, HEIGHT, heading)
     picture.text(16, 24, heading, size=15, bold=True)
     if left_out := len(points) - len(shown):
-        text = f"{left_out:,} of {len(points):,} {'is' if left_out == 1 else 'are'} no number"
+        text = f"{left_out:,} of {len(points):,} cannot be drawn"
         picture.text(WIDTH - 16, 24, text, anchor="end", fill=QUIET)
     if not shown:
         picture.text(WIDTH / 2, HEIGHT / 2, "nothing to draw", anchor="middle", fill=QUIET)

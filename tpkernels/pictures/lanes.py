@@ -23,6 +23,7 @@ from tpkernels.pictures.svg import (
 )
 
 WIDTH, RIGHT = 980, 28
+LABEL_WIDTH = 240  # at most
 LANE, GAP, TITLE = 26, 8, 36  # heights: a lane, the space below it, the head of a panel
 FILLS = {
     "computes": BLUE,
@@ -132,7 +133,7 @@ def _lanes_of(spans: Sequence[Span]) -> list[tuple[int, str]]:
 
 
 def _lane_name(lane: tuple[int, str]) -> str:
-    return f"rank {lane[0]} {lane[1]}"
+    return shortened(f"rank {lane[0]} {lane[1]}", 13, LABEL_WIDTH)
 
 
 def _length(spans: Sequence[Span]) -> float:

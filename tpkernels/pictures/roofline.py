@@ -22,6 +22,7 @@ from tpkernels.pictures.svg import (
 
 WIDTH, HEIGHT = 980, 500
 LEFT, RIGHT, TOP, BOTTOM = 72, 28, 92, 56
+LEAST, MOST = 1e-9, 1e9  # what an axis holds
 FILLS = (BLUE, ORANGE, GREEN, VIOLET)
 
 
@@ -36,9 +37,18 @@ class Work:
     seconds: float
 
     @property
+    def density(self) -> float:
+        """Operations per byte; NaN where that cannot be told."""
+        return self.flops / self.bytes if self.bytes > 0 else math.nan
+
+    @property
+    def speed(self) -> float:
+        """Tflop/s; NaN where that cannot be told."""
+        return self.flops / self.seconds / 1e12 if self.seconds > 0 else math.nan
+
+    @property
     def is_drawable(self) -> bool:
-        numbers = (self.flops, self.bytes, self.seconds)
-        return all(math.isfinite(number) and number > 0 for number in numbers)
+        return all(LEAST <= number <= MOST for number in (self.density, self.speed))
 
 
 def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float) -> str:
@@ -55,11 +65,11 @@ def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float)
     picture.text(right, 26, note, anchor="end", fill=QUIET)
     picture.legend(16, 54, [(colours[name], name) for name in series])
     if left_out := len(works) - len(shown):
-        text = f"{left_out:,} of {len(works):,} not drawn: not above zero"
+        text = f"{left_out:,} of {len(works):,} cannot be drawn"
         picture.text(right, 54, text, anchor="end", fill=QUIET)
     ridge = flops / bytes
-    densities = [work.flops / work.bytes for work in shown]
-    speeds = [work.flops / work.seconds / 1e12 for work in shown]
+    densities = [work.density for work in shown]
+    speeds = [work.speed for work in shown]
     x = LogScale(min([*densities, ridge / 4]) / 1.2, max([*densities, ridge * 4]) * 1.2, LEFT, right)
     y = LogScale(min([*speeds, peak / 4]) / 1.2, max([*speeds, peak]) * 1.2, HEIGHT - BOTTOM, TOP)
     for tick in log_ticks(x.low, x.high):
@@ -73,8 +83,8 @@ def roofline(heading: str, works: Sequence[Work], *, flops: float, bytes: float)
     start = max(x.low, y.low * 1e12 / bytes)
     roof = [(start, start * bytes), (ridge, flops), (x.high, flops)]
     picture.path_through(((x(work), y(speed / 1e12)) for work, speed in roof), stroke=INK)
-    for work, density, speed in zip(shown, densities, speeds, strict=True):
+    for work in shown:
         floor = max(work.flops / flops, work.bytes / bytes)
-        hint = f"{work.name}, {work.series}: {speed:.4g} Tflop/s, {floor / work.seconds:.0%} of the roof"
-        picture.circle(x(density), y(speed), 4.5, fill=colours[work.series], hint=hint)
+        hint = f"{work.name}, {work.series}: {work.speed:.4g} Tflop/s, {floor / work.seconds:.0%} of the roof"
+        picture.circle(x(work.density), y(work.speed), 4.5, fill=colours[work.series], hint=hint)
     return picture.to_svg()

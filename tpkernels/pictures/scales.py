@@ -45,7 +45,7 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """At most about so many round numbers, the first not above `low` and the last not below `high`."""
     if low == high:
         low, high = low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1)
-    length = max(high - low, 1e-9 * max(abs(low), abs(high)))  # the digits that a double has
+    length = max(high - low, 1e-9 * max(abs(low), abs(high)), 1e-290)  # what a double can tell apart
     step = round_step(length, most)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, max(last, first + 1) + 1)]
