@@ -64,14 +64,14 @@ SAMPLES = {
     "curve_of_monsters": curve("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)], across="step"),
     "curve_of_denormals": curve("Loss", [(1, 5e-324), (2, 1e-320)], across="step"),
     "curve_of_negatives": curve("Loss", [(1, -1e30), (2, 1e30)], across="step"),
-    "curve_strange": curve(STRANGE[:40], FALLING, across=STRANGE[:40]),
+    "curve_strange": curve(STRANGE, [(0, NAN), *FALLING], across=STRANGE),
     "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
     "lanes_of_nothing": lanes("Nothing", {"empty": []}),
     "lanes_of_an_instant": lanes("Instant", {"": [Span(123, "transfers", "x", 7.0, 7.0)]}),
     "lanes_of_hours": lanes("Hours", {"": [Span(0, "computes", "x", 0.0, 9e3)]}),
     "lanes_strange": lanes(
-        STRANGE, {STRANGE[:40]: CALLS, "": [Span(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
+        STRANGE, {STRANGE: CALLS, "": [Span(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
     ),
     "bars": bars("Ratios", ratios(40), note="medians"),
     "bars_one": bars("Ratio", [Bar("shape", 1.3, 1.2, 1.4)]),
@@ -90,7 +90,7 @@ SAMPLES = {
         ],
     ),
     "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
-    "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE),
+    "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
     "roofline": hopper("H100", works(40)),
     "roofline_of_nothing": hopper("H100", []),
     "roofline_odd": hopper(

@@ -67,7 +67,8 @@ def bars(heading: str, rows: Sequence[Bar], *, note: str = "", across: str = "ti
     for number, row in enumerate(rows):
         _draw_row(picture, row, x, top + ROW * number, left)
     picture.line(x(1), top - 4, x(1), bottom + 2, stroke=INK, width=1.5)
-    picture.text((x.start + x.stop) / 2, bottom + 34, across, anchor="middle", fill=QUIET)
+    said = shortened(across, 12, x.stop - x.start)
+    picture.text((x.start + x.stop) / 2, bottom + 34, said, anchor="middle", fill=QUIET)
     return picture.to_svg()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tpkernels.pictures.scales import Scale, labels, round_ticks
-from tpkernels.pictures.svg import BLUE, QUIET, Picture, width_of
+from tpkernels.pictures.svg import BLUE, QUIET, Picture, shortened, width_of
 
 WIDTH, HEIGHT = 760, 320
 RIGHT, TOP, BOTTOM = 76, 46, 44
@@ -23,10 +23,12 @@ def curve(heading: str, points: Points, *, across: str) -> str:
     """
     shown = [(x, y) for x, y in points if math.isfinite(x) and abs(y) <= MOST]
     picture = Picture(WIDTH, HEIGHT, heading)
-    picture.text(16, 24, heading, size=15, bold=True)
-    if left_out := len(points) - len(shown):
-        text = f"{left_out:,} of {len(points):,} cannot be drawn"
-        picture.text(WIDTH - 16, 24, text, anchor="end", fill=QUIET)
+    left_out = len(points) - len(shown)
+    note = f"{left_out:,} of {len(points):,} cannot be drawn" * bool(left_out)
+    fitting = WIDTH - 48 - width_of(note, 12)
+    picture.text(16, 24, shortened(heading, 15, fitting, bold=True), size=15, bold=True)
+    if note:
+        picture.text(WIDTH - 16, 24, note, anchor="end", fill=QUIET)
     if not shown:
         picture.text(WIDTH / 2, HEIGHT / 2, "nothing to draw", anchor="middle", fill=QUIET)
         return picture.to_svg()
@@ -42,7 +44,8 @@ def curve(heading: str, points: Points, *, across: str) -> str:
         picture.text(left - 8, y(tick) + 4, label, anchor="end")
     for step in _steps(first, last):
         picture.text(x(step), HEIGHT - BOTTOM + 18, f"{step:,.0f}", anchor="middle")
-    picture.text((left + WIDTH - RIGHT) / 2, HEIGHT - 8, across, anchor="middle", fill=QUIET)
+    middle = (left + WIDTH - RIGHT) / 2
+    picture.text(middle, HEIGHT - 8, shortened(across, 12, WIDTH / 2), anchor="middle", fill=QUIET)
     picture.path_through((x(step), y(value)) for step, value in _thinned(shown))
     end, value = shown[-1]
     picture.circle(x(end), y(value), 4, fill=BLUE)

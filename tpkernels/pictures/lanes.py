@@ -77,7 +77,8 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
     y: float = top
     for title, spans in panels.items():
         length = f"{factor * _length(spans):.3g} {unit}"
-        picture.text(left, y + 22, f"{title}: {length}" if title else length, size=13, bold=True)
+        said = shortened(f"{title}: {length}" if title else length, 13, fitting - left, bold=True)
+        picture.text(left, y + 22, said, size=13, bold=True)
         y += TITLE
         y = _draw_panel(picture, spans, left, y, scale, longest) + 12
     _draw_axis(picture, left, y + 10, scale, longest)
