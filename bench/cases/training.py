@@ -34,6 +34,7 @@ DATA = Path(__file__).parents[2] / "data" / "alice.txt"
 class Timed:
     losses: list[tuple[float, float]]  # of the first steps, ours and torch's
     seconds: dict[str, list[float]]  # of the steps after them
+    processor_seconds: dict[str, list[float]]  # of all threads of this rank, in these steps
 
 
 def demo_config() -> TrainConfig:
@@ -58,13 +59,15 @@ def time_training(config: TrainConfig, checked: int, rounds: int) -> Timed:
     ways: dict[str, Step] = {"ours": lambda: trainer.step().loss, "torch": torchs}
     losses = [(ways["ours"](), ways["torch"]()) for _ in range(checked)]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    processor_seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(rounds):
         for name in list(ways)[:: -1 if round_ % 2 else 1]:
             dist.barrier()
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.process_time()
             ways[name]()
             seconds[name].append(time.perf_counter() - start)
-    return Timed(losses, seconds)
+            processor_seconds[name].append(time.process_time() - processor_start)
+    return Timed(losses, seconds, processor_seconds)
 
 
 def torch_step(ours: Trainer) -> Step:

@@ -44,8 +44,9 @@ def test_profile_goes_before_the_time_line_of_a_page(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peak-tflops", "0"], "--peak-tflops: expected more than 0, got 0.0"),
-        (["--timeout", "-1"], "--timeout: expected more than 0 seconds, got -1.0"),
+        (["--peak-tflops", "0"], "--peak-tflops: expected more than 0 and less than 1e9, got 0.0"),
+        (["--timeout", "-1"], "--timeout: expected more than 0 and less than 1e9, got -1.0"),
+        (["--timeout", "inf"], "--timeout: expected more than 0 and less than 1e9, got inf"),
         (["--profile-step", "3"], "--profile-step: expected a folder, --profile FOLDER"),
     ],
 )

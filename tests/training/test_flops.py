@@ -6,24 +6,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.shapes import GPUS
+from tests.models import small
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
 from tpkernels.training.flops import PEAK_FLOPS, Speed, flops_per_token, known_peak
 from tpkernels.training.trainer import StepReport
 
 BATCH, TOKENS = 3, 16
-LLAMA = GPTConfig(
-    vocab_size=256,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=48,
-    activation="swiglu",
-    norm="rms_norm",
-    bias=False,
-    tied=False,
-)
-GPT2 = GPTConfig(vocab_size=256, hidden_size=32, num_layers=3, num_heads=4, max_positions=64)
+# ranks share these vocabularies without padding, which the formula leaves out
+LLAMA, GPT2 = small.LLAMA.with_sizes(vocab_size=256), small.GPT2.with_sizes(vocab_size=256, max_positions=16)
 
 
 def of_product(_, left, right, **__):

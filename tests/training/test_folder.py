@@ -24,7 +24,7 @@ def test_a_folder_is_made_and_an_unusable_one_is_the_same_error_on_all_ranks(tmp
 
 def test_checkpoints_of_another_run_need_a_word(tmp_path, ranks2):
     checkpoint_of(tmp_path, 7).mkdir()
-    with pytest.raises(RankFailure, match="it holds checkpoints of another run; pass --resume"):
+    with pytest.raises(RankFailure, match="holds checkpoints of another run; pass --resume"):
         ranks2.run(prepared, tmp_path, False)
     ranks2.run(prepared, tmp_path, True)
 

@@ -26,9 +26,10 @@ def test_bytes_are_those_of_the_plan_and_the_worst_rank_is_named(tmp_path, ranks
     assert memory.rank == (peak < other_peak)
     assert memory.peak == pytest.approx(max(peak, other_peak), rel=0.01)
     assert memory.weights == 2 * elements
-    assert memory.gradients == pytest.approx(4 * elements, rel=0.05)  # padded
-    assert memory.optimizer == pytest.approx(12 * elements / 2, rel=0.05)  # of this rank's half
+    padded = memory.gradients // 4
+    assert elements <= padded < elements + 64 * 50  # each parameter begins at a multiple of 64
+    assert 0 <= memory.optimizer - 12 * padded // 2 < 100  # this rank's half; each bucket counts its steps
     assert memory.line().startswith(
-        f"memory of rank {memory.rank}, the largest: weights 0.03 MiB, gradients 0.06 MiB, "
-        "optimizer 0.09 MiB; peak resident set of the process "
+        f"memory of rank {memory.rank}, the largest: weights {memory.weights / 2**20:.2f} MiB, gradients "
     )
+    assert "peak resident set of the process" in memory.line()

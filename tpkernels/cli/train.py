@@ -123,10 +123,10 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         parser.error("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
         parser.error("--prove: expected a run from the start without dropout, which ranks draw apart")
-    if options.timeout is not None and not options.timeout > 0:
-        parser.error(f"--timeout: expected more than 0 seconds, got {options.timeout}")
-    if options.peak_tflops is not None and not options.peak_tflops > 0:
-        parser.error(f"--peak-tflops: expected more than 0, got {options.peak_tflops}")
+    for name in ("timeout", "peak_tflops"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e9:
+            parser.error(f"--{name.replace('_', '-')}: expected more than 0 and less than 1e9, got {value}")
     if options.profile is None and options.profile_step is not None:
         parser.error("--profile-step: expected a folder, --profile FOLDER")
     if options.save is None and (options.resume or options.save_every):
@@ -207,7 +207,6 @@ def _run(session: Any, options: Namespace) -> None:
     from tpkernels.training.flops import Speed, median_step
     from tpkernels.training.folder import prepare
     from tpkernels.training.memory import largest_memory
-    from tpkernels.training.profile import StepProfile
 
     config = session.config
     if options.prove:
@@ -220,17 +219,7 @@ def _run(session: Any, options: Namespace) -> None:
     if options.resume:
         session.resume(options.save)
     speed = Speed.of_run(config, session.device, options.peak_tflops)
-    profile = None
-    if options.profile is not None:
-        profile = session.trainer.around = StepProfile(
-            options.profile,
-            session.rank,
-            done=session.trainer.done,
-            steps=config.steps,
-            step=options.profile_step,
-        )
-        if not profile.comes:
-            session.say(profile.outcome())
+    profile = _profile(session, options) if options.profile is not None else None
     reports = []
     lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
     is_profiled = profile is not None and profile.step == config.steps  # a step has one profiler at most
@@ -271,6 +260,23 @@ def _run(session: Any, options: Namespace) -> None:
         if proof:
             session.say(f"  proof     {proof}")
         session.say(f"  page      {options.page}\n  pictures  {pictures}")
+
+
+def _profile(session: Any, options: Namespace) -> Any:
+    """Of one of the steps that are to come, or a word that it is none of these."""
+    from tpkernels.training.profile import StepProfile
+
+    trainer = session.trainer
+    profile = trainer.around = StepProfile(
+        options.profile,
+        session.rank,
+        done=trainer.done,
+        steps=session.config.steps,
+        step=options.profile_step,
+    )
+    if not profile.comes:
+        session.say(profile.outcome())
+    return profile
 
 
 def _opened(path: Path, done: int) -> Any:

@@ -26,8 +26,8 @@ def prepare(folder: Path, *, resume: bool) -> None:
                 pass
             if not resume and _steps(folder):
                 raise FileExistsError(
-                    "it holds checkpoints of another run; pass --resume to go on from the last, or another "
-                    "folder"
+                    f"{folder} holds checkpoints of another run; pass --resume to go on from the last, or "
+                    "another folder"
                 )
 
 

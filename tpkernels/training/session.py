@@ -88,6 +88,7 @@ class Session:
         """Go on from the last checkpoint that was completed in `folder`, if there is one."""
         found = dcp.latest(folder)
         if found is None:
+            set_aside_after(folder, 0)
             self.say(f"no checkpoint in {folder}: from the start")
             return
         self.trainer.resume(found)
