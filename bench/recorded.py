@@ -153,9 +153,12 @@ def _distinct(values: Iterable[object]) -> str:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    try:
         return float(value)
-    return math.nan
+    except OverflowError:  # of JSON's integers, which have no end
+        return math.inf
 
 
 def as_object(value: object) -> Object:

@@ -122,6 +122,9 @@ def test_saving_names_the_files(tmp_path):
     files = {tmp_path / "new" / "a.png": SAMPLES["curve"], tmp_path / "b.png": SAMPLES["lanes"]}
     assert save(files) == f"{tmp_path}/new/a.png, {tmp_path}/b.png"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+    many = {tmp_path / f"{number}.png": SAMPLES["bars_one"] for number in range(5)}
+    assert save(many) == f"5 in {tmp_path}"
+    assert save({}) == "none"
 
 
 def test_without_pillow_one_line_says_so(monkeypatch, tmp_path):

@@ -81,7 +81,7 @@ def _draw_row(picture: Picture, row: Bar, x: LogScale, y: float, left: float) ->
         return
     low, high = row.spread
     start, stop = sorted((x(1), x(row.ratio)))
-    hint = f"{row.name}: {row.ratio:.3f}, spread {low:.3f} to {high:.3f}"
+    hint = f"{row.name}: {row.ratio:.4g}, spread {low:.4g} to {high:.4g}"
     picture.rect(start, middle - BAR / 2, max(stop - start, 1), BAR, fill=FILLS[row.verdict], hint=hint)
     if low < high:
         picture.line(x(low), middle, x(high), middle, stroke=INK, width=1.5)

@@ -88,20 +88,19 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
 def _draw_panel(
     picture: Picture, spans: Sequence[Span], left: float, y: float, scale: float, longest: float
 ) -> float:
-    begin = min(span.start for span in spans)
-    bottom = y + len(_lanes_of(spans)) * (LANE + GAP)
+    begin, rows = min(span.start for span in spans), _lanes_of(spans)
+    top, bottom = y, y + len(rows) * (LANE + GAP)
     for tick in _ticks(longest):
-        picture.line(left + scale * tick, y - 4, left + scale * tick, bottom)
-    end = left + scale * _length(spans)
-    for lane in _lanes_of(spans):
-        picture.text(left - 12, y + LANE / 2 + 5, _lane_name(lane), size=13, anchor="end")
-        for span in spans:
-            if span.lane == lane:
-                start, stop = left + scale * (span.start - begin), left + scale * (span.stop - begin)
-                _draw_span(picture, span, start, y, max(stop - start, 0.5))
+        picture.line(left + scale * tick, top - 4, left + scale * tick, bottom)
+    for row in rows:
+        picture.text(left - 12, y + LANE / 2 + 5, _lane_name(row), size=13, anchor="end")
+        for span in (span for span in spans if span.lane == row):
+            start, stop = left + scale * (span.start - begin), left + scale * (span.stop - begin)
+            _draw_span(picture, span, start, y, max(stop - start, 0.5))
         y += LANE + GAP
-    picture.line(end, bottom - len(_lanes_of(spans)) * (LANE + GAP) - 8, end, bottom, stroke=INK, width=1.5)
-    return y
+    end = left + scale * _length(spans)
+    picture.line(end, top - 8, end, bottom, stroke=INK, width=1.5)
+    return bottom
 
 
 def _draw_span(picture: Picture, span: Span, x: float, y: float, width: float) -> None:

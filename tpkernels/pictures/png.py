@@ -57,7 +57,7 @@ def save(pictures: Mapping[Path, str]) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png)
     if len(drawn) <= FEW:
-        return ", ".join(str(path) for path in drawn)
+        return ", ".join(str(path) for path in drawn) or "none"
     return f"{len(drawn)} in {', '.join(dict.fromkeys(str(path.parent) for path in drawn))}"
 
 
