@@ -1,32 +1,15 @@
-"""A time line of what ran when: as a Chrome trace (for chrome://tracing and Perfetto), and as SVG."""
+"""What a time line is made from, and its Chrome trace, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import Any
 
-WIDTH, LEFT, RIGHT, TOP = 980, 150, 24, 64
-LANE, GAP, TITLE = 30, 8, 34  # heights: a lane, the space below it, the head of a panel
+from tpkernels.pictures.lanes import Span
+
 STRAY = 0.005  # the part of all bytes, at either end, that may be something else
-FILL = {"computes": "#2f6fb5", "receives": "#e2973b"}
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that lasted, in seconds of a clock that all ranks share."""
-
-    rank: int
-    doing: str  # a key of FILL
-    name: str
-    start: float
-    stop: float
-
-    @property
-    def lane(self) -> tuple[int, str]:
-        return self.rank, self.doing
 
 
 @dataclass(frozen=True)
@@ -86,95 +69,3 @@ def chrome_trace(panels: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
                 if span.lane == lane
             ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def to_svg(heading: str, panels: Mapping[str, Sequence[Span]]) -> str:
-    """Panels one below the other, on one scale of time."""
-    longest = max(max(s.stop for s in spans) - min(s.start for s in spans) for spans in panels.values())
-    scale = (WIDTH - LEFT - RIGHT) / longest
-    parts, y = [_text(LEFT, 30, heading, size=17, weight=600)], TOP
-    for title, spans in panels.items():
-        begin, end = min(span.start for span in spans), max(span.stop for span in spans)
-        lanes = sorted({span.lane for span in spans})
-        parts.append(_text(LEFT, y + 16, f"{title}: {1e3 * (end - begin):.0f} ms", size=14, weight=600))
-        y += TITLE
-        bottom = y + len(lanes) * (LANE + GAP)
-        parts += _grid(y - 4, bottom, longest, scale)
-        right = LEFT + scale * (end - begin)
-        parts.append(_line(right, y - 10, right, bottom, "#b03030", 1.5))
-        for lane in lanes:
-            parts.append(_text(LEFT - 10, y + LANE / 2 + 5, f"rank {lane[0]} {lane[1]}", anchor="end"))
-            for span in spans:
-                if span.lane == lane:
-                    left, width = scale * (span.start - begin), scale * (span.stop - span.start)
-                    parts += _block(LEFT + left, y, width, span)
-            y += LANE + GAP
-        y += 14
-    parts += _axis(y + 4, longest, scale)
-    height = y + 34
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" font-family="Helvetica, Arial, sans-serif">'
-    )
-    background = f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>'
-    return "\n".join([head, background, *parts, "</svg>\n"])
-
-
-def _step(longest: float) -> float:
-    """Seconds between two lines: 1, 2 or 5 times a power of ten, about eight of them."""
-    exponent = 1e-6
-    while True:
-        for factor in (1, 2, 5):
-            if longest / (factor * exponent) <= 9:
-                return factor * exponent
-        exponent *= 10
-
-
-def _grid(top: float, bottom: float, longest: float, scale: float) -> list[str]:
-    step = _step(longest)
-    return [
-        _line(LEFT + scale * number * step, top, LEFT + scale * number * step, bottom, "#e4e4e4", 1)
-        for number in range(int(longest / step) + 1)
-    ]
-
-
-def _axis(y: float, longest: float, scale: float) -> list[str]:
-    step = _step(longest)
-    return [
-        _text(LEFT + scale * number * step, y, f"{1e3 * number * step:.0f}", size=12, anchor="middle")
-        for number in range(int(longest / step) + 1)
-    ] + [_text(LEFT - 10, y, "ms", size=12, anchor="end")]
-
-
-def _block(x: float, y: float, width: float, span: Span) -> list[str]:
-    title = f"<title>{escape(span.name)}: {1e3 * (span.stop - span.start):.1f} ms</title>"
-    parts = [
-        f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1, 1):.1f}" height="{LANE}" rx="3" '
-        f'fill="{FILL[span.doing]}">{title}</rect>'
-    ]
-    short = span.name.rpartition(" ")[2]  # of "piece 3" the number
-    label = next((name for name in (span.name, short) if width > 7 * len(name) + 6), "")
-    return [*parts, _text(x + width / 2, y + LANE / 2 + 5, label, size=12, anchor="middle", fill="#ffffff")]
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: int = 13,
-    anchor: str = "start",
-    fill: str = "#222222",
-    weight: int = 400,
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-        f'fill="{fill}">{escape(text)}</text>'
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" '
-        f'stroke-width="{width}"/>'
-    )

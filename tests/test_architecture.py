@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tpkernels"
 MAY_IMPORT = {  # room -> rooms it may enter
     "topology": set(),
+    "pictures": set(),
     "runtime": {"topology"},
     "comm": set(),
     "kernels": set(),
@@ -18,7 +19,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "layers": {"ops", "runtime", "topology"},
     "models": {"layers", "ops", "runtime", "topology"},
     "planning": {"comm", "kernels", "layers", "models", "topology"},
-    "training": {"comm", "interop", "layers", "models", "ops", "planning", "runtime", "topology"},
+    "training": {"comm", "interop", "layers", "models", "ops", "pictures", "planning", "runtime", "topology"},
     "interop": {"models", "layers", "ops", "runtime", "topology", "parallel_state"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything
@@ -87,6 +88,11 @@ def test_file_holds_one_idea(path):
 def test_topology_stands_on_the_standard_library_alone():
     for path in (PACKAGE / "topology").glob("*.py"):
         assert not foreign_imports(path.read_text()), path
+
+
+def test_pictures_need_pillow_for_pixels_alone():
+    for path in (PACKAGE / "pictures").glob("*.py"):
+        assert foreign_imports(path.read_text()) <= ({"PIL"} if path.name == "png.py" else set()), path
 
 
 def test_groups_are_created_in_one_place():

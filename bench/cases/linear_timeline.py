@@ -24,9 +24,10 @@ from torch import Tensor
 
 from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.slow_link import SlowLink, throttle, why_not
-from bench.timeline import Sample, Span, chrome_trace, pieces_received, to_svg
+from bench.timeline import Sample, chrome_trace, pieces_received
 from tpkernels.comm.schedule import gather_swaps, parts_of_shard
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.tuning import torch_steps
 
 PANELS = {"one after the other": False, "at once, in pieces": True}
@@ -129,7 +130,7 @@ def write(link: SlowLink, kind: str, target: Path, ratio: float = 1.0, rounds: i
     target.parent.mkdir(parents=True, exist_ok=True)
     target.with_suffix(".json").write_text(json.dumps(chrome_trace(panels), indent=1) + "\n")
     heading = f"Forward of a {kind}-parallel linear layer: 2 ranks, throttled link"
-    target.with_suffix(".svg").write_text(to_svg(heading, panels))
+    target.with_suffix(".svg").write_text(lanes(heading, panels))
     return target.with_suffix(".svg")
 
 

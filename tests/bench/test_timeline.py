@@ -1,14 +1,13 @@
-"""Time lines: what a counter of bytes says of pieces, and what is drawn."""
+"""Time lines: what a counter of bytes says of pieces, and what a trace holds."""
 
 from __future__ import annotations
-
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from bench.cases import linear_timeline
 from bench.slow_link import SlowLink, why_not
-from bench.timeline import LEFT, RIGHT, WIDTH, Sample, Span, chrome_trace, pieces_received, to_svg
+from bench.timeline import Sample, chrome_trace, pieces_received
+from tpkernels.pictures.lanes import Span
 
 SPANS = [
     Span(0, "computes", "own rows", 5.0, 5.3),
@@ -36,24 +35,6 @@ def test_a_trace_has_a_thread_for_each_lane_and_starts_at_zero():
     assert len(spans) == len(SPANS)
     assert min(event["ts"] for event in spans) == 0
     assert {event["name"]: event["dur"] for event in spans}["own rows"] == pytest.approx(3e5)
-
-
-def test_blocks_lie_on_one_scale_inside_the_picture():
-    later = [Span(0, "computes", "all rows", 9.0, 9.2)]
-    root = ElementTree.fromstring(to_svg("Heading", {"at once": SPANS, "half as long": later}))
-    svg = "{http://www.w3.org/2000/svg}"
-    boxes = {
-        box.find(f"{svg}title").text: (float(box.get("x")), float(box.get("width")))
-        for box in root.iter(f"{svg}rect")
-        if box.find(f"{svg}title") is not None
-    }
-    assert len(boxes) == 5
-    assert all(x >= LEFT and x + width <= WIDTH - RIGHT + 1 for x, width in boxes.values())
-    full = WIDTH - LEFT - RIGHT
-    assert boxes["all rows: 350.0 ms"][1] == pytest.approx(full * 0.35 / 0.4, abs=1.1)
-    assert boxes["all rows: 200.0 ms"] == (pytest.approx(LEFT, abs=0.1), pytest.approx(full / 2, abs=1.1))
-    texts = {text.text for text in root.iter(f"{svg}text")}
-    assert {"Heading", "at once: 400 ms", "half as long: 200 ms", "rank 1 computes", "own rows"} <= texts
 
 
 reason = why_not()

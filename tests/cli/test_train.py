@@ -29,8 +29,9 @@ def train(*arguments, launcher=(), environment=None, timeout=120):
 
 def test_trains_proves_itself_and_writes(tmp_path):
     lines = tmp_path / "metrics.jsonl"
+    page = tmp_path / "page" / "index.html"
     options = f"--tp 2 --dp 2 --sequence-parallel --steps 4 --prove 2 --sample 5 --json {lines}".split()
-    run = train(*options)
+    run = train(*options, "--page", str(page))
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     assert "over 2 tensor-parallel x 2 data-parallel ranks on cpu; 4 steps of 4 x 16 tokens" in run.stdout
@@ -40,6 +41,14 @@ def test_trains_proves_itself_and_writes(tmp_path):
     assert [report["step"] for report in reports] == [1, 2, 3, 4]
     assert reports[-1]["loss"] < reports[0]["loss"]
     assert {"loss", "norm", "rate", "seconds", "tokens"} < set(reports[0])
+    closing = run.stdout.rpartition("\n\n")[2]
+    assert f"loss {reports[0]['loss']:.3f} -> {reports[-1]['loss']:.3f} in" in closing
+    assert "losses of 2 steps agree with an unsharded run's within" in closing
+    assert f"page      {page}\n" in closing
+    assert str(page.with_name("timeline.png")) in closing or "pip install pillow" in closing
+    html = page.read_text(encoding="utf-8")
+    assert html.count("<svg") == 3
+    assert "rank 3 computes" in html
 
 
 def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):

@@ -30,6 +30,17 @@ def test_speed_memory_and_trace(tmp_path):
     assert {"rank", "weights", "gradients", "optimizer", "peak", "peak_is"} == set(reports[-1]["memory"])
 
 
+def test_profile_goes_before_the_time_line_of_a_page(tmp_path):
+    """A step has one profiler; here both would be of the last one."""
+    page, folder = tmp_path / "index.html", tmp_path / "traces"
+    run = train(*f"--steps 2 --profile {folder} --page {page}".split())
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in folder.iterdir()] == ["step-00000002-rank-0.json"]
+    html = page.read_text(encoding="utf-8")
+    assert "<h2>Loss</h2>" in html
+    assert "One step" not in html
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

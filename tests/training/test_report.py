@@ -1,57 +1,82 @@
-"""The page about a run: complete, well-formed, and true to its numbers."""
+"""The page about a run: complete, escaped, and true to its numbers."""
 
 import re
-from xml.etree import ElementTree
+import sys
 
 import pytest
 
+from tests.pictures.reading import outside, words
 from tpkernels import plan_groups
-from tpkernels.training.report import LEFT, RIGHT, WIDTH, facts_of, loss_curve, page
+from tpkernels.pictures.lanes import Span
+from tpkernels.training.report import at_once, facts_of, pictures_of, write
 from tpkernels.training.trainer import StepReport
+
+PLAN = plan_groups(world_size=4, tensor=2)
+SPANS = [
+    Span(rank, doing, "", start, stop, phase)
+    for rank in (0, 1)
+    for doing, phase, start, stop in (("computes", "forward", 0, 2), ("transfers", "", 1, 3))
+]
 
 
 def reports_of(*losses):
     return [StepReport(step, loss, 1.0, 1e-3, 0.5, 64) for step, loss in enumerate(losses, start=1)]
 
 
-def points_of(svg):
-    (line,) = re.findall(r'points="([^"]*)"', svg)
-    return [tuple(map(float, point.split(","))) for point in line.split()]
-
-
-def test_curve_goes_from_edge_to_edge_and_down_with_the_loss():
-    svg = loss_curve(reports_of(4.0, 3.0, 2.5, 2.0))
-    ElementTree.fromstring(svg)
-    points = points_of(svg)
-    assert points[0][0] == LEFT
-    assert points[-1][0] == WIDTH - RIGHT
-    heights = [y for _, y in points]
-    assert heights == sorted(heights)  # down on the page
-    assert heights[1] - heights[0] == pytest.approx(2 * (heights[3] - heights[2]), abs=0.2)
-
-
-@pytest.mark.parametrize("losses", [(3.0,), (2.0, 2.0), (1e-9, 0.0), (5e8, 1.0)])
-def test_any_losses_make_a_curve(losses):
-    svg = loss_curve(reports_of(*losses))
-    ElementTree.fromstring(svg)
-    assert len(points_of(svg)) == len(losses)
-    assert svg.count('text-anchor="end"') < 12
-
-
-def test_losses_that_are_no_numbers_are_left_out():
-    assert len(points_of(loss_curve(reports_of(3.0, float("nan"), 2.0)))) == 2
-    assert "No loss" in loss_curve(reports_of(float("inf")))
-
-
-def test_page_stands_by_itself_and_escapes():
+def test_page_stands_by_itself_and_escapes(tmp_path):
     reports = reports_of(4.0, 2.0)
-    html = page(
-        "<run>", [("data", "a & b"), *facts_of(reports)], reports, plan_groups(world_size=4, tensor=2), "<x>"
-    )
+    known = [("data", "a & b"), *facts_of(reports)]
+    path = tmp_path / "new" / "index.html"
+    write(path, "<run>", known, pictures_of(reports, SPANS, PLAN), PLAN, "<x>")
+    html = path.read_text(encoding="utf-8")
     assert "&lt;run&gt;" in html
     assert "a &amp; b" in html
     assert "<pre>&lt;x&gt;</pre>" in html
     assert "4.0000 at step 1, 2.0000 at step 2" in html
     assert "128 tokens/s" in html
-    assert not re.search(r'(src|href)="', html.replace('xmlns:xlink="', ""))
-    assert html.count("<svg") == 2
+    assert not re.search(r'(src|href)="', html)
+    assert html.count("<svg") == 3
+    assert {file.name for file in path.parent.iterdir()} >= {"index.html"}
+
+
+def test_pictures_lie_beside_the_page(tmp_path):
+    pytest.importorskip("PIL", reason="Pillow draws PNGs")
+    path = tmp_path / "index.html"
+    said = write(path, "run", [], pictures_of(reports_of(2.0), SPANS, PLAN), PLAN, "")
+    assert said == ", ".join(str(tmp_path / f"{name}.png") for name in ("loss", "timeline", "plan"))
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "index.html",
+        "loss.png",
+        "timeline.png",
+        "plan.png",
+    }
+
+
+def test_without_pillow_there_is_a_page_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    said = write(tmp_path / "index.html", "run", [], pictures_of(reports_of(2.0), [], PLAN), PLAN, "")
+    assert "pip install pillow" in said
+    assert [file.name for file in tmp_path.iterdir()] == ["index.html"]
+
+
+def test_curve_says_where_it_begins_and_ends():
+    svg = pictures_of(reports_of(3.0, 2.5, float("nan")), [], PLAN)["loss"]
+    assert "Loss: 3.000 at step 1, nan at step 3" in words(svg)
+    assert "1 of 3 cannot be drawn" in words(svg)
+    assert outside(svg) == []
+
+
+def test_time_line_says_which_ranks_it_shows():
+    svg = pictures_of(reports_of(3.0, 2.0), SPANS, PLAN)["timeline"]
+    assert "Step 2: what was computed, and what was in flight, on 2 of 4 ranks" in words(svg)
+    assert "rank 1 transfers" in words(svg)
+    assert outside(svg) == []
+    assert "timeline" not in pictures_of(reports_of(3.0), [], PLAN)
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [(SPANS, "ranks computed during 50% of"), (SPANS[::2], "nothing was in flight"), ([], "no")],
+)
+def test_share_that_is_hidden_is_of_the_time_in_flight(spans, said):
+    assert at_once(spans).startswith(said)

@@ -94,7 +94,9 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--profile-step", type=int, metavar="N", help="of this one; default: one after warming up"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page about the run")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write an HTML page about the run, and pictures"
+    )
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
     parser.add_argument(
@@ -211,8 +213,10 @@ def _run(session: Any, options: Namespace) -> None:
     profile = _profile(session, options) if options.profile is not None else None
     reports = []
     lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
+    is_profiled = profile is not None and profile.step == config.steps  # a step has one profiler at most
+    record_last = options.page is not None and not is_profiled
     with Progress("training", config.steps) as progress:
-        for report in session.steps(options.save, options.save_every):
+        for report in session.steps(options.save, options.save_every, record_last=record_last):
             reports.append(report)
             memory = largest_memory(session.trainer) if report.step == config.steps else None
             if session.rank == 0:
@@ -237,15 +241,16 @@ def _run(session: Any, options: Namespace) -> None:
         session.say(profile.outcome())
     if session.was_asked_to_stop:
         return
-    if options.prove:
-        _prove(session, [report.loss for report in reports[: options.prove]])
+    proof = _prove(session, [report.loss for report in reports[: options.prove]]) if options.prove else ""
     sample = session.sample(options.prompt, options.sample) if options.sample else ""
     if sample:
         session.say(f"\n{sample}")
     if options.page and session.rank == 0:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(session.page(reports, sample), encoding="utf-8")
-        session.say(f"\npage: {options.page}")
+        pictures = session.write_page(options.page, reports, sample)
+        session.say(f"\n  run       {session.summary(reports)}")
+        if proof:
+            session.say(f"  proof     {proof}")
+        session.say(f"  page      {options.page}\n  pictures  {pictures}")
 
 
 def _profile(session: Any, options: Namespace) -> Any:
@@ -277,8 +282,8 @@ def _opened(path: Path, done: int) -> Any:
     return lines
 
 
-def _prove(session: Any, losses: Sequence[float]) -> None:
-    """Print losses side by side; an error if they differ by more than rounding."""
+def _prove(session: Any, losses: Sequence[float]) -> str:
+    """Print losses side by side; an error if they differ by more than rounding, else a line that says so."""
     count = len(losses)
     blocking = session.losses(
         count, replace(session.config, overlap=not session.config.overlap), session.tensor
@@ -294,3 +299,4 @@ def _prove(session: Any, losses: Sequence[float]) -> None:
         raise RuntimeError(
             f"sharded and unsharded losses differ by {worst:.1e}, expected {session.tolerance:.0e}"
         )
+    return f"losses of {count} steps agree with an unsharded run's within {worst:.0e}"

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from tpkernels.interop import dcp
 from tpkernels.ops.replicas import from_all_ranks
+from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.training.folder import set_aside_after
-from tpkernels.training.report import facts_of, page
+from tpkernels.training.report import facts_of, pictures_of, write
+from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
 from tpkernels.training.world import join_world
 
@@ -57,6 +59,7 @@ class Session:
             torch.cuda.set_device(self.device)
         join_world("nccl" if on_gpu else "gloo", None if timeout is None else timedelta(seconds=timeout))
         self._got_signal = self.was_asked_to_stop = False
+        self._recorded: list[Span] = []  # of one step
         if saves:
             signal.signal(signal.SIGTERM, self._note_signal)
         self._state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
@@ -92,10 +95,19 @@ class Session:
         set_aside_after(folder, self.trainer.done)
         self.say(f"from {found}, after {self.trainer.done} steps")
 
-    def steps(self, folder: Path | None = None, every: int = 0) -> Iterator[StepReport]:
-        """The run, step by step; with a folder it is saved there at the end, and when asked to stop."""
+    def steps(
+        self, folder: Path | None = None, every: int = 0, *, record_last: bool = False
+    ) -> Iterator[StepReport]:
+        """The run, step by step; with a folder it is saved there at the end, and when asked to stop.
+
+        record_last: what ran when in the last step goes to the page
+        """
         while self.trainer.done < self.config.steps and not self.was_asked_to_stop:
-            yield self.trainer.step()
+            if record_last and self.trainer.done == self.config.steps - 1:
+                report, self._recorded = traced(self.trainer.step)
+                yield report
+            else:
+                yield self.trainer.step()
             if folder is None:
                 continue
             self.was_asked_to_stop = self._any_was_asked()
@@ -122,10 +134,11 @@ class Session:
             f"{speed:,.0f} tokens/s (median step)"
         )
 
-    def page(self, reports: Sequence[StepReport], sample: str) -> str:
-        """HTML about the run."""
-        facts = [("run", self.describe()), *facts_of(reports), ("torch", str(torch.__version__))]
-        return page(f"Training from {self.config.data}", facts, reports, self._state.plan, sample)
+    def write_page(self, path: Path, reports: Sequence[StepReport], sample: str) -> str:
+        """A page about the run and its pictures beside it; returns what to say of these."""
+        plan, title = self._state.plan, f"Training from {self.config.data}"
+        known = [("run", self.describe()), *facts_of(reports), ("torch", str(torch.__version__))]
+        return write(path, title, known, pictures_of(reports, self._recorded, plan), plan, sample)
 
     def require_proof(self) -> None:
         """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""

@@ -1,0 +1,105 @@
+"""Pictures of every kind, ordinary ones and odd ones."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from tpkernels.pictures.bars import Bar, bars
+from tpkernels.pictures.curve import curve
+from tpkernels.pictures.lanes import Span, lanes
+from tpkernels.pictures.roofline import Work, roofline
+
+NAN, INF = float("nan"), float("inf")
+STRANGE = '<b> & "c" \x00\x1b\ud800 ' + "long " * 60
+
+FALLING = [(float(step), 5 * math.exp(-step / 40) + 2) for step in range(1, 151)]
+STEP = [
+    Span(rank, doing, "", start, start + 0.1, phase)
+    for rank in (0, 1)
+    for doing, phase, start in (
+        ("computes", "forward", 0.0),
+        ("computes", "backward", 0.12),
+        ("transfers", "", 0.09),
+        ("computes", "optimizer", 0.25),
+    )
+]
+CALLS = [
+    Span(0, "computes", "own rows", 5.0, 5.3),
+    Span(0, "receives", "piece 1", 5.1, 5.2),
+    Span(0, "receives", "piece <2>", 5.2, 5.21),
+    Span(1, "computes", "all rows", 5.05, 5.4),
+]
+LATER = [Span(0, "computes", "all rows", 9.0, 9.2)]
+
+
+def ratios(count: int) -> list[Bar]:
+    draw = random.Random(0)
+    found = [math.exp(draw.gauss(0, 0.3)) for _ in range(count)]
+    names = [f"llama3-70b-tp8-8192-fc_down-forward-swiglu-{number}" for number in range(count)]
+    return [Bar(name, ratio, ratio * 0.95, ratio * 1.05) for name, ratio in zip(names, found, strict=True)]
+
+
+def works(count: int) -> list[Work]:
+    draw = random.Random(0)
+    densities = [10 ** draw.uniform(0, 4) for _ in range(count)]
+    return [
+        Work(f"shape {number}", series, density * 1e9, 1e9, max(density / 989e3, 1 / 3.35e3) * slower)
+        for number, density in enumerate(densities)
+        for series, slower in (("ours", 1.2), ("naive", 1.5))
+    ]
+
+
+def hopper(heading: str, shown: list[Work]) -> str:
+    return roofline(heading, shown, flops=989e12, bytes=3.35e12)
+
+
+SAMPLES = {
+    "curve": curve("Loss", FALLING, across="step"),
+    "curve_of_nothing": curve("Loss", [(1, NAN), (2, INF)], across="step"),
+    "curve_of_one": curve("Loss", [(1, 3.0)], across="step"),
+    "curve_of_equals": curve("Loss", [(1, 2.0), (2, 2.0)], across="step"),
+    "curve_of_tiny": curve("Loss", [(1, 1e-9), (2, 0.0)], across="step"),
+    "curve_of_large": curve("Loss", [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)], across="step"),
+    "curve_of_monsters": curve("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)], across="step"),
+    "curve_of_denormals": curve("Loss", [(1, 5e-324), (2, 1e-320)], across="step"),
+    "curve_of_negatives": curve("Loss", [(1, -1e30), (2, 1e30)], across="step"),
+    "curve_strange": curve(STRANGE, [(0, NAN), *FALLING], across=STRANGE),
+    "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
+    "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
+    "lanes_of_nothing": lanes("Nothing", {"empty": []}),
+    "lanes_of_an_instant": lanes("Instant", {"": [Span(123, "transfers", "x", 7.0, 7.0)]}),
+    "lanes_of_hours": lanes("Hours", {"": [Span(0, "computes", "x", 0.0, 9e3)]}),
+    "lanes_strange": lanes(
+        STRANGE, {STRANGE: CALLS, "": [Span(0, STRANGE, STRANGE, 1e300, 2e300)]}, note=STRANGE
+    ),
+    "bars": bars("Ratios", ratios(40), note="medians"),
+    "bars_one": bars("Ratio", [Bar("shape", 1.3, 1.2, 1.4)]),
+    "bars_none": bars("Ratios", []),
+    "bars_extreme": bars(
+        "Ratios",
+        [
+            Bar("z", 1.7e308),
+            Bar("y", 5e-324),
+            Bar("x", 1e8, 5e-324, 1e308),
+            Bar("a", 0.2, 0.1, 0.25),
+            Bar("b", 8, 7, 9),
+            Bar("c", 1e-7),
+            Bar("d", 1e5, NAN, INF),
+            Bar("e", 1.0),
+        ],
+    ),
+    "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
+    "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
+    "roofline": hopper("H100", works(40)),
+    "roofline_of_nothing": hopper("H100", []),
+    "roofline_odd": hopper(
+        STRANGE,
+        [
+            Work("c", "ours", 1e308, 1e-308, 1e-308),
+            Work("d", "x", 1, 1, 1e300),
+            Work("a", "ours", 1e9, 1e12, 5.0),
+            Work("b", "ours", 1e9, 0.0, 1.0),
+        ],
+    ),
+}
