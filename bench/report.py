@@ -14,13 +14,13 @@ from pathlib import Path
 
 from bench import comparison
 from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
-from bench.shapes import GPUS
 from tpkernels.cli import OneLineParser
 from tpkernels.pictures import png
 from tpkernels.pictures.bars import FILLS, Bar, bars
 from tpkernels.pictures.lanes import lanes
 from tpkernels.pictures.page import page, paragraph, table, verbatim
 from tpkernels.pictures.roofline import Work, roofline
+from tpkernels.planning.gpus import GPUS
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one
