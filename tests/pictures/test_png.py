@@ -137,11 +137,16 @@ def test_without_pillow_one_line_says_so(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class WithoutFineStrokes:
+    def getmask(self, text, stroke_width):
+        raise TypeError("'float' object cannot be interpreted as an integer")
+
+
 def without_freetype(size):
     raise ImportError("The _imagingft C module is not installed")
 
 
-@pytest.mark.parametrize("load_default", [lambda: None, without_freetype], ids=["old", "without_freetype"])
+@pytest.mark.parametrize("load_default", [lambda: None, lambda size: WithoutFineStrokes(), without_freetype])
 def test_pillow_that_cannot_write_is_none(load_default, monkeypatch):
     monkeypatch.setattr("PIL.ImageFont.load_default", load_default)
     with pytest.raises(NoPillow):

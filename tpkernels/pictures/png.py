@@ -22,7 +22,7 @@ FEW = 4  # files that are named one by one
 SCALE = 2  # pixels of the PNG to one of the SVG
 FINER = 2  # each of them is drawn as so many squared, and averaged
 MOST_PIXELS = 120e6  # of what is drawn: 360 MB
-NO_PILLOW = "no PNG: expected Pillow 10.1 or newer, with FreeType; pip install pillow"
+NO_PILLOW = "no PNG: expected Pillow 11.1 or newer, with FreeType; pip install pillow"
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _PAINT = {"fill", "stroke", "stroke-width"}
@@ -68,8 +68,8 @@ def to_png(svg: str) -> bytes:
     try:
         from PIL import Image, ImageDraw, ImageFont
 
-        ImageFont.load_default(12.0)
-    except (ImportError, TypeError):  # absent or without FreeType; older than sizes of this font
+        ImageFont.load_default(12.0).getmask("bold", stroke_width=0.5)
+    except (ImportError, TypeError):  # absent or without FreeType; older than sizes and such strokes
         raise NoPillow from None
     width, height = int(root.attrib["width"]), int(root.attrib["height"])
     finer = FINER if width * height * (SCALE * FINER) ** 2 <= MOST_PIXELS else 1
