@@ -15,9 +15,8 @@ from bench.measure import (
     Way,
     as_graph,
     interleave,
-    seconds_a_call,
     seconds_after_a_barrier,
-    seconds_on_cpu,
+    seconds_of_processor,
     seconds_on_gpu,
     slowest,
 )
@@ -88,8 +87,8 @@ class Case:
             return interleave(self._on_gpu(), rounds, seconds_on_gpu)
         if self.work.world > 1:
             return interleave(self.ways, rounds, seconds_after_a_barrier)
-        calls = ceil(SHORTEST_ROUND / seconds_on_cpu(self.ways["naive"]))
-        return interleave(self.ways, rounds, seconds_a_call(calls))
+        calls = ceil(SHORTEST_ROUND / seconds_of_processor(5)(self.ways["naive"]))
+        return interleave(self.ways, rounds, seconds_of_processor(calls))
 
     def _on_gpu(self) -> Mapping[str, Way]:
         if min(seconds_on_gpu(self.ways["naive"]) for _ in range(3)) > SHORT_ON_GPU:
