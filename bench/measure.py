@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 Way = Callable[[], object]
 Clock = Callable[[Way], float]
 Seconds = dict[str, list[float]]  # of each way, round by round
@@ -42,7 +44,7 @@ class Comparison:
         return low, high
 
 
-def interleave(ways: Mapping[str, Way], rounds: int, clock: Clock) -> Seconds:
+def interleave(ways: Mapping[str, T], rounds: int, clock: Callable[[T], float]) -> Seconds:
     """The order turns, so that none is always first. What the first rounds took is not told: they warm up."""
     seconds: Seconds = {name: [] for name in ways}
     names = list(ways)
@@ -59,6 +61,12 @@ def slowest(by_rank: Sequence[Seconds]) -> Seconds:
         name: [max(times) for times in zip(*(seconds[name] for seconds in by_rank), strict=True)]
         for name in by_rank[0]
     }
+
+
+def seconds_on_clock(way: Way) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start
 
 
 def seconds_of_processor(calls: int) -> Clock:
@@ -79,9 +87,7 @@ def seconds_of_processor(calls: int) -> Clock:
 def seconds_after_a_barrier(way: Way) -> float:
     """For ways of several ranks, which start together, and wait for each other."""
     dist.barrier()
-    start = time.perf_counter()
-    way()
-    return time.perf_counter() - start
+    return seconds_on_clock(way)
 
 
 def seconds_on_gpu(way: Way) -> float:
