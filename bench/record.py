@@ -45,7 +45,7 @@ KEYS = (
 
 
 class PastRounds:
-    """A clock for pytest-benchmark that passes as the rounds did which were timed before, here or on ranks."""
+    """A clock for pytest-benchmark, which passes as rounds did that were timed before, here or on ranks."""
 
     def __init__(self) -> None:
         self._now = 0.0

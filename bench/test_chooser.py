@@ -17,8 +17,6 @@ from tpkernels.tuning.chooser import Chooser
 from tpkernels.tuning.gpus import Gpu
 
 
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("step", ["linear", "dglu"])
 def test_warm_choice(

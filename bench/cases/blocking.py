@@ -75,10 +75,16 @@ class Sum(torch.autograd.Function):
         return dy
 
 
+def copied(x: Tensor) -> Tensor:
+    """What is the same on all ranks, each of which uses it for a part of the work."""
+    y: Tensor = Copy.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
 def entered(x: Tensor, sequence_parallel: bool) -> Tensor:
     """What a column-parallel product takes."""
-    y: Tensor = (Gather if sequence_parallel else Copy).apply(x)  # type: ignore[no-untyped-call]
-    return y
+    gathered: Tensor = Gather.apply(x) if sequence_parallel else copied(x)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def left(y: Tensor, sequence_parallel: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.case import Case, Work
-from bench.cases.blocking import Copy, entered, left
+from bench.cases.blocking import copied, entered, left
 from tpkernels import ops
 
 TOKENS, HIDDEN, FFN = 512, 256, 1024
@@ -49,8 +49,8 @@ def row(sequence_parallel: bool) -> Case:
         lambda overlap, x, w, b: ops.row_linear(
             x, w, b, group, sequence_parallel=sequence_parallel, overlap=overlap
         ),
-        # where tokens are split, each rank has a part of the bias's gradient
-        lambda x, w, b: left(F.linear(x, w), sequence_parallel) + (Copy.apply(b) if sequence_parallel else b),
+        # where tokens are split, each rank has a part of the bias's gradient, as of that of entering tokens
+        lambda x, w, b: left(F.linear(x, w), sequence_parallel) + (copied(b) if sequence_parallel else b),
         [x_shard, weight, bias],
         products=1,
         transfers=2 if sequence_parallel else 1,
@@ -143,4 +143,5 @@ def tokens_entering(sequence_parallel: bool, ranks: int) -> Tensor:
 def normal(rows: int, cols: int, *, replicated: bool = False) -> Tensor:
     """Of the same numbers on every rank, or each rank its own."""
     generator = torch.Generator().manual_seed(0 if replicated else 1 + dist.get_rank())
-    return (torch.randn(rows, cols, generator=generator) / cols**0.5).requires_grad_()
+    matrix: Tensor = torch.randn(rows, cols, generator=generator) / cols**0.5
+    return matrix.requires_grad_()
