@@ -57,17 +57,16 @@ def read_baseline(path: Path, device: str) -> Baseline:
     report = read_json(path, recipe)
     try:
         baseline = Baseline(**report)
-        known = {key for case in baseline.cases.values() for key in case}
+        complete = all(case.keys() >= {*IDENTITY, *RATIOS} for case in baseline.cases.values())
     except (AttributeError, TypeError) as error:
         raise BadFile(f"{path}: expected a baseline; make it by {recipe}") from error
-    if baseline.cases and not known >= {*IDENTITY, *RATIOS}:
-        raise BadFile(
-            f"{path}: expected {', '.join((*IDENTITY, *RATIOS))} of every case; make it by {recipe}"
-        )
+    if not complete:
+        keys = ", ".join((*IDENTITY, *RATIOS))
+        raise BadFile(f"{path}: expected {keys} of every case; make it by {recipe}")
     if baseline.device != device:
         raise BadFile(
-            f"{_shown(path)} is of {baseline.device!r}, these results are of {device!r}: ratios of one device "
-            f"say nothing of another; leave --baseline out, or make one: {recipe}"
+            f"{_shown(path)} is of {baseline.device!r}, these results are of {device!r}: ratios of one "
+            f"device say nothing of another; leave --baseline out, or make one: {recipe}"
         )
     return baseline
 

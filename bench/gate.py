@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         description="Exit code 0: nothing fell. 1: a regression, with a table of what fell. 2: bad use.",
     )
     parser.add_argument(
-        "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else it is run"
+        "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
     )
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="else bench/baselines/<device>.json")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of what seems slower (3)")
@@ -47,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found into FILE")
     update = parser.add_argument_group("a new baseline")
     update.add_argument("--update", action="store_true", help="make these results the baseline")
-    update.add_argument(
-        "--floor", type=float, default=FLOOR, help=f"of a ratio, a lesser fall is none ({FLOOR})"
-    )
+    update.add_argument("--floor", type=float, default=FLOOR, help=f"a fall by less is none ({FLOOR})")
     update.add_argument("--note", default="", help="what else one should know of them")
     options = parser.parse_args(argv)
     if options.repeat < 0:
@@ -69,11 +67,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _timings(options: Namespace) -> int:
     results = pooled([read(path) for path in options.results]) if options.results else _fresh(options)
-    path = options.baseline or path_for(results.device)
+    device = results.device if results.infos else this_device()
+    path = options.baseline or path_for(device)
     if options.update:
         return _update(results, path, options.floor, options.note)
-    baseline = read_baseline(path, results.device)
-    repeats = options.repeat if results.device == this_device() else 0
+    baseline = read_baseline(path, device)
+    repeats = options.repeat if device == this_device() else 0
     judged = judge(baseline, results, _again, repeats)
     for line in judged.lines(baseline, path):
         print(line)

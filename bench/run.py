@@ -30,13 +30,8 @@ def main(argv: Sequence[str]) -> int:
     chosen.add_argument("--smoke", action="store_true", help="the small set, for a CPU")
     chosen.add_argument("--gpu-set", action="store_true", help="what `make gpu` runs")
     parser.add_argument("-k", metavar="EXPRESSION", help="only these of it, as for pytest")
-    parser.add_argument(
-        "-o",
-        type=Path,
-        default=Path("out/bench.json"),
-        metavar="FILE",
-        help="where to write (out/bench.json)",
-    )
+    default = Path("out/bench.json")
+    parser.add_argument("-o", type=Path, default=default, metavar="FILE", help=f"where to write ({default})")
     options = parser.parse_args(argv)
     selection = ["bench"]
     if options.smoke or options.gpu_set:

@@ -51,7 +51,7 @@ def _of_case(name: str, info: Info, baseline: Baseline) -> Iterator[Finding]:
             yield Finding(
                 "fell",
                 name,
-                f"{was['ratio']:.2f}x is {info['ratio']:.2f}x now: fell by {fall:.0%}, tolerance {tolerance:.0%}",
+                f"{was['ratio']:.2f}x is {info['ratio']:.2f}x now: {fall:.0%} less, tolerance {tolerance:.0%}",
             )
     if promised is not None and info["ratio"] < promised:
         yield Finding(
