@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def casting(x: Tensor) -> bool:
@@ -93,3 +94,8 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may carry tangents, which do not show in `requires_grad`."""
+    return forward_ad._current_level >= 0
