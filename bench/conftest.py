@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,23 @@ from tests.ranks import RankPool
 
 torch.set_num_threads(1)  # ranks share the cores, and two cores are noisier than one
 
+BEGAN = pytest.StashKey[float]()
 INFOS = pytest.StashKey[list[dict[str, Any]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, metavar="N", help="begin no benchmark after so many seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What was timed until then is kept, where a limit from outside would lose it."""
+    seconds = item.config.getoption("--seconds")
+    if seconds is not None and time.monotonic() - item.config.stash[BEGAN] > seconds:
+        pytest.skip(f"{seconds:g} seconds are over")
 
 
 @pytest.fixture

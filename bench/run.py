@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--smoke", action="store_true", help="the small set, for a CPU")
     chosen.add_argument("--gpu-set", action="store_true", help="what `make gpu` runs")
+    parser.add_argument("--seconds", type=float, metavar="N", help="begin no case after so many")
     parser.add_argument("-k", metavar="EXPRESSION", help="only these of it, as for pytest")
     default = Path("out/bench.json")
     parser.add_argument("-o", type=Path, default=default, metavar="FILE", help=f"where to write ({default})")
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
         selection += ["-m", "smoke" if options.smoke else "gpu_set"]
     if options.k:
         selection += ["-k", options.k]
+    if options.seconds is not None:
+        selection += ["--seconds", str(options.seconds)]
     try:
         options.o.parent.mkdir(parents=True, exist_ok=True)
         results = run(selection, options.o, command=shlex.join(["python", "-m", "bench", "run", *argv]))
