@@ -18,7 +18,7 @@ from bench.results import BadFile, Info, Results, read_json, slug
 FOLDER = Path(__file__).parent / "baselines"
 FLOOR = 0.05  # of a ratio: between two runs more changes than their rounds show
 IDENTITY = ("op", "shape", "pass", "naive", "world", "dtype", "device", "backend", "flops", "bytes")
-RATIOS = ("ratio", "ratio_quartile_low", "ratio_quartile_high", "rounds")
+RATIOS = ("ratio", "ratio_quartile_low", "ratio_quartile_high", "rounds", "ratio_of_runs")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def read_baseline(path: Path, device: str) -> Baseline:
     selection = "--smoke" if device == "cpu" else "--gpu-set"
     recipe = (
         f"python -m bench run {selection} -o out/bench.json && "
-        f"python -m bench gate --update --baseline {_shown(path)} out/bench.json"
+        f"python -m bench gate --update --baseline {shown(path)} out/bench.json"
     )
     if not path.exists():
         there = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json"))) or "none"
         raise BadFile(
-            f"no baseline for the device {device!r}: looked for {_shown(path)}; there are: {there}. "
+            f"no baseline for the device {device!r}: looked for {shown(path)}; there are: {there}. "
             f"Make one, and commit it: {recipe}"
         )
     report = read_json(path, recipe)
@@ -65,7 +65,7 @@ def read_baseline(path: Path, device: str) -> Baseline:
         raise BadFile(f"{path}: expected {keys} of every case; make it by {recipe}")
     if baseline.device != device:
         raise BadFile(
-            f"{_shown(path)} is of {baseline.device!r}, these results are of {device!r}: ratios of one "
+            f"{shown(path)} is of {baseline.device!r}, these results are of {device!r}: ratios of one "
             f"device say nothing of another; leave --baseline out, or make one: {recipe}"
         )
     return baseline
@@ -92,7 +92,7 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
     path.write_text(json.dumps(asdict(baseline), indent=1) + "\n", encoding="utf-8")
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """From where one stands, if it lies below."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -20,6 +20,7 @@ from bench.baseline import (
     made_of,
     path_for,
     read_baseline,
+    shown,
     this_device,
     write_baseline,
 )
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _timings(options: Namespace) -> int:
-    results = pooled([read(path) for path in options.results]) if options.results else _fresh(options)
+    results = pooled([read(path) for path in options.results] or [_fresh(options)])
     device = results.device if results.infos else this_device()
     path = options.baseline or path_for(device)
     if options.update:
@@ -109,7 +110,7 @@ def _update(results: Results, path: Path, floor: float, note: str) -> int:
     if not results.infos:
         raise BadFile("no baseline is made of no results")
     write_baseline(made_of(results, floor, note), path)
-    print(f"{len(results.infos)} cases of {results.device} are the baseline in {path}: commit it")
+    print(f"{len(results.infos)} cases of {results.device} are the baseline in {shown(path)}: commit it")
     return GREEN
 
 
@@ -134,7 +135,7 @@ class Judged:
         ]
         width = max((len(finding.case) for finding in self.findings), default=0)
         table = [f"{one.kind:<14}  {one.case:<{width}}  {one.text}" for one in self.findings]
-        lines = [*table, f"{held} of {len(baseline.cases)} cases hold against {path} ({baseline})"]
+        lines = [*table, f"{held} of {len(baseline.cases)} cases hold against {shown(path)} ({baseline})"]
         if versions := _other_versions(baseline, self.results):
             lines.append(f"made with other versions: {versions}; where naive became faster, ratios fall")
         if noisy:
@@ -142,9 +143,7 @@ class Judged:
         if self.repeats:
             lines.append(f"what seemed slower was timed {self.repeats} more times, and the best was taken")
         if self.failing:
-            lines.append(
-                f"{len(self.failing)} regressions; if they are meant: --update, reviewed with the change"
-            )
+            lines.append(f"regressions: {len(self.failing)}; if they are meant: --update")
         return lines
 
 

@@ -85,7 +85,7 @@ def stages_of(out: Path, jobs: int) -> list[Stage]:
 
     def tests() -> list[Command]:
         pytest = (python, "-m", "pytest", "-q", "-p", "tests.outcomes", "--outcomes")
-        return [[*pytest, str(out / "tests" / Path(file).with_suffix(".json")), file] for file in gpu_tests()]
+        return [[*pytest, str(out / Path(file).with_suffix(".json")), file] for file in gpu_tests()]
 
     def sanitizer() -> list[Command]:
         tool = shutil.which("compute-sanitizer")
@@ -145,4 +145,4 @@ def device_of(results: Path) -> str:
     try:
         return read(results).device
     except BadFile as error:
-        raise CannotRun(f"there are no results: {error}") from error
+        raise CannotRun(f"there are no results yet: {error}") from error

@@ -34,16 +34,19 @@ def main(argv: Sequence[str]) -> int:
     default = Path("out/bench.json")
     parser.add_argument("-o", type=Path, default=default, metavar="FILE", help=f"where to write ({default})")
     options = parser.parse_args(argv)
-    selection = ["bench"]
+    chosen_by, selection = [], ["bench"]
     if options.smoke or options.gpu_set:
+        chosen_by = ["--smoke" if options.smoke else "--gpu-set"]
         selection += ["-m", "smoke" if options.smoke else "gpu_set"]
     if options.k:
+        chosen_by += ["-k", options.k]
         selection += ["-k", options.k]
     if options.seconds is not None:
         selection += ["--seconds", str(options.seconds)]
     try:
         options.o.parent.mkdir(parents=True, exist_ok=True)
-        results = run(selection, options.o, command=shlex.join(["python", "-m", "bench", "run", *argv]))
+        command = shlex.join(["python", "-m", "bench", "run", *chosen_by])
+        results = run(selection, options.o, command=command)
     except (NothingRan, OSError) as error:
         parser.error(str(error))
     for name, why in results.failures.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal
 
 from bench.baseline import IDENTITY, Baseline
@@ -54,9 +55,14 @@ def _of_case(name: str, info: Info, baseline: Baseline) -> Iterator[Finding]:
         yield Finding("broken promise", name, f"{info['ratio']:.3f}x; at least {promised:.3f}x is promised")
 
 
-def tolerated(was: Mapping[str, float], now: Mapping[str, float], floor: float) -> float:
-    """By what part a ratio may fall: half the width of the middle half of rounds, of both runs together."""
-    spread = sum(
-        (info["ratio_quartile_high"] - info["ratio_quartile_low"]) / 2 / info["ratio"] for info in (was, now)
-    )
-    return min(MOST, max(floor, spread))
+def tolerated(was: Info, now: Info, floor: float) -> float:
+    """By what part a ratio may fall without having fallen."""
+    return min(MOST, max(floor, uncertainty(was) + uncertainty(now)))
+
+
+def uncertainty(info: Info) -> float:
+    """Of a ratio, in parts of it: how far off the median of rounds is likely to be, or a run has been."""
+    ratio, runs = info["ratio"], info.get("ratio_of_runs", [info["ratio"]])
+    # of n normally distributed rounds the median's standard deviation is 0.93 interquartile ranges / sqrt(n)
+    of_rounds = 1.5 * (info["ratio_quartile_high"] - info["ratio_quartile_low"]) / sqrt(info["rounds"])
+    return float(max(of_rounds, max(abs(run - ratio) for run in runs)) / ratio)

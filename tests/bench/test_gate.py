@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ QKV, PROJ, *_ = NAMES
 
 
 def info(ratio: float, *, spread: float = 0.02, **others: Any) -> dict[str, Any]:
-    """spread: half the width of the middle half of rounds, in parts of the ratio"""
+    """spread: how uncertain the ratio is, in parts of it"""
     said: dict[str, Any] = dict.fromkeys(KEYS)
     said |= {"op": "linear", "world": 1, "dtype": "float32", "device": "cpu", "rounds": 21, "ratio": ratio}
-    said |= {"ratio_quartile_low": ratio * (1 - spread), "ratio_quartile_high": ratio * (1 + spread)}
+    half = spread * ratio * sqrt(said["rounds"]) / 3
+    said |= {"ratio_quartile_low": ratio - half, "ratio_quartile_high": ratio + half}
     return said | {"versions": {"torch": "2.13.0"}, "revision": "abc"} | others
 
 
@@ -39,7 +41,13 @@ def results(*infos: dict[str, Any], failures: dict[str, str] | None = None) -> R
 
 
 BEFORE = results(info(1.2), info(1.0), info(0.8), info(2.0))
-BASELINE = made_of(BEFORE, floor=0.05, note="")
+
+
+def baseline(*runs: Results) -> Baseline:
+    return made_of(pooled(runs), floor=0.05, note="")
+
+
+BASELINE = baseline(BEFORE)
 
 
 def found(now: Results, baseline: Baseline = BASELINE) -> list[tuple[str, str]]:
@@ -69,14 +77,20 @@ def test_less_than_the_floor_or_a_gain_is_no_finding():
 @pytest.mark.parametrize("noisy", ["then", "now"])
 def test_a_fall_within_the_spread_of_either_run_is_noise(noisy):
     wide, narrow = 0.25, 0.02
-    was = made_of(results(info(1.0, spread=wide if noisy == "then" else narrow)), 0.05, "")
+    was = baseline(results(info(1.0, spread=wide if noisy == "then" else narrow)))
     now = info(0.8, spread=wide if noisy == "now" else narrow)
     assert found(results(now), was) == []
-    assert found(results(info(0.7, spread=now["ratio_quartile_high"] / 0.8 - 1)), was) == [("fell", QKV)]
+    assert found(results(info(0.7, spread=wide if noisy == "now" else narrow)), was) == [("fell", QKV)]
+
+
+def test_what_runs_have_been_apart_is_noise():
+    apart = baseline(results(info(1.3)), results(info(0.9)), results(info(1.0)))
+    assert found(results(info(0.8)), apart) == []
+    assert found(results(info(0.8)), baseline(*[results(info(1.0))] * 3)) == [("fell", QKV)]
 
 
 def test_what_halves_fell_however_noisy_it_is():
-    was = made_of(results(info(1.0, spread=0.9)), 0.05, "")
+    was = baseline(results(info(1.0, spread=0.9)))
     assert tolerated(info(1.0, spread=0.9), info(0.4, spread=0.9), 0.05) == 0.5
     assert found(results(info(0.4, spread=0.9)), was) == [("fell", QKV)]
 
@@ -151,11 +165,12 @@ def test_missing_and_wrong_cases_are_not_repeated():
     assert judge(BASELINE, replace(BEFORE, failures={QKV: "E  off"}), never, 3).failing
 
 
-def test_runs_are_pooled_with_all_their_spread():
-    one = pooled([results(info(1.0)), results(info(1.2)), results(info(0.7))]).infos[QKV]
-    assert one["ratio"] == 1.0
-    assert one["ratio_quartile_low"] == pytest.approx(0.7 * 0.98)
-    assert one["ratio_quartile_high"] == pytest.approx(1.2 * 1.02)
+def test_runs_are_pooled_case_by_case():
+    wrong = {"other": "E  off"}
+    both = pooled([results(info(1.0), info(2.0)), results(info(1.2)), results(info(0.7), failures=wrong)])
+    assert (both.infos[QKV]["ratio"], both.infos[QKV]["ratio_of_runs"]) == (1.0, [1.0, 1.2, 0.7])
+    assert (both.infos[PROJ]["ratio"], both.infos[PROJ]["ratio_of_runs"]) == (2.0, [2.0])
+    assert both.failures == wrong
 
 
 # The command.
@@ -303,7 +318,7 @@ def test_a_small_selection_is_run_and_compared(tmp_path):
     )
     now = read(file)
     faster = {name: info | {"ratio": 3 * info["ratio"]} for name, info in now.infos.items()}
-    write_baseline(made_of(replace(now, infos=faster), 0.05, ""), path)
+    write_baseline(baseline(replace(now, infos=faster)), path)
     ran = bench("gate", "--skip", "kernels", "--repeat", "1", "--baseline", str(path), str(file))
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "fell " in ran.stdout
