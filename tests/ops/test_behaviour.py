@@ -180,17 +180,20 @@ def test_second_derivative_is_a_clear_error(name, backend, device):
 @pytest.mark.parametrize("name", ["linear_None", "linear_gelu"])
 def test_linear_without_gradients_is_the_same_to_the_bit(name, backend, device):
     operands = CASES[name].operands((5,), torch.float32, device)
-    plain = CASES[name].op(*operands)
+    with torch.no_grad():
+        plain = CASES[name].op(*operands)
     recorded = CASES[name].op(*(operand.requires_grad_() for operand in operands))
     assert (plain.grad_fn, recorded.grad_fn is None) == (None, False)
     assert torch.equal(plain, recorded)
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_forward_mode_is_a_clear_error(name, backend, device):
-    """A tangent does not show in `requires_grad`, and kernels would drop it."""
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_forward_mode_is_a_clear_error(name, grad, backend, device):
+    """Kernels would drop the tangent."""
     x, *others = CASES[name].operands((5,), torch.float32, device)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+    error = pytest.raises(NotImplementedError, match="jvp")
+    with torch.set_grad_enabled(grad), forward_ad.dual_level(), error:
         CASES[name].op(forward_ad.make_dual(x, torch.ones_like(x)), *others)
     assert CASES[name].op(x, *others).shape[0] == 5
 

@@ -57,12 +57,11 @@ def linear(
     if casting(x):
         x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
-    needs = any_requires_grad(x, weight, bias)
-    keep_z = needs and activation != "none"
+    keep_z = activation != "none" and any_requires_grad(x, weight, bias)
     y: Tensor
     if torch.compiler.is_compiling():
         y = registered.linear(tokens_of(x), weight, bias, activation, keep_z)[0]
-    elif not needs and not in_forward_mode():  # `apply` takes longer than a tiny product
+    elif not torch.is_grad_enabled() and not in_forward_mode():  # `apply` takes longer than a tiny product
         y = steps_on(x.device).linear(tokens_of(x), weight, bias, activation, False)[0]
     elif activation == "none":  # `apply` takes its time over each argument
         y = _Linear.apply(tokens_of(x), weight, bias)  # type: ignore[no-untyped-call]
