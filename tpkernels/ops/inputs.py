@@ -92,5 +92,5 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may carry tangents, with gradients switched off, too."""
+    """Whether tensors may carry tangents, which do not show in `requires_grad`."""
     return forward_ad._current_level >= 0
