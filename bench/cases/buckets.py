@@ -62,9 +62,9 @@ class UsesAll(nn.Module):
         return total
 
 
-def own_input() -> Tensor:
+def own_input(group: dist.ProcessGroup) -> Tensor:
     """Gradients differ from rank to rank, so that a sum that is not taken shows."""
-    return torch.full((1,), 1.0 + dist.get_rank())
+    return torch.full((1,), 1.0 + group.rank())
 
 
 def with_buckets(shapes: Shapes, group: dist.ProcessGroup, engine: EngineChoice) -> Step:
@@ -73,7 +73,7 @@ def with_buckets(shapes: Shapes, group: dist.ProcessGroup, engine: EngineChoice)
 
     def step() -> Sequence[Tensor]:
         buckets.zero()
-        module(own_input()).backward()
+        module(own_input(group)).backward()
         buckets.finish()
         return module.gradients()
 
@@ -88,7 +88,7 @@ def with_ddp(shapes: Shapes, group: dist.ProcessGroup, *, views: bool) -> Step:
 
     def step() -> Sequence[Tensor]:
         wrapped.zero_grad(set_to_none=True)
-        wrapped(own_input()).backward()
+        wrapped(own_input(group)).backward()
         return module.gradients()
 
     return step
@@ -99,7 +99,7 @@ def with_loop(shapes: Shapes, group: dist.ProcessGroup) -> Step:
 
     def step() -> Sequence[Tensor]:
         module.zero_grad(set_to_none=True)
-        module(own_input()).backward()
+        module(own_input(group)).backward()
         average_in_a_loop(module.gradients(), group)
         return module.gradients()
 
@@ -224,7 +224,7 @@ def hooks_case() -> Case:
 
         def step() -> Sequence[Tensor]:
             with buckets.no_sync() if buckets else nullcontext():
-                module(own_input()).backward()
+                module(own_input(world())).backward()
             return module.gradients()
 
         return step
