@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
+.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,23 +77,14 @@ doctor: $(READY) ## what this machine has, and what is wrong with it
 bench: $(READY) ## benchmarks, with ratios against the naive way
 	$(BIN)/python -m pytest bench
 
+bench-gate: $(READY) ## compare a small set of benchmarks with this device's baseline
+	$(BIN)/python -m bench gate --skip kernels
+
 bench-overlap: $(READY) ## what communication hides behind computation, on a throttled link; needs root
 	$(BIN)/python -m pytest -s bench/test_overlap.py
 
-# Each file is a process: compiling kernels is most of the work, and takes one core each. Timing comes after.
-GPU_TESTS := $(wildcard $(addsuffix /test_*.py,tests/kernels tests/ops tests/tuning tests/comm)) tests/runtime/test_random.py
-GPU_JOBS  ?= 8
-
-gpu: ## on a machine with a GPU, with its own Python and torch: tests, tuning, benchmarks; JSON into out/gpu
-	$(PYTHON) setup.py -q build_ext --inplace
-	rm -rf out/gpu && mkdir -p out/gpu
-	$(MAKE) --no-print-directory -k -j $(GPU_JOBS) $(GPU_TESTS:%.py=out/gpu/%.json)
-	$(PYTHON) -m tpkernels tune --shapes $$($(PYTHON) -m bench.shapes 4096 1,8) --no-bias --json out/gpu/tune.json
-	$(PYTHON) -m bench.cases.overlap --json out/gpu/overlap.json
-	$(PYTHON) -m pytest -q bench/test_linear.py -k '4096 and (tp1 or tp8)' --benchmark-json out/gpu/linear.json
-
-out/gpu/tests/%.json: tests/%.py
-	@$(PYTHON) -m pytest -q $< -p tests.outcomes --outcomes $@ || [ $$? = 5 ] # of a file that is skipped as a whole
+gpu: ## on a machine with a GPU, with its own Python and torch: tests, tuning, benchmarks, gate; JSON into out/gpu
+	@$(PYTHON) -m bench gpu $(if $(STAGES),--stages $(STAGES)) $(if $(RESUME),--resume) $(if $(DRY_RUN),--dry-run)
 
 sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation

@@ -1,5 +1,79 @@
-"""One thread: ranks share the cores, and two cores are noisier than one."""
+"""How benchmarks hand over what they timed, and what is told of it at the end."""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
-torch.set_num_threads(1)
+from bench.case import Work
+from bench.measure import Seconds
+from bench.record import PastRounds, extra_info
+from bench.summary import summary
+from tests.ranks import RankPool
+
+torch.set_num_threads(1)  # ranks share the cores, and two cores are noisier than one
+
+BEGAN = pytest.StashKey[float]()
+INFOS = pytest.StashKey[list[dict[str, Any]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, metavar="N", help="begin no benchmark after so many seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What was timed until then is kept, where a limit from outside would lose it."""
+    seconds = item.config.getoption("--seconds")
+    if seconds is not None and time.monotonic() - item.config.stash[BEGAN] > seconds:
+        pytest.skip(f"{seconds:g} seconds are over")
+
+
+@pytest.fixture
+def past(request: pytest.FixtureRequest) -> PastRounds:
+    """Stands before `benchmark`, which asks for its clock when it is made."""
+    clock = PastRounds()
+    request.node.add_marker(pytest.mark.benchmark(timer=clock.read))
+    return clock
+
+
+@pytest.fixture
+def record(
+    past: PastRounds, benchmark: BenchmarkFixture, pytestconfig: pytest.Config
+) -> Callable[[Work, Seconds], None]:
+    """Call it with a case's work and the seconds of its ways."""
+
+    def record(work: Work, seconds: Seconds) -> None:
+        benchmark.group = f"{work.op} {work.shape}"
+        benchmark.extra_info |= extra_info(work, seconds)
+        pytestconfig.stash.setdefault(INFOS, []).append(benchmark.extra_info)
+        past.hand_over(benchmark, seconds["ours"])
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if infos := config.stash.get(INFOS, []):
+        terminalreporter.section("how many times faster than the naive way")
+        for line in summary(infos):
+            terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks8() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool

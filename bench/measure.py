@@ -7,11 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 Way = Callable[[], object]
+Clock = Callable[[Way], float]
+Seconds = dict[str, list[float]]  # of each way, round by round
+
+WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -19,65 +26,68 @@ class Comparison:
     """Seconds of each round, ours and another way's, taken alternately."""
 
     ours: list[float]
-    naive: list[float]
+    other: list[float]
 
     @property
     def ratios(self) -> list[float]:
-        return sorted(theirs / own for own, theirs in zip(self.ours, self.naive, strict=True))
+        return sorted(theirs / own for own, theirs in zip(self.ours, self.other, strict=True))
 
     @property
     def ratio(self) -> float:
         """How many times faster ours is: the median over rounds."""
         return statistics.median(self.ratios)
 
-    def as_info(self) -> dict[str, float]:
-        """For a benchmark's `extra_info`; half of the rounds lie between the two quartiles."""
-        low, _, high = statistics.quantiles(self.ratios, n=4)
-        return {
-            "ratio": round(self.ratio, 3),
-            "ratio_quartile_low": round(low, 3),
-            "ratio_quartile_high": round(high, 3),
-            "ours_ms": round(1e3 * statistics.median(self.ours), 4),
-            "naive_ms": round(1e3 * statistics.median(self.naive), 4),
-            "rounds": len(self.ours),
-        }
-
-    def __str__(self) -> str:
-        info = self.as_info()
-        spread = f"{info['ratio_quartile_low']:.2f} to {info['ratio_quartile_high']:.2f}"
-        times = f"{info['ours_ms']:.2f} ms against {info['naive_ms']:.2f} ms"
-        return f"{info['ratio']:.2f}x ({spread} in the middle half of {info['rounds']} rounds; {times})"
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Half of the rounds' ratios lie between these."""
+        low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
+        return low, high
 
 
-def compare(ours: Way, naive: Way, rounds: int) -> Comparison:
-    """Time two ways on this machine's clock."""
-    seconds = interleave({"ours": ours, "naive": naive}, rounds, seconds_on_cpu)
-    return Comparison(seconds["ours"], seconds["naive"])
-
-
-def interleave(ways: Mapping[str, Way], rounds: int, clock: Callable[[Way], float]) -> dict[str, list[float]]:
-    """Seconds of each way in each round. The order turns, so that none is always first."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def interleave(ways: Mapping[str, T], rounds: int, clock: Callable[[T], float]) -> Seconds:
+    """The order turns, so that none is always first. What the first rounds took is not told: they warm up."""
+    seconds: Seconds = {name: [] for name in ways}
     names = list(ways)
-    for round_ in range(rounds):
+    for round_ in range(WARM_UPS + rounds):
         first = round_ % len(names)
         for name in names[first:] + names[:first]:
             seconds[name].append(clock(ways[name]))
-    return seconds
+    return {name: taken[WARM_UPS:] for name, taken in seconds.items()}
 
 
-def slowest(by_rank: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """Seconds of each round over all ranks: a way has taken a round when its last rank has."""
+def slowest(by_rank: Sequence[Seconds]) -> Seconds:
+    """A way has taken a round when its last rank has."""
     return {
         name: [max(times) for times in zip(*(seconds[name] for seconds in by_rank), strict=True)]
         for name in by_rank[0]
     }
 
 
-def seconds_on_cpu(way: Way) -> float:
+def seconds_on_clock(way: Way) -> float:
     start = time.perf_counter()
     way()
     return time.perf_counter() - start
+
+
+def seconds_of_processor(calls: int) -> Clock:
+    """For ways of one process: what a busy neighbour makes us wait does not count.
+
+    calls: in a row, of which one is told, as one may be too short for a clock
+    """
+
+    def clock(way: Way) -> float:
+        start = time.process_time()
+        for _ in range(calls):
+            way()
+        return (time.process_time() - start) / calls
+
+    return clock
+
+
+def seconds_after_a_barrier(way: Way) -> float:
+    """For ways of several ranks, which start together, and wait for each other."""
+    dist.barrier()
+    return seconds_on_clock(way)
 
 
 def seconds_on_gpu(way: Way) -> float:
@@ -89,6 +99,14 @@ def seconds_on_gpu(way: Way) -> float:
     end.record()
     end.synchronize()
     return 1e-3 * float(start.elapsed_time(end))
+
+
+def as_graph(way: Way) -> Way:
+    """A way, called before, as a CUDA graph: what remains is its kernels' time, without their launches'."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        way()
+    return graph.replay
 
 
 @cache

@@ -1,7 +1,7 @@
 """The products that large models ask for, and how fast a GPU could at best compute each.
 
 python -m bench.shapes > bench/shapes.csv     the table of them all
-python -m bench.shapes 4096 1,8               those of 4096 tokens on 1 and on 8 ranks, for `tpkernels tune`
+python -m bench.shapes --gpu-set              those that `make gpu` tunes and times, for `tpkernels tune`
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ def all_shapes() -> Iterator[Shape]:
                 yield from shapes_of(model, tensor, tokens)
 
 
+# what is tuned, timed and compared with a baseline within minutes
+GPU_SET = [shape for shape in all_shapes() if shape.tokens == 4096 and shape.tensor in (1, 8)]
+
+
 def this_gpu() -> Gpu | None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((gpu for gpu in GPUS.values() if gpu.name == name), None)
@@ -98,8 +102,4 @@ def sizes_of(shapes: Iterable[Shape]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        print("\n".join(table()))
-    else:
-        tokens, tensors = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
-        print(sizes_of(s for s in all_shapes() if s.tokens == tokens and s.tensor in tensors))
+    print(sizes_of(GPU_SET) if sys.argv[1:] == ["--gpu-set"] else "\n".join(table()))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.case import Case, Work
+from bench.measure import Seconds
 from tests.tuning.conftest import CPU, VERSIONS, FakeTimer
 from tpkernels.kernels.target import H100
 from tpkernels.tuning.cache import Cache
@@ -13,18 +17,23 @@ from tpkernels.tuning.chooser import Chooser
 from tpkernels.tuning.gpus import Gpu
 
 
-@pytest.mark.benchmark(group="a warm choice")
+@pytest.mark.smoke
 @pytest.mark.parametrize("step", ["linear", "dglu"])
-def test_warm_choice(benchmark: BenchmarkFixture, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_choice(
+    record: Callable[[Work, Seconds], None], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
     gpu = Gpu(VERSIONS.gpu, H100, 232_448)
     chooser = Chooser(CPU, gpu, FakeTimer({}), Cache(None, VERSIONS), {})
     x, w, b = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
-    arguments = {
-        "linear": ("linear", x, w, b, "gelu", True),
-        "dglu": ("dglu", torch.randn(16, 48), w, x, x, "swiglu"),
+    arguments: tuple[Any, ...] = {
+        "linear": (x, w, b, "gelu", True),
+        "dglu": (torch.randn(16, 48), w, x, x, "swiglu"),
     }[step]
-    chooser.call(*arguments)  # type: ignore[arg-type]
-    for signature in chooser._functions:
-        chooser._functions[signature] = lambda *arguments: None  # the step itself is not what is timed
-    benchmark(chooser.call, *arguments)
+    chooser.call(step, *arguments)  # type: ignore[arg-type]
+    chosen = next(iter(chooser._functions.values()))
+    case = Case(
+        Work("choice", "16x32x48", step, "the same step called directly", backend="torch"),
+        {"ours": lambda: chooser.call(step, *arguments), "naive": lambda: chosen(*arguments)},  # type: ignore[arg-type]
+    )
+    record(case.work, case.time(51))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.cases.groups import initialize_by_loops, loop_groups
-from bench.measure import Comparison, compare
+from bench.case import Work
+from bench.cases.groups import initialization, loop_groups
+from bench.measure import Seconds, interleave, seconds_of_processor, slowest
 from tests.ranks import RankPool
-from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
 from tpkernels.topology.plan import KINDS, plan_groups
 
 WORLD, TENSOR, PIPELINE, RANK = 131_072, 8, 16, 77_777
+Record = Callable[[Work, Seconds], None]
 
 
 def plan_one_rank() -> list[tuple[int, ...]]:
@@ -27,57 +25,33 @@ def list_every_group() -> list[list[int]]:
     return [ranks for _, ranks in loop_groups(WORLD, TENSOR, PIPELINE) if RANK in ranks]
 
 
-@pytest.mark.benchmark(group="plan: one rank's groups in a world of 131,072")
-def test_plan_of_a_huge_world(benchmark: BenchmarkFixture) -> None:
+@pytest.mark.smoke
+def test_plan_of_a_huge_world(record: Record) -> None:
     found = {tuple(ranks) for ranks in list_every_group()}
     assert found <= set(plan_one_rank())  # right before quick
-    comparison = compare(plan_one_rank, list_every_group, rounds=7)
-    benchmark.extra_info.update(comparison.as_info())
-    print(f"\nplan of {WORLD} ranks: {comparison}")
-    benchmark(plan_one_rank)
+    ways = {"ours": plan_one_rank, "naive": list_every_group}
+    record(_work(f"tp{TENSOR}-pp{PIPELINE}", WORLD, "plan"), interleave(ways, 11, seconds_of_processor(1)))
 
 
-def forget_loops() -> None:
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-
-
-def time_both(tensor: int, pipeline: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds of our way and of the loops, round by round, on this rank."""
-    ways: dict[Callable[[int, int], object], Callable[[], None]] = {
-        initialize_model_parallel: destroy_model_parallel,
-        initialize_by_loops: forget_loops,
-    }
-    seconds: list[tuple[float, float]] = []
-    for round_ in range(rounds + 1):
-        taken = {}
-        for make in sorted(ways, key=lambda way: way.__name__, reverse=round_ % 2 == 0):
-            dist.barrier()
-            start = time.perf_counter()
-            make(tensor, pipeline)
-            dist.barrier()  # made only when the slowest rank has made its groups
-            taken[make] = time.perf_counter() - start
-            ways[make]()
-        seconds.append((taken[initialize_model_parallel], taken[initialize_by_loops]))
-    return seconds[1:]  # the first round warms up
-
-
-def worst_rank(by_rank: list[list[tuple[float, float]]]) -> Comparison:
-    rounds = [list(zip(*ranks, strict=True)) for ranks in zip(*by_rank, strict=True)]
-    return Comparison([max(ours) for ours, _ in rounds], [max(naive) for _, naive in rounds])
-
-
-@pytest.fixture(scope="module")
-def ranks8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
+@pytest.mark.smoke
+def test_initialization_of_two_ranks(record: Record, ranks2: RankPool) -> None:
+    seconds = slowest(ranks2.run(initialization, 2, 1, 31, timeout=200))
+    record(_work("tp2-pp1", 2, "initialization"), seconds)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (8, 1), (2, 4), (1, 1)])
-@pytest.mark.benchmark(group="initialization: 8 gloo ranks")
-def test_initialization(benchmark: BenchmarkFixture, ranks8: RankPool, tensor: int, pipeline: int) -> None:
-    comparison = worst_rank(ranks8.run(time_both, tensor, pipeline, 15, timeout=200))
-    benchmark.extra_info.update(comparison.as_info())
-    print(f"\ntensor {tensor}, pipeline {pipeline}: {comparison}")
-    benchmark.pedantic(lambda: ranks8.run(time_both, tensor, pipeline, 1, timeout=60), rounds=3)  # type: ignore[no-untyped-call]
+def test_initialization(record: Record, ranks8: RankPool, tensor: int, pipeline: int) -> None:
+    seconds = slowest(ranks8.run(initialization, tensor, pipeline, 15, timeout=200))
+    record(_work(f"tp{tensor}-pp{pipeline}", 8, "initialization"), seconds)
+
+
+def _work(sizes: str, world: int, pass_: str) -> Work:
+    return Work(
+        op="groups",
+        shape=f"{sizes}-world{world}",
+        pass_=pass_,
+        naive="loops over every group",
+        world=world,
+        wire_bytes=None,
+        backend="gloo",
+    )

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.measure import compare
+from bench.case import Case, Work
+from bench.measure import Seconds
 from tpkernels import ops
 
-CALLS = 200  # a round: one call is too short for a clock
+PROMISED = {"forward": 1 / 2.5, "forward_backward": 1 / 1.3, "inference": 1 / 2.5}
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward_backward"])
-def test_host_cost(benchmark: BenchmarkFixture, backward: bool) -> None:
+@pytest.mark.smoke
+@pytest.mark.gpu_set
+@pytest.mark.parametrize("pass_", PROMISED)
+def test_host_cost(record: Callable[[Work, Seconds], None], pass_: str) -> None:
     operands = [torch.randn(shape, requires_grad=True) for shape in ((4, 16), (16, 16), (16,))]
     dy = torch.ones(4, 16)
 
-    def way(linear: Callable[..., Tensor]) -> Callable[[], None]:
-        def calls() -> None:
-            for _ in range(CALLS):
-                y = linear(*operands)
-                if backward:
-                    torch.autograd.grad(y, operands, dy)
+    def way(linear: Callable[..., Tensor]) -> Callable[[], Sequence[Tensor]]:
+        def forward() -> Sequence[Tensor]:
+            return (linear(*operands),)
 
-        return calls
+        def forward_backward() -> Sequence[Tensor]:
+            return torch.autograd.grad(linear(*operands), operands, dy)
 
-    ours, naive = way(ops.linear), way(F.linear)
-    comparison = compare(ours, naive, rounds=101)
-    benchmark.extra_info |= comparison.as_info()
-    print(f"\nhost cost: {1 / comparison.ratio:.2f} times that of F.linear")
-    benchmark.pedantic(ours, rounds=3)  # type: ignore[no-untyped-call]
+        return forward_backward if pass_ == "forward_backward" else forward
+
+    case = Case(
+        Work("host_cost", "4x16x16", pass_, "F.linear", least_ratio=round(PROMISED[pass_], 3)),
+        {"ours": way(ops.linear), "naive": way(F.linear)},
+    )
+    with torch.set_grad_enabled(pass_ != "inference"):
+        record(case.work, case.time(101))

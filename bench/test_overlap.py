@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.case import Work
 from bench.cases.bucket_overlap import gradient_buckets
-from bench.cases.linear_overlap import measure
+from bench.cases.linear_overlap import LinearOverlap, measure
 from bench.cases.linear_timeline import write
+from bench.measure import Seconds
 from bench.slow_link import SlowLink, why_not
 from tpkernels.comm.engine import EngineChoice
+
+Record = Callable[[Work, Seconds], None]
 
 
 @pytest.fixture(scope="module")
@@ -23,32 +26,26 @@ def link() -> Iterator[SlowLink]:
         yield link
 
 
-@pytest.mark.benchmark(group="hidden communication")
 @pytest.mark.parametrize("engine", ["cpp", "python"])
-def test_gradient_buckets(benchmark: BenchmarkFixture, link: SlowLink, engine: EngineChoice) -> None:
-    overlap = link.run(gradient_buckets, engine, 9, timeout=300)[0]
-    benchmark.extra_info.update(share=overlap.share, balance=overlap.balance)
+def test_gradient_buckets(link: SlowLink, record: Record, engine: EngineChoice) -> None:
+    work, overlap = link.run(gradient_buckets, engine, 9, timeout=300)[0]
     print(f"\ngradient buckets, {engine}: {overlap}")
-    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks
+    record(work, {"ours": overlap.at_once, "naive": overlap.in_turn, "products": overlap.computing})
 
 
-@pytest.mark.benchmark(group="overlap efficiency")
 @pytest.mark.parametrize("ratio", [0.3, 0.6, 1.0])
 @pytest.mark.parametrize(
     "case",
     ["column forward", "row forward", "column backward", "row backward"],
     ids=lambda c: c.replace(" ", "_"),
 )
-def test_linear(benchmark: BenchmarkFixture, link: SlowLink, case: str, ratio: float) -> None:
-    overlap = link.run(measure, case, ratio, 7, timeout=300)[0]
-    benchmark.extra_info.update(efficiency=overlap.efficiency, ratio=overlap.ratio)
-    print(f"\n{case}: {overlap}")
-    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # timed above, on the ranks
+def test_linear(link: SlowLink, record: Record, case: str, ratio: float) -> None:
+    work, seconds = link.run(measure, case, ratio, 7, timeout=300)[0]
+    print(f"\n{case}: {LinearOverlap(**seconds)}")
+    record(work, seconds)
 
 
-@pytest.mark.benchmark(group="time line")
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_time_line(benchmark: BenchmarkFixture, link: SlowLink, kind: str) -> None:
-    picture = write(link, kind, Path("out/overlap", kind))
-    print(f"\ntime line of {kind} forward: {picture}, and as a trace for chrome://tracing beside it")
-    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # recorded above, on the ranks
+def test_time_line(link: SlowLink, kind: str) -> None:
+    """Not timed: a picture, and a trace for chrome://tracing beside it."""
+    assert write(link, kind, Path("out/overlap", kind)).exists()

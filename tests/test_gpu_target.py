@@ -1,4 +1,4 @@
-"""`make gpu` as far as a machine without a GPU can follow it."""
+"""`make gpu` as far as a machine without a GPU can follow it: the plan of its stages."""
 
 import json
 import re
@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench.shapes import all_shapes, sizes_of
+from bench import gpu
+from bench.gpu import plan, stages_of
+from bench.results import slug
+from bench.shapes import GPU_SET, all_shapes, sizes_of
+from bench.stages import CannotRun
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +25,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     """The commands of `make gpu`, in their order."""
-    ran = run("make", "-n", "gpu", f"PYTHON={sys.executable}")
+    ran = run("make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", "DRY_RUN=1")
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
 
@@ -31,12 +36,22 @@ def place(lines: list[str], part: str) -> int:
 
 
 def files(lines: list[str]) -> set[str]:
-    return {found[1] for line in lines if (found := re.search(r"pytest -q (tests/\S+\.py) ", line))}
+    return {found[1] for line in lines if (found := re.search(r"--outcomes \S+ (tests/\S+\.py)$", line))}
 
 
-def test_nothing_is_timed_before_the_tests_are_done(lines):
-    tests = [number for number, line in enumerate(lines) if "pytest -q tests/" in line]
-    assert tests[-1] < place(lines, "tpkernels tune") < place(lines, "bench/test_linear.py")
+def test_stages_take_less_than_nine_minutes_together(lines):
+    limits = [int(found[1]) for line in lines if (found := re.match(r"\w+: at most (\d+) s", line))]
+    assert len(limits) == 7
+    assert sum(limits) < 9 * 60
+    assert lines[-1] == f"in all at most {sum(limits)} s"
+
+
+def test_nothing_is_timed_before_the_tests_are_done_nor_beside_anything(lines):
+    tests = [number for number, line in enumerate(lines) if "--outcomes" in line]
+    order = [place(lines, part) for part in ("tpkernels tune", "bench run --gpu-set", "bench.cases.overlap")]
+    assert [tests[-1], *order] == sorted([tests[-1], *order])
+    timed = [stage for stage in stages_of(Path("out/gpu"), 8) if stage.name in ("tune", "bench", "gate")]
+    assert {stage.jobs for stage in timed} == {1}
 
 
 def test_every_test_that_needs_a_gpu_is_run(lines):
@@ -58,7 +73,7 @@ def test_files_can_be_imported_on_a_bare_machine(lines):
 import sys
 class Bare:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hypothesis", "ruff", "mypy", "build"):
+        if name.split(".")[0] in ("hypothesis", "ruff", "mypy", "build", "yaml"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 sys.meta_path.insert(0, Bare())
 import pytest
@@ -70,12 +85,12 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:hypothesispytest", *sys
 
 def test_every_step_leaves_json(lines):
     for line in lines:
-        if " -m pytest " in line or " tune " in line:
-            assert re.search(r"(--outcomes|--json|--benchmark-json) out/gpu/\S+\.json", line), line
+        if " -m pytest " in line or " tune " in line or " bench run " in line:
+            assert re.search(r"(--outcomes|--json|-o) out/gpu/\S+\.json", line) or "sanitizer" in line, line
 
 
 def test_very_same_tuning_can_be_listed_without_a_gpu(lines, tmp_path):
-    command = lines[place(lines, "tpkernels tune")].replace("out/gpu", str(tmp_path))
+    command = lines[place(lines, "tpkernels tune")].replace("out/gpu/tune", str(tmp_path))
     ran = run("bash", "-c", f"{command} --dry-run")
     assert ran.returncode == 0, ran.stderr
     listed = json.loads((tmp_path / "tune.json").read_text())["candidates"]
@@ -84,12 +99,52 @@ def test_very_same_tuning_can_be_listed_without_a_gpu(lines, tmp_path):
 
 
 def test_what_is_tuned_is_what_is_timed(lines):
-    benchmarks = lines[place(lines, "bench/test_linear.py")]
-    assert "-k '4096 and (tp1 or tp8)'" in benchmarks
-    timed = [s for s in all_shapes() if "4096" in str(s) and ("tp1" in str(s) or "tp8" in str(s))]
-    printed = run(sys.executable, "-m", "bench.shapes", "4096", "1,8").stdout.strip()
-    assert printed == sizes_of(timed)
-    assert "bench.shapes 4096 1,8" in lines[place(lines, "tpkernels tune")]
+    assert {(shape.tokens, shape.tensor) for shape in GPU_SET} == {(4096, 1), (4096, 8)}
+    assert {shape.model.name for shape in GPU_SET} == {shape.model.name for shape in all_shapes()}
+    assert f"--shapes {sizes_of(GPU_SET)} " in lines[place(lines, "tpkernels tune")]
+    assert place(lines, "bench run --gpu-set")
+
+
+def test_sanitizer_is_left_out_in_words_where_there_is_none(monkeypatch):
+    (sanitizer,) = (stage for stage in stages_of(Path("out/gpu"), 8) if stage.name == "sanitizer")
+    monkeypatch.setattr(gpu.shutil, "which", lambda tool: None)
+    with pytest.raises(CannotRun, match="compute-sanitizer is not on the PATH"):
+        sanitizer.commands()
+    monkeypatch.setattr(gpu.shutil, "which", lambda tool: f"/cuda/{tool}")
+    for command in sanitizer.commands():
+        assert (command[0], command[-2]) == ("/cuda/compute-sanitizer", gpu.SANITIZED_CASES)
+    collect = (sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", gpu.SANITIZED_CASES)
+    chosen = run(*collect, *gpu.SANITIZED).stdout
+    assert all(f"{file}::" in chosen for file in gpu.SANITIZED), chosen
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_gate_compares_with_a_baseline_or_proposes_the_first(tmp_path, monkeypatch, known):
+    device = "NVIDIA Imaginary"
+    (tmp_path / "bench").mkdir()
+    case = {"fullname": "a", "extra_info": {"device": device, "ratio": 1.0}}
+    (tmp_path / "bench" / "bench.json").write_text(json.dumps({"benchmarks": [case]}))
+    monkeypatch.setattr(gpu, "path_for", lambda device: ROOT if known else tmp_path / "absent.json")
+    (gate,) = (stage for stage in stages_of(tmp_path, 8) if stage.name == "gate")
+    ((*_, last),) = commands = gate.commands()
+    assert last == str(tmp_path / "bench" / "bench.json")
+    assert ("--update" in commands[0], f"{slug(device)}.json" in str(commands)) == (not known, not known)
+
+
+def test_gate_and_report_wait_for_results(tmp_path):
+    lines = plan(stages_of(tmp_path, 8))
+    assert sum("left out now: there are no results yet" in line for line in lines) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run everything")
+def test_without_a_gpu_it_says_so_and_names_bad_stages():
+    ran = run(sys.executable, "-m", "bench", "gpu")
+    assert (ran.returncode, "a CUDA device is needed" in ran.stderr) == (2, True)
+    ran = run(
+        "make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", "STAGES=tests,tunes", "DRY_RUN=1"
+    )
+    assert ran.returncode != 0
+    assert "of build, tests, sanitizer, tune, bench, gate, report; got 'tunes'" in ran.stderr
 
 
 def test_outcomes_are_written_also_of_failures(tmp_path):

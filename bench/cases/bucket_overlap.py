@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from bench.case import Case, Work
+from bench.measure import Way
 from bench.slow_link import throttle
 from tpkernels import GradientBuckets
 from tpkernels.comm.engine import EngineChoice
-
-Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Ways:
         return seconds.item()
 
 
-def gradient_buckets(engine: EngineChoice, rounds: int) -> Overlap:
+def gradient_buckets(engine: EngineChoice, rounds: int) -> tuple[Work, Overlap]:
     """Backward of 24 layers of 1 MiB, in buckets of 1 MiB: about as many as a large model has of 25 MiB."""
     group = dist.group.WORLD
     assert group is not None
@@ -124,6 +123,21 @@ def gradient_buckets(engine: EngineChoice, rounds: int) -> Overlap:
         backward()
         buckets.finish()
 
-    # of two ranks, each sends as much as it has
-    wire_bytes = sum(bucket.nbytes for bucket in buckets.buckets)
-    return Ways(forward, computing, in_turn, at_once).measure(wire_bytes, rounds)
+    def gradients(way: Way) -> list[Tensor]:
+        forward()
+        way()
+        return [bucket.clone() for bucket in buckets.buckets]
+
+    work = Work(
+        op="gradient_buckets",
+        shape=f"24x512x512-{engine}-slow_link-world2",
+        pass_="backward",
+        naive="backward, then the reduction",
+        world=2,
+        flops=24 * 2 * 2 * 2048 * 512 * 512,
+        # of two ranks, each sends as much as it has
+        wire_bytes=sum(bucket.nbytes for bucket in buckets.buckets),
+    )
+    Case(work, {"ours": lambda: gradients(at_once), "naive": lambda: gradients(in_turn)}).check()
+    assert work.wire_bytes is not None
+    return work, Ways(forward, computing, in_turn, at_once).measure(work.wire_bytes, rounds)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.case import Case, Work
 from tpkernels import GradientBuckets, bucketed_all_reduce_
 from tpkernels.comm.engine import EngineChoice
 
-Way = Callable[[], object]
+Step = Callable[[], Sequence[Tensor]]
 Shapes = list[tuple[int, ...]]
 
 
@@ -49,6 +52,9 @@ class UsesAll(nn.Module):
         torch.manual_seed(0)
         self.all = nn.ParameterList([nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes])
 
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
     def forward(self, x: Tensor) -> Tensor:
         total = x.sum() * 0
         for parameter in self.all:
@@ -56,45 +62,57 @@ class UsesAll(nn.Module):
         return total
 
 
-def with_buckets(shapes: Shapes, group: dist.ProcessGroup, engine: EngineChoice) -> Way:
+def own_input(group: dist.ProcessGroup) -> Tensor:
+    """Gradients differ from rank to rank, so that a sum that is not taken shows."""
+    return torch.full((1,), 1.0 + group.rank())
+
+
+def with_buckets(shapes: Shapes, group: dist.ProcessGroup, engine: EngineChoice) -> Step:
     module = UsesAll(shapes)
     buckets = GradientBuckets(module, group, engine=engine)
 
-    def step() -> None:
+    def step() -> Sequence[Tensor]:
         buckets.zero()
-        module(torch.ones(1)).backward()
+        module(own_input(group)).backward()
         buckets.finish()
+        return module.gradients()
 
     return step
 
 
-def with_ddp(shapes: Shapes, group: dist.ProcessGroup, *, views: bool) -> Way:
-    module = DistributedDataParallel(
-        UsesAll(shapes), process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=views
+def with_ddp(shapes: Shapes, group: dist.ProcessGroup, *, views: bool) -> Step:
+    module = UsesAll(shapes)
+    wrapped = DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=views
     )
 
-    def step() -> None:
-        module.zero_grad(set_to_none=True)
-        module(torch.ones(1)).backward()
+    def step() -> Sequence[Tensor]:
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(own_input(group)).backward()
+        return module.gradients()
 
     return step
 
 
-def with_loop(shapes: Shapes, group: dist.ProcessGroup) -> Way:
+def with_loop(shapes: Shapes, group: dist.ProcessGroup) -> Step:
     module = UsesAll(shapes)
 
-    def step() -> None:
+    def step() -> Sequence[Tensor]:
         module.zero_grad(set_to_none=True)
-        module(torch.ones(1)).backward()
-        for parameter in module.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-            assert parameter.grad is not None
-            parameter.grad /= group.size()
+        module(own_input(group)).backward()
+        average_in_a_loop(module.gradients(), group)
+        return module.gradients()
 
     return step
 
 
-STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Way]] = {
+def average_in_a_loop(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
+        tensor /= group.size()
+
+
+STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Step]] = {
     "cpp": lambda shapes, group: with_buckets(shapes, group, "cpp"),
     "python": lambda shapes, group: with_buckets(shapes, group, "python"),
     "ddp": lambda shapes, group: with_ddp(shapes, group, views=False),
@@ -103,31 +121,36 @@ STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Way]] = {
 }
 
 
-def time_ways(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round on this rank; in each round all ways, from another one on each time."""
-    for _ in range(3):
-        for way in ways.values():
-            way()
-    names = list(ways)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(rounds):
-        for position in range(len(names)):
-            name = names[(round_ + position) % len(names)]
-            dist.barrier()
-            start = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+def reduced(op: str, list_name: str, pass_: str, naive: str) -> Work:
+    """What is said of a case whose point is the reduction of a list by all ranks."""
+    ranks = dist.get_world_size()
+    list_bytes = sum(4 * torch.Size(shape).numel() for shape in LISTS[list_name]())
+    return Work(
+        op=op,
+        shape=f"{list_name}-world{ranks}",
+        pass_=pass_,
+        naive=naive,
+        world=ranks,
+        bytes=None,
+        wire_bytes=round(2 * (ranks - 1) / ranks * list_bytes),
+        backend="gloo",
+    )
 
 
-def time_steps(list_name: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+def step_case(list_name: str, names: Sequence[str]) -> Case:
     """Forward, backward and reduction of gradients; all ways in the same processes."""
     shapes = LISTS[list_name]()
-    return time_ways({name: STEPS[name](shapes, world()) for name in names}, rounds)
+    return Case(
+        reduced("gradient_buckets", list_name, "step", "DistributedDataParallel"),
+        {NAMES.get(name, name): STEPS[name](shapes, world()) for name in names},
+    )
 
 
-def time_steps_apart(list_name: str, names: list[str], rounds: int) -> tuple[str, list[float], int]:
-    """The same, each way with ranks of its own: (which way this rank is of, its seconds, page faults a step).
+NAMES = {"cpp": "ours", "ddp": "naive"}  # as cases call them
+
+
+def time_steps_apart(list_name: str, names: list[str], rounds: int) -> tuple[str, list[float], int, float]:
+    """The same, each way with ranks of its own: (whose rank this is, its seconds, page faults a step, a sum).
 
     Where gradients are large, ways in one process take each other's memory: what one gives back the next has
     to fault in. Ranks of the ways whose turn it is not wait meanwhile.
@@ -148,58 +171,67 @@ def time_steps_apart(list_name: str, names: list[str], rounds: int) -> tuple[str
                 step()
                 seconds.append(time.perf_counter() - start)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    return names[turn], seconds, faults // rounds
+    total = sum(float(gradient.sum()) for gradient in step())
+    return names[turn], seconds, faults // rounds, total
 
 
-def time_lists(list_name: str, rounds: int) -> dict[str, list[float]]:
-    """An all-reduce of each tensor of a list."""
-    tensors = [torch.ones(shape) for shape in LISTS[list_name]()]
+def list_case(list_name: str) -> Case:
+    """An average of each tensor of a list."""
 
-    def loop() -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+    def way(average: Callable[[list[Tensor]], object]) -> Step:
+        tensors = [torch.full(shape, 1.0 + dist.get_rank()) for shape in LISTS[list_name]()]
 
-    ways: dict[str, Way] = {
-        "bucketed": lambda: bucketed_all_reduce_(tensors),
-        "unchecked": lambda: bucketed_all_reduce_(tensors, check=False),
-        "loop": loop,
-    }
-    return time_ways(ways, rounds)
+        def run() -> Sequence[Tensor]:
+            average(tensors)
+            return tensors
+
+        return run
+
+    return Case(
+        reduced("bucketed_all_reduce", list_name, "average", "a loop of all-reduces"),
+        {
+            "ours": way(partial(bucketed_all_reduce_, op="avg")),
+            "unchecked": way(partial(bucketed_all_reduce_, op="avg", check=False)),
+            "naive": way(partial(average_in_a_loop, group=world())),
+        },
+    )
 
 
-def time_construction(rounds: int) -> dict[str, list[float]]:
+def construction_case() -> Case:
     """Making `GradientBuckets` for 400 parameters, and DDP."""
     module = UsesAll(small_tensors())
 
-    def construct(engine: EngineChoice) -> None:
+    def construct(engine: EngineChoice) -> Sequence[Tensor]:
         GradientBuckets(module, world(), engine=engine).detach()
+        return []
 
-    ways: dict[str, Way] = {
-        "cpp": lambda: construct("cpp"),
-        "python": lambda: construct("python"),
-        "ddp": lambda: DistributedDataParallel(module, bucket_cap_mb=25),
-    }
-    return time_ways(ways, rounds)
+    def wrap() -> Sequence[Tensor]:
+        DistributedDataParallel(module, bucket_cap_mb=25)
+        return []
+
+    return Case(
+        reduced("gradient_buckets", "400_small", "construction", "DistributedDataParallel"),
+        {"ours": lambda: construct("cpp"), "python": lambda: construct("python"), "naive": wrap},
+    )
 
 
-def time_hooks(rounds: int) -> dict[str, list[float]]:
+def hooks_case() -> Case:
     """Backwards that only accumulate: what hooks add, without communication."""
 
-    def accumulating(engine: EngineChoice | None) -> Way:
+    def accumulating(engine: EngineChoice | None) -> Step:
         module = UsesAll(small_tensors())
         buckets = GradientBuckets(module, world(), engine=engine) if engine else None
 
-        def step() -> None:
-            if buckets is None:
-                module(torch.ones(1)).backward()
-                return
-            with buckets.no_sync():
-                module(torch.ones(1)).backward()
+        def step() -> Sequence[Tensor]:
+            with buckets.no_sync() if buckets else nullcontext():
+                module(own_input(world())).backward()
+            return module.gradients()
 
         return step
 
-    return time_ways(
-        {"none": accumulating(None), "cpp": accumulating("cpp"), "python": accumulating("python")}, rounds
+    return Case(
+        reduced("gradient_buckets", "400_small", "accumulation", "no hooks"),
+        {"ours": accumulating("cpp"), "naive": accumulating(None), "python": accumulating("python")},
     )
 
 

@@ -1,4 +1,4 @@
-"""The classic way to make process groups: every rank loops over every group of the world."""
+"""Process groups as ours, and the classic way: every rank loops over every group of the world."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from bench.measure import Seconds, Way, interleave, seconds_on_clock
+from tpkernels import parallel_state
+from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
 
 
 def loop_groups(world_size: int, tensor: int, pipeline: int) -> Iterator[tuple[str, list[int]]]:
@@ -34,3 +38,40 @@ def initialize_by_loops(tensor: int, pipeline: int) -> dict[str, ProcessGroup]:
         if dist.get_rank() in ranks:
             own[kind] = group
     return own
+
+
+def forget_loops() -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def initialization(tensor: int, pipeline: int, rounds: int) -> Seconds:
+    """On every rank: seconds until the slowest rank has made its groups, after a look at who is in them."""
+    undo: dict[Way, Way] = {
+        lambda: initialize_model_parallel(tensor, pipeline): destroy_model_parallel,
+        lambda: initialize_by_loops(tensor, pipeline): forget_loops,
+    }
+
+    def seconds(make: Way) -> float:
+        dist.barrier()
+        taken = seconds_on_clock(lambda: (make(), dist.barrier()))
+        undo[make]()
+        return taken
+
+    _check_members(tensor, pipeline)
+    return interleave(dict(zip(("ours", "naive"), undo, strict=True)), rounds, seconds)
+
+
+def _check_members(tensor: int, pipeline: int) -> None:
+    initialize_model_parallel(tensor, pipeline)
+    ours = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+    }
+    members = {kind: dist.get_process_group_ranks(group) for kind, group in ours.items()}
+    destroy_model_parallel()
+    for kind, ranks in loop_groups(dist.get_world_size(), tensor, pipeline):
+        if kind in members and dist.get_rank() in ranks:
+            assert members[kind] == ranks, f"{kind}: expected {ranks}, got {members[kind]}"

@@ -2,117 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.case import Case, Work
 from bench.shapes import Shape
 from tpkernels import ops
 from tpkernels.kernels.activations import Activation
+from tpkernels.tuning import library_steps
 from tpkernels.tuning.steps import steps_on
 
 Operands = Callable[[int, int], Tensor]  # random matrices of the case's dtype and device
-
-
-@dataclass(frozen=True)
-class Case:
-    """Ways to compute the same tensors, "ours" and "naive" among them."""
-
-    name: str
-    ways: Mapping[str, Callable[[], tuple[Tensor, ...]]]
-    flops: int
-    traffic: int  # bytes that a perfect kernel reads and writes
-
-    def check(self) -> None:
-        """Right before quick: every way agrees with the naive one as well as 16 bits allow."""
-        expected = self.ways["naive"]()
-        for name, way in self.ways.items():
-            for i, (actual, truth) in enumerate(zip(way(), expected, strict=True)):
-                error = float((actual.double() - truth.double()).norm() / truth.double().norm())
-                if not error < 2e-2:
-                    raise AssertionError(f"{self.name}: result {i} of {name} is off by {error:.1e}")
+Describe = Callable[..., Work]  # what remains to be said of a case: op, pass, naive, flops, bytes
 
 
 def passes_of(shape: Shape) -> list[str]:
     """The passes that are worth measuring on this layer."""
-    extra = {"fc_up": ["mlp"], "fc_down": ["dgrad"]}
-    return ["forward", "wgrad", "wgrad_add", *extra.get(shape.layer, [])]
+    extra = {"fc_up": ["mlp"], "fc_down": ["dgrad_act"]}
+    return ["forward", "dgrad", "wgrad", "wgrad_add", *extra.get(shape.layer, [])]
 
 
-def case_of(shape: Shape, pass_: str, dtype: torch.dtype, device: torch.device) -> Case:
+def case_of(shape: Shape, pass_: str, dtype: torch.dtype, device: str) -> Case:
     def normal(rows: int, cols: int) -> Tensor:
         matrix: Tensor = torch.randn(rows, cols, device=device).to(dtype) / cols**0.5
         return matrix
 
-    build = {"forward": _forward, "wgrad": _wgrad, "wgrad_add": _wgrad_add, "mlp": _mlp, "dgrad": _dgrad_act}[
-        pass_
-    ]
-    return build(shape, normal)
+    build = {
+        "forward": _forward,
+        "dgrad": _dgrad,
+        "wgrad": _wgrad,
+        "wgrad_add": _wgrad_add,
+        "mlp": _mlp,
+        "dgrad_act": _dgrad_act,
+    }[pass_]
+    return build(shape, normal, partial(Work, shape=str(shape), dtype=dtype, device=device))
 
 
-def _forward(shape: Shape, normal: Operands) -> Case:
+def _forward(shape: Shape, normal: Operands, describe: Describe) -> Case:
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     x, w = normal(t, k), normal(n, k)
+    describe = partial(describe, pass_="forward")
     if shape.layer == "fc_up" and shape.model.gated:
         gate = normal(n, k)
-        ways = {
-            "ours": lambda: (ops.swiglu(x, gate, w),),
-            "naive": lambda: (F.silu(F.linear(x, gate)) * F.linear(x, w),),
-        }
-        return Case(f"{shape}-forward-swiglu", ways, 2 * shape.flops, 2 * (t * k + 2 * n * k + t * n))
+        return Case(
+            describe(
+                op="swiglu",
+                naive="silu(F.linear) * F.linear",
+                flops=2 * shape.flops,
+                bytes=dtype_bytes(x, t * k + 2 * n * k + t * n),
+            ),
+            {
+                "ours": lambda: (ops.swiglu(x, gate, w),),
+                "naive": lambda: (F.silu(F.linear(x, gate)) * F.linear(x, w),),
+            },
+        )
+    traffic = dtype_bytes(x, t * k + n * k + t * n)
     if shape.layer == "fc_up":
         bias = normal(1, n)[0]
-        ways = {
-            "ours": lambda: (ops.linear(x, w, bias, "gelu_tanh"),),
-            "naive": lambda: (F.gelu(F.linear(x, w, bias), approximate="tanh"),),
-            "addmm_activation": lambda: (torch._addmm_activation(bias, x, w.T, use_gelu=True),),
-        }
-        return Case(f"{shape}-forward-gelu", ways, shape.flops, shape.traffic)
-    ways = {"ours": lambda: (ops.linear(x, w),), "naive": lambda: (F.linear(x, w),)}
-    return Case(f"{shape}-forward", ways, shape.flops, shape.traffic)
+        return Case(
+            describe(op="linear_gelu", naive="gelu(F.linear)", flops=shape.flops, bytes=traffic),
+            {
+                "ours": lambda: (ops.linear(x, w, bias, "gelu_tanh"),),
+                "naive": lambda: (F.gelu(F.linear(x, w, bias), approximate="tanh"),),
+                "addmm_activation": lambda: (torch._addmm_activation(bias, x, w.T, use_gelu=True),),
+            },
+        )
+    return Case(
+        describe(op="linear", naive="F.linear", flops=shape.flops, bytes=traffic),
+        {"ours": lambda: (ops.linear(x, w),), "naive": lambda: (F.linear(x, w),)},
+    )
 
 
-def _wgrad(shape: Shape, normal: Operands) -> Case:
+def _dgrad(shape: Shape, normal: Operands, describe: Describe) -> Case:
+    t, n, k = shape.tokens, shape.out_features, shape.in_features
+    dy, w = normal(t, n), normal(n, k)
+    steps = steps_on(dy.device)
+    traffic = dtype_bytes(dy, t * n + n * k + t * k)
+    return Case(
+        describe(op="linear", pass_="dgrad", naive="dy @ w", flops=shape.flops, bytes=traffic),
+        {"ours": lambda: (steps.dgrad(dy, w),), "naive": lambda: (dy @ w,)},
+    )
+
+
+def _wgrad(shape: Shape, normal: Operands, describe: Describe) -> Case:
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, x = normal(t, n), normal(t, k)
     steps = steps_on(x.device)
-    ways = {"ours": lambda: (steps.wgrad(dy, x),), "naive": lambda: (dy.T @ x,)}
-    return Case(f"{shape}-wgrad", ways, shape.flops, shape.traffic)
+    traffic = dtype_bytes(x, t * n + t * k + n * k)
+    return Case(
+        describe(op="linear", pass_="wgrad", naive="dy.T @ x", flops=shape.flops, bytes=traffic),
+        {"ours": lambda: (steps.wgrad(dy, x),), "naive": lambda: (dy.T @ x,)},
+    )
 
 
-def _wgrad_add(shape: Shape, normal: Operands) -> Case:
+def _wgrad_add(shape: Shape, normal: Operands, describe: Describe) -> Case:
     """Into an fp32 `main_grad`, against a product and an addition. Each way has a sum of its own."""
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, x = normal(t, n), normal(t, k)
-    ours, naive = (torch.zeros(n, k, dtype=torch.float32, device=x.device) for _ in range(2))
     steps = steps_on(x.device)
 
-    def accumulate() -> tuple[Tensor, ...]:
-        steps.wgrad_accumulate_(ours, dy, x)
-        return (ours,)
+    def into(accumulate: Callable[[Tensor], object]) -> Callable[[], tuple[Tensor]]:
+        total = torch.zeros(n, k, dtype=torch.float32, device=x.device)
 
-    ways = {"ours": accumulate, "naive": lambda: (naive.add_(dy.T @ x),)}
-    return Case(f"{shape}-wgrad-add", ways, shape.flops, 2 * (t * n + t * k) + 8 * n * k)
+        def run() -> tuple[Tensor]:
+            accumulate(total)
+            return (total,)
+
+        return run
+
+    ways = {
+        "ours": into(lambda total: steps.wgrad_accumulate_(total, dy, x)),
+        "naive": into(lambda total: total.add_(dy.T @ x)),
+    }
+    if x.dtype == torch.float32:
+        ways["addmm"] = into(lambda total: total.addmm_(dy.T, x))
+    elif x.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        ways["addmm_fp32"] = into(lambda total: library_steps.addmm_dtype_out(total, dy, x))
+    traffic = dtype_bytes(x, t * n + t * k) + 8 * n * k
+    return Case(
+        describe(op="linear", pass_="wgrad_add", naive="sum += dy.T @ x", flops=shape.flops, bytes=traffic),
+        ways,
+    )
 
 
-def _dgrad_act(shape: Shape, normal: Operands) -> Case:
+def _dgrad_act(shape: Shape, normal: Operands, describe: Describe) -> Case:
     """The down-projection's input gradient with the activation's: fc_down of an MLP that is not gated."""
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, w, z = normal(t, n), normal(n, k), normal(t, k)
     activation: Activation = "gelu_tanh"
     steps = steps_on(dy.device)
-    ways = {
-        "ours": lambda: (steps.dgrad_act(dy, w, z, activation, False)[0],),
-        "naive": lambda: (torch.ops.aten.gelu_backward(dy @ w, z, approximate="tanh"),),
-    }
-    return Case(f"{shape}-dgrad-gelu", ways, shape.flops, 2 * (t * n + n * k + 2 * t * k))
+    traffic = dtype_bytes(dy, t * n + n * k + 2 * t * k)
+    return Case(
+        describe(op="linear_gelu", pass_="dgrad", naive="dy @ w, gelu'", flops=shape.flops, bytes=traffic),
+        {
+            "ours": lambda: (steps.dgrad_act(dy, w, z, activation, False)[0],),
+            "naive": lambda: (torch.ops.aten.gelu_backward(dy @ w, z, approximate="tanh"),),
+        },
+    )
 
 
-def _mlp(shape: Shape, normal: Operands) -> Case:
-    """Forward and backward of the whole MLP, all gradients."""
+def _mlp(shape: Shape, normal: Operands, describe: Describe) -> Case:
+    """All gradients."""
     t, ffn, hidden = shape.tokens, shape.out_features, shape.in_features
     x, w_up, w_down, dy = normal(t, hidden), normal(ffn, hidden), normal(hidden, ffn), normal(t, hidden)
     leaves = [x, w_up, w_down]
@@ -134,11 +168,22 @@ def _mlp(shape: Shape, normal: Operands) -> Case:
     def with_gradients(forward: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(forward(), leaves, dy)
 
-    ways = {
-        "ours": with_gradients(ours),
-        "naive": with_gradients(naive),
-        "compiled": with_gradients(torch.compile(naive)),
-    }
     products = 3 * (3 if gated else 2)
-    traffic = 2 * products * (t * hidden + t * ffn + ffn * hidden) // 3
-    return Case(f"{shape}-mlp", ways, products * shape.flops, traffic)
+    return Case(
+        describe(
+            op="mlp",
+            pass_="forward_backward",
+            naive="F.linear and eager activation",
+            flops=products * shape.flops,
+            bytes=dtype_bytes(x, products * (t * hidden + t * ffn + ffn * hidden)),
+        ),
+        {
+            "ours": with_gradients(ours),
+            "naive": with_gradients(naive),
+            "compiled": with_gradients(torch.compile(naive)),
+        },
+    )
+
+
+def dtype_bytes(tensor: Tensor, elements: int) -> int:
+    return tensor.element_size() * elements

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.case import Case, Computation, Work
+from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
 from tpkernels.comm.exchange import Gathering, Reducing
 from tpkernels.ops import column_linear, row_linear
 
 TOKENS, IN, OUT_SHARD = 2048, 1024, 6144  # 4 MiB a rank travel, and a product is 26 GFLOP
-
-Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,15 @@ class LinearOverlap:
 
     products: list[float]
     transfers: list[float]
-    sequential: list[float]
-    overlapped: list[float]
+    naive: list[float]  # one after the other
+    ours: list[float]  # at once
 
     @property
     def efficiencies(self) -> list[float]:
         """What is saved, in parts of what could be, by round."""
-        rounds = zip(self.products, self.transfers, self.sequential, self.overlapped, strict=True)
+        rounds = zip(self.products, self.transfers, self.naive, self.ours, strict=True)
         return sorted(
-            (sequential - overlapped) / (sequential - max(products, transfers))
-            for products, transfers, sequential, overlapped in rounds
+            (naive - ours) / (naive - max(products, transfers)) for products, transfers, naive, ours in rounds
         )
 
     @property
@@ -62,18 +62,22 @@ class LinearOverlap:
         )
 
 
-def measure(case: str, ratio: float, rounds: int) -> LinearOverlap:
+def measure(case: str, ratio: float, rounds: int) -> tuple[Work, Seconds]:
     """On both ranks: one of column or row, forward or backward, "column forward"."""
     ways, wire_bytes = _ways(case)
-    for way in ways.values():
-        _seconds(way)
-    throttle(8 * wire_bytes / (ratio * statistics.median(_seconds(ways["products"]) for _ in range(3))))
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for round_ in range(rounds):
-        for name in names[round_ % 4 :] + names[: round_ % 4]:
-            seconds[name].append(_seconds(ways[name]))
-    return LinearOverlap(**seconds)
+    kind, direction = case.split()
+    work = Work(
+        op=f"{kind}_linear",
+        shape=f"{TOKENS}x{IN}x{OUT_SHARD}-slow_link{ratio}-world2",
+        pass_=direction,
+        naive="the same without overlap",
+        world=2,
+        flops=(2 if direction == "backward" else 1) * 2 * TOKENS * IN * OUT_SHARD,
+        wire_bytes=wire_bytes,
+    )
+    Case(work, {name: _computation(ways[name]) for name in ("ours", "naive")}).check()
+    throttle(8 * wire_bytes / (ratio * statistics.median(_seconds(ways["products"]) for _ in range(4))))
+    return work, interleave(ways, rounds, _seconds)
 
 
 def _ways(case: str) -> tuple[dict[str, tuple[Way, Way]], int]:
@@ -105,11 +109,12 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Way]], int]:
     op = column_linear if kind == "column" else row_linear
     made: list[Tensor] = []
 
-    def forward(overlap: bool) -> None:
+    def forward(overlap: bool) -> Sequence[Tensor]:
         made[:] = [op(leaf, weight, None, group, sequence_parallel=True, overlap=overlap)]
+        return made
 
-    def backward() -> None:
-        torch.autograd.grad(made[0], [leaf, weight], dy)
+    def backward() -> Sequence[Tensor]:
+        return torch.autograd.grad(made[0], [leaf, weight], dy)
 
     whole_x, whole_dy = (x, h) if kind == "column" else (h, x)
 
@@ -125,16 +130,26 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Way]], int]:
         return {
             "products": (nothing, product),
             "transfers": (nothing, transfers),
-            "sequential": (nothing, lambda: forward(False)),
-            "overlapped": (nothing, lambda: forward(True)),
+            "naive": (nothing, lambda: forward(False)),
+            "ours": (nothing, lambda: forward(True)),
         }, shard_bytes
     transfers = both if kind == "column" else gather
     return {
         "products": (nothing, two_products),
         "transfers": (nothing, transfers),
-        "sequential": (lambda: forward(False), backward),
-        "overlapped": (lambda: forward(True), backward),
+        "naive": (lambda: forward(False), backward),
+        "ours": (lambda: forward(True), backward),
     }, shard_bytes * (2 if kind == "column" else 1)
+
+
+def _computation(way: tuple[Way, Way]) -> Computation:
+    prepare, timed = way
+
+    def run() -> Sequence[Tensor]:
+        prepare()
+        return cast("Sequence[Tensor]", timed())
+
+    return run
 
 
 def _seconds(way: tuple[Way, Way]) -> float:

@@ -1,23 +1,23 @@
 """Whole training steps on tensor-parallel ranks: our trainer, and torch's own parallelism with torch's AdamW.
 
-Both begin with the same weights and take the same batches, so that losses can be compared before anything is
-timed.
+Both begin with the same weights and take the same batches: their losses are compared before any timing.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from bench.case import Case, Work
 from bench.cases.plain_llama import PlainLlama, split_by_torch
 from tpkernels import GPTConfig, create_parallel_state, plan_groups
 from tpkernels.cli.train import SMALL
@@ -27,14 +27,8 @@ from tpkernels.training.trainer import TrainConfig, Trainer
 
 Step = Callable[[], float]  # the loss
 
+CHECKED = 4  # steps, of which the first are alike even where gradients are wrong
 DATA = Path(__file__).parents[2] / "data" / "alice.txt"
-
-
-@dataclass(frozen=True)
-class Timed:
-    losses: list[tuple[float, float]]  # of the first steps, ours and torch's
-    seconds: dict[str, list[float]]  # of the steps after them
-    processor_seconds: dict[str, list[float]]  # of all threads of this rank, in these steps
 
 
 def demo_config() -> TrainConfig:
@@ -51,23 +45,23 @@ def demo_config() -> TrainConfig:
     )
 
 
-def time_training(config: TrainConfig, checked: int, rounds: int) -> Timed:
-    """Both train on all ranks of the world, step by step in turn."""
-    state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=dist.get_world_size()))
+def training_case(config: TrainConfig) -> Case:
+    """Both train on all ranks of the world; they have taken the first steps when they are handed over."""
+    ranks = dist.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=ranks, tensor=ranks))
     trainer = Trainer(config, state, torch.device("cpu"))
-    torchs = torch_step(trainer)
-    ways: dict[str, Step] = {"ours": lambda: trainer.step().loss, "torch": torchs}
-    losses = [(ways["ours"](), ways["torch"]()) for _ in range(checked)]
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    processor_seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds):
-        for name in list(ways)[:: -1 if round_ % 2 else 1]:
-            dist.barrier()
-            start, processor_start = time.perf_counter(), time.process_time()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - start)
-            processor_seconds[name].append(time.process_time() - processor_start)
-    return Timed(losses, seconds, processor_seconds)
+    steps: dict[str, Step] = {"ours": lambda: trainer.step().loss, "naive": torch_step(trainer)}
+    case = Case(
+        Work("train", f"{config.batch}x{config.tokens}", "step", "parallelize_module", world=ranks),
+        {name: partial(_loss, step) for name, step in steps.items()},
+    )
+    for _ in range(CHECKED - 1):  # the last is checked before timing, as of every case
+        case.check()
+    return case
+
+
+def _loss(step: Step) -> list[Tensor]:
+    return [torch.tensor(step(), dtype=torch.float64)]
 
 
 def torch_step(ours: Trainer) -> Step:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from tests.ops.cases import CASES, FFN, K, N, gradients
@@ -174,6 +175,27 @@ def test_second_derivative_is_a_clear_error(name, backend, device):
     (dx,) = torch.autograd.grad(CASES[name].op(*operands).square().sum(), operands[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["linear_None", "linear_gelu"])
+def test_linear_without_gradients_is_the_same_to_the_bit(name, backend, device):
+    operands = CASES[name].operands((5,), torch.float32, device)
+    with torch.no_grad():
+        plain = CASES[name].op(*operands)
+    recorded = CASES[name].op(*(operand.requires_grad_() for operand in operands))
+    assert (plain.grad_fn, recorded.grad_fn is None) == (None, False)
+    assert torch.equal(plain, recorded)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_forward_mode_is_a_clear_error(name, grad, backend, device):
+    """Kernels would drop the tangent."""
+    x, *others = CASES[name].operands((5,), torch.float32, device)
+    error = pytest.raises(NotImplementedError, match="jvp")
+    with torch.set_grad_enabled(grad), forward_ad.dual_level(), error:
+        CASES[name].op(forward_ad.make_dual(x, torch.ones_like(x)), *others)
+    assert CASES[name].op(x, *others).shape[0] == 5
 
 
 def test_meta_tensors_give_shapes():

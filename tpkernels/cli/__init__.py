@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from signal import SIGINT
@@ -29,26 +29,33 @@ class OneLineParser(ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    return run_command("tpkernels", "Tensor-parallel kernels for PyTorch.", COMMANDS, "tpkernels.cli", argv)
+
+
+def run_command(
+    program: str, description: str, commands: Mapping[str, str], package: str, argv: Sequence[str] | None
+) -> int:
+    """`python -m PROGRAM COMMAND`, each command the `main` of a module of `package`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = OneLineParser(prog="python -m tpkernels", description="Tensor-parallel kernels for PyTorch.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, purpose in COMMANDS.items():
+    parser = OneLineParser(prog=f"python -m {program}", description=description)
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, purpose in commands.items():
         # everything after the name is the command's own business
-        commands.add_parser(name, help=purpose, add_help=False)
+        choices.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_known_args(arguments[:1])[0].command
     try:
-        code: int = _module(parser, command).main(arguments[1:])
+        code: int = _module(parser, package, command).main(arguments[1:])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + SIGINT
     return code
 
 
-def _module(parser: OneLineParser, command: str) -> Any:
+def _module(parser: OneLineParser, package: str, command: str) -> Any:
     try:
-        return import_module(f"tpkernels.cli.{command}")
+        return import_module(f"{package}.{command}")
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tpkernels"):  # our own mistake
+        if (error.name or "").startswith(package.split(".")[0]):  # our own mistake
             raise
         parser.error(f"{command} needs {error.name}, which is not installed")
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
+from torch.autograd import forward_ad
 
 
 def casting(x: Tensor) -> bool:
     """Whether an autocast region is active where x lies."""
     # asking what a device is not takes a fifth of the time of spelling its name
     kind = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+    return kind != "meta" and is_autocast_enabled(kind)
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -33,12 +34,7 @@ def check_linear(
         and weight.dtype is dtype
         and weight.device == device
         and dtype.is_floating_point
-        and (
-            bias is None
-            or (
-                bias.ndim == 1 and bias.shape[0] == shape[0] and bias.dtype is dtype and bias.device == device
-            )
-        )
+        and (bias is None or (bias.shape == (shape[0],) and bias.dtype is dtype and bias.device == device))
     ):
         return
     weight_name, bias_name = names
@@ -93,3 +89,8 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may carry tangents, which do not show in `requires_grad`."""
+    return forward_ad._current_level >= 0

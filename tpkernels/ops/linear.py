@@ -31,6 +31,7 @@ from tpkernels.ops.inputs import (
     casting,
     check_linear,
     features_of,
+    in_forward_mode,
     like_tokens,
     tokens_of,
 )
@@ -56,10 +57,13 @@ def linear(
     if casting(x):
         x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
-    keep_z = activation != "none" and any_requires_grad(x, weight, bias)
+    needs = any_requires_grad(x, weight, bias)
+    keep_z = needs and activation != "none"
     y: Tensor
     if torch.compiler.is_compiling():
         y = registered.linear(tokens_of(x), weight, bias, activation, keep_z)[0]
+    elif not needs and not in_forward_mode():  # `apply` takes longer than a tiny product
+        y = steps_on(x.device).linear(tokens_of(x), weight, bias, activation, False)[0]
     elif activation == "none":  # `apply` takes its time over each argument
         y = _Linear.apply(tokens_of(x), weight, bias)  # type: ignore[no-untyped-call]
     else:

@@ -1,0 +1,15 @@
+"""`python -m bench COMMAND`: one module a command, each imported only when it is called."""
+
+import sys
+
+from tpkernels.cli import run_command
+
+COMMANDS = {
+    "run": "run the benchmarks of a selection and leave one JSON of what they said",
+    "gate": "compare with a baseline: exit code 1 on a regression",
+    "report": "one page with pictures of what results say, or of what changed between two",
+    "gpu": "all that is to be done on a machine with a GPU, in stages",
+}
+
+if __name__ == "__main__":
+    sys.exit(run_command("bench", "Benchmarks against the naive way.", COMMANDS, "bench", None))

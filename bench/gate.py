@@ -1,0 +1,183 @@
+"""`python -m bench gate`: has anything become slower, wrong, or gone missing?
+
+Ratios are compared with the baseline of their device, and kernels as compiled with their budgets.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.baseline import (
+    FLOOR,
+    Baseline,
+    made_of,
+    path_for,
+    read_baseline,
+    shown,
+    this_device,
+    write_baseline,
+)
+from bench.results import BadFile, Results, pooled, read
+from bench.run import NothingRan, run
+from bench.verdict import REPEATED, Finding, findings, tolerated
+from tpkernels.cli import OneLineParser
+
+GREEN, REGRESSION = 0, 1
+NOISY = 0.2  # a tolerance above this is told
+Measure = Callable[[Sequence[str]], Results]  # the cases of these names, once more
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m bench gate",
+        description="Exit code 0: nothing fell. 1: a regression, with a table of what fell. 2: bad use.",
+    )
+    parser.add_argument(
+        "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
+    )
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="else bench/baselines/<device>.json")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of what seems slower (3)")
+    parser.add_argument("--skip", choices=("timings", "kernels"), help="leave one half out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found into FILE")
+    update = parser.add_argument_group("a new baseline")
+    update.add_argument("--update", action="store_true", help="make these results the baseline")
+    update.add_argument("--floor", type=float, default=FLOOR, help=f"a fall by less is none ({FLOOR})")
+    update.add_argument("--note", default="", help="what else one should know of them")
+    options = parser.parse_args(argv)
+    if options.repeat < 0:
+        parser.error(f"expected --repeat of 0 or more, got {options.repeat}")
+    if not 0 < options.floor < 1:
+        parser.error(f"expected --floor between 0 and 1, got {options.floor}")
+    if options.skip == "timings" and (options.update or options.results):
+        parser.error("RESULTS and --update are about timings: leave --skip timings out")
+    if options.update:
+        options.skip = "kernels"  # whose numbers have `python -m tpkernels check --update`
+    try:
+        timed = GREEN if options.skip == "timings" else _timings(options)
+    except (BadFile, NothingRan, OSError) as error:
+        parser.error(str(error))
+    return timed or (GREEN if options.skip == "kernels" else _kernels())
+
+
+def _timings(options: Namespace) -> int:
+    results = pooled([read(path) for path in options.results] or [_fresh(options)])
+    device = results.device if results.infos else this_device()
+    path = options.baseline or path_for(device)
+    if options.update:
+        return _update(results, path, options.floor, options.note)
+    baseline = read_baseline(path, device)
+    repeats = options.repeat if device == this_device() else 0
+    judged = judge(baseline, results, _again, repeats)
+    for line in judged.lines(baseline, path):
+        print(line)
+    if options.json:
+        report = {
+            "baseline": str(path),
+            "findings": [asdict(finding) for finding in judged.findings],
+            "repeats": judged.repeats,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return REGRESSION if judged.failing else GREEN
+
+
+def _fresh(options: Namespace) -> Results:
+    """Of this machine, now."""
+    device = this_device()
+    if not options.update:
+        read_baseline(options.baseline or path_for(device), device)  # tells before minutes have passed
+    selection = "smoke" if device == "cpu" else "gpu_set"
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"python -m bench run --{selection.replace('_', '-')}"
+        return run(["bench", "-m", selection], Path(folder, "bench.json"), command=command)
+
+
+def _again(names: Sequence[str]) -> Results:
+    with tempfile.TemporaryDirectory() as folder:
+        return run(names, Path(folder, "bench.json"), command="again", quiet=True)
+
+
+def _update(results: Results, path: Path, floor: float, note: str) -> int:
+    if results.failures:
+        raise BadFile(f"no baseline is made of a run with failures: {', '.join(results.failures)}; mend them")
+    if not results.infos:
+        raise BadFile("no baseline is made of no results")
+    write_baseline(made_of(results, floor, note), path)
+    print(f"{len(results.infos)} cases of {results.device} are the baseline in {shown(path)}: commit it")
+    return GREEN
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was found at last, after repetitions."""
+
+    results: Results
+    findings: list[Finding]
+    repeats: int
+
+    @property
+    def failing(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.fails]
+
+    def lines(self, baseline: Baseline, path: Path) -> list[str]:
+        held = len(self.results.infos.keys() & baseline.cases.keys() - {one.case for one in self.failing})
+        noisy = [
+            name
+            for name, was in baseline.cases.items()
+            if name in self.results.infos and tolerated(was, self.results.infos[name], baseline.floor) > NOISY
+        ]
+        width = max((len(finding.case) for finding in self.findings), default=0)
+        table = [f"{one.kind:<14}  {one.case:<{width}}  {one.text}" for one in self.findings]
+        lines = [*table, f"{held} of {len(baseline.cases)} cases hold against {shown(path)} ({baseline})"]
+        if versions := _other_versions(baseline, self.results):
+            lines.append(f"made with other versions: {versions}; where naive became faster, ratios fall")
+        if noisy:
+            lines.append(f"{len(noisy)} are too noisy to show a fall of {NOISY:.0%}: {', '.join(noisy)}")
+        if self.repeats:
+            lines.append(f"what seemed slower was timed {self.repeats} more times, and the best was taken")
+        if self.failing:
+            lines.append(f"regressions: {len(self.failing)}; if they are meant: --update")
+        return lines
+
+
+def judge(baseline: Baseline, results: Results, again: Measure, repeats: int) -> Judged:
+    """What seems slower is timed again, it alone, until it does no longer or for `repeats` times."""
+    for done in range(repeats + 1):
+        found = list(findings(baseline, results))
+        suspects = [finding.case for finding in found if finding.kind in REPEATED]
+        if not suspects or done == repeats:
+            break
+        results = better_of(results, again(list(dict.fromkeys(suspects))))
+    return Judged(results, found, done)
+
+
+def better_of(before: Results, repetition: Results) -> Results:
+    """The higher ratio of each case. One that went wrong this time is wrong."""
+    infos = dict(before.infos)
+    for name, info in repetition.infos.items():
+        if info["ratio"] > infos[name]["ratio"]:
+            infos[name] = info
+    failures = {**before.failures, **repetition.failures}
+    return Results({name: infos[name] for name in infos if name not in failures}, failures, before.command)
+
+
+def _other_versions(baseline: Baseline, results: Results) -> str:
+    """torch 2.13.0 is 2.14.0 now"""
+    was = baseline.made.get("versions", {})
+    now = next(iter(results.infos.values()), {}).get("versions", {})
+    return ", ".join(
+        f"{name} {was.get(name)} is {now[name]} now" for name in now if was.get(name) != now[name]
+    )
+
+
+def _kernels() -> int:
+    """Registers, shared memory, spills and instructions of every kernel, without tolerance."""
+    command = [sys.executable, "-m", "tpkernels", "check", "--skip", "numerics"]
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,148 @@
+"""`python -m bench gpu`: all that is to be done on a machine with a GPU, in stages with limits.
+
+Tests come before tuning, tuning before benchmarks, so that nothing is timed beside something else. A stage
+can be run again alone, and one that fails does not lose the others.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.baseline import path_for
+from bench.results import BadFile, read, slug
+from bench.shapes import GPU_SET, sizes_of
+from bench.stages import CannotRun, Command, Stage, run_stages
+from tpkernels.cli import OneLineParser
+
+ROOT = Path(__file__).parents[1]
+JOBS = 8  # test files at once: compiling kernels is most of their work, and takes one core each
+ROOMS = ("kernels", "ops", "tuning", "comm")
+NO_TESTS = 5  # pytest's exit code for a file that is skipped as a whole
+SANITIZED_CASES = "ragged and bf16"  # each access is checked, which takes long
+SANITIZED = ("tests/kernels/test_linear.py", "tests/kernels/test_wgrad.py")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m bench gpu",
+        description="Exit code 0: every stage passed or was skipped. 1: one did not. 2: bad use.",
+    )
+    parser.add_argument("--stages", metavar="LIST", help="these only, such as tests,tune; else all")
+    parser.add_argument("--resume", action="store_true", help="leave out what passed before")
+    parser.add_argument("--dry-run", action="store_true", help="print commands and limits, and run nothing")
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"test files at once ({JOBS})")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/gpu"), metavar="FOLDER", help="for what is found"
+    )
+    options = parser.parse_args(argv)
+    stages = stages_of(options.out, options.jobs)
+    if options.stages is not None:
+        known = {stage.name: stage for stage in stages}
+        names = options.stages.split(",")
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"expected --stages of {', '.join(known)}; got {', '.join(map(repr, unknown))}")
+        stages = [stage for stage in stages if stage.name in names]
+    if options.dry_run:
+        print("\n".join(plan(stages)))
+        return 0
+    if why := no_gpu():
+        parser.error(f"{why}; --dry-run shows what would be done")
+    if Path.cwd() != ROOT:
+        parser.error(f"expected to be called in {ROOT}, where `python setup.py` and the tests are")
+    outcomes = run_stages(stages, options.out, resume=options.resume)
+    return 0 if all(outcome.status in ("passed", "skipped") for outcome in outcomes.values()) else 1
+
+
+def no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "a CUDA device is needed, and there is none"
+
+
+def plan(stages: Sequence[Stage]) -> list[str]:
+    lines = []
+    for stage in stages:
+        lines.append(f"{stage.name}: at most {stage.limit:.0f} s, {stage.jobs} at once")
+        try:
+            lines += [f"  {shlex.join(command)}" for command in stage.commands()]
+        except CannotRun as why:
+            lines.append(f"  left out now: {why}")
+    return [*lines, f"in all at most {sum(stage.limit for stage in stages):.0f} s"]
+
+
+def stages_of(out: Path, jobs: int) -> list[Stage]:
+    """In their order. out: each stage writes into a folder of its name there"""
+    python = sys.executable
+    bench = (python, "-m", "bench")
+    results = out / "bench" / "bench.json"
+
+    def build() -> list[Command]:
+        return [[python, "setup.py", "-q", "build_ext", "--inplace"]]
+
+    def tests() -> list[Command]:
+        pytest = (python, "-m", "pytest", "-q", "-p", "tests.outcomes", "--outcomes")
+        return [[*pytest, str(out / Path(file).with_suffix(".json")), file] for file in gpu_tests()]
+
+    def sanitizer() -> list[Command]:
+        tool = shutil.which("compute-sanitizer")
+        if tool is None:
+            raise CannotRun("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+        checked = (tool, "--tool", "memcheck", "--error-exitcode", "1", "--target-processes", "all")
+        return [[*checked, python, "-m", "pytest", "-q", "-k", SANITIZED_CASES, file] for file in SANITIZED]
+
+    def tune() -> list[Command]:
+        file = str(out / "tune" / "tune.json")
+        return [
+            [python, "-m", "tpkernels", "tune", "--shapes", sizes_of(GPU_SET), "--no-bias", "--json", file]
+        ]
+
+    def benchmarks() -> list[Command]:
+        return [
+            [*bench, "run", "--gpu-set", "--seconds", "95", "-o", str(results)],
+            [python, "-m", "bench.cases.overlap", "--json", str(out / "bench" / "overlap.json")],
+        ]
+
+    def gate() -> list[Command]:
+        device = device_of(results)
+        if path_for(device).exists():
+            report = str(out / "gate" / "gate.json")
+            return [[*bench, "gate", "--skip", "kernels", "--repeat", "2", "--json", report, str(results)]]
+        first = str(out / "gate" / f"{slug(device)}.json")  # to be looked at, and put into bench/baselines
+        return [[*bench, "gate", "--update", "--baseline", first, str(results)]]
+
+    def report() -> list[Command]:
+        device_of(results)
+        return [[*bench, "report", str(results), "-o", str(out / "report" / "index.html")]]
+
+    return [
+        Stage("build", 75, build),
+        Stage("tests", 150, tests, jobs, frozenset({0, NO_TESTS})),
+        Stage("sanitizer", 35, sanitizer, jobs=len(SANITIZED)),
+        Stage("tune", 90, tune),
+        Stage("bench", 120, benchmarks),
+        Stage("gate", 45, gate),
+        Stage("report", 15, report),
+    ]
+
+
+def gpu_tests() -> list[str]:
+    """The files of rooms that compute on a GPU, and any other with a test that needs one."""
+    files = [
+        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.name != "test_gpu_target.py"
+    ]
+    return [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.parent.name in ROOMS or "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+
+
+def device_of(results: Path) -> str:
+    try:
+        return read(results).device
+    except BadFile as error:
+        raise CannotRun(f"there are no results yet: {error}") from error

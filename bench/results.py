@@ -1,0 +1,81 @@
+"""What `python -m bench run` leaves: the results of cases, and what became of those without one."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
+
+
+class BadFile(ValueError):
+    """A file that is not what it should be: what was expected, what was got, what to do."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Of one run, by the names of cases."""
+
+    infos: Mapping[str, Info]
+    failures: Mapping[str, str]  # why a case has no result
+    command: str
+
+    @property
+    def device(self) -> str:
+        """The GPU, if one was used; cases of ranks are timed on the CPU beside it."""
+        devices = {info["device"] for info in self.infos.values()}
+        return min(devices - {"cpu"}, default="cpu")
+
+
+def read_json(path: Path, made_by: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadFile(f"cannot read {path}: {error.strerror}; `{made_by}` makes it") from error
+    except ValueError as error:
+        raise BadFile(f"{path}: expected JSON, got {error}; make it anew by `{made_by}`") from error
+
+
+def read(path: Path) -> Results:
+    made_by = f"python -m bench run -o {path}"
+    report = read_json(path, made_by)
+    try:
+        infos = {case["fullname"]: case["extra_info"] for case in report["benchmarks"]}
+        failures = report.get("outcomes", {}).get("failures", {})
+        results = Results(infos, failures, report.get("command", "pytest bench"))
+        assert all("ratio" in info and info["device"] for info in infos.values())
+    except (AssertionError, AttributeError, KeyError, TypeError) as error:
+        raise BadFile(f"{path}: expected results of benchmarks; make them by `{made_by}`") from error
+    return results
+
+
+def pooled(runs: Sequence[Results]) -> Results:
+    """Several runs as one: medians of what they say of a case, and beside them the ratio of each run."""
+    names = dict.fromkeys(name for run in runs for name in run.infos)
+    infos = {name: _pooled([run.infos[name] for run in runs if name in run.infos]) for name in names}
+    failures = {name: why for run in runs for name, why in run.failures.items()}
+    commands = dict.fromkeys(run.command for run in runs)
+    return Results(infos, failures, " and ".join(commands) + (f", {len(runs)} times" if runs[1:] else ""))
+
+
+def _pooled(infos: Sequence[Info]) -> Info:
+    keys = ("ratio", "ratio_quartile_low", "ratio_quartile_high")
+    medians = {key: statistics.median(info[key] for info in infos) for key in keys}
+    return infos[-1] | medians | {"ratio_of_runs": [info["ratio"] for info in infos]}
+
+
+def cause(failure: str) -> str:
+    """The line of pytest's report that says what was wrong."""
+    lines = [line.strip() for line in failure.splitlines() if line.strip()]
+    told = [line.removeprefix("E ").strip() for line in lines if line.startswith("E ")]
+    return (told or lines or ["nothing was said"])[0]
+
+
+def slug(device: str) -> str:
+    """The name of a device as that of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")

@@ -1,0 +1,76 @@
+"""`python -m bench run`: the benchmarks of a selection, and one JSON of what they said."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.results import Results, cause, read
+from tpkernels.cli import OneLineParser
+
+ROOT = Path(__file__).parents[1]
+NOTHING_RAN = (2, 3, 4, 5)  # pytest's exit codes for interruption, its own errors, bad use, no tests
+
+
+class NothingRan(RuntimeError):
+    """pytest ended without running what was asked for."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m bench run",
+        description="Run benchmarks and write one JSON. Exit code 1: a case failed. 2: nothing could be run.",
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--smoke", action="store_true", help="the small set, for a CPU")
+    chosen.add_argument("--gpu-set", action="store_true", help="what `make gpu` runs")
+    parser.add_argument("--seconds", type=float, metavar="N", help="begin no case after so many")
+    parser.add_argument("-k", metavar="EXPRESSION", help="only these of it, as for pytest")
+    default = Path("out/bench.json")
+    parser.add_argument("-o", type=Path, default=default, metavar="FILE", help=f"where to write ({default})")
+    options = parser.parse_args(argv)
+    chosen_by, selection = [], ["bench"]
+    if options.smoke or options.gpu_set:
+        chosen_by = ["--smoke" if options.smoke else "--gpu-set"]
+        selection += ["-m", "smoke" if options.smoke else "gpu_set"]
+    if options.k:
+        chosen_by += ["-k", options.k]
+        selection += ["-k", options.k]
+    if options.seconds is not None:
+        selection += ["--seconds", str(options.seconds)]
+    try:
+        options.o.parent.mkdir(parents=True, exist_ok=True)
+        command = shlex.join(["python", "-m", "bench", "run", *chosen_by])
+        results = run(selection, options.o, command=command)
+    except (NothingRan, OSError) as error:
+        parser.error(str(error))
+    for name, why in results.failures.items():
+        print(f"failed: {name}: {cause(why)}")
+    print(f"{len(results.infos)} results are in {options.o}")
+    return 1 if results.failures else 0
+
+
+def run(selection: Sequence[str], target: Path, *, command: str, quiet: bool = False) -> Results:
+    """Run what pytest takes `selection` for, and write the results into `target`."""
+    with tempfile.TemporaryDirectory() as folder:
+        timed, outcomes = Path(folder, "benchmarks.json"), Path(folder, "outcomes.json")
+        pytest = [sys.executable, "-m", "pytest", "-q", "--benchmark-quiet", "--benchmark-json", str(timed)]
+        plugin = ["-p", "tests.outcomes", "--outcomes", str(outcomes)]
+        ran = subprocess.run(
+            [*pytest, *plugin, *selection], cwd=ROOT, capture_output=quiet, text=True, check=False
+        )
+        if ran.returncode in NOTHING_RAN or not outcomes.exists():
+            said = f": {(ran.stdout + ran.stderr)[-2000:]}" if quiet else ", see above"
+            raise NothingRan(f"pytest {shlex.join(selection)} ended with exit code {ran.returncode}{said}")
+        # where every case failed there are no times
+        report = (
+            json.loads(timed.read_text()) if timed.exists() and timed.stat().st_size else {"benchmarks": []}
+        )
+        report |= {"outcomes": json.loads(outcomes.read_text()), "command": command}
+    target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return read(target)

@@ -1,0 +1,163 @@
+"""What a benchmark says: right before quick, ways in turn, the slowest rank, the same keys always."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench import record
+from bench.baseline import path_for, read_baseline
+from bench.case import Case, Work, timed_on_ranks
+from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
+from bench.record import KEYS, PastRounds, extra_info
+from bench.shapes import GPUS
+from bench.summary import summary
+
+ROOT = Path(__file__).parents[2]
+WORK = Work("sum", "3", "forward", "torch.sum", flops=2 * 10**12, bytes=8)
+
+
+def case(ours: Tensor, naive: Tensor) -> Case:
+    return Case(WORK, {"ours": lambda: (ours,), "naive": lambda: (naive,)})
+
+
+@pytest.mark.parametrize(
+    ("ours", "naive", "told"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]), "result 0 of ours is off by 4"),
+        (torch.tensor([1.0, float("nan")]), torch.ones(2), "off by nan"),
+        (torch.ones(2), torch.ones(2, 1), r"the shape \(2,\), expected \(2, 1\)"),
+        (torch.ones(2), torch.zeros(2), "off by inf"),
+    ],
+    ids=["slightly", "nan", "shape", "zero"],
+)
+def test_wrong_result_is_an_error_before_anything_is_timed(ours, naive, told):
+    with pytest.raises(AssertionError, match=told):
+        case(ours, naive).time(5)
+
+
+def test_results_agree_as_well_as_their_dtype_allows():
+    half, other = torch.ones(4), torch.full((4,), 1.001)
+    replace(case(half, other), work=replace(WORK, dtype=torch.bfloat16)).check()
+    with pytest.raises(AssertionError, match="off by"):
+        case(half, other).check()
+
+
+def test_ways_that_return_other_numbers_of_results_are_an_error():
+    ways = {"ours": lambda: [], "naive": lambda: [torch.ones(1)]}
+    with pytest.raises(ValueError, match="zip"):
+        Case(WORK, ways).check()
+
+
+def test_an_accumulating_way_is_checked_after_as_many_calls_as_naive():
+    sums = {name: torch.zeros(2) for name in ("ours", "naive", "other")}
+    ways = {name: lambda name=name: (sums[name].add_(1.0),) for name in sums}
+    Case(WORK, ways).check()
+
+
+def test_order_turns_and_first_rounds_are_not_told():
+    order: list[str] = []
+    ways = {name: lambda name=name: order.append(name) for name in "abc"}
+    seconds = interleave(ways, 6, seconds_of_processor(1))
+    assert {name: len(taken) for name, taken in seconds.items()} == dict.fromkeys("abc", 6)
+    assert ["".join(order[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
+    assert len(order) == 3 * (6 + WARM_UPS)
+
+
+def test_waiting_is_no_work_of_a_single_process():
+    assert seconds_of_processor(2)(lambda: time.sleep(0.05)) < 0.02
+
+
+def test_a_round_takes_as_long_as_on_the_slowest_rank():
+    assert slowest([{"a": [1.0, 5.0]}, {"a": [3.0, 2.0]}]) == {"a": [3.0, 5.0]}
+
+
+def late_on_rank_1(wrong_rank: int) -> Case:
+    rank = dist.get_rank()
+
+    def late() -> list[Tensor]:
+        time.sleep(0.03 * rank)
+        return [torch.full((2,), 2.0 if rank == wrong_rank else 1.0)]
+
+    work = replace(WORK, world=dist.get_world_size())
+    return Case(work, {"ours": late, "naive": lambda: [torch.ones(2)]})
+
+
+def test_ranks_check_and_time_and_the_slowest_counts(ranks2):
+    work, seconds = timed_on_ranks(ranks2, late_on_rank_1, -1, rounds=3)
+    assert work.world == 2
+    assert min(seconds["ours"]) >= 0.03
+    with pytest.raises(RuntimeError, match="rank 1: AssertionError: sum 3 forward: result 0 of ours is off"):
+        timed_on_ranks(ranks2, late_on_rank_1, 1, rounds=3)
+
+
+SECONDS = {"ours": [1.0, 2.0, 4.0], "naive": [2.0, 2.0, 2.0], "compiled": [3.0, 6.0, 12.0]}
+
+
+def test_every_result_has_the_same_keys_and_one_for_each_further_way():
+    info = extra_info(WORK, SECONDS)
+    assert tuple(info) == (*KEYS, "ratio_to_compiled")
+    assert (info["ratio"], info["ratio_quartile_low"], info["ratio_quartile_high"]) == (1.0, 0.75, 1.5)
+    assert (info["ours_ms"], info["naive_ms"], info["rounds"]) == (2000.0, 2000.0, 3)
+    assert (info["ratio_to_compiled"], info["roofline"], info["device"]) == (3.0, None, "cpu")
+    assert (info["dtype"], info["backend"] in ("torch", "triton")) == ("float32", True)
+    assert info["versions"]["torch"] == torch.__version__
+    assert json.loads(json.dumps(info)) == info
+
+
+def test_roofline_is_the_data_sheets_time_by_the_best_of_ours(monkeypatch):
+    gpu = GPUS["h100"]
+    monkeypatch.setattr(record, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu.name)
+    on_gpu = replace(WORK, device="cuda")
+    assert extra_info(on_gpu, SECONDS)["roofline"] == pytest.approx(2e12 / 989e12, abs=1e-4)
+    assert extra_info(on_gpu, SECONDS)["device"] == "NVIDIA H100 80GB HBM3"
+    assert extra_info(replace(on_gpu, flops=None), SECONDS)["roofline"] is None
+    assert extra_info(WORK, SECONDS)["roofline"] is None, "beside a GPU, but on the CPU"
+
+
+def test_page_explains_each_key():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    explained = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
+    named = {key for cell in explained for key in re.findall(r"\w+", cell)}
+    assert set(KEYS) <= named, set(KEYS) - named
+
+
+def test_summary_is_by_op_and_shape():
+    other = replace(WORK, op="add", pass_="backward")
+    lines = list(summary([extra_info(work, SECONDS) for work in (WORK, other, replace(WORK, pass_="dgrad"))]))
+    assert [line for line in lines if not line.startswith(" ")] == ["add 3", "sum 3"]
+    assert sum(line.startswith("  ") for line in lines) == 3
+    assert "1.00x (0.75 to 1.50)" in lines[1]
+    assert lines[1].endswith("of torch.sum, 3.00x compiled")
+
+
+def test_rounds_timed_before_are_handed_over():
+    class Benchmark:
+        def pedantic(self, target, rounds):
+            self.seconds = []
+            for _ in range(rounds):
+                start = past.read()
+                target()
+                self.seconds.append(past.read() - start)
+
+    past, benchmark = PastRounds(), Benchmark()
+    past.hand_over(benchmark, [0.5, 2.0, 1.0])
+    assert benchmark.seconds == pytest.approx([0.5, 2.0, 1.0])
+
+
+def test_small_set_is_that_of_the_committed_baseline():
+    command = [sys.executable, "-m", "pytest", "bench", "-m", "smoke", "--collect-only", "-q"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    collected = {line for line in ran.stdout.splitlines() if "::" in line}
+    assert collected == set(read_baseline(path_for("cpu"), "cpu").cases), ran.stdout + ran.stderr

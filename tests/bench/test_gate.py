@@ -1,0 +1,325 @@
+"""The gate: planted falls are found, noise is not, and each other thing that can be is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gate
+from bench.baseline import Baseline, made_of, path_for, read_baseline, write_baseline
+from bench.gate import judge
+from bench.record import KEYS
+from bench.results import Results, pooled, read
+from bench.verdict import Finding, findings, tolerated
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"bench/test_linear.py::test_linear[{shape}]" for shape in ("qkv", "proj", "fc_up", "fc_down")]
+QKV, PROJ, *_ = NAMES
+
+
+def info(ratio: float, *, spread: float = 0.02, **others: Any) -> dict[str, Any]:
+    """spread: how uncertain the ratio is, in parts of it"""
+    said: dict[str, Any] = dict.fromkeys(KEYS)
+    said |= {"op": "linear", "world": 1, "dtype": "float32", "device": "cpu", "rounds": 21, "ratio": ratio}
+    half = spread * ratio * sqrt(said["rounds"]) / 3
+    said |= {"ratio_quartile_low": ratio - half, "ratio_quartile_high": ratio + half}
+    return said | {"versions": {"torch": "2.13.0"}, "revision": "abc"} | others
+
+
+def results(*infos: dict[str, Any], failures: dict[str, str] | None = None) -> Results:
+    """Of as many of the cases, in their order; None for one that did not run."""
+    return Results(dict(zip(NAMES, infos, strict=False)), failures or {}, "a command")
+
+
+BEFORE = results(info(1.2), info(1.0), info(0.8), info(2.0))
+
+
+def baseline(*runs: Results) -> Baseline:
+    return made_of(pooled(runs), floor=0.05, note="")
+
+
+BASELINE = baseline(BEFORE)
+
+
+def found(now: Results, baseline: Baseline = BASELINE) -> list[tuple[str, str]]:
+    return [(finding.kind, finding.case) for finding in findings(baseline, now)]
+
+
+def never(names: Sequence[str]) -> Results:
+    raise AssertionError(f"{names} need no repetition")
+
+
+def test_what_stayed_is_green():
+    assert found(BEFORE) == []
+    assert judge(BASELINE, BEFORE, never, 3).failing == []
+
+
+def test_a_fifth_lost_on_one_shape_alone_is_found_and_told():
+    now = results(info(1.2), info(0.8), info(0.8), info(2.0))
+    (finding,) = findings(BASELINE, now)
+    assert (finding.kind, finding.case) == ("fell", PROJ)
+    assert "1.00x is 0.80x now: 20% less, tolerance 5%" in finding.text
+
+
+def test_less_than_the_floor_or_a_gain_is_no_finding():
+    assert found(results(info(1.15), info(0.96), info(0.9), info(9.0))) == []
+
+
+@pytest.mark.parametrize("noisy", ["then", "now"])
+def test_a_fall_within_the_spread_of_either_run_is_noise(noisy):
+    wide, narrow = 0.25, 0.02
+    was = baseline(results(info(1.0, spread=wide if noisy == "then" else narrow)))
+    now = info(0.8, spread=wide if noisy == "now" else narrow)
+    assert found(results(now), was) == []
+    assert found(results(info(0.7, spread=wide if noisy == "now" else narrow)), was) == [("fell", QKV)]
+
+
+def test_what_runs_have_been_apart_is_noise():
+    apart = baseline(results(info(1.3)), results(info(0.9)), results(info(1.0)))
+    assert found(results(info(0.8)), apart) == []
+    assert found(results(info(0.8)), baseline(*[results(info(1.0))] * 3)) == [("fell", QKV)]
+
+
+def test_what_halves_fell_however_noisy_it_is():
+    was = baseline(results(info(1.0, spread=0.9)))
+    assert tolerated(info(1.0, spread=0.9), info(0.4, spread=0.9), 0.05) == 0.5
+    assert found(results(info(0.4, spread=0.9)), was) == [("fell", QKV)]
+
+
+def test_missing_wrong_new_and_changed_cases_are_each_told():
+    now = Results(
+        {
+            NAMES[1]: info(1.0, dtype="bfloat16"),
+            NAMES[2]: info(0.8),
+            "bench/test_new.py::test_new": info(3.0),
+        },
+        {
+            NAMES[
+                3
+            ]: "long story\nE   AssertionError: linear fc_down: result 0 of ours is off by 1.0e+00\nmore"
+        },
+        "",
+    )
+    told = {finding.kind: finding for finding in findings(BASELINE, now)}
+    assert {kind: finding.case for kind, finding in told.items()} == {
+        "missing": QKV,
+        "changed": PROJ,
+        "wrong": NAMES[3],
+        "new": "bench/test_new.py::test_new",
+    }
+    assert told["wrong"].text == "AssertionError: linear fc_down: result 0 of ours is off by 1.0e+00"
+    assert "dtype float32 is bfloat16 now" in told["changed"].text
+    assert [kind for kind, finding in told.items() if not finding.fails] == ["new"]
+
+
+def test_a_promise_holds_without_a_baseline():
+    now = results(info(1.2, least_ratio=1.3))
+    assert found(now, replace(BASELINE, cases={})) == [("new", QKV), ("broken promise", QKV)]
+
+
+class Again:
+    """Runs of suspects, one after the other."""
+
+    def __init__(self, *runs: dict[str, Any]) -> None:
+        self.runs, self.asked = list(runs), []
+
+    def __call__(self, names: Sequence[str]) -> Results:
+        self.asked.append(list(names))
+        return Results({names[0]: self.runs.pop(0)}, {}, "")
+
+
+def test_a_fall_that_repetition_does_not_show_is_green():
+    again = Again(info(0.7), info(0.98))
+    judged = judge(BASELINE, results(info(1.2), info(0.6), info(0.8), info(2.0)), again, 3)
+    assert judged.failing == []
+    assert again.asked == [[PROJ], [PROJ]], "the suspect alone, no longer than needed"
+    assert judged.results.infos[PROJ]["ratio"] == 0.98
+
+
+def test_a_fall_that_stays_is_red_with_the_best_that_was_seen():
+    again = Again(info(0.7), info(0.75), info(0.65))
+    judged = judge(BASELINE, results(info(1.2), info(0.6), info(0.8), info(2.0)), again, 3)
+    assert [finding.text for finding in judged.failing] == ["1.00x is 0.75x now: 25% less, tolerance 5%"]
+    assert judged.repeats == 3
+
+
+def test_what_goes_wrong_when_repeated_is_wrong():
+    def again(names: Sequence[str]) -> Results:
+        return Results({}, {PROJ: "E   AssertionError: off"}, "")
+
+    judged = judge(BASELINE, results(info(1.2), info(0.6), info(0.8), info(2.0)), again, 3)
+    assert [(finding.kind, finding.text) for finding in judged.failing] == [("wrong", "AssertionError: off")]
+
+
+def test_missing_and_wrong_cases_are_not_repeated():
+    assert judge(BASELINE, results(info(1.2)), never, 3).failing
+    assert judge(BASELINE, replace(BEFORE, failures={QKV: "E  off"}), never, 3).failing
+
+
+def test_runs_are_pooled_case_by_case():
+    wrong = {"other": "E  off"}
+    both = pooled([results(info(1.0), info(2.0)), results(info(1.2)), results(info(0.7), failures=wrong)])
+    assert (both.infos[QKV]["ratio"], both.infos[QKV]["ratio_of_runs"]) == (1.0, [1.0, 1.2, 0.7])
+    assert (both.infos[PROJ]["ratio"], both.infos[PROJ]["ratio_of_runs"]) == (2.0, [2.0])
+    assert both.failures == wrong
+
+
+# The command.
+
+
+def file_of(path: Path, now: Results) -> str:
+    benchmarks = [{"fullname": name, "extra_info": info} for name, info in now.infos.items()]
+    report = {"benchmarks": benchmarks, "outcomes": {"failures": now.failures}, "command": now.command}
+    path.write_text(json.dumps(report))
+    return str(path)
+
+
+def main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    try:
+        code = gate.main([*arguments, "--skip", "kernels"])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_update_then_compare(tmp_path, capsys):
+    file, path = file_of(tmp_path / "now.json", BEFORE), tmp_path / "cpu.json"
+    code, said = main(capsys, file, file, "--update", "--baseline", str(path), "--note", "busy")
+    assert (code, "commit it" in said) == (0, True)
+    made = read_baseline(path, "cpu").made
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"])
+    assert (made["revision"], made["versions"]["torch"], made["note"]) == ("abc", "2.13.0", "busy")
+    assert made["command"] == "a command, 2 times"
+    assert main(capsys, file, "--baseline", str(path))[0] == 0
+    slower = results(info(1.2), info(0.8), info(0.8), info(2.0, versions={"torch": "2.14.0"}))
+    file = file_of(tmp_path / "slower.json", slower)
+    report = tmp_path / "findings.json"
+    code, said = main(capsys, file, "--baseline", str(path), "--repeat", "0", "--json", str(report))
+    assert code == 1
+    assert re.search(rf"^fell +{re.escape(PROJ)}  1.00x is 0.80x now", said, re.MULTILINE)
+    assert "3 of 4 cases hold" in said
+    (finding,) = json.loads(report.read_text())["findings"]
+    assert Finding(**finding).case == PROJ
+
+
+def test_a_baseline_made_with_other_versions_is_told_of(tmp_path, capsys):
+    write_baseline(BASELINE, tmp_path / "cpu.json")
+    newer = {"versions": {"torch": "2.14.0"}}
+    file = file_of(tmp_path / "now.json", results(*(info(r, **newer) for r in (1.2, 1.0, 0.8, 2.0))))
+    code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
+    assert (code, "torch 2.13.0 is 2.14.0 now" in said) == (0, True)
+
+
+def test_unknown_device_says_what_was_looked_for_and_how_to_make_it(tmp_path, capsys):
+    gpu = "NVIDIA H100 80GB HBM3"
+    code, said = main(capsys, file_of(tmp_path / "now.json", results(info(1.0, device=gpu))))
+    assert code == 2
+    assert f"no baseline for the device '{gpu}'" in said
+    assert "bench/baselines/nvidia-h100-80gb-hbm3.json" in said
+    assert "python -m bench run --gpu-set -o" in said
+    assert "gate --update" in said
+
+
+def test_results_of_another_device_are_refused(tmp_path, capsys):
+    write_baseline(BASELINE, tmp_path / "cpu.json")
+    now = results(info(1.0, device="NVIDIA A100-SXM4-80GB"), info(1.0))
+    code, said = main(capsys, file_of(tmp_path / "now.json", now), "--baseline", str(tmp_path / "cpu.json"))
+    assert code == 2
+    assert "is of 'cpu', these results are of 'NVIDIA A100-SXM4-80GB'" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "expected JSON"),
+        ("[1]", "expected results of benchmarks"),
+        ('{"benchmarks": [{"fullname": "a", "extra_info": {}}]}', "expected results of benchmarks"),
+        (None, "cannot read"),
+    ],
+    ids=["cut", "list", "no_ratio", "no_file"],
+)
+def test_files_that_are_no_results_are_bad_use(tmp_path, capsys, text, told):
+    path = tmp_path / "now.json"
+    if text is not None:
+        path.write_text(text)
+    code, said = main(capsys, str(path))
+    assert (code, told in said, "python -m bench run" in said) == (2, True, True), said
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}']
+)
+def test_files_that_are_no_baseline_are_bad_use(tmp_path, capsys, text):
+    (tmp_path / "cpu.json").write_text(text)
+    file = file_of(tmp_path / "now.json", BEFORE)
+    code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
+    assert (code, "python -m bench gate --update" in said) == (2, True), said
+
+
+@pytest.mark.parametrize("now", [replace(BEFORE, failures={"a": "b"}), results()], ids=["wrong", "empty"])
+def test_no_baseline_is_made_of_wrong_or_no_results(tmp_path, capsys, now):
+    path = tmp_path / "cpu.json"
+    code, said = main(capsys, file_of(tmp_path / "now.json", now), "--update", "--baseline", str(path))
+    assert (code, path.exists()) == (2, False), said
+
+
+@pytest.mark.parametrize("bad", [["--repeat", "-1"], ["--floor", "5"], ["--what"]], ids=lambda bad: bad[0])
+def test_bad_arguments_are_one_line_and_exit_code_2(capsys, bad):
+    code, said = main(capsys, *bad)
+    assert (code, len(said.splitlines())) == (2, 1)
+
+
+def test_kernels_are_part_of_the_gate(monkeypatch, tmp_path, capsys):
+    commands = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(gate.subprocess, "run", run)
+    assert gate.main(["--skip", "timings"]) == 1
+    assert commands == [[sys.executable, "-m", "tpkernels", "check", "--skip", "numerics"]]
+
+
+def test_committed_baseline_can_be_read_and_says_where_it_is_from():
+    baseline = read_baseline(path_for("cpu"), "cpu")
+    assert len(baseline.cases) > 30
+    assert all(baseline.made[key] for key in ("date", "machine", "versions", "revision", "command", "note"))
+
+
+def test_a_small_selection_is_run_and_compared(tmp_path):
+    """The real command. One case, since each imports torch and compiles nothing."""
+    file, path = tmp_path / "sub" / "now.json", tmp_path / "cpu.json"
+
+    def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "bench", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    ran = bench("run", "--smoke", "-k", "smoke-tp1-64-proj-wgrad_add", "-o", str(file))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "wgrad_add" in ran.stdout
+    (said,) = read(file).infos.values()
+    assert set(said) - {key for key in said if key.startswith("ratio_to_")} == set(KEYS)
+    assert (said["op"], said["pass"], said["roofline"], said["ratio_to_addmm"] > 0.3) == (
+        "linear",
+        "wgrad_add",
+        None,
+        True,
+    )
+    now = read(file)
+    faster = {name: info | {"ratio": 3 * info["ratio"]} for name, info in now.infos.items()}
+    write_baseline(baseline(replace(now, infos=faster)), path)
+    ran = bench("gate", "--skip", "kernels", "--repeat", "1", "--baseline", str(path), str(file))
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "fell " in ran.stdout
+    assert "1 more times" in ran.stdout

@@ -1,0 +1,161 @@
+"""Stages: within their time, apart from each other, and gone with all that they started."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench.stages import GRACE, RECORD, CannotRun, Command, Stage, run_stages
+
+ROOT = Path(__file__).parents[2]
+
+
+def shell(script: str) -> Command:
+    return ("sh", "-c", script)
+
+
+def stage(name: str, *scripts: str, limit: float = 10.0, jobs: int = 1) -> Stage:
+    return Stage(name, limit, lambda: [shell(script) for script in scripts], jobs)
+
+
+def run(out: Path, *stages: Stage, resume: bool = False) -> dict[str, str]:
+    outcomes = run_stages(stages, out, resume=resume)
+    return {name: outcome.status for name, outcome in outcomes.items()}
+
+
+def record(out: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads((out / RECORD).read_text())
+    return found
+
+
+def processes_with(word: str) -> list[str]:
+    """Command lines of what still lives."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = path.with_name("stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:  # it has ended in the meantime
+            continue
+        if word in line and state != "Z" and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+def assert_gone(word: str) -> None:
+    """Ending takes the kernel a moment."""
+    deadline = time.monotonic() + 5
+    while left := processes_with(word):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_a_stage_that_fails_does_not_lose_the_others(tmp_path):
+    status = run(
+        tmp_path, stage("one", "exit 3"), stage("two", "echo fine"), stage("three", "no-such-command")
+    )
+    assert status == {"one": "failed", "two": "passed", "three": "failed"}
+    assert record(tmp_path)["one"]["reason"] == "sh -c 'exit 3' (3)"
+    assert (tmp_path / "two" / "0.log").read_text() == "fine\n"
+
+
+def test_a_command_that_cannot_be_started_is_a_failure(tmp_path):
+    bad = Stage("bad", 5.0, lambda: [("/no/such/program",)])
+    assert run(tmp_path, bad, stage("good", "true")) == {"bad": "failed", "good": "passed"}
+    assert "/no/such/program" in (tmp_path / "bad" / "0.log").read_text()
+
+
+@pytest.mark.parametrize("stubborn", ["", "trap '' TERM; "], ids=["ends", "ignores_the_signal"])
+def test_a_stage_that_exceeds_its_time_leaves_no_process(tmp_path, stubborn):
+    mark = f"987{tmp_path.stat().st_ino}"  # seconds, which nobody else sleeps
+    scripts = [f"{stubborn}sleep {mark} & sleep {mark}", "sleep 0", f"sleep {mark}"]
+    start = time.monotonic()
+    status = run(tmp_path, stage("slow", *scripts, limit=0.5), stage("next", "true"))
+    assert time.monotonic() - start < 0.5 + GRACE + 5
+    assert status == {"slow": "out of time", "next": "passed"}
+    assert_gone(mark)
+    began = record(tmp_path)["slow"]["commands"]
+    assert isinstance(began, list)
+    assert [one["exit_code"] for one in began] == [None, None, None]
+
+
+def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path):
+    mark = f"986{tmp_path.stat().st_ino}"
+    assert run(tmp_path, stage("leaves", f"sleep {mark} & exit 0")) == {"leaves": "passed"}
+    assert_gone(mark)
+
+
+def test_interruption_ends_what_runs(tmp_path):
+    mark = f"985{tmp_path.stat().st_ino}"
+    program = (
+        "from pathlib import Path; from bench.stages import Stage, run_stages; "
+        f"run_stages([Stage('s', 60.0, lambda: [('sleep', '{mark}')])], Path({str(tmp_path)!r}))"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not processes_with(f"sleep {mark}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    driver.wait(20)
+    assert_gone(mark)
+
+
+def test_commands_of_a_stage_run_at_once_where_they_may(tmp_path):
+    start = time.monotonic()
+    assert run(tmp_path, stage("wide", *["sleep 0.5"] * 6, jobs=6)) == {"wide": "passed"}
+    assert time.monotonic() - start < 2.5
+
+
+def test_exit_codes_that_are_fine_pass(tmp_path):
+    wanted = Stage("empty", 5.0, lambda: [shell("exit 5")], fine=frozenset({0, 5}))
+    assert run(tmp_path, wanted) == {"empty": "passed"}
+
+
+def test_resuming_leaves_out_what_passed_and_keeps_its_files(tmp_path):
+    first, second = stage("first", "date +%N"), stage("second", f"test -e {tmp_path}/now")
+    assert run(tmp_path, first, second) == {"first": "passed", "second": "failed"}
+    seen = (tmp_path / "first" / "0.log").read_text()
+    (tmp_path / "now").touch()
+    assert run(tmp_path, first, second, resume=True) == {"second": "passed"}
+    assert (tmp_path / "first" / "0.log").read_text() == seen
+    assert {name: one["status"] for name, one in record(tmp_path).items()} == {
+        "first": "passed",
+        "second": "passed",
+    }
+    assert run(tmp_path, first) == {"first": "passed"}, "asked for by name: run again"
+    assert (tmp_path / "first" / "0.log").read_text() != seen
+
+
+def test_a_stage_run_again_starts_from_an_empty_folder(tmp_path):
+    run(tmp_path, stage("one", f"touch {tmp_path}/one/old.json"))
+    run(tmp_path, stage("one", "true"))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["0.log"]
+
+
+def test_what_cannot_run_is_skipped_with_its_reason(tmp_path):
+    def commands() -> Sequence[Command]:
+        raise CannotRun("no tool")
+
+    assert run(tmp_path, Stage("absent", 5.0, commands), stage("next", "true")) == {
+        "absent": "skipped",
+        "next": "passed",
+    }
+    assert record(tmp_path)["absent"]["reason"] == "no tool"
+
+
+def test_commands_of_a_stage_are_asked_for_when_the_one_before_is_done(tmp_path):
+    later = Stage("later", 5.0, lambda: [("cat", str(next(tmp_path.glob("made"))))])
+    assert run(tmp_path, stage("sooner", f"touch {tmp_path}/made"), later)["later"] == "passed"
+
+
+def test_a_record_that_was_cut_off_is_as_none(tmp_path):
+    (tmp_path / RECORD).write_text('{"one": {"sta')
+    assert run(tmp_path, stage("one", "true"), resume=True) == {"one": "passed"}
