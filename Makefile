@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs plan doctor bench bench-gate bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
+.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ check-transformers: $(READY) ## compare with Hugging Face's transformers, which 
 
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py
+
+reference: $(READY) ## the API reference, from docstrings, as HTML in out/reference
+	$(BIN)/python docs/reference.py out/reference
 
 plan: $(READY) ## the 16-GPU lesson example, in words and as plan.svg
 	$(BIN)/python -m tpkernels plan --world-size 16 --tp 2 --pp 4 --svg plan.svg

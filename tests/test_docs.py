@@ -14,7 +14,7 @@ from tpkernels.topology.plan import plan_groups
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:\s]+)\)")
+LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,17 @@ def test_ci_runs_the_readmes_test_command():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in LINK.findall(page.read_text()):
+    for target, anchor in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        if anchor:
+            there = page.parent / target if target else page
+            assert anchor in anchors_of(there.read_text()), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """Of headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_picture_in_the_readme_is_what_the_planner_draws():

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.interop.models import IDS, built
+from tests.interop.models import built
+from tests.models.small import IDS
 from tpkernels import GPT, initialize_model_parallel
 from tpkernels.interop import huggingface, safetensors
 from tpkernels.interop.whole import load_whole, whole_state_dict

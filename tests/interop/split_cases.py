@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checks import error_of
-from tests.interop.models import IDS, TARGETS
+from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
 from tpkernels.interop.parts import parts_of, unwrapped
 from tpkernels.interop.plan import Divided, Split

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.interop.huggingface_cases import logits_of_folder, write_folder
-from tests.interop.models import CONFIGS, IDS, built
+from tests.interop.models import built
 from tests.layers.worlds import posing
+from tests.models.small import CONFIGS, IDS
 from tpkernels import GPT
 from tpkernels.interop import huggingface
 from tpkernels.interop.whole import load_whole, whole_state_dict

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.interop.models import CONFIGS, built
+from tests.interop.models import built
 from tests.layers.worlds import posing
+from tests.models.small import CONFIGS
 from tpkernels.interop.megatron import from_megatron, join_qkv, split_qkv, to_megatron
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checks import error_of
-from tests.interop.models import CONFIGS, built, loss_of
+from tests.interop.models import built, loss_of
+from tests.models.small import CONFIGS
 from tpkernels import (
     GPT,
     VocabParallelEmbedding,

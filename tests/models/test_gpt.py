@@ -8,29 +8,13 @@ import torch.nn.functional as F
 
 from tests.layers.parity import cut_of, gradient_of
 from tests.layers.worlds import posing
-from tpkernels import GPT, GPTConfig, initialize_model_parallel, model_config
-
-LLAMA = GPTConfig(
-    vocab_size=37,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=24,
-    activation="swiglu",
-    norm="rms_norm",
-    bias=False,
-    tied=False,
-)
-GPT2 = GPTConfig(vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, max_positions=8)
-SHAPES = {"llama": LLAMA, "gpt2": GPT2}
-IDS = torch.arange(16).view(2, 8) * 5 % 37
-TARGETS = (IDS * 3 + 1) % 37
+from tests.models.small import CONFIGS, IDS, TARGETS
+from tpkernels import GPT, initialize_model_parallel, model_config
 
 
 def built(shape, **options):
     torch.manual_seed(4)
-    return GPT(SHAPES[shape], **{"dtype": torch.float64, **options})
+    return GPT(CONFIGS[shape], **{"dtype": torch.float64, **options})
 
 
 @cache
@@ -91,12 +75,12 @@ WAYS = [
 def test_ranks_do_not_change_the_model(ranks, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
     ways = WAYS if ranks == 2 else WAYS[1:2]
-    cases = [(shape, options, alone(shape)) for shape in SHAPES for options in ways]
+    cases = [(shape, options, alone(shape)) for shape in CONFIGS for options in ways]
     for wrong in pool.run(compare, cases, timeout=120):
         assert wrong == []
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", CONFIGS)
 def test_loss_is_that_of_the_logits(shape):
     with posing(0, 1):
         model = built(shape)
@@ -111,7 +95,7 @@ def test_loss_is_that_of_the_logits(shape):
         assert greedy[:, 3].tolist() == model(IDS[:, :3])[:, -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", CONFIGS)
 def test_no_token_sees_a_later_one(shape):
     with posing(0, 1):
         model = built(shape)
@@ -173,7 +157,7 @@ def results_alone(shape, dtype, weights=None):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_dtype_is_as_exact_as_on_one_rank(ranks, request):
     cases = []
-    for shape in SHAPES:
+    for shape in CONFIGS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             own, rounded_weights = results_alone(shape, dtype)
             truth, _ = results_alone(shape, torch.float64, rounded_weights)

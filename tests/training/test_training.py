@@ -8,23 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.layers.worlds import posing
-from tpkernels import GPT, GPTConfig, create_parallel_state, manual_seed, plan_groups
+from tests.models.small import LLAMA
+from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
 from tpkernels.interop import dcp
 from tpkernels.training.data import Batches, TokenFile
 from tpkernels.training.schedule import learning_rate
 from tpkernels.training.trainer import TrainConfig, Trainer
 
-TINY = GPTConfig(
-    vocab_size=256,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    activation="swiglu",
-    norm="rms_norm",
-    bias=False,
-    tied=False,
-)
+TINY = LLAMA.with_sizes(vocab_size=256)
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def current_or_none() -> ParallelState | None:
 
 
 def current() -> ParallelState:
+    """The state of the model-parallel groups that are initialized; without one a `ParallelStateError`."""
     if _Slot.state is None:
         raise ParallelStateError(
             "model parallel state is not initialized: call tpkernels.initialize_model_parallel(...) "

@@ -1,0 +1,43 @@
+"""Writes the API reference, HTML made of docstrings: `python docs/reference.py FOLDER`. Needs pdoc."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType
+
+import pdoc
+
+MODULES = (
+    "tpkernels",
+    "tpkernels.ops",
+    "tpkernels.parallel_state",
+    "tpkernels.interop",
+    "tpkernels.interop.mpu",
+    "tpkernels.interop.megatron",
+    "tpkernels.interop.dcp",
+    "tpkernels.interop.safetensors",
+    "tpkernels.interop.huggingface",
+)
+
+
+def write(folder: Path) -> None:
+    package = import_module("tpkernels")
+    for name in package.__all__:  # imported when first used, and pdoc takes what is there
+        setattr(package, name, getattr(package, name))
+    for face in map(import_module, ("tpkernels.ops", "tpkernels.interop.mpu")):  # whose names live elsewhere
+        face.__all__ = [
+            name for name, thing in vars(face).items() if isinstance(thing, FunctionType) and name[0] != "_"
+        ]
+    pdoc.render.configure(show_source=False, footer_text=f"tpkernels {package.__version__}")
+    pdoc.render_helpers.markdown_extensions["breaks"] = {
+        "on_newline": True
+    }  # arguments have lines of their own
+    others = f"!(?!({'|'.join(map(re.escape, MODULES))})$)"
+    pdoc.pdoc("tpkernels", others, output_directory=folder)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,47 @@
+"""Messages that the troubleshooting page quotes are those that the library has."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+ROWS = re.findall(r"^\| (?!message|---)(.*) \|$", PAGE, re.MULTILINE)
+VALUE = "\0"  # stands for what differs from case to case
+
+
+def template(node):
+    """A string of the source, with a stand-in for each value."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+
+
+MESSAGES = [
+    template(node)
+    for path in (ROOT / "tpkernels").rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Constant | ast.JoinedStr)
+]
+
+
+def is_known(quoted, messages):
+    """Whether its fixed parts stand in one message, in this order."""
+    parts = [re.escape(part.strip()) for part in quoted.split("...") if part.strip()]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    return any(pattern.search(message.replace("%s", VALUE)) for message in messages)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_quoted_message_exists(row):
+    message, cause, cure = row.split(" | ")
+    assert is_known(message.strip("`"), MESSAGES)
+    assert cause
+    assert cure
+
+
+def test_misquoted_message_is_noticed():
+    assert not is_known("rank ... waited ... h in ...", MESSAGES)
+    assert len(ROWS) > 30
