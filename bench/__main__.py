@@ -8,6 +8,7 @@ COMMANDS = {
     "run": "run the benchmarks of a selection and leave one JSON of what they said",
     "gate": "compare with a baseline: exit code 1 on a regression",
     "gpu": "all that is to be done on a machine with a GPU, in stages",
+    "report": "write an HTML page about results",
 }
 
 if __name__ == "__main__":
