@@ -30,11 +30,6 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # others: 16 bits, afte
 Computation = Callable[[], Sequence[Tensor]]
 
 
-def who_computes() -> str:
-    """`auto` is a choice only on a GPU."""
-    return "torch" if steps.backend == "auto" and not torch.cuda.is_available() else steps.backend
-
-
 @dataclass(frozen=True)
 class Work:
     """What is timed, in words and numbers. `docs/benchmarks.md` says what each means."""
@@ -50,7 +45,7 @@ class Work:
     bytes: int | None = None
     wire_bytes: int | None = 0
     least_ratio: float | None = None
-    backend: str = field(default_factory=who_computes)
+    backend: str = field(default_factory=lambda: steps.backend)
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.pass_}"

@@ -81,7 +81,8 @@ def extra_info(work: Work, seconds: Seconds) -> dict[str, Any]:
         "bytes": work.bytes,
         "wire_bytes": work.wire_bytes,
         "flops": work.flops,
-        "backend": work.backend,
+        # a choice on a GPU only
+        "backend": "torch" if work.backend == "auto" and work.device == "cpu" else work.backend,
         "world": work.world,
         "dtype": str(work.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if work.device == "cuda" else "cpu",

@@ -122,6 +122,8 @@ def test_roofline_is_the_data_sheets_time_by_the_best_of_ours(monkeypatch):
     on_gpu = replace(WORK, device="cuda")
     assert extra_info(on_gpu, SECONDS)["roofline"] == pytest.approx(2e12 / 989e12, abs=1e-4)
     assert extra_info(on_gpu, SECONDS)["device"] == "NVIDIA H100 80GB HBM3"
+    backends = [extra_info(replace(work, backend="auto"), SECONDS)["backend"] for work in (on_gpu, WORK)]
+    assert backends == ["auto", "torch"]
     assert extra_info(replace(on_gpu, flops=None), SECONDS)["roofline"] is None
     assert extra_info(WORK, SECONDS)["roofline"] is None, "beside a GPU, but on the CPU"
 
