@@ -9,7 +9,6 @@ COMMANDS = {
     "gate": "compare with a baseline: exit code 1 on a regression",
     "report": "one page with pictures of what results say, or of what changed between two",
     "gpu": "all that is to be done on a machine with a GPU, in stages",
-    "report": "write an HTML page about results",
 }
 
 if __name__ == "__main__":
