@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tpkernels.cli import main
+from tpkernels.cli import train as train_command
 
 ALICE = Path(__file__).parents[2] / "data" / "alice.txt"
 SIZES = ["--size", "hidden_size=16", "--size", "num_layers=1"]
@@ -67,17 +69,10 @@ def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
     ("arguments", "message"),
     [
         (["--batch", "3", "--dp", "2"], "batch: expected a multiple of the 2 data-parallel ranks, got 3"),
-        (["--model", "gpt5"], "model: expected one of gpt2-small"),
-        (["--size", "depth=3"], "depth: a model has no such size"),
-        (["--size", "num_heads"], "--size: expected NAME=VALUE, got 'num_heads'"),
+        (["--model", "gpt5", "--dp", "2"], "model: expected one of gpt2-small"),
         (["--data", "absent.txt"], "absent.txt is not a file"),
-        (["--max-norm", "-1"], "max_norm: expected more than 0, got -1.0"),
-        (["--size", "num_layers=two"], "num_layers: expected a whole number of at least 1, got 'two'"),
-        (
-            ["--dp", "2", "--batch", "2", "--accumulate", "2", "--prove", "1"],
-            "accumulate: expected a divisor of the 1",
-        ),
         (["--tp", "2", "--batch", "1", "--prove", "1"], "prove: expected a batch that 2 data-parallel ranks"),
+        (["--dp", "2", "--batch", "2", "--accumulate", "2"], "accumulate: expected a divisor of the 1"),
         (["--sample", "3", "--size", "vocab_size=300"], "sample: expected a model of a text's bytes"),
         (["--tokens", "15", "--tp", "2", "--sequence-parallel"], "ranks divide, got 15"),
     ],
@@ -87,6 +82,21 @@ def test_mistakes_end_all_ranks_with_one_message(arguments, message):
     assert run.returncode == 1
     assert run.stderr.count(message) == 1
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "depth=3"], "depth: a model has no such size"),
+        (["--size", "num_heads"], "--size: expected NAME=VALUE, got 'num_heads'"),
+        (["--size", "num_layers=two"], "num_layers: expected a whole number of at least 1, got 'two'"),
+        (["--max-norm", "-1"], "max_norm: expected more than 0, got -1.0"),
+        (["--accumulate", "0"], "accumulate: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_sizes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_command._config(train_command._parser().parse_args(["--data", "x", *arguments]))
 
 
 @pytest.mark.parametrize(

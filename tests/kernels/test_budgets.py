@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from tpkernels.cli import check_compile
+from tpkernels.cli.check_compile import Job, judge
 from tpkernels.kernels import budgets
 from tpkernels.kernels.ahead_of_time import Facts
 from tpkernels.kernels.budgets import Budget
@@ -24,13 +26,36 @@ FACTS = Facts(
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
     budget = Budget.of(FACTS)
-    assert budget == Budget(registers=168, shared=1000)
+    assert budget == Budget(registers=168, shared=1000, instructions={"HGMMA": 4})
     assert [*budget.excesses(replace(FACTS, registers=168))] == []
     assert [*budget.excesses(replace(FACTS, registers=191, shared=1001, spills=2))] == [
         "registers 191 > 168",
         "shared 1,001 > 1,000",
         "spills 2 > 0",
     ]
+
+
+def test_any_other_count_of_instructions_is_told():
+    budget = Budget.of(FACTS)
+    assert [*budget.changes(FACTS)] == []
+    assert [*budget.changes(replace(FACTS, instructions={"HGMMA": 2, "HMMA": 1_000}))] == [
+        "HGMMA 2, was 4",
+        "HMMA 1,000, was 0",
+    ]
+
+
+def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
+    monkeypatch.setattr(check_compile, "violations", lambda *_: [])
+    job = Job(catalog()[0], "sm_80")
+    measured = {("sm_80", job.entry.name): FACTS}
+    table = budgets.updated(None, measured, measured, {"triton": "3.7.1"})
+    other = replace(FACTS, instructions={"HGMMA": 8})
+    assert judge(job, FACTS, table, "3.7.1").failures == ()
+    assert judge(job, other, table, "3.7.1").failures == (
+        "other instructions: HGMMA 8, was 4; record them with --update if that is meant",
+    )
+    assert judge(job, other, table, "3.7.2").failures == ()
+    assert judge(job, replace(other, shared=2000), table, "3.7.1").failures == ("shared 2,000 > 1,000",)
 
 
 def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):

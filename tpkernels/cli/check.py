@@ -117,7 +117,8 @@ def _compile(jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[st
         notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
     elif gone := table[minor].keys() - current:
         notes.append(f"{len(gone)} budgets of what is no longer in the catalog: --update drops them")
-    return [judge(*pair, table.get(minor)) for pair in zip(jobs, results, strict=True)], notes
+    found = table.get(minor)
+    return [judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True)], notes
 
 
 def _compute(only: str) -> list[Computed]:

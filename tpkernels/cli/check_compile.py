@@ -81,7 +81,7 @@ def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], Non
     return [results[number] for number in range(len(jobs))]
 
 
-def judge(job: Job, result: Facts | str, budgets: Budgets | None) -> Compiled:
+def judge(job: Job, result: Facts | str, budgets: Budgets | None, triton_version: str) -> Compiled:
     """Hold a result to the rules, and to its budget if there is a table for this Triton."""
     if isinstance(result, str):
         return Compiled(job, None, (f"does not compile: {result}",))
@@ -89,6 +89,10 @@ def judge(job: Job, result: Facts | str, budgets: Budgets | None) -> Compiled:
     if budgets is not None:
         budget = budgets.of(job.architecture, job.entry.name)
         failures += budget.excesses(result) if budget else ["no budget yet: record one with --update"]
+        same_triton = budgets.provenance.get("triton") == triton_version
+        changes = ", ".join(budget.changes(result)) if budget and same_triton else ""
+        if changes and not failures:  # what is worse says more
+            failures.append(f"other instructions: {changes}; record them with --update if that is meant")
     return Compiled(job, result, tuple(failures))
 
 

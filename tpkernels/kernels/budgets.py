@@ -3,6 +3,7 @@
 Compiling is deterministic, so a budget has no tolerance: shared memory to the byte, registers to the next
 multiple of 8, in which the hardware hands them out. Another minor version of Triton allocates registers
 differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
+The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,38 @@ class Budget:
     registers: int
     shared: int
     spills: int = 0
+    instructions: Mapping[str, int] = field(default_factory=dict)  # absent is zero
 
     @staticmethod
     def of(facts: Facts) -> Budget:
         """What the facts need, and no more."""
         registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
-        return Budget(registers, facts.shared, facts.spills)
+        return Budget(registers, facts.shared, facts.spills, facts.instructions)
 
-    def as_json(self) -> dict[str, int]:
-        return {name: number for name, number in asdict(self).items() if number or name != "spills"}
+    def as_json(self) -> dict[str, int | str]:
+        """Counts of instructions as one text, so that an entry has a line."""
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.instructions.items()))
+        numbers: dict[str, int | str] = {"registers": self.registers, "shared": self.shared}
+        return numbers | ({"spills": self.spills} if self.spills else {}) | {"instructions": counts}
+
+    @staticmethod
+    def from_json(registers: int, shared: int, instructions: str, spills: int = 0) -> Budget:
+        counts = (text.split() for text in instructions.split(", ") if text)
+        return Budget(registers, shared, spills, {name: int(count) for name, count in counts})
 
     def excesses(self, facts: Facts) -> Iterator[str]:
         """Each number that is over its budget, as "registers 191 > 168"."""
-        for name, ceiling in asdict(self).items():
-            used = getattr(facts, name)
+        for name in ("registers", "shared", "spills"):
+            used, ceiling = getattr(facts, name), getattr(self, name)
             if used > ceiling:
                 yield f"{name} {used:,} > {ceiling:,}"
+
+    def changes(self, facts: Facts) -> Iterator[str]:
+        """Each count of instructions that is another, as "HGMMA 8, was 4"."""
+        for name in sorted(self.instructions.keys() | facts.instructions.keys()):
+            count, was = facts.count(name), self.instructions.get(name, 0)
+            if count != was:
+                yield f"{name} {count:,}, was {was:,}"
 
 
 @dataclass(slots=True)
@@ -78,7 +95,7 @@ def _parsed(table: Any) -> dict[str, Budgets]:
         minor: Budgets(
             part["provenance"],
             {
-                architecture: {name: Budget(**numbers) for name, numbers in entries.items()}
+                architecture: {name: Budget.from_json(**numbers) for name, numbers in entries.items()}
                 for architecture, entries in part["rows"].items()
             },
         )
