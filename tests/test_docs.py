@@ -72,19 +72,19 @@ def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess
             [sys.executable, str(program)],
             cwd=folder,
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        said = [rank.communicate(timeout=120) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     code = next((rank.returncode for rank in ranks if rank.returncode), 0)
-    return subprocess.CompletedProcess(ranks[0].args, code, "", "\n".join(errors))
+    return subprocess.CompletedProcess(ranks[0].args, code, *map("\n".join, zip(*said, strict=True)))
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
