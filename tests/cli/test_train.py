@@ -170,10 +170,14 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
         ranks = children_of(run.pid)
         run.kill()
         run.wait(timeout=30)
-        deadline = time.monotonic() + 20
-        while any(is_running(rank) for rank in ranks):
-            assert time.monotonic() < deadline, "ranks live on without their launcher"
-            time.sleep(0.1)
+        await_end_of(ranks)
+
+
+def await_end_of(ranks):
+    deadline = time.monotonic() + 20
+    while any(is_running(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "ranks live on without their launcher"
+        time.sleep(0.1)
 
 
 def is_running(pid):

@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-from tests.cli.test_train import ALICE, TINY, children_of, is_running, train
+from tests.cli.test_train import ALICE, TINY, await_end_of, children_of, train
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -88,10 +88,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
         ranks = children_of(run.pid)
         run.kill()
         run.wait(timeout=30)
-        deadline = time.monotonic() + 20
-        while any(is_running(rank) for rank in ranks):
-            assert time.monotonic() < deadline, "ranks live on without torchrun"
-            time.sleep(0.1)
+        await_end_of(ranks)
 
 
 def test_a_full_disk_is_told_and_costs_no_earlier_checkpoint(tmp_path):

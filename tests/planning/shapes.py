@@ -1,20 +1,10 @@
 """Small models of both shapes, and others that layers allow."""
 
-from tpkernels import GPTConfig
+from tests.models import small
 
-LLAMA = GPTConfig(
-    vocab_size=250,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    ffn_hidden_size=192,
-    activation="swiglu",
-    norm="rms_norm",
-    bias=False,
-    tied=False,
-)
-GPT2 = GPTConfig(vocab_size=250, hidden_size=64, num_layers=2, num_heads=8, max_positions=64)
+SIZES = {"vocab_size": 250, "hidden_size": 64, "num_heads": 8}
+LLAMA = small.LLAMA.with_sizes(**SIZES, ffn_hidden_size=192)
+GPT2 = small.GPT2.with_sizes(**SIZES, max_positions=64)
 MODELS = {
     "llama": LLAMA,
     "gpt2": GPT2,
