@@ -250,5 +250,8 @@ def test_one_launch_where_the_backend_can():
     works = start_together(group, torch.device("cpu"), [lambda g: g.calls.append("collective")] * 2)
     assert group.calls == ["start", "collective", "collective", "end"]
     assert works == ["work of all"]
+    group.calls.clear()
+    start_together(group, torch.device("cpu"), [lambda g: g.calls.append("send")])
+    assert group.calls == ["start", "send", "end"]  # its receiver may be in a launch of several
     group.supports_coalescing = False
     assert start_together(group, torch.device("cpu"), [lambda g: math.pi] * 2) == [math.pi] * 2

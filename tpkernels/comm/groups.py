@@ -79,8 +79,11 @@ Start = Callable[[ProcessGroup], Work]
 
 
 def start_together(group: ProcessGroup, device: torch.device, starts: Sequence[Start]) -> list[Work]:
-    """Start collectives in this order: in one launch, where the backend can."""
-    if len(starts) == 1 or not group._get_backend(device).supports_coalescing:
+    """Start collectives in this order: in one launch, where the backend can.
+
+    One alone, too: NCCL sends it over another communicator than those of a launch, where its receiver may be.
+    """
+    if not group._get_backend(device).supports_coalescing:
         return [start(group) for start in starts]
     group._start_coalescing(device)
     for start in starts:
