@@ -24,6 +24,7 @@ from tpkernels.comm.schedule import (
     reduce_swaps,
     reusable_after,
     slot_of,
+    source_of,
     tile_order,
 )
 
@@ -72,8 +73,9 @@ def test_each_step_sends_to_one_and_receives_from_one():
             others = [other for other in range(ranks) if other != rank]
             assert sorted(to for to, _ in plan) == others
             assert sorted(source for _, source in plan) == others
-            for step, (to, _) in enumerate(plan):
+            for step, (to, source) in enumerate(plan):
                 assert plans[to][step][1] == rank, "whom I send to in a step receives from me in that step"
+                assert source_of(ranks, rank, to) == source
 
 
 def test_a_gather_brings_every_row_to_every_rank_once():

@@ -7,7 +7,7 @@ import torch
 
 from tpkernels.comm import symmetric
 from tpkernels.comm.loopback import VirtualHandle, open_symmetric_loopback
-from tpkernels.comm.opening import machine, require_one_machine
+from tpkernels.comm.opening import machine, ranks_beside
 from tpkernels.comm.symmetric import require_gpu_each, why_not
 
 
@@ -17,12 +17,10 @@ def test_it_says_what_is_lacking():
         assert why_not(torch.device("cuda", 0)) == "torch sees no GPU here"
 
 
-def test_ranks_of_two_machines_are_refused():
-    require_one_machine("it", [machine(), machine()], 0, "symmetric")
-    with pytest.raises(
-        ValueError, match=r"=symmetric works inside one machine, and rank 1 runs on b .*group for each"
-    ):
-        require_one_machine("it", ["a boot", "b boot"], 0, "symmetric")
+def test_ranks_beside_are_those_of_the_same_machine():
+    assert ranks_beside([machine(), machine()], 1) == [0, 1]
+    assert ranks_beside(["a boot", "b boot", "a boot"], 2) == [0, 2]
+    assert ranks_beside(["a boot", "b boot", "a boot"], 1) == [1]
 
 
 def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):

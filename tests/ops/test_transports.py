@@ -25,7 +25,10 @@ ACTIVATIONS = {"column": ["gelu", None], "row": [None], "mlp": ["gelu", "swiglu"
 @pytest.mark.parametrize("name", ["column", "row", "mlp"])
 @pytest.mark.parametrize(
     ("world", "transport", "backend"),
-    [("ranks2", *way) for way in WAYS] + [("ranks4", *way) for way in WAYS[:2]],
+    [("ranks2", *way) for way in WAYS]
+    + [("ranks4", *way) for way in WAYS[:2]]
+    + [("ranks4", "shared apart", "torch"), ("ranks4", "shared alone", "triton")]
+    + [("ranks4", "stand-in apart", "triton"), ("ranks2", "stand-in apart", "triton")],
 )
 def test_ops_give_the_unsharded_numbers(request, world, name, transport, backend):
     way, ranks = (transport, backend), request.getfixturevalue(world)
@@ -54,14 +57,15 @@ def test_numbers_of_c10d_within_rounding(ranks2, sequence_parallel, way):
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "sequence_parallel", "rounds"),
-    [("ranks2", "triton", True, 3), ("ranks2", "triton", False, 3), ("ranks4", "torch", True, 6),
-     ("ranks4", "triton", True, 3)],
+    ("world", "transport", "backend", "sequence_parallel", "rounds"),
+    [("ranks2", "shared", "triton", True, 3), ("ranks2", "shared", "triton", False, 3),
+     ("ranks4", "shared", "torch", True, 6), ("ranks4", "shared", "triton", True, 3),
+     ("ranks4", "shared apart", "torch", True, 6), ("ranks4", "shared alone", "torch", False, 6)],
 )  # fmt: skip
-def test_delays_change_no_bit(request, world, sequence_parallel, backend, rounds):
+def test_delays_change_no_bit(request, world, transport, backend, sequence_parallel, rounds):
     ranks = request.getfixturevalue(world)
     repeated = behaviour.repeats_are_equal
-    assert all(ranks.run(under, "shared", backend, repeated, sequence_parallel, "shared", rounds))
+    assert all(ranks.run(under, transport, backend, repeated, sequence_parallel, "shared", rounds))
 
 
 def test_one_kernel_multiplies_while_rows_arrive(ranks2):
@@ -106,6 +110,38 @@ def test_rows_that_do_not_divide_make_fewer_parts_or_go_over_c10d(ranks2):
         assert others == []
 
 
+def test_only_rows_for_other_machines_are_sent(ranks4):
+    for rank, (gathered_to, reduced_to, near) in enumerate(ranks4.run(cases.peers_by_way)):
+        assert gathered_to == reduced_to == [1 - rank % 2, 3 - rank % 2]
+        assert near == [rank % 2, rank % 2 + 2]
+
+
+def test_a_later_call_may_be_read_first(ranks2):
+    assert ranks2.run(cases.later_call_read_first) == [([2, 2], [2, 2])] * 2
+
+
+def test_symmetric_memory_is_asked_for_among_neighbours(ranks4):
+    found = ranks4.run(cases.opened_symmetric, " apart")
+    assert [number for _, number, *_ in found] == [0, 0, 1, 1]
+    for rank, (name, _, size, near, number) in enumerate(found):
+        assert size == 2
+        assert name.endswith(f", ranks {rank % 2}, {rank % 2 + 2}")
+        assert (near, number) == ([rank % 2, rank % 2 + 2], rank)
+    for rank, (name, number, size, near, _) in enumerate(ranks4.run(cases.opened_symmetric, "")):
+        assert (number, size, near) == (rank, 4, [0, 1, 2, 3])
+        assert ", ranks" not in name  # the group itself
+
+
+def test_neighbours_are_known_as_long_as_their_group(ranks2):
+    assert ranks2.run(cases.neighbours_of_a_group_that_ends) == [[True, False]] * 2
+
+
+def test_a_transfer_that_cannot_start_names_the_operator(ranks2):
+    for rank, message in enumerate(ranks2.run(cases.broken_swap)):
+        assert message.startswith("RuntimeError: column_linear: the gathers of process group"), message
+        assert f": rank {1 - rank} cannot be reached: it died" in message
+
+
 def test_few_exchanges_stay_open(ranks2):
     for rows, threads, mappings in ranks2.run(cases.many_shapes):
         assert rows == [1, 4, 5]
@@ -130,7 +166,6 @@ def test_exchanges_end_with_their_group(ranks2):
         "symmetric on the CPU": [
             "rank 0 cannot take part: TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs"
         ],
-        "other machines": ["works inside one machine", "host0", "host1"],
     }.items(),
 )
 def test_what_cannot_be_served_is_an_error_on_every_rank(ranks2, how, words):
@@ -138,12 +173,18 @@ def test_what_cannot_be_served_is_an_error_on_every_rank(ranks2, how, words):
         assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(backend):
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    [("shared", "torch"), ("shared", "triton"), ("shared apart", "torch"), ("shared apart", "triton")],
+)
+def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(transport, backend):
     with RankPool(2) as own, pytest.raises(RankFailure) as failure:
-        own.run(cases.peer_dies, backend)
+        own.run(cases.peer_dies, transport, backend)
     survivor = str(failure.value.exceptions[0])
-    assert survivor.startswith("column_linear: rows of rank 1 (chunk ")
+    lost = ["rows of rank 1 (chunk "]
+    if transport == "shared apart":  # its connections tell, perhaps before anything is asked of it
+        lost += ["the gathers of process group '0': rank 1 cannot be reached"]
+    assert survivor.startswith(tuple(f"column_linear: {what}" for what in lost))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

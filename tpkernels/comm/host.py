@@ -22,6 +22,7 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.schedule import reusable_after, slot_of
 from tpkernels.comm.transport import Delivery, Exchange, Mailbox
@@ -33,14 +34,20 @@ class HostExchange(Exchange):
     """One rank's end in CPU memory."""
 
     def __init__(
-        self, name: str, rank: int, mailboxes: Sequence[Mailbox], splits: int, timeout: float
+        self,
+        name: str,
+        rank: int,
+        mailboxes: Sequence[Mailbox | None],
+        splits: int,
+        timeout: float,
+        group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(name, rank, mailboxes, splits, timeout)
+        super().__init__(name, rank, mailboxes, splits, timeout, group)
         self._closing = threading.Event()
         self._pusher = _Pusher(f"push of {name}")
 
     def read(self) -> int:
-        return int(self._mailboxes[self.rank].released)
+        return int(self._mailbox(self.rank).released)
 
     def late(self) -> int:
         return int(self.status)
@@ -55,7 +62,7 @@ class HostExchange(Exchange):
 
     def released(self, epoch: int) -> None:
         """Tell all ranks that ours has read call number `epoch`, and the calls before."""
-        self._mailboxes[self.rank].released.fill_(epoch)
+        self._mailbox(self.rank).released.fill_(epoch)
 
     def pushing(self, peer: int, part: int, rows: Tensor, epoch: int) -> Future[None]:
         """In order of calls; a push that fails ends those behind it, too."""
@@ -67,13 +74,13 @@ class HostExchange(Exchange):
 
     def put(self, peer: int, part: int, rows: Tensor, epoch: int) -> None:
         """Write the rows before their flag."""
-        mailbox = self._mailboxes[peer]
+        mailbox = self._mailbox(peer)
         mailbox.buffers[slot_of(epoch), self.rank, self.part_rows(part)].copy_(rows)
         mailbox.flags[self.rank * self.splits + part] = epoch
 
     def _wait_until_free(self, peer: int, epoch: int) -> None:
         deadline = time.monotonic() + self.timeout
-        released = self._mailboxes[peer].released
+        released = self._mailbox(peer).released
         while int(released) < reusable_after(epoch):
             if self._closing.is_set():
                 raise RuntimeError(f"{self.name} on rank {self.rank} was closed during call {epoch}")
@@ -93,17 +100,26 @@ class HostDelivery(Delivery):
     def __init__(self, exchange: HostExchange, number: int, own: Mailbox, epoch: Tensor) -> None:
         super().__init__(exchange, number, own, epoch)
         self._pushing: list[Future[None]] = []
+        self._received: dict[int, Work] = {}  # by chunk, until its flag is up
 
     def push(self, peer: int, part: int, rows: Tensor) -> None:
-        if peer == self.exchange.rank:
-            self.exchange.put(peer, part, rows, self.number)
-        else:
-            self._pushing.append(self.exchange.pushing(peer, part, rows, self.number))
+        exchange = self.exchange
+        if peer == exchange.rank:
+            exchange.put(peer, part, rows, self.number)
+            return
+        if peer in exchange.near:
+            self._pushing.append(exchange.pushing(peer, part, rows, self.number))
+        if self._far is not None:
+            source, received = self._far.swap(peer, exchange.part_rows(part), rows)
+            if received is not None:
+                self._received[source * exchange.splits + part] = received
 
     def wait(self) -> None:
         for pushing in self._pushing:
             pushing.result()
         self._pushing.clear()
+        if self._far is not None:
+            self._far.await_sends()
 
     def release(self) -> None:
         self.exchange.released(self.number)
@@ -112,14 +128,25 @@ class HostDelivery(Delivery):
         failed = (pushing.exception() for pushing in self._pushing if pushing.done())
         return next((error for error in failed if error is not None), None)
 
-    def arrived(self, chunk: int) -> bool:
-        """Whether the chunk is there before time runs out."""
+    @property
+    def for_the_host(self) -> list[int]:
+        """Chunks from other machines: no kernel can wait for them, as `missing` raises their flags."""
+        return list(self._received)
+
+    def missing(self, chunk: int) -> str:
+        """Why the chunk is not there before time runs out; nothing once it is."""
+        if received := self._received.pop(chunk, None):
+            try:
+                received.wait()
+            except RuntimeError as error:
+                return str(error)
+            self.flags[chunk].clamp_(min=self.number)  # the next call may have raised it already
         deadline = time.monotonic() + self.exchange.timeout
         while int(self.flags[chunk]) < self.number:
             if time.monotonic() > deadline:
-                return False
+                return f"the host waited {self.exchange.timeout:g} s"
             time.sleep(POLL_SECONDS)
-        return True
+        return ""
 
 
 class _Pusher:

@@ -48,14 +48,9 @@ def require_none(name: str, problems: Sequence[str], rank: int) -> None:
             raise RuntimeError(f"{name} on rank {rank}: rank {peer} cannot take part: {problem}")
 
 
-def require_one_machine(name: str, machines: Sequence[str], rank: int, transport: str) -> None:
-    for peer, theirs in enumerate(machines):
-        if theirs != machines[rank]:
-            raise ValueError(
-                f"{name} on rank {rank}: TPKERNELS_TRANSPORT={transport} works inside one machine, and rank "
-                f"{peer} runs on {theirs.split()[0]} ({theirs}), this one on {machines[rank]}; use c10d, or "
-                "make a group for each machine"
-            )
+def ranks_beside(machines: Sequence[str], rank: int) -> list[int]:
+    """The ranks on the machine of `rank`, this one among them."""
+    return [peer for peer, theirs in enumerate(machines) if theirs == machines[rank]]
 
 
 def described(shape: tuple[int, int], dtype: torch.dtype, splits: int) -> str:

@@ -64,6 +64,11 @@ def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
         yield (rank - step) % ranks, (rank + step) % ranks
 
 
+def source_of(ranks: int, rank: int, to: int) -> int:
+    """Whom to receive from in the step that sends to `to`."""
+    return (2 * rank - to) % ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Swap:
     """What a rank sends and receives at once."""

@@ -1,5 +1,7 @@
 """The `shared` transport: ranks that are processes of one machine exchange through memory they all map.
 
+Ranks on other machines are sent to, see `far`.
+
 The memory has no name, so that nothing is left behind however a rank ends: each rank makes an anonymous file,
 the others open it by way of its process, and the system frees it with the last of them.
 """
@@ -18,9 +20,9 @@ from tpkernels.comm.opening import (
     described,
     exchanged,
     machine,
+    ranks_beside,
     require_equal,
     require_none,
-    require_one_machine,
 )
 from tpkernels.comm.transport import Mailbox, require_shape
 
@@ -41,8 +43,10 @@ def open_shared(
     timeout: seconds until a rank that does not read is an error
     """
     memories = map_shared(name, group, shape, dtype, device, splits)
-    mailboxes = [Mailbox.over(memory, group.size(), shape, dtype, splits) for memory in memories]
-    return HostExchange(name, group.rank(), mailboxes, splits, timeout)
+    mailboxes: list[Mailbox | None] = [None] * group.size()
+    for peer, memory in memories.items():
+        mailboxes[peer] = Mailbox.over(memory, group.size(), shape, dtype, splits)
+    return HostExchange(name, group.rank(), mailboxes, splits, timeout, group)
 
 
 def map_shared(
@@ -52,8 +56,8 @@ def map_shared(
     dtype: torch.dtype,
     device: torch.device,
     splits: int,
-) -> list[Tensor]:
-    """Zeroed bytes for the mailbox of each rank, in the order of ranks."""
+) -> dict[int, Tensor]:
+    """Zeroed bytes for the mailbox of each rank on this machine, by its number in the group."""
     rank, ranks = group.rank(), group.size()
     problem, descriptor, count = "", -1, 0
     try:
@@ -72,12 +76,13 @@ def map_shared(
     try:
         offers = exchanged((wanted, machine(), path, problem), group)
         require_equal(name, [wanted for wanted, *_ in offers], rank)
-        require_one_machine(name, [place for _, place, *_ in offers], rank, "shared")
         require_none(name, [problem for *_, problem in offers], rank)
-        memories, problem = _mapped([path for *_, path, _ in offers], count)
+        near = ranks_beside([place for _, place, *_ in offers], rank)
+        paths = [path for *_, path, _ in offers]
+        memories, problem = _mapped([paths[peer] for peer in near], count)
         # also: all have mapped it, so descriptors may close
         require_none(name, exchanged(problem, group), rank)
-        return memories
+        return dict(zip(near, memories, strict=True))
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -13,32 +13,45 @@ The hazards of writing after reading, and what excludes each:
 - The epoch is counted up before it has been copied: each call has its own copy of it.
 - A piece is changed while it is being pushed: `wait()` lets the current stream wait for the pushes.
 
+Ranks on other machines are sent to, see `far`, in a stream for them alone: a push to a neighbour does not
+queue behind a slow link. There a flag is raised behind the arrival of its rows.
+
 Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.far import FarCall
+from tpkernels.comm.neighbours import name_of_neighbours
 from tpkernels.comm.opening import (
     described,
     exchanged,
     machine,
+    ranks_beside,
     require_equal,
     require_none,
-    require_one_machine,
 )
 from tpkernels.comm.schedule import slot_of
 from tpkernels.comm.side_stream import SideStream
 from tpkernels.comm.transport import Delivery, Exchange, Mailbox, require_shape
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+# Processors that a waiting kernel leaves free. A copy between ranks that share a GPU takes some; what NCCL
+# sends takes one a channel, and has to get them while the kernel waits for its rows.
+_COPIES, _TRANSFERS = 4, 16
 
 
 class Handle(Protocol):
@@ -58,7 +71,7 @@ class Handle(Protocol):
 
 
 class SymmetricExchange(Exchange):
-    """One rank's end in memory that all ranks of the group can write."""
+    """One rank's end in memory that all ranks of its machine can write."""
 
     def __init__(
         self,
@@ -69,18 +82,29 @@ class SymmetricExchange(Exchange):
         dtype: torch.dtype,
         splits: int,
         timeout: float,
+        *,
+        near: Sequence[int] = (),
+        group: ProcessGroup | None = None,
     ) -> None:
-        """memory: our own, zeroed bytes"""
-        sizes = (memory.numel(),)
-        views = [handle.get_buffer(rank, sizes, torch.uint8) for rank in range(handle.world_size)]
-        mailboxes = [Mailbox.over(view, len(views), shape, dtype, splits) for view in views]
-        super().__init__(name, handle.rank, mailboxes, splits, timeout)
-        self.margin = 4 if memory.is_cuda else 0  # a copy between ranks that share a GPU takes processors
+        """One rank's end.
+
+        handle: of the ranks on this machine
+        memory: our own, zeroed bytes
+        near: the numbers in `group` of those ranks; needed, like `group`, if there are others
+        """
+        near = near or range(handle.world_size)
+        ranks = len(near) if group is None else group.size()
+        mailboxes: list[Mailbox | None] = [None] * ranks
+        for number, peer in enumerate(near):
+            view = handle.get_buffer(number, (memory.numel(),), torch.uint8)
+            mailboxes[peer] = Mailbox.over(view, ranks, shape, dtype, splits)
+        super().__init__(name, near[handle.rank], mailboxes, splits, timeout, group)
+        self.margin = (_COPIES if len(near) == ranks else _TRANSFERS) if memory.is_cuda else 0
         self._handle, self._memory = handle, memory
         self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
         self._read = 0
-        self.side = SideStream(memory.device)
+        self.side, self.far_side = SideStream(memory.device), SideStream(memory.device)
         self.in_flight: set[SymmetricDelivery] = set()
         self.barrier()  # nobody raises a flag before it has been zeroed
 
@@ -105,11 +129,12 @@ class SymmetricExchange(Exchange):
         self._read = max(self._read, number)
 
     def mailbox(self, peer: int) -> Mailbox:
-        return self._mailboxes[peer]
+        return self._mailbox(peer)
 
     def _delivery(self, epoch: int, own: Mailbox) -> SymmetricDelivery:
         if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
+            self.far_side.let_current_wait()
         self.barrier()
         return SymmetricDelivery(self, epoch, own, self._word.add_(1).clone())
 
@@ -125,25 +150,43 @@ class SymmetricDelivery(Delivery):
         exchange.in_flight.add(self)
 
     def push(self, peer: int, part: int, rows: Tensor) -> None:
-        if peer == self.exchange.rank:
+        exchange = self.exchange
+        if peer == exchange.rank:
             self._write(peer, part, rows)
             return
         computing: list[torch.Stream] = []
-        self.exchange.side.note_current(computing)
-        self.exchange.side.wait_for(computing)
-        with self.exchange.side.entered():
-            self._write(peer, part, rows)
+        exchange.side.note_current(computing)
+        if peer in exchange.near:
+            exchange.side.wait_for(computing)
+            with exchange.side.entered():
+                self._write(peer, part, rows)
+        if self._far is not None:
+            exchange.far_side.wait_for(computing)
+            with exchange.far_side.entered():
+                self._swap(self._far, peer, part, rows)
         self._held.append(rows)
+
+    def _swap(self, far: FarCall, to: int, part: int, rows: Tensor) -> None:
+        source, received = far.swap(to, self.exchange.part_rows(part), rows)
+        if received is not None:
+            received.wait()  # holds up this stream, not the host
+            self._raise_flag(self.flags, source, part)
+        far.await_sends()  # likewise
 
     def _write(self, peer: int, part: int, rows: Tensor) -> None:
         exchange = self.exchange
-        mailbox, flag = exchange.mailbox(peer), exchange.rank * exchange.splits + part
+        mailbox = exchange.mailbox(peer)
         there = mailbox.buffers[slot_of(self.number), exchange.rank, exchange.part_rows(part)]
         there.copy_(rows, non_blocking=True)
-        mailbox.flags[flag : flag + 1].copy_(self.epoch, non_blocking=True)
+        self._raise_flag(mailbox.flags, exchange.rank, part)
+
+    def _raise_flag(self, flags: Tensor, source: int, part: int) -> None:
+        flag = source * self.exchange.splits + part
+        flags[flag : flag + 1].copy_(self.epoch, non_blocking=True)
 
     def wait(self) -> None:
         self.exchange.side.let_current_wait()
+        self.exchange.far_side.let_current_wait()
         self._held.clear()
         self.exchange.in_flight.discard(self)
 
@@ -151,6 +194,7 @@ class SymmetricDelivery(Delivery):
         readers: list[torch.Stream] = []
         self.exchange.side.note_current(readers)
         self.exchange.side.wait_for(readers)
+        self.exchange.far_side.wait_for(readers)
         self.exchange.released(self.number)
 
 
@@ -180,19 +224,21 @@ def open_symmetric(
     offers = exchanged((described(shape, dtype, splits), machine(), gpu, problem), group)
     require_equal(name, [wanted for wanted, *_ in offers], rank)
     require_none(name, [problem for *_, problem in offers], rank)
-    require_one_machine(name, [place for _, place, *_ in offers], rank, "symmetric")
+    near = ranks_beside([place for _, place, *_ in offers], rank)
     require_gpu_each(name, [gpu for *_, gpu, _ in offers], rank)
     handle: Handle | None = None
     try:
         memory = _memory(sum(Mailbox.sizes(ranks, shape, dtype, splits)), device)
-        handle = _rendezvous(memory, group)
+        handle = _rendezvous(
+            memory, group.group_name if len(near) == ranks else name_of_neighbours(group, near)
+        )
     except RuntimeError as error:
         problem = f"torch's symmetric memory refused: {error}"
     require_none(name, exchanged(problem, group), rank)
     assert handle is not None
-    own = handle.get_buffer(rank, (memory.numel(),), torch.uint8)
+    own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
     assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout)
+    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout, near=near, group=group)
 
 
 def why_not(device: torch.device) -> str:
@@ -228,8 +274,8 @@ def _memory(count: int, device: torch.device) -> Tensor:
     return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device).zero_()
 
 
-def _rendezvous(memory: Tensor, group: ProcessGroup) -> Handle:
+def _rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
     from torch.distributed import _symmetric_memory
 
-    handle: Handle = _symmetric_memory.rendezvous(memory, group.group_name)
+    handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
     return handle

@@ -32,7 +32,9 @@ class Transfers:
         try:
             works = start_together(self._group, outgoing.device, starts)  # one for both, or one each
         except RuntimeError as error:
-            raise self._failure(f"rank {to} or {source} cannot be reached", error) from error
+            peers = {to} if outgoing.numel() else set()
+            peers |= {source} if incoming.numel() else set()
+            raise self._failure(f"rank {' or '.join(map(str, peers))} cannot be reached", error) from error
         if outgoing.numel():
             self._sends.append((works[0], to, outgoing))
         return works[-1] if incoming.numel() else None

@@ -4,18 +4,19 @@ An `Exchange` belongs to one rank of R and one shape. Call number e, its epoch, 
 each rank, cut into parts:
 
     delivery = exchange.begin()
-    delivery.push(peer, part, rows)    returns at once; rows of our piece for that peer, in any order
+    delivery.push(peer, part, rows)    returns at once; rows of our piece for that peer
     delivery.slots    (R, rows, cols)  piece of rank r at index r; valid once its flags are up
     delivery.flags    (R * splits,)    int32: flag r * splits + i holds e once part i of it is there
     delivery.epoch    (1,)             int32: e
 
-A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d.
+A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d. All ranks push
+to the others in the order of `schedule.peers_by_step`, and the parts of a piece in theirs.
 `delivery.release()` says that the slots have been read; `delivery.wait()` that our own pieces are out, so
 that their memory may change. Both must happen, in any order, before the call after the next.
 
 Each rank has two slot buffers, used in turn: a call is pushed while its receivers still read the one before.
 How memory is mapped, who pushes, and what keeps writers off slots that are being read, is the transport's:
-`host`, `shared`, `symmetric`.
+`host`, `shared`, `symmetric`. What goes to other machines is `far`'s.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from tpkernels.comm.far import FarCall
 from tpkernels.comm.schedule import SLOTS, chunk_rows, peers_by_step, reusable_after, slot_of
 
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """The memory of one rank that all ranks of the exchange can write."""
+    """The memory of one rank that all ranks of its machine can write."""
 
     flags: Tensor  # (R * splits,) int32
     released: Tensor  # (1,) int32: the last epoch that its owner has read
@@ -59,12 +63,26 @@ class Exchange(ABC):
     margin = 0  # processors that a waiting kernel leaves to those who push
 
     def __init__(
-        self, name: str, rank: int, mailboxes: Sequence[Mailbox], splits: int, timeout: float
+        self,
+        name: str,
+        rank: int,
+        mailboxes: Sequence[Mailbox | None],
+        splits: int,
+        timeout: float,
+        group: ProcessGroup | None = None,
     ) -> None:
-        """mailboxes: of all ranks, in order; timeout: seconds until a rank that does not come is an error"""
+        """One rank's end of an exchange.
+
+        mailboxes: of all ranks, in order; None for ranks on other machines
+        timeout: seconds until a rank that does not come is an error
+        group: of all ranks; needed if some are on other machines
+        """
         self.name, self.rank, self.ranks = name, rank, len(mailboxes)
         self.splits, self.timeout = splits, timeout
+        self.near = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
+        self._group = ref(group) if group is not None else None  # an exchange ends with its group
         own = mailboxes[rank]
+        assert own is not None, "everybody reaches its own memory"
         self.piece_shape: tuple[int, ...] = tuple(own.buffers.shape[2:])  # what each rank gives each rank
         self.dtype = own.buffers.dtype
         # where a kernel leaves word of a chunk that is late; for all calls
@@ -83,7 +101,7 @@ class Exchange(ABC):
                 f"before call {epoch} begins; has an error ended it? Then destroy the process group"
             )
         self._begun = epoch
-        return self._delivery(epoch, self._mailboxes[self.rank])
+        return self._delivery(epoch, self._mailbox(self.rank))
 
     def start(self, pieces: Sequence[Tensor]) -> Delivery:
         """Begin the next call and push all of it: piece d to rank d, the own one before this returns.
@@ -104,6 +122,21 @@ class Exchange(ABC):
         for peer in (self.rank, *(to for to, _ in peers_by_step(self.ranks, self.rank))):
             delivery.push_piece(peer, pieces[peer])
         return delivery
+
+    def far_call(self, own: Mailbox, epoch: int) -> FarCall | None:
+        """What call number `epoch` swaps with other machines, if there are any."""
+        if len(self.near) == self.ranks:
+            return None
+        group = self._group() if self._group else None
+        assert group is not None, (
+            "who has far ranks says how to reach them, and lets the group live meanwhile"
+        )
+        return FarCall(self.name, group, self.near, own.buffers[slot_of(epoch)])
+
+    def _mailbox(self, peer: int) -> Mailbox:
+        mailbox = self._mailboxes[peer]
+        assert mailbox is not None, "ranks on other machines are not written to"
+        return mailbox
 
     def part_rows(self, part: int) -> slice:
         """The rows of a piece that are its part number `part`."""
@@ -132,6 +165,7 @@ class Delivery(ABC):
     def __init__(self, exchange: Exchange, number: int, own: Mailbox, epoch: Tensor) -> None:
         self.exchange, self.number, self.epoch = exchange, number, epoch
         self.slots, self.flags = own.buffers[slot_of(number)], own.flags
+        self._far = exchange.far_call(own, number)
 
     @property
     def status(self) -> Tensor:

@@ -7,6 +7,7 @@ TPKERNELS_TRANSPORT, read when this module is imported, says which:
     shared      memory of the CPU that processes of one machine share
     symmetric   torch's symmetric memory: GPUs of one machine that reach each other's memory
 
+The last two go point to point, too, where ranks of a group run on several machines: between those.
 The ranks of a group agree on it before the first transfer. What it cannot serve is an error; only a tensor
 without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
 

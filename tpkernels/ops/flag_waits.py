@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -40,9 +41,13 @@ class HostWaits:
 
     def _await(self, op: str, delivery: Delivery, chunks: range) -> None:
         assert isinstance(delivery, HostDelivery), "flags of a GPU are for kernels"
-        for chunk in chunks:
-            if not delivery.arrived(chunk):
-                raise late_chunk(op, delivery, chunk, f"the host waited {delivery.exchange.timeout:g} s")
+        await_on_host(op, delivery, chunks)
+
+
+def await_on_host(op: str, delivery: HostDelivery, chunks: Iterable[int]) -> None:
+    for chunk in chunks:
+        if cause := delivery.missing(chunk):
+            raise late_chunk(op, delivery, chunk, cause)
 
 
 class KernelWaits:
@@ -71,7 +76,7 @@ class KernelWaits:
             delivery.slots.flatten(0, 1),
             weight,
             bias,
-            arrivals=self._arrivals(delivery),
+            arrivals=self._arrivals(op, delivery),
             first_row=exchange.rank * exchange.piece_shape[0],
             activation=activation,
             keep_z=keep_z,
@@ -87,16 +92,19 @@ class KernelWaits:
         total = reduce_slots(
             slots,
             bias,
-            arrivals=self._arrivals(delivery),
+            arrivals=self._arrivals(op, delivery),
             chunks=chunks,
             margin=delivery.exchange.margin,
         )
         self._raise_if_late(op, delivery)
         return total
 
-    def _arrivals(self, delivery: Delivery) -> Arrivals:
+    def _arrivals(self, op: str, delivery: Delivery) -> Arrivals:
         from tpkernels.kernels.target import target_of
         from tpkernels.kernels.waits import Arrivals, spins_in
+
+        if isinstance(delivery, HostDelivery):
+            await_on_host(op, delivery, delivery.for_the_host)
 
         limit = spins_in(delivery.exchange.timeout, target_of(delivery.flags.device))
         return Arrivals(delivery.flags, delivery.epoch, delivery.status, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -22,7 +23,8 @@ class FlaggedRows:
         self._op, self._exchange = op, exchange
         self._waits = waits_for(op, exchange)
         shard = shard.contiguous()
-        self._delivery = exchange.start([shard] * exchange.ranks)
+        with _naming(op):
+            self._delivery = exchange.start([shard] * exchange.ranks)
         self._full: Tensor | None = None
 
     @property
@@ -89,7 +91,8 @@ class FlaggedSum:
             for part in range(exchange.splits):
                 there = exchange.part_rows(part)
                 partial = partial_of(slice(to * size + there.start, to * size + there.stop))
-                self._delivery.push(to, part, partial.contiguous())
+                with _naming(op):
+                    self._delivery.push(to, part, partial.contiguous())
         own = partial_of(slice(exchange.rank * size, (exchange.rank + 1) * size))
         self._delivery.push_piece(exchange.rank, own)
 
@@ -113,7 +116,14 @@ class FlaggedAllSum:
 def _finish(op: str, delivery: Delivery) -> None:
     """What came has been read, and what we sent is out."""
     delivery.release()
-    try:
+    with _naming(op):
         delivery.wait()
+
+
+@contextmanager
+def _naming(op: str) -> Iterator[None]:
+    """Errors of an exchange, which serves many operators, name the one it failed in."""
+    try:
+        yield
     except RuntimeError as error:
         raise RuntimeError(f"{op}: {error}") from error
