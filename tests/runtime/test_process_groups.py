@@ -2,7 +2,9 @@
 
 import os
 import threading
+import time
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +36,51 @@ def test_groups_have_the_given_timeout_or_the_default_groups(ranks2):
     for default, unset, given in ranks2.run(timeouts_of_groups):
         assert unset == default < 120
         assert given == 11
+
+
+def returns_after_the_slowest() -> bool:
+    """Whether this rank came back no earlier than the last one had made its groups."""
+    made = torch.zeros(1, dtype=torch.float64)
+    original = c10d.new_group
+
+    def slow(*args, **kwargs):
+        group = original(*args, **kwargs)
+        time.sleep(0.3 * dist.get_rank())
+        made.fill_(time.monotonic())
+        return group
+
+    with patch.object(c10d, "new_group", slow):
+        initialize_model_parallel(2, timeout=timedelta(seconds=20))
+    returned = time.monotonic()
+    dist.all_reduce(made, dist.ReduceOp.MAX)
+    destroy_model_parallel()
+    return returned >= float(made)
+
+
+def test_nobody_goes_on_while_others_still_connect(ranks2):
+    assert ranks2.run(returns_after_the_slowest) == [True, True]
+
+
+def fails_on_rank_1() -> tuple[str, bool, int]:
+    original = c10d.new_group
+    groups = len(dist.distributed_c10d._world.pg_map)
+
+    def failing(*args, **kwargs):
+        group = original(*args, **kwargs)
+        if dist.get_rank() == 1:
+            c10d.destroy_group(group)
+            raise RuntimeError("no more sockets")
+        return group
+
+    with patch.object(c10d, "new_group", failing), pytest.raises(ParallelStateError) as failure:
+        initialize_model_parallel(2, timeout=timedelta(seconds=20))
+    left = len(dist.distributed_c10d._world.pg_map) - groups
+    return str(failure.value), current_or_none() is None, left
+
+
+def test_a_rank_that_cannot_make_its_groups_is_an_error_on_all(ranks2):
+    message = "rank 1 could not create the tp group [0, 1]: no more sockets"
+    assert ranks2.run(fails_on_rank_1) == [(message, True, 0)] * 2
 
 
 def test_equal_rank_lists_share_one_group_and_options_part_them():

@@ -14,16 +14,20 @@ from tpkernels.runtime.state import ParallelStateError
 AGREED = "agreed"
 
 
-def agree(request: str, *, store: Store, rank: int, world_size: int, timeout: timedelta) -> int:
+def agree(
+    request: str, *, store: Store, rank: int, world_size: int, timeout: timedelta, problem: str = ""
+) -> int:
     """Compare `request` with rank 0's; return how many requests this world has made so far.
 
-    Raises the same error on every rank if any rank's request differs, and within `timeout` if a rank never
-    makes one.
+    Raises the same error on every rank if any rank's request differs or any has a problem, and within
+    `timeout` if a rank never makes one.
     """
     try:
         # Each rank counts its own calls, in the store so that the count lives and dies with the world.
         call = PrefixStore("tpkernels/calls", store).add(str(rank), 1)
         board = PrefixStore(f"tpkernels/agreement/{call}", store)
+        if problem:
+            _pronounce(board, problem)
         verdict = _verdict(board, request, rank, world_size, timeout)
     except DistNetworkError as error:
         raise ParallelStateError(

@@ -85,7 +85,7 @@ def initialize_model_parallel(
         split_rank=pipeline_model_parallel_split_rank,
         order=order,
     )
-    state = _create(plan, call, timeout, backend, group_options or {})
+    state = _create(plan, request, call, timeout, backend, group_options or {})
     install(state)
     return state
 
@@ -108,7 +108,7 @@ def create_parallel_state(
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but this world has {dist.get_world_size()}"
         )
-    return _create(plan, call, timeout, backend, group_options or {})
+    return _create(plan, request, call, timeout, backend, group_options or {})
 
 
 def destroy_model_parallel() -> None:
@@ -125,12 +125,14 @@ def destroy_parallel_state(state: ParallelState) -> None:
         destroy_process_groups(state.process_groups)
 
 
-def _agree(request: str, timeout: timedelta | None) -> int:
+def _agree(request: str, timeout: timedelta | None, problem: str = "") -> int:
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
         )
     if dist.get_backend() == "fake":  # one process that pretends: there is nobody to agree with
+        if problem:
+            raise ParallelStateError(problem)
         return next(_FAKE_CALLS)
     return agree(
         request,
@@ -138,6 +140,7 @@ def _agree(request: str, timeout: timedelta | None) -> int:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         timeout=timeout if _is_timeout(timeout) else c10d.default_timeout(),
+        problem=problem,
     )
 
 
@@ -147,6 +150,7 @@ def _is_timeout(timeout: object) -> TypeGuard[timedelta]:
 
 def _create(
     plan: GroupPlan,
+    request: str,
     call: int,
     timeout: timedelta | None,
     backend: str | None,
@@ -160,14 +164,27 @@ def _create(
         if kind not in KINDS:
             raise ValueError(f"group_options has an unknown kind {kind!r}; known are {', '.join(KINDS)}")
     rank = dist.get_rank()
-    groups = create_process_groups(
-        plan,
-        rank,
-        call=call,
-        timeout=timeout,
-        backend=backend,
-        options=group_options,
-    )
+    groups, problem = None, ""
+    try:
+        groups = create_process_groups(
+            plan,
+            rank,
+            call=call,
+            timeout=timeout,
+            backend=backend,
+            options=group_options,
+        )
+    except ParallelStateError as error:
+        problem = str(error)
+    try:
+        # A rank that went on, to the end of a short program perhaps, would break the connections that slower
+        # ones are still making; and where one has failed, all have.
+        _agree(f"the end of {request}", timeout, problem)
+    except ParallelStateError:
+        if groups is not None:
+            destroy_process_groups(groups)
+        raise
+    assert groups is not None, "without groups there is a problem, hence an error"
     return ParallelState(rank=rank, plan=plan, process_groups=groups)
 
 
