@@ -45,7 +45,7 @@ T = TypeVar("T")
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
 COLLECTIVE_SECONDS = 30.0  # below the default time-out of a call: a lone collective fails with a traceback
 JOIN_SECONDS = LEAVE_SECONDS = COLLECTIVE_SECONDS + 5.0  # may wait for a collective, or a store, to time out
-GRACE_SECONDS = 3.0  # gloo tells the peers of a failed rank within a second
+GRACE_SECONDS = 10.0  # gloo tells the peers of a failed rank within a second; who waits for flags, later
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal
+from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE, assert_accurate, dense, normal
 from tpkernels.kernels.activations import GATE_OF
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.reference import dglu_ref
@@ -19,7 +19,7 @@ def operands(shape, dtype, device):
 def assert_dglu(dy, w, g, u, kind="swiglu", form=None):
     ours = dglu(dy, w, g, u, kind=kind, emit_h=True, tile=TILE, form=form)
     exact = dglu_ref(dy.double(), w.double(), g.double(), u.double(), kind)
-    torchs = dglu_ref(dy, w, g, u, kind)
+    torchs = dglu_ref(*map(dense, (dy, w, g, u)), kind)
     for name, *triple in zip(("dg", "du", "h"), ours, exact, torchs, strict=True):
         assert_accurate(*triple, name)
 

@@ -10,6 +10,7 @@ from tests.kernels.checks import (
     SHAPES,
     TILE,
     assert_accurate,
+    dense,
     normal,
 )
 from tpkernels.kernels.accuracy import BOUND, relative_error
@@ -28,7 +29,7 @@ def operands(shape, dtype, device):
 def assert_dgrad_act(dy, w, z, activation, form=None):
     dz, db = dgrad_act(dy, w, z, activation, bias_grad=True, tile=TILE, form=form)
     exact_dz, exact_db = dgrad_act_ref(dy.double(), w.double(), z.double(), activation)
-    torch_dz, _ = dgrad_act_ref(dy, w, z, activation)
+    torch_dz, _ = dgrad_act_ref(*map(dense, (dy, w, z)), activation)
     assert dz.dtype == dy.dtype
     assert_accurate(dz, exact_dz, torch_dz, "dz")
     assert db is not None

@@ -10,6 +10,7 @@ from tests.kernels.checks import (
     SHAPES,
     TILE,
     assert_accurate,
+    dense,
     normal,
 )
 from tpkernels.kernels.activations import ACTIVATIONS, Activation
@@ -38,7 +39,7 @@ def assert_linear(
 ) -> None:
     y, z = linear_fwd(x, w, b, activation=activation, keep_z=True, tile=tile, form=form)
     exact_y, exact_z = linear_ref(x.double(), w.double(), None if b is None else b.double(), activation)
-    torch_y, torch_z = linear_ref(x, w, b, activation)
+    torch_y, torch_z = linear_ref(dense(x), dense(w), b, activation)
     assert z is not None
     assert y.dtype == z.dtype == x.dtype
     assert_accurate(z, exact_z, torch_z, "z")

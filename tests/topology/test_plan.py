@@ -231,9 +231,9 @@ def test_plan_of_a_huge_world_is_quick_and_small():
     assert [len(group) for group in plan_and_ask()] == [8, 1, 1, 1024, 16, 128, 1024, 1024]
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         plan_and_ask()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.05
 
     tracemalloc.start()
@@ -275,9 +275,9 @@ def test_describe_shortens_a_huge_world():
 
 
 def test_describing_a_huge_world_lists_only_what_is_shown():
-    start = time.perf_counter()
+    start = time.process_time()  # others may have the processor, too
     plan_groups(world_size=10_000_000, tensor=8, pipeline=4).describe()
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_counts_of_groups_are_the_lengths_of_the_lists():
