@@ -216,12 +216,26 @@ def fusion_follows_the_protocol() -> list[str]:
         with torch.autocast("cpu", torch.bfloat16):
             return block(x)
 
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    inside = torch.compile(
+        lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
+    )
     ways: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype, float]] = {
         "plain": (block, torch.float32, 1e-6),
         "narrow": (block, torch.bfloat16, 0.01),
         "autocast": (cast, torch.float32, 0.05),
         "checkpoint": (lambda x: checkpoint(block, x, use_reentrant=False), torch.float32, 1e-6),
         "reentrant": (lambda x: checkpoint(block, x, use_reentrant=True), torch.float32, 1e-6),
+        "compiled": (compiled, torch.float32, 1e-6),
+        "compiled, narrow": (compiled, torch.bfloat16, 0.01),
+        "compiled checkpoint": (inside, torch.float32, 1e-6),
+        "checkpoint of compiled": (
+            lambda x: checkpoint(compiled, x, use_reentrant=False),
+            torch.float32,
+            1e-6,
+        ),
+        "reentrant of compiled": (lambda x: checkpoint(compiled, x, use_reentrant=True), torch.float32, 1e-6),
     }
     for way, (run, dtype, tolerance) in ways.items():
         block.zero_grad()
@@ -244,7 +258,7 @@ def fusion_follows_the_protocol() -> list[str]:
     return wrong
 
 
-def buckets_take_fused_gradients() -> bool:
+def buckets_take_fused_gradients(compiled: bool = False) -> bool:
     """`GradientBuckets(main_grad=True)` over fused layers holds what plain layers have in `grad`."""
     block = built(fused=True)
     reference = copy.deepcopy(block)
@@ -253,13 +267,19 @@ def buckets_take_fused_gradients() -> bool:
             module.gradient_accumulation_fusion = False
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     buckets = GradientBuckets(block, alone, main_grad=True)
+    torch._dynamo.reset()
+    run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
     for _ in range(3):
         buckets.zero()
-        block(tokens()).square().sum().backward()
+        run(tokens()).square().sum().backward()
         if buckets.finish():
             return False
     expected = outcome(reference, reference, tokens())[2:]
     return close([p.main_grad for p in block.parameters()], expected, 1e-6)
+
+
+def buckets_take_fused_gradients_of_compiled_layers() -> bool:
+    return buckets_take_fused_gradients(compiled=True)
 
 
 def tied_weights_keep_both_gradients() -> bool:

@@ -23,6 +23,7 @@ def test_compiled_layers_compute_the_same(ranks2, sequence_parallel):
         behaviour.frozen_weights,
         behaviour.tied_head,
         behaviour.buckets_take_fused_gradients,
+        behaviour.buckets_take_fused_gradients_of_compiled_layers,
         behaviour.tied_weights_keep_both_gradients,
     ],
     ids=lambda function: function.__name__,

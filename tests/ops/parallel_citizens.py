@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
 
-from tests.ops.parallel_behaviour import message_of, operands_of, with_gradients
+from tests.ops.parallel_behaviour import operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tpkernels.ops.column_linear import column_linear
 from tpkernels.ops.parallel_mlp import parallel_mlp
@@ -28,6 +27,9 @@ def registered_operators_pass_opcheck(names: list[str]) -> list[str]:
     def random(*shape: int, grad: bool = True) -> Tensor:
         return torch.randn(*shape, requires_grad=grad)
 
+    def short(tensor: Tensor) -> Tensor:
+        return tensor.detach().bfloat16()
+
     x, w, b = random(TOKENS, K), random(N, K), random(N)
     h, w2 = random(TOKENS * ranks, N), random(K, N)
     dy, dy_shard = random(TOKENS * ranks, N, grad=False), random(TOKENS, K, grad=False)
@@ -40,13 +42,21 @@ def registered_operators_pass_opcheck(names: list[str]) -> list[str]:
         "whole column": (registered_column_linear, (x, [w], [], [False], name, "none", *[False] * 4)),
         "column backward": (
             registered_column_linear_backward,
-            ([True, True, False], [dy], plain[0], [plain[1]], [z], name, *column),
+            ([True, True, False], [dy], plain[0], [plain[1]], [z], [False], name, *column),
+        ),
+        "wide column backward": (
+            registered_column_linear_backward,
+            ([True, True, True], [short(dy)], short(x), [short(w)], [short(z)], [True], name, *column),
         ),
         "row": (registered_row_linear, (h, w2, random(K), name, True, True)),
         "whole row": (registered_row_linear, (h, w2, None, name, False, False)),
         "row backward": (
             registered_row_linear_backward,
-            (dy_shard, plain[2], plain[3], [True, True, True], name, True, True),
+            (dy_shard, plain[2], plain[3], [True, True, True], False, name, True, True),
+        ),
+        "wide row backward": (
+            registered_row_linear_backward,
+            (short(dy_shard), short(h), short(w2), [True, True, False], True, name, True, True),
         ),
     }
     problems = []
@@ -71,23 +81,6 @@ def compiled_mlp_differs_by(gated: bool) -> float:
     operands = operands_of(1)
     eager, ours = (with_gradients(function, operands) for function in (mlp, compiled))
     return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, eager, strict=True))
-
-
-def main_grads_under_compile() -> list[str]:
-    x, w, w2 = operands_of(2)
-    group = dist.group.WORLD
-    calls: list[Callable[[], Tensor]] = [
-        lambda: column_linear(x, w, None, group, main_grad=torch.zeros_like(w)),
-        lambda: row_linear(torch.ones(4, w2.shape[1]), w2, None, group, main_grad=torch.zeros_like(w2)),
-        lambda: parallel_mlp(
-            x, w, None, w2, None, group, main_grads=[torch.zeros_like(w), torch.zeros_like(w2)]
-        ),
-    ]
-    messages = []
-    for call in calls:
-        torch._dynamo.reset()
-        messages.append(message_of(torch.compile(call, backend="eager", fullgraph=True)))
-    return messages
 
 
 def sixteen_bit_main_grads() -> float:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ops.parallel_cases import Setting, prepare, shard
+from tests.ops import vocab_behaviour
+from tests.ops.parallel_behaviour import operands_of
+from tests.ops.parallel_cases import Setting, leaf, prepare, shard
+from tpkernels.ops import linear_cross_entropy
 from tpkernels.ops.column_linear import column_linear
+from tpkernels.ops.parallel_mlp import parallel_mlp
 from tpkernels.ops.row_linear import row_linear
 
 
@@ -41,3 +48,110 @@ def _same(eager, compiled, setting: Setting, rows: int) -> bool:  # type: ignore
         grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
         results.append([y.detach(), *grads])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+Model = Callable[[Tensor, list[Tensor], Tensor, list[Tensor], bool], Tensor]
+
+
+def two_operators(
+    x: Tensor, weights: list[Tensor], bias: Tensor, main_grads: list[Tensor], parallel: bool
+) -> Tensor:
+    """The gate gets a gradient of the usual kind, beside the others, which do not."""
+    group = dist.group.WORLD
+    up, gate, down = weights
+    h, g = column_linear(
+        x,
+        [up, gate],
+        [bias, None],
+        group,
+        activation="gelu",
+        sequence_parallel=parallel,
+        main_grad=[main_grads[0], None],
+    )
+    return row_linear(h * g, down, None, group, sequence_parallel=parallel, main_grad=main_grads[2])
+
+
+def one_operator(
+    x: Tensor, weights: list[Tensor], bias: Tensor, main_grads: list[Tensor], parallel: bool
+) -> Tensor:
+    up, gate, down = weights
+    return bias.sum() + parallel_mlp(
+        x,
+        up,
+        None,
+        down,
+        None,
+        dist.group.WORLD,
+        w_gate_shard=gate,
+        sequence_parallel=parallel,
+        main_grads=main_grads,
+    )
+
+
+def main_grads_under_compile(backend: str, models: list[Model], sequence_parallel: list[bool]) -> list[str]:
+    """The ways of calling that add something else to main_grads than eager does, or to other gradients."""
+    prepare(Setting())
+    wrong = []
+    for model, parallel in itertools.product(models, sequence_parallel):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+        for x_needs, up_needs in ((True, True), (False, True), (True, False)):
+            expected, ours = (
+                _accumulated(function, parallel, x_needs, up_needs) for function in (model, compiled)
+            )
+            if len(expected) != len(ours) or not all(map(_close, ours, expected)):
+                wrong.append(f"{model.__name__}: {parallel=} {x_needs=} {up_needs=}")
+    return wrong
+
+
+def _accumulated(model: Model, parallel: bool, x_needs: bool, up_needs: bool) -> list[Tensor]:
+    """main_grads and gradients after three backwards, of which the first two come after two forwards."""
+    whole, up, down = operands_of(7)
+    weights = [leaf(up), leaf(up.flip(0)), leaf(down)]
+    weights[0].requires_grad_(up_needs)
+    bias = leaf(up[:, 0].contiguous())
+    flat = torch.ones(sum(weight.numel() for weight in weights))  # as in buckets: parts of one tensor
+    parts = flat.split([weight.numel() for weight in weights])
+    main_grads = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+    xs = [(whole * number).requires_grad_(x_needs) for number in (1, 2, 3)]
+    waiting = [model(x, weights, bias, main_grads, parallel) for x in xs[:2]]
+    for y in waiting:
+        y.square().sum().backward()
+    model(xs[2], weights, bias, main_grads, parallel).square().sum().backward()
+    return [flat, *(leaf.grad for leaf in (*xs, *weights, bias) if leaf.grad is not None)]
+
+
+def _close(ours: Tensor, expected: Tensor) -> bool:
+    return float((ours - expected).norm()) <= 1e-6 * float(expected.norm())
+
+
+def main_grads_of_heads_differ_by(sequence_parallel: bool) -> list[float]:
+    """How far main_grad and dhidden are from eager ones after two backwards, of fp32 and bfloat16."""
+    _, weight, _, target = vocab_behaviour.operands()
+    group = dist.group.WORLD
+    hidden = torch.randn(8 // (group.size() if sequence_parallel else 1), 3, vocab_behaviour.FEATURES)
+    worst = []
+
+    def loss(hidden: Tensor, weight: Tensor, main_grad: Tensor, reduction: str) -> Tensor:
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            group,
+            reduction=reduction,
+            sequence_parallel=sequence_parallel,
+            main_grad=main_grad,
+        ).sum()
+
+    for dtype, reduction in itertools.product((torch.float32, torch.bfloat16), ("mean", "none")):
+        torch._dynamo.reset()
+        found = []
+        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            leaves = [leaf(t.to(dtype)) for t in (hidden, weight)]
+            main_grad = torch.ones_like(weight)
+            for y in [function(*leaves, main_grad, reduction) for _ in range(2)]:
+                y.backward()
+            assert leaves[1].grad is None
+            found.append([main_grad, leaves[0].grad])
+        worst += [float((ours - eager).norm() / eager.norm()) for eager, ours in zip(*found, strict=True)]
+    return worst

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from tests.ops import parallel_citizens as citizens
+from tests.ops import parallel_compile
 
 
 @pytest.mark.parametrize(
@@ -13,6 +16,7 @@ from tests.ops import parallel_citizens as citizens
     [
         ("ranks1", ["columns", "whole column", "whole row"]),
         ("ranks2", ["column", "column backward", "row", "row backward"]),
+        ("ranks2", ["wide column backward", "wide row backward"]),
     ],
 )
 def test_registered_operators_pass_opcheck(request, world, names):
@@ -26,11 +30,20 @@ def test_parallel_mlp_compiles_to_its_two_operators(ranks2, gated):
     assert max(ranks2.run(citizens.compiled_mlp_differs_by, gated, timeout=120)) < 2e-6
 
 
-def test_main_grads_are_refused_under_compile(ranks2):
-    for messages in ranks2.run(citizens.main_grads_under_compile, timeout=120):
-        assert len(messages) == 3
-        for message in messages:
-            assert "under torch.compile" in message
+@pytest.mark.parametrize("world", ["ranks1", "ranks2"])
+def test_main_grads_take_under_compile_what_they_take_eagerly(request, world):
+    models = [parallel_compile.two_operators, parallel_compile.one_operator]
+    for wrong in request.getfixturevalue(world).run(
+        parallel_compile.main_grads_under_compile, "aot_eager", models, [False, True], timeout=300
+    ):
+        assert wrong == []
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_main_grads_take_from_inductor_what_they_take_eagerly(ranks1):
+    models = [parallel_compile.one_operator]
+    (wrong,) = ranks1.run(parallel_compile.main_grads_under_compile, "inductor", models, [False], timeout=300)
+    assert wrong == []
 
 
 def test_main_grads_may_have_16_bits(ranks2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops import parallel_compile
 from tests.ops import vocab_behaviour as behaviour
 from tests.ranks import RankFailure, RankPool
 
@@ -54,6 +55,15 @@ def test_compiled_gives_the_same_numbers(ranks2, sequence_parallel):
 
 def test_compiled_head_takes_frozen_operands(ranks2):
     assert ranks2.run(behaviour.compiled_with_frozen_operands, timeout=180) == [[True] * 6] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_compiled_head_adds_to_main_grad_what_the_eager_one_does(ranks2, sequence_parallel):
+    for differences in ranks2.run(
+        parallel_compile.main_grads_of_heads_differ_by, sequence_parallel, timeout=180
+    ):
+        assert len(differences) == 8
+        assert max(differences) < 1e-6
 
 
 def test_meta_tensors_give_shapes(ranks1):

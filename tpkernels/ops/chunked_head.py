@@ -180,14 +180,17 @@ def token_gradients(
     total: Tensor,
     needs_dhidden: bool,
     needs_dweight: bool,
+    *,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
+    """dtype: of dweight"""
     hidden = whole_hidden(call, hidden)
     gradients = HeadGradients(hidden, weight, needs_dhidden, needs_dweight)
     gradients_by_chunk(call, hidden, weight, target, maximum, total, dloss, gradients)
     dhidden, dweight = gradients.dhidden, gradients.dweight
     return (
         None if dhidden is None else summed_over_ranks(call, dhidden, None),
-        None if dweight is None else delivered(call, dweight, weight.dtype),
+        None if dweight is None else delivered(call, dweight, dtype),
     )
 
 

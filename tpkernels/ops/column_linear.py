@@ -38,9 +38,9 @@ from tpkernels.ops.column_steps import (
     save_for_column,
 )
 from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
-from tpkernels.ops.main_grad import check_main_grad, require_no_main_grad
+from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.parallel import checked_group
-from tpkernels.ops.registered_column import registered_column_linear
+from tpkernels.ops.registered_column import AccumulatingColumnLinear, registered_column_linear
 
 Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | Sequence[Tensor | None] | None
@@ -99,11 +99,12 @@ def column_linear(
     )
     tokens = tokens_of(x)
     if torch.compiler.is_compiling():
-        for into in main_grads:
-            require_no_main_grad(op, into)
-        given = [bias for bias in biases if bias is not None]
-        has_bias = [bias is not None for bias in biases]
-        ys = registered_column_linear(tokens, weights, given, has_bias, *call.as_options())[:count]
+        if all(into is None for into in main_grads):
+            given = [bias for bias in biases if bias is not None]
+            has_bias = [bias is not None for bias in biases]
+            ys = registered_column_linear(tokens, weights, given, has_bias, *call.as_options())[:count]
+        else:
+            ys = AccumulatingColumnLinear.apply(call, main_grads, tokens, *weights, *biases)  # type: ignore[no-untyped-call]
     else:
         ys = _ColumnLinear.apply(call, main_grads, tokens, *weights, *biases)  # type: ignore[no-untyped-call]
     leading = list(x.shape[:-1])

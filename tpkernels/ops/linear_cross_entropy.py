@@ -41,9 +41,14 @@ from tpkernels.ops.chunked_head import (
 )
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
-from tpkernels.ops.main_grad import check_main_grad, require_no_main_grad
+from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.parallel import checked_group
-from tpkernels.ops.registered_head import registered_reduced_loss, registered_token_losses
+from tpkernels.ops.registered_head import (
+    accumulating_reduced_loss,
+    accumulating_token_losses,
+    registered_reduced_loss,
+    registered_token_losses,
+)
 from tpkernels.ops.vocab_cross_entropy import loss_call
 from tpkernels.ops.vocabulary import require_ids, vocab_shard
 
@@ -83,8 +88,6 @@ def linear_cross_entropy(
         hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
     check_main_grad(OP, main_grad, weight_shard)
-    if torch.compiler.is_compiling():
-        require_no_main_grad(OP, main_grad)
     shard = vocab_shard(OP, group, weight_shard.shape[0], vocab_size)
     rows = list(hidden.shape[:-1])
     if sequence_parallel:
@@ -102,16 +105,20 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1))
     y: Tensor
     if reduction == "none":
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
+        elif main_grad is None:
             y = registered_token_losses(*arguments, *call.as_options())[0]
         else:
-            y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
+            y = accumulating_token_losses(*arguments, *call.as_options(), main_grad)
         return y.view(target.shape)
     needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        y = _ReducedLoss.apply(call, reduction, needs, *arguments)  # type: ignore[no-untyped-call]
+    elif main_grad is None:
         y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]
     else:
-        y = _ReducedLoss.apply(call, reduction, needs, *arguments)  # type: ignore[no-untyped-call]
+        y = accumulating_reduced_loss(*arguments, reduction, needs, *call.as_options(), main_grad)
     return y
 
 
@@ -155,4 +162,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, maximum, total = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:3]
-        return None, *token_gradients(ctx.call, dloss, hidden, weight, target, maximum, total, *needs), None
+        gradients = token_gradients(
+            ctx.call, dloss, hidden, weight, target, maximum, total, *needs, dtype=weight.dtype
+        )
+        return None, *gradients, None

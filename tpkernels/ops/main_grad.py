@@ -2,11 +2,13 @@
 
 Megatron's protocol asks for more where a weight has `grad_added_to_main_grad`: that is set to True, and
 autograd gets a gradient for form's sake, so that hooks run. It holds zeros if the weight has
-`zero_out_wgrad`, else whatever lay in memory; whoever gave the weight that attribute drops it.
+`zero_out_wgrad`, else whatever lay in memory; whoever gave the weight that attribute drops it. Under
+torch.compile it always holds zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,10 +56,61 @@ class _SayItWasAdded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Tensor:
-        assert gradient is None, "it was added to main_grad"
+        if gradient is not None:  # a tracer's stand-in
+            assert torch.compiler.is_compiling(), "it was added to main_grad"
+            zeros: Tensor = _registered_say_it_was_added(ctx.weight)
+            return zeros
         ctx.weight.grad_added_to_main_grad = True
-        zeros = getattr(ctx.weight, "zero_out_wgrad", False)
-        return torch.zeros_like(ctx.weight) if zeros else torch.empty_like(ctx.weight)
+        zeroed = getattr(ctx.weight, "zero_out_wgrad", False)
+        return torch.zeros_like(ctx.weight) if zeroed else torch.empty_like(ctx.weight)
+
+
+@torch.library.custom_op("tpkernels::say_it_was_added", mutates_args=())
+def _registered_say_it_was_added(weight: Tensor) -> Tensor:
+    """Runs in the compiled backward, which hands over the parameter itself."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(weight)  # not garbage: whoever replays a CUDA graph misses the line above
+
+
+@_registered_say_it_was_added.register_fake
+def _(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def with_main_grad(operator: Any, save: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """A registered operator as torch.compile calls it where there is a main_grad, which comes last.
+
+    The weight is its second input. main_grad is kept beside what is saved for backward, for another backward
+    may add to it meanwhile. No operator of ours changes it: to one that changes two parts of a bucket,
+    Inductor hands a copy, which it takes from the wrong place.
+
+    save, backward: as `register_autograd` takes them; if ctx.wide, backward gives dw as it was summed
+    """
+
+    class Accumulating(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs_and_main_grad: Any) -> Tensor:
+            *inputs, main_grad = inputs_and_main_grad
+            output = operator(*inputs)
+            save(ctx, tuple(inputs), output)
+            ctx.wide, ctx.main_grad = True, main_grad
+            result: Tensor = output if isinstance(output, Tensor) else output[0]
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+            dx, dw, *others = backward(ctx, gradient)
+            if dw is not None:
+                ctx.main_grad.add_(dw)
+            return dx, None, *others, None
+
+    return Accumulating.apply
+
+
+def sum_for(dy: Tensor, x: Tensor, *, wide: bool) -> Tensor | None:
+    """Zeros that dyᵀ x is to be added to, or None where it comes as wide as it is asked for by itself."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return dy.new_zeros(dy.shape[1], x.shape[1], dtype=dtype) if wide and x.dtype != dtype else None
 
 
 def weight_gradient(steps: Steps, dy: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
@@ -93,11 +146,3 @@ class WeightGradient:
         if self._sum is not self._main_grad:
             self._main_grad += self._sum
         return None
-
-
-def require_no_main_grad(op: str, main_grad: Tensor | None) -> None:
-    """torch.compile traces backward as a function of its inputs, which may not change one of them."""
-    if main_grad is not None:
-        raise ValueError(
-            f"{op}: expected no main_grad under torch.compile; accumulate from weight.grad, or run eagerly"
-        )

@@ -106,9 +106,11 @@ def parallel_mlp(
         require_glu(op, cast("Glu", activation))
     else:
         require_activation(op, cast("Activation", activation))
+    count = 3 if gated else 2
+    into = [None] * count if main_grads is None else list(main_grads)
+    if len(into) != count:
+        raise ValueError(f"{op}: expected {count} main_grads, one for each weight, got {len(into)}")
     if torch.compiler.is_compiling():
-        if main_grads is not None:
-            raise ValueError(f"{op}: expected no main_grads under torch.compile; accumulate from weight.grad")
         if w_gate_shard is None:
             h = column_linear(
                 x,
@@ -118,14 +120,28 @@ def parallel_mlp(
                 activation=cast("Activation", activation),
                 sequence_parallel=sequence_parallel,
                 overlap=overlap,
+                main_grad=into[0],
             )
         else:
-            ups = [w_gate_shard, w_up_shard]
-            g, u = column_linear(x, ups, None, group, sequence_parallel=sequence_parallel, overlap=overlap)
+            u, g = column_linear(
+                x,
+                [w_up_shard, w_gate_shard],
+                None,
+                group,
+                sequence_parallel=sequence_parallel,
+                overlap=overlap,
+                main_grad=into[:-1],
+            )
             h = act_ref(g, GATE_OF[cast("Glu", activation)]) * u
         # the two operators one after the other: the same numbers, but h is kept and dh is written
         return row_linear(
-            h, w_down_shard, b_down, group, sequence_parallel=sequence_parallel, overlap=overlap
+            h,
+            w_down_shard,
+            b_down,
+            group,
+            sequence_parallel=sequence_parallel,
+            overlap=overlap,
+            main_grad=into[-1],
         )
     group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=w_down_shard.shape[0])
     w_up, b_up, w_down, w_gate = w_up_shard, b_up_shard, w_down_shard, w_gate_shard
@@ -144,9 +160,6 @@ def parallel_mlp(
             )
     check_linear(op, x, w_up.shape[0], w_down, b_down, ("w_down_shard", "b_down"))
     weights = [w_up, w_down] if w_gate is None else [w_up, w_gate, w_down]
-    into = [None] * len(weights) if main_grads is None else list(main_grads)
-    if len(into) != len(weights):
-        raise ValueError(f"{op}: expected {len(weights)} main_grads, one for each weight, got {len(into)}")
     for main_grad, weight in zip(into, weights, strict=True):
         check_main_grad(op, main_grad, weight)
     if sequence_parallel and x.ndim < 2:

@@ -29,7 +29,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.ops.inputs import autocast, casting, check_linear, features_of, tokens_of
-from tpkernels.ops.main_grad import WeightGradient, check_main_grad, require_no_main_grad, weight_gradient
+from tpkernels.ops.main_grad import (
+    WeightGradient,
+    check_main_grad,
+    sum_for,
+    weight_gradient,
+    with_main_grad,
+)
 from tpkernels.ops.parallel import (
     arrivals,
     checked_group,
@@ -93,8 +99,12 @@ def row_linear(
     x = tokens_of(x_shard)
     y: Tensor
     if torch.compiler.is_compiling():
-        require_no_main_grad(op, main_grad)
-        y = registered_row_linear(x, weight_shard, bias, str(group.group_name), sequence_parallel, overlap)
+        inputs = x, weight_shard, bias, str(group.group_name), sequence_parallel, overlap
+        y = (
+            registered_row_linear(*inputs)
+            if main_grad is None
+            else accumulating_row_linear(*inputs, main_grad)
+        )
     else:
         y = _RowLinear.apply(call, x, weight_shard, bias)  # type: ignore[no-untyped-call]
     return y if x_shard.ndim == 2 else y.view(*leading, y.shape[1])
@@ -209,13 +219,16 @@ def registered_row_linear_backward(
     x: Tensor | None,
     weight: Tensor | None,
     needs: Sequence[bool],
+    wide: bool,
     group_name: str,
     sequence_parallel: bool,
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = RowCall(group_named(group_name), sequence_parallel, overlap)
+    """wide: dw as it was summed, in fp32 or wider"""
+    into = None if x is None else sum_for(dy, x, wide=wide)
+    call = RowCall(group_named(group_name), sequence_parallel, overlap, into)
     dx, dw, db = _gradients(call, tuple(needs), dy, x, weight)
-    return or_empty(dx, dy), or_empty(dw, dy), or_empty(db, dy)
+    return or_empty(dx, dy), or_empty(dw if into is None else into, dy), or_empty(db, dy)
 
 
 @registered_row_linear_backward.register_fake
@@ -224,24 +237,27 @@ def _(
     x: Tensor | None,
     weight: Tensor | None,
     needs: Sequence[bool],
+    wide: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ranks = _ranks_that_split(*options)
+    dtype = dtype_of_sums(dy) if wide and x is not None else dy.dtype
     return (
         dy.new_empty(0 if weight is None else (dy.shape[0] * ranks, weight.shape[1])),
-        dy.new_empty(0 if x is None else (dy.shape[1], x.shape[1])),
+        dy.new_empty(0 if x is None else (dy.shape[1], x.shape[1]), dtype=dtype),
         dy.new_empty(dy.shape[1], dtype=dtype_of_sums(dy)) if needs[2] else dy.new_empty(0),
     )
 
 
 def _registered_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.options = inputs
+    ctx.wide = False
     _save(ctx, ctx.needs_input_grad, x, weight, bias)
 
 
 def _registered_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    dx, dw, db = registered_row_linear_backward(dy, *ctx.saved_tensors, needs, *ctx.options)
+    dx, dw, db = registered_row_linear_backward(dy, *ctx.saved_tensors, needs, ctx.wide, *ctx.options)
     return (
         dx if needs[0] else None,
         dw if needs[1] else None,
@@ -253,3 +269,4 @@ def _registered_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 registered_row_linear.register_autograd(_registered_backward, setup_context=_registered_save)
+accumulating_row_linear = with_main_grad(registered_row_linear, _registered_save, _registered_backward)
