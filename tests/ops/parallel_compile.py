@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ops import vocab_behaviour
 from tests.ops.parallel_behaviour import operands_of
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
-from tpkernels.ops import linear_cross_entropy
+from tpkernels.ops import linear_cross_entropy, mappings, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.column_linear import column_linear
 from tpkernels.ops.parallel_mlp import parallel_mlp
 from tpkernels.ops.row_linear import row_linear
@@ -48,6 +48,31 @@ def _same(eager, compiled, setting: Setting, rows: int) -> bool:  # type: ignore
         grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
         results.append([y.detach(), *grads])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def groups_in_graphs() -> dict[str, str]:
+    """What each operator is told of its group in a traced graph, of which Inductor's cache makes its keys."""
+    group = dist.group.WORLD
+    told = {}
+
+    def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        for node in graph.graph.nodes:
+            if str(node.target).startswith("tpkernels."):
+                names = [argument for argument in node.args if str(argument).startswith(group.group_name)]
+                told[str(node.target).split(".")[1]] = str(names[0])
+        return graph.forward
+
+    def over_the_group(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+        h = column_linear(vocab_embedding(ids, w, group), w, None, group)
+        loss = vocab_cross_entropy(h, ids, group=group).sum() + linear_cross_entropy(x, w, ids, group=group)
+        gathered = mappings.gather_from_region(row_linear(x, w, None, group), group)
+        return loss + gathered.sum()
+
+    torch._dynamo.reset()
+    torch.compile(over_the_group, fullgraph=True, backend=note)(
+        torch.randn(6, 8), torch.randn(10, 8), torch.arange(6)
+    )
+    return told
 
 
 Model = Callable[[Tensor, list[Tensor], Tensor, list[Tensor], bool], Tensor]

@@ -39,6 +39,12 @@ def test_main_grads_take_under_compile_what_they_take_eagerly(request, world):
         assert wrong == []
 
 
+def test_a_graph_tells_groups_of_another_size_apart(ranks2):
+    for told in ranks2.run(parallel_compile.groups_in_graphs):
+        assert len(told) == 6
+        assert {name.partition(" ")[2] for name in told.values()} == {"of 2 ranks"}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_main_grads_take_from_inductor_what_they_take_eagerly(ranks1):
     models = [parallel_compile.one_operator]

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.kernels.activations import Activation, act_grad_ref
 from tpkernels.ops.main_grad import weight_gradient
-from tpkernels.ops.parallel import Done, arrivals, group_named, multiplying, start_rows, start_sum
+from tpkernels.ops.parallel import Done, arrivals, group_named, multiplying, name_of, start_rows, start_sum
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -37,9 +37,8 @@ class ColumnCall:
 
     def as_options(self) -> tuple[str, str, bool, bool, bool, bool]:
         """As an operator takes it."""
-        name = str(self.group.group_name)
         flags = self.sequence_parallel, self.overlap, self.keep_z, self.keep_gathered
-        return name, self.activation, *flags
+        return name_of(self.group), self.activation, *flags
 
     @staticmethod
     def of_options(

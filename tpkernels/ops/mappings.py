@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.exchange import AllReducing, Gathering, Reducing
-from tpkernels.ops.parallel import checked_group, group_named
+from tpkernels.ops.parallel import checked_group, group_named, name_of
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
@@ -99,7 +99,7 @@ def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     if move == "keep":
         return x.view_as(x)
     if torch.compiler.is_compiling():
-        moved: Tensor = registered_move(op, x, str(group.group_name), move)
+        moved: Tensor = registered_move(op, x, name_of(group), move)
         return moved
     return _MOVES[move](op, x, group)
 

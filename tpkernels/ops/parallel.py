@@ -35,9 +35,16 @@ def checked_group(
     return group
 
 
+def name_of(group: ProcessGroup) -> str:
+    """For an operator under torch.compile. It tells the size, too: compiled code is kept on disk, and that of
+    a group with as many ranks fewer would be taken for a group of the same name.
+    """
+    return f"{group.group_name} of {group.size()} ranks"
+
+
 def group_named(name: str) -> ProcessGroup:
-    """The group that an operator under torch.compile was given by name."""
-    return c10d._resolve_process_group(GroupName(name))
+    """The group that an operator under torch.compile was given by `name_of`, or by its name alone."""
+    return c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name))
 
 
 def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:

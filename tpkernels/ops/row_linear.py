@@ -41,6 +41,7 @@ from tpkernels.ops.parallel import (
     checked_group,
     group_named,
     multiplying,
+    name_of,
     require_divisible,
     start_rows,
     start_sum,
@@ -99,7 +100,7 @@ def row_linear(
     x = tokens_of(x_shard)
     y: Tensor
     if torch.compiler.is_compiling():
-        inputs = x, weight_shard, bias, str(group.group_name), sequence_parallel, overlap
+        inputs = x, weight_shard, bias, name_of(group), sequence_parallel, overlap
         y = (
             registered_row_linear(*inputs)
             if main_grad is None

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.small import gather_small
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import tokens_of
-from tpkernels.ops.parallel import checked_group
+from tpkernels.ops.parallel import checked_group, name_of
 from tpkernels.ops.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
 from tpkernels.tuning.vocabulary_steps import vocabulary_steps_on
 
@@ -52,7 +52,7 @@ class LossCall:
 
     def as_options(self) -> tuple[str, int, float, int]:
         """As an operator takes it."""
-        return str(self.shard.group.group_name), self.shard.size, self.label_smoothing, self.ignore_index
+        return name_of(self.shard.group), self.shard.size, self.label_smoothing, self.ignore_index
 
 
 def vocab_cross_entropy(

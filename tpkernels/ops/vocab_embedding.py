@@ -25,7 +25,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.parallel import checked_group, group_named, require_divisible, start_rows, start_sum
+from tpkernels.ops.parallel import (
+    checked_group,
+    group_named,
+    name_of,
+    require_divisible,
+    start_rows,
+    start_sum,
+)
 from tpkernels.ops.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
 from tpkernels.tuning.vocabulary_steps import vocabulary_steps_on
 
@@ -42,8 +49,7 @@ class EmbeddingCall:
 
     def as_options(self) -> tuple[str, int, bool, int | None]:
         """As an operator takes it."""
-        group_name, size = str(self.shard.group.group_name), self.shard.size
-        return group_name, size, self.sequence_parallel, self.padding_idx
+        return name_of(self.shard.group), self.shard.size, self.sequence_parallel, self.padding_idx
 
 
 def vocab_embedding(
