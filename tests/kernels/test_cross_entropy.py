@@ -141,7 +141,7 @@ def test_cross_entropy_oracles_match_autograd(device):
     dloss = torch.randn_like(exact)
     (dlogits,) = torch.autograd.grad(exact, logits, dloss)
     ours = cross_entropy_grad_ref(
-        logits, target, maximum, total, dloss, on_target=1 - smoothing, off_target=smoothing / 20
+        logits.detach(), target, maximum, total, dloss, on_target=1 - smoothing, off_target=smoothing / 20
     )
     torch.testing.assert_close(ours, dlogits)
 
@@ -163,3 +163,15 @@ def test_oracle_does_not_tell_what_an_ignored_token_has(device):
     gradient = cross_entropy_grad_ref(logits, target, maximum, total, torch.ones(3, device=device))
     assert not gradient[1:].any()
     assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_oracle_writes_over_logits(dtype):
+    logits, target, columns = operands((13, 83, 6), dtype, "cpu")
+    maximum, total = totals(softmax_statistics_ref(logits, target, columns, FIRST_ID))
+    given = target, maximum, total, torch.randn(13), columns, FIRST_ID, 0.9, 0.001
+    before, fresh = logits.clone(), cross_entropy_grad_ref(logits, *given)
+    assert torch.equal(logits, before)
+    assert not fresh[:, columns:].any()
+    assert cross_entropy_grad_ref(logits, *given, into=logits) is logits
+    assert torch.equal(logits, fresh)

@@ -190,20 +190,27 @@ def cross_entropy_grad_ref(
     first_id: int = 0,
     on_target: float = 1.0,
     off_target: float = 0.0,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """dlogits of `cross_entropy_grad`, in the dtype of logits."""
+    """dlogits of `cross_entropy_grad`, in the dtype of logits; written `into` that, which may be logits."""
     x = logits[:, :columns]
+    dlogits = logits.new_empty(logits.shape) if into is None else into
+    dlogits[:, x.shape[1] :] = 0
     if not x.shape[1]:
-        return torch.zeros_like(logits)
+        return dlogits
     column, ours = _column_of(target, x.shape[1], first_id)
     ignored = target < 0
     shift = maximum.masked_fill(ignored, 0)  # it is the lowest number, and exp takes its time to overflow
-    excess = (x - shift[:, None]).exp_().mul_((dloss / total)[:, None])
+    in_place = dlogits.dtype == shift.dtype
+    excess = torch.sub(x, shift[:, None], out=dlogits[:, :columns] if in_place else None)
+    excess.exp_().mul_((dloss / total)[:, None])
     if off_target:
         excess.sub_(off_target * dloss[:, None])
     excess.scatter_add_(1, column[:, None], (-on_target * dloss * ours)[:, None])
-    dlogits, padding = _clear_rows_(excess, ignored).to(logits.dtype), logits.shape[1] - x.shape[1]
-    return functional.pad(dlogits, (0, padding)) if padding else dlogits  # pad copies, if by nothing
+    _clear_rows_(excess, ignored)
+    if not in_place:
+        dlogits[:, :columns] = excess
+    return dlogits
 
 
 def _clear_rows_(matrix: Tensor, rows: Tensor) -> Tensor:
