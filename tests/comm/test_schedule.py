@@ -25,6 +25,7 @@ from tpkernels.comm.schedule import (
     reusable_after,
     slot_of,
     source_of,
+    swaps_whole_parts,
     tile_order,
 )
 
@@ -148,6 +149,13 @@ def test_even_parts_divide_the_rows_and_are_the_most_that_do():
         parts = even_parts(rows, wanted)
         assert rows % parts == 0
         assert not [better for better in range(parts + 1, wanted + 1) if rows % better == 0]
+
+
+def test_whole_parts_are_swapped_where_little_more_is_sent():
+    for ranks, whole_bytes in product(range(2, 9), (0, 4, 10_000, 100_000, 1_000_000, 2**30)):
+        swapped, reduced = (ranks - 1) * whole_bytes, 2 * (ranks - 1) * whole_bytes / ranks
+        assert swaps_whole_parts(whole_bytes, ranks) == (swapped - reduced <= schedule.LEAST_BYTES)
+    assert swaps_whole_parts(2**40, 2)
 
 
 def test_even_chunks_are_what_a_kernel_takes_them_for():

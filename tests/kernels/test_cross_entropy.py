@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tpkernels.kernels import reference
 from tpkernels.kernels.cross_entropy import softmax_statistics
 from tpkernels.kernels.cross_entropy_backward import cross_entropy_grad
 from tpkernels.kernels.reference import cross_entropy_grad_ref, softmax_statistics_ref
@@ -140,6 +141,37 @@ def test_cross_entropy_oracles_match_autograd(device):
     dloss = torch.randn_like(exact)
     (dlogits,) = torch.autograd.grad(exact, logits, dloss)
     ours = cross_entropy_grad_ref(
-        logits, target, maximum, total, dloss, on_target=1 - smoothing, off_target=smoothing / 20
+        logits.detach(), target, maximum, total, dloss, on_target=1 - smoothing, off_target=smoothing / 20
     )
     torch.testing.assert_close(ours, dlogits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_oracle_reads_a_few_rows_after_the_other(dtype, monkeypatch):
+    logits, target, columns = operands((13, 83, 6), dtype, "cpu")
+    whole = softmax_statistics_ref(logits, target, columns, FIRST_ID)
+    assert whole.dtype == torch.float32
+    for cached in (1, 3 * columns, 12 * columns):
+        monkeypatch.setattr(reference, "CACHED", cached)
+        assert torch.equal(softmax_statistics_ref(logits, target, columns, FIRST_ID), whole)
+
+
+def test_oracle_does_not_tell_what_an_ignored_token_has(device):
+    logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]], device=device)
+    target = torch.tensor([0, -1, -1], device=device)
+    maximum, total, *_ = softmax_statistics_ref(logits, target)
+    gradient = cross_entropy_grad_ref(logits, target, maximum, total, torch.ones(3, device=device))
+    assert not gradient[1:].any()
+    assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_oracle_writes_over_logits(dtype):
+    logits, target, columns = operands((13, 83, 6), dtype, "cpu")
+    maximum, total = totals(softmax_statistics_ref(logits, target, columns, FIRST_ID))
+    given = target, maximum, total, torch.randn(13), columns, FIRST_ID, 0.9, 0.001
+    before, fresh = logits.clone(), cross_entropy_grad_ref(logits, *given)
+    assert torch.equal(logits, before)
+    assert not fresh[:, columns:].any()
+    assert cross_entropy_grad_ref(logits, *given, into=logits) is logits
+    assert torch.equal(logits, fresh)

@@ -83,3 +83,14 @@ def test_embedding_oracles_match_autograd(device):
     (exact,) = torch.autograd.grad(y, weight, dy)
     torch.testing.assert_close(embedding_ref(ids, weight), y)
     torch.testing.assert_close(embedding_bwd_ref(dy, ids, 11), exact)
+
+
+def test_oracle_gives_zeros_for_rows_of_others_whatever_ours_hold(device):
+    weight = torch.full((3, 2), float("nan"), device=device)
+    weight[1] = 7
+    ids = torch.tensor([4, 6, 9, 0], device=device)  # ours are 5, 6, 7
+    assert torch.equal(
+        embedding_ref(ids, weight, 5), torch.tensor([[0.0], [7], [0], [0]], device=device).expand(4, 2)
+    )
+    gradient = embedding_bwd_ref(torch.ones(4, 2, device=device), ids, 3, 5)
+    assert torch.equal(gradient, torch.tensor([[0.0], [1], [0]], device=device).expand(3, 2))

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tpkernels.comm import transfers
+from tpkernels.comm.exchange import AllReducing, Swapping
 from tpkernels.comm.host import HostExchange
+from tpkernels.comm.schedule import bounds
 from tpkernels.ops import column_linear, parallel, row_linear
 from tpkernels.ops.parallel_mlp import parallel_mlp
 
@@ -223,3 +226,24 @@ def doubled_bias() -> float:
         return parallel_cases.row(Setting())["y"]
     finally:
         parallel_cases.row_linear = original
+
+
+def wrong_all_reduces(dtypes: list[torch.dtype]) -> list[str]:
+    """Both ways, of rows that ranks and chunks divide or not: the sum in the order of ranks, to the bit."""
+    prepare(Setting())
+    group, wrong = dist.group.WORLD, []
+    for (rows, cols), chunks, dtype in product([(16, 6), (7, 3), (1, 5), (0, 4)], [1, 3], dtypes):
+        torch.manual_seed(0)
+        parts = [torch.randn(rows, cols).to(dtype) for _ in range(group.size())]
+        bias = torch.randn(cols).to(dtype)
+        total = sum(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
+        exact, own = (total + bias).to(dtype), parts[group.rank()]
+        chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
+        ways = {
+            "swap": Swapping("sum", own.__getitem__, chunk_rows, group, bias),
+            "reduce and gather": AllReducing("sum", own.__getitem__, chunk_rows, cols, own, group, bias),
+        }
+        for name, way in ways.items():
+            if not torch.equal(way.wait(), exact):
+                wrong.append(f"{name} of ({rows}, {cols}) {dtype} in {chunks} chunks")
+    return wrong

@@ -11,6 +11,7 @@ from tests.ops.cases import gradients
 from tests.ops.test_values import error
 from tpkernels import ops
 from tpkernels.ops import registered
+from tpkernels.tuning import steps, torch_steps
 
 K = 40
 OPS = {
@@ -51,6 +52,24 @@ def test_norm_and_gradients_match_float64(name, dtype, wide, backend, device):
         for ours, truth, like in zip(gradients(op, given, dy), exact, [given[0], *given], strict=True):
             assert ours.dtype == like.dtype
             assert error(ours, truth) < BOUND[ours.dtype if wide and like is not given[0] else dtype]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_torch_sums_over_many_tokens_as_well_as_over_few(name, monkeypatch):
+    """Summed one after the other, they would be off by 1.5e-6."""
+    monkeypatch.setattr(steps, "backend", "torch")
+    op, plain, _ = OPS[name]
+    given = operands(name, (8192,), torch.float32, "cpu")
+    dy = torch.randn(8192, K)
+    exact = gradients(plain, [t.double() for t in given], dy.double())
+    for ours, truth in zip(gradients(op, given, dy), exact, strict=True):
+        assert error(ours, truth) < 3e-7
+
+
+def test_torch_keeps_statistics_in_fp32():
+    x, *parameters = operands("layer_norm", (5,), torch.bfloat16, "cpu")
+    _, mean, rstd = torch_steps.norm(x, *parameters, "layer_norm", 1e-5)
+    assert mean.dtype == rstd.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])

@@ -86,6 +86,12 @@ def test_delays_change_no_bit(ranks, sequence_parallel):
     assert all(ranks.run(behaviour.repeats_are_equal, sequence_parallel))
 
 
+@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"], indirect=True)
+def test_both_ways_to_all_reduce_sum_in_the_order_of_ranks(ranks):
+    for wrong in ranks.run(behaviour.wrong_all_reduces, [torch.float32, torch.bfloat16, torch.float64]):
+        assert not wrong
+
+
 def test_overlap_changes_rounding_only(ranks4):
     assert max(ranks4.run(behaviour.overlap_changes_rounding_only)) < 1e-6
 

@@ -15,14 +15,21 @@ neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tpkernels.comm.schedule import bounds, gather_swaps, parts_of_shard, reduce_swaps
+from tpkernels.comm.schedule import (
+    bounds,
+    gather_swaps,
+    parts_of_shard,
+    peers_by_step,
+    reduce_swaps,
+    swaps_whole_parts,
+)
 from tpkernels.comm.transfers import Transfers
 
 PartialOf = Callable[[slice], Tensor]
@@ -127,37 +134,86 @@ class Reducing:
         return sum_of_slots(self._slots, self._bias)
 
 
-class AllReducing:
+def all_reducing(
+    op: str,
+    partial_of: PartialOf,
+    rows: int,
+    cols: int,
+    like: Tensor,
+    group: ProcessGroup,
+    bias: Tensor | None = None,
+) -> Pending:
     """Partial sums of all ranks on their way to all of them, a chunk of rows after the other.
 
-    A chunk is reduced while the next one is computed, and gathered while the one after that is.
+    Arguments as of `Reducing`. Sizes alone choose the way, and both end with the same bits on all ranks.
     """
+    ranks, row_bytes = group.size(), cols * like.element_size()
+    chunks = parts_of_shard(-(-rows // ranks) * row_bytes)
+    chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
+    if swaps_whole_parts(rows * row_bytes, ranks):
+        return Swapping(op, partial_of, chunk_rows, group, bias)
+    return AllReducing(op, partial_of, chunk_rows, cols, like, group, bias)
+
+
+class Swapping:
+    """What each rank has of the sums goes to all others, and all take the same sums."""
 
     def __init__(
         self,
         op: str,
         partial_of: PartialOf,
-        rows: int,
+        chunk_rows: Sequence[slice],
+        group: ProcessGroup,
+        bias: Tensor | None,
+    ) -> None:
+        ranks, rank = group.size(), group.rank()
+        self._bias = bias
+        self._transfers = Transfers(op, group)
+        self._chunks: list[Tensor] = []
+        self._arriving: list[tuple[int, Work | None]] = []
+        for rows in chunk_rows:
+            partial = partial_of(rows).contiguous()
+            slots = partial.new_empty(ranks, *partial.shape)
+            for to, source in peers_by_step(ranks, rank):
+                received = self._transfers.exchange(to, partial, source, slots[source])
+                self._arriving.append((source, received))
+            slots[rank].copy_(partial)
+            self._chunks.append(slots)
+
+    def wait(self) -> Tensor:
+        """The sums of all rows, plus bias."""
+        for source, received in self._arriving:
+            self._transfers.await_rows(received, source)
+        self._arriving.clear()
+        self._transfers.await_sends()
+        sums = [sum_of_slots(slots, self._bias) for slots in self._chunks]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+class AllReducing:
+    """A chunk is reduced while the next one is computed, and gathered while the one after that is."""
+
+    def __init__(
+        self,
+        op: str,
+        partial_of: PartialOf,
+        chunk_rows: Sequence[slice],
         cols: int,
         like: Tensor,
         group: ProcessGroup,
-        bias: Tensor | None = None,
+        bias: Tensor | None,
     ) -> None:
-        """Like `Reducing`."""
         self._op, self._group = op, group
-        self._like, self._cols = like, cols
         self._gathering: list[Gathering] = []
         self._reducing: tuple[int, Reducing] | None = None
-        chunks = parts_of_shard(-(-rows // group.size()) * cols * like.element_size())
-        for chunk in range(chunks):
-            start, stop = bounds(rows, chunks, chunk)
-            partial = partial_of(slice(start, stop))
-            reducing = Reducing(op, partial.__getitem__, stop - start, cols, like, group, bias)
+        for rows in chunk_rows:
+            partial = partial_of(rows)
+            reducing = Reducing(op, partial.__getitem__, len(partial), cols, like, group, bias)
             self._gather_reduced()
-            self._reducing = stop - start, reducing
+            self._reducing = len(partial), reducing
 
     def wait(self) -> Tensor:
-        """The sums of all rows, plus bias; the same bits on all ranks."""
+        """The sums of all rows, plus bias."""
         self._gather_reduced()
         parts = [gathering.wait() for gathering in self._gathering]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

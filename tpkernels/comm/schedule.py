@@ -100,6 +100,15 @@ def parts_of_shard(shard_bytes: int) -> int:
     return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
 
 
+def swaps_whole_parts(whole_bytes: int, ranks: int) -> bool:
+    """Whether ranks sum what all of them send in one step, instead of a reduce and a gather after it.
+
+    Each sends (R - 1) times the whole then, and not 2 (R - 1) / R times: as much for two ranks. More ranks do
+    so where what is sent more is not worth a chunk. A function of sizes that all ranks share.
+    """
+    return whole_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
+
+
 def even_parts(shard_rows: int, wanted: int) -> int:
     """The most parts, up to `wanted`, that have as many rows each."""
     return next(parts for parts in range(max(1, wanted), 0, -1) if shard_rows % parts == 0)

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref, act_ref
 
+CACHED = 2**18  # numbers that a CPU's cache holds
+
 
 def linear_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
@@ -124,8 +126,10 @@ def layer_norm_bwd_ref(
 def embedding_ref(ids: Tensor, weight: Tensor, first_id: int = 0) -> Tensor:
     """rows of `embedding_fwd`."""
     row = ids - first_id
-    ours = (row >= 0) & (row < weight.shape[0])
-    return functional.embedding(torch.where(ours, row, 0), weight).masked_fill(~ours[:, None], 0)
+    if surely_within(row, weight.shape[0]):
+        return functional.embedding(row, weight)
+    near = row.clamp(0, weight.shape[0] - 1)
+    return _clear_rows_(functional.embedding(near, weight), near != row)
 
 
 def embedding_bwd_ref(
@@ -136,25 +140,44 @@ def embedding_bwd_ref(
     torch's own backward, which sums in the dtype it is given: 16-bit gradients of a frequent id would drown.
     """
     row = ids - first_id
-    row = torch.where((row >= 0) & (row < rows), row, rows)  # one row more, which its padding_idx leaves out
+    if not surely_within(row, rows):
+        row.masked_fill_((row < 0) | (row >= rows), rows)  # one row more, which its padding_idx leaves out
     summed: Tensor = torch.ops.aten.embedding_dense_backward(_at_least_fp32(dy), row, rows + 1, rows, False)
     return summed[:rows].to(dtype or dy.dtype)
+
+
+def surely_within(ids: Tensor, size: int) -> bool:
+    """Whether a look says that all are from 0 to size - 1."""
+    if not ids.is_cpu:  # a look would hold up the host
+        return False
+    if not ids.numel():
+        return True
+    lowest, highest = ids.aminmax()
+    return int(lowest) >= 0 and int(highest) < size
 
 
 def softmax_statistics_ref(
     logits: Tensor, target: Tensor, columns: int | None = None, first_id: int = 0
 ) -> Tensor:
     """(4, tokens) of `softmax_statistics`, in fp32 or wider."""
-    x = _at_least_fp32(logits[:, :columns])
-    lowest = torch.finfo(x.dtype).min
-    found = x.new_zeros(4, x.shape[0])
-    if x.shape[1]:
-        maximum = x.amax(1).clamp_min(lowest)
-        column, ours = _column_of(target, x.shape[1], first_id)
-        picked = x.gather(1, column[:, None])[:, 0].masked_fill(~ours, 0)
-        found = torch.stack([maximum, (x - maximum[:, None]).exp_().sum(1), picked, x.sum(1)])
-    nothing = torch.tensor([lowest, 0, 0, 0], dtype=x.dtype, device=x.device)[:, None]
-    return torch.where((target >= 0) & (x.shape[1] > 0), found, nothing)
+    x = logits[:, :columns]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    nothing = torch.tensor([torch.finfo(wide).min, 0, 0, 0], dtype=wide, device=x.device)[:, None]
+    if not x.shape[1]:
+        return nothing.repeat(1, x.shape[0])
+    column, ours = _column_of(target, x.shape[1], first_id)
+    picked = torch.where(ours, x.gather(1, column[:, None])[:, 0], 0).to(wide)
+    # a CPU reads rows three times, from its cache if they are few
+    rows = max(1, CACHED // x.shape[1] if x.is_cpu else x.shape[0])
+    parts = [_sums_of_rows(part, wide) for part in x.split(rows)]
+    maximum, total, summed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return torch.where(target >= 0, torch.stack([maximum, total, picked, summed]), nothing)
+
+
+def _sums_of_rows(x: Tensor, wide: torch.dtype) -> Tensor:
+    """(3, rows): the maximum, the sum of exponentials beside it, and the sum."""
+    maximum = x.amax(1).to(wide).clamp_min(torch.finfo(wide).min)
+    return torch.stack([maximum, (x - maximum[:, None]).exp_().sum(1), x.sum(1, dtype=wide)])
 
 
 def cross_entropy_grad_ref(
@@ -167,26 +190,42 @@ def cross_entropy_grad_ref(
     first_id: int = 0,
     on_target: float = 1.0,
     off_target: float = 0.0,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """dlogits of `cross_entropy_grad`, in the dtype of logits."""
-    x = _at_least_fp32(logits[:, :columns])
+    """dlogits of `cross_entropy_grad`, in the dtype of logits; written `into` that, which may be logits."""
+    x = logits[:, :columns]
+    dlogits = logits.new_empty(logits.shape) if into is None else into
+    dlogits[:, x.shape[1] :] = 0
     if not x.shape[1]:
-        return torch.zeros_like(logits)
+        return dlogits
     column, ours = _column_of(target, x.shape[1], first_id)
-    excess = (x - maximum[:, None]).exp_().mul_((dloss / total)[:, None])
+    ignored = target < 0
+    shift = maximum.masked_fill(ignored, 0)  # it is the lowest number, and exp takes its time to overflow
+    in_place = dlogits.dtype == shift.dtype
+    excess = torch.sub(x, shift[:, None], out=dlogits[:, :columns] if in_place else None)
+    excess.exp_().mul_((dloss / total)[:, None])
     if off_target:
         excess.sub_(off_target * dloss[:, None])
     excess.scatter_add_(1, column[:, None], (-on_target * dloss * ours)[:, None])
-    excess.masked_fill_((target < 0)[:, None], 0)
-    return functional.pad(excess.to(logits.dtype), (0, logits.shape[1] - x.shape[1]))
+    _clear_rows_(excess, ignored)
+    if not in_place:
+        dlogits[:, :columns] = excess
+    return dlogits
+
+
+def _clear_rows_(matrix: Tensor, rows: Tensor) -> Tensor:
+    """The matrix, with these of its rows set to zero. rows: a mask"""
+    if matrix.is_cpu:  # several times as quick as a mask that is spread over columns
+        return matrix.index_fill_(0, rows.nonzero()[:, 0], 0)
+    return matrix.masked_fill_(rows[:, None], 0)  # the host does not wait to hear which
 
 
 def _column_of(target: Tensor, columns: int, first_id: int) -> tuple[Tensor, Tensor]:
-    """Where each target lies among so many columns, and whether it does; 0 if not."""
+    """Where each target lies among so many columns, and whether it does; another if not."""
     column = target.long() - first_id
-    ours = (target >= 0) & (column >= 0) & (column < columns)
-    return torch.where(ours, column, 0), ours
+    near = column.clamp(0, columns - 1)
+    return near, near == column
 
 
 def _at_least_fp32(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+    return t if t.dtype in (torch.float32, torch.float64) else t.to(torch.float32)

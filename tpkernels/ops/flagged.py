@@ -104,7 +104,7 @@ class FlaggedSum:
 
 
 class FlaggedAllSum:
-    """Such sums, of all rows on all ranks; the counterpart of `AllReducing`."""
+    """Such sums, of all rows on all ranks; the counterpart of `all_reducing`."""
 
     def __init__(self, op: str, summing: Pending, gathers: Exchange) -> None:
         self._op, self._summing, self._gathers = op, summing, gathers

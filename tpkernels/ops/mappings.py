@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.exchange import AllReducing, Gathering, Reducing
+from tpkernels.comm.exchange import Gathering, Reducing, all_reducing
 from tpkernels.ops.parallel import checked_group, group_named, name_of
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
@@ -135,7 +135,7 @@ def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     rows = x.reshape(x.numel(), 1)  # any number of them will do
-    return AllReducing(op, rows.__getitem__, rows.shape[0], 1, rows, group).wait().view(x.shape)
+    return all_reducing(op, rows.__getitem__, rows.shape[0], 1, rows, group).wait().view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.exchange import AllReducing, Gathering, Pending, Reducing
+from tpkernels.comm.exchange import Gathering, Pending, Reducing, all_reducing
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.transports import exchange_for
 from tpkernels.ops.flagged import FlaggedAllSum, FlaggedRows, FlaggedSum
@@ -98,7 +98,7 @@ def start_sum(
     if reduces is not None:
         summing = FlaggedSum(op, partial_of, reduces, bias)
         return summing if gathers is None else FlaggedAllSum(op, summing, gathers)
-    sums = Reducing if scatter else AllReducing
+    sums = Reducing if scatter else all_reducing
     return sums(op, partial_of, rows, cols, like, group, bias)
 
 

@@ -37,7 +37,7 @@ def cross_entropy_grad(
     off_target: float,
     in_place: bool,
 ) -> Tensor:
-    dlogits = cross_entropy_grad_ref(
-        logits, target, maximum, total, dloss, columns, first_id, on_target, off_target
+    into = logits if in_place else None
+    return cross_entropy_grad_ref(
+        logits, target, maximum, total, dloss, columns, first_id, on_target, off_target, into
     )
-    return logits.copy_(dlogits) if in_place else dlogits

@@ -6,6 +6,7 @@ GPU `auto` is Triton, untimed. float64 has no kernels: there `auto` is torch.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -47,16 +48,21 @@ class VocabularySteps(Protocol):
         """(T, V): the gradient of the logits; in their memory if `in_place`."""
 
 
-def vocabulary_steps_on(tensor: Tensor) -> VocabularySteps:
-    """Who computes on tensors like this one. An explicit choice never falls back silently."""
-    if steps.backend not in steps.BACKENDS:
-        steps.steps_on(tensor.device)  # which says so
-    fits = tensor.device.type == "cuda" and tensor.dtype in DTYPES
+@cache
+def _by(backend: str, device: torch.device, dtype: torch.dtype) -> VocabularySteps:
+    if backend not in steps.BACKENDS:
+        steps.steps_on(device)  # which says so
+    fits = device.type == "cuda" and dtype in DTYPES
     # imported here: a CPU user need not have Triton
-    if steps.backend == "triton" or (steps.backend == "auto" and fits and find_spec("triton") is not None):
+    if backend == "triton" or (backend == "auto" and fits and find_spec("triton") is not None):
         from tpkernels.tuning import triton_vocabulary
 
         return triton_vocabulary
     from tpkernels.tuning import torch_vocabulary
 
     return torch_vocabulary
+
+
+def vocabulary_steps_on(tensor: Tensor) -> VocabularySteps:
+    """Who computes on tensors like this one. An explicit choice never falls back silently."""
+    return _by(steps.backend, tensor.device, tensor.dtype)
