@@ -26,6 +26,7 @@ def timeouts_of_groups() -> list[float]:
         initialize_model_parallel(2, timeout=timeout)
         backend = ps.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
         seconds.append(backend.options._timeout.total_seconds())
+        dist.barrier()  # the other may still be connecting
         destroy_model_parallel()
     return [c10d.default_timeout().total_seconds(), *seconds]
 

@@ -212,9 +212,9 @@ def test_label_is_legible_on_its_fill(plan: GroupPlan) -> None:
 
 
 def test_large_world_is_cut_short_and_says_so() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     svg = LARGE.to_svg()
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert len(svg) < 500_000
     assert "first 16 of 16,384 nodes" in svg
     panels = panels_of(LARGE)
