@@ -40,6 +40,8 @@ def test_ops_give_the_unsharded_numbers(request, world, name, transport, backend
         settings.append(Setting(save_gathered=True, bias=False, activation="relu2"))
     if way[1] == "torch":
         settings += [Setting(torch.float64, parallel, activation=last) for parallel in (False, True)]
+    if way == ("shared", "triton") and ranks.world_size == 4:
+        settings = settings[::3]  # what two ranks prove of dtypes; four spin on two cores
     by_rank = ranks.run(under, *way, run_all, name, list(zip(settings, range(99), strict=False)))
     for rank, found in enumerate(by_rank):
         for setting, results in zip(settings, found, strict=True):
@@ -55,8 +57,8 @@ def test_numbers_of_c10d_within_rounding(ranks2, sequence_parallel, way):
 
 @pytest.mark.parametrize(
     ("world", "backend", "sequence_parallel", "rounds"),
-    [("ranks2", "triton", True, 3), ("ranks2", "triton", False, 3), ("ranks4", "torch", True, 6),
-     ("ranks4", "triton", True, 3)],
+    [("ranks2", "triton", True, 3), ("ranks2", "triton", False, 3), ("ranks4", "torch", True, 3),
+     ("ranks4", "triton", True, 2)],
 )  # fmt: skip
 def test_delays_change_no_bit(request, world, sequence_parallel, backend, rounds):
     ranks = request.getfixturevalue(world)
