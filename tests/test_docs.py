@@ -46,7 +46,7 @@ COMMANDS = [
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -79,7 +79,7 @@ def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
+        said = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -17,7 +17,7 @@ from tpkernels.cli import main
 from tpkernels.cli import train as train_command
 
 
-def train(*arguments, launcher=(), environment=None, timeout=120):
+def train(*arguments, launcher=(), environment=None, timeout=300):
     command = [sys.executable, *launcher, "-m", "tpkernels", "train", "--data", str(ALICE), *TINY, *arguments]
     if launcher:
         command = [sys.executable, *launcher, "-m", "tpkernels", *command[command.index("train") :]]
@@ -146,7 +146,7 @@ def running(lines, *arguments):
     command += ["--tp", "2", "--steps", "100000", "--json", str(lines), *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180  # of a busy machine
             while not lines.is_file() or not lines.read_text():
                 assert time.monotonic() < deadline, "no step was made"
                 assert run.poll() is None, run.communicate()
@@ -161,7 +161,7 @@ def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
         ranks = children_of(run.pid)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=180)
     assert run.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL; the other ranks were ended" in errors
     assert "Traceback" not in errors
@@ -177,7 +177,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
 
 
 def await_end_of(ranks):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline, "ranks live on without their launcher"
         time.sleep(0.1)
@@ -208,7 +208,7 @@ def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path, ranks2):
     lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
     with running(lines, "--save", str(folder)) as run:
         run.terminate()
-        printed, errors = run.communicate(timeout=60)
+        printed, errors = run.communicate(timeout=180)
     assert run.returncode == 0, errors
     assert "Traceback" not in errors
     done = len(lines.read_text().splitlines())
