@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-START_SECONDS = 120.0  # two imports of torch on a loaded machine, with room
+START_SECONDS = 120.0  # an import of torch on a loaded machine, with room
 GRACE_SECONDS = 5.0  # the peer of a rank that failed tells what it saw
 _DEVICE = "tpk0"  # the name of either end, each in its own namespace
 _CLONE_NEWNET = 0x40000000
@@ -70,7 +70,8 @@ class SlowLink:
     def __enter__(self) -> SlowLink:
         if reason := why_not():
             raise RuntimeError(reason)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # one import of torch, for all links
+        context.set_forkserver_preload(["torch._dynamo"])
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._folder = tempfile.TemporaryDirectory()
         try:

@@ -43,7 +43,7 @@ def ranks4() -> Iterator[RankPool]:
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
-    from tests.ranks import RankPool
+    from tests.ranks import SPAWNED, RankPool
 
-    with RankPool(world_size) as pool:
+    with RankPool(world_size, SPAWNED) as pool:
         yield pool

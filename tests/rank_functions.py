@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -98,7 +99,8 @@ def reduce_alone() -> None:
 
 def alarm_the_parent_and_hang() -> None:
     if dist.get_rank() == 0:
-        os.kill(os.getppid(), signal.SIGALRM)
+        parent = multiprocessing.parent_process()  # os.getppid() may have forked us
+        os.kill(parent.pid, signal.SIGALRM)
     time.sleep(FOREVER)
 
 

@@ -8,9 +8,9 @@
     def test_sum_of_ranks(ranks4: RankPool) -> None:
         assert ranks4.run(sum_of_ranks) == [6.0] * 4
 
-A process takes a second or more to start, since it imports torch: it is kept. A process group takes
-milliseconds: each call gets its own, so a test that leaves a collective half done cannot hurt the next one.
-Ranks that die or hang are reported, killed, and replaced by the next call.
+A process takes seconds to start, since it imports torch: it is kept, or forked from one that has done so.
+A process group takes milliseconds: each call gets its own, so a collective left half done cannot hurt the
+next test. Ranks that die or hang are reported, killed, and replaced by the next call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -45,8 +45,11 @@ T = TypeVar("T")
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
 COLLECTIVE_SECONDS = 30.0  # below the default time-out of a call: a lone collective fails with a traceback
 JOIN_SECONDS = LEAVE_SECONDS = COLLECTIVE_SECONDS + 5.0  # may wait for a collective, or a store, to time out
-GRACE_SECONDS = 10.0  # gloo tells the peers of a failed rank within a second; who waits for flags, later
+GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, flags within a time-out
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
+
+FORKED, SPAWNED = "forkserver", "spawn"
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint"])
 
 
 class RankFailure(RuntimeError):
@@ -60,12 +63,14 @@ class RankFailure(RuntimeError):
 class RankPool:
     """`world_size` ranks, started by the first call."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, start: str = FORKED) -> None:
+        """start: ranks that are SPAWNED order sets each in its own way, as those of users do"""
         self.world_size = world_size
+        self._start = SPAWNED if torch.cuda.is_available() else start  # a GPU may not outlive a fork
         self._processes: _Processes | None = None
         atexit.register(self.close)
 
-    def run(self, function: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+    def run(self, function: Callable[..., T], *args: Any, timeout: float = 180.0) -> list[T]:
         """Call `function(*args)` on every rank; the results in rank order.
 
         function: importable by name; asks torch.distributed for its rank
@@ -75,7 +80,7 @@ class RankPool:
         return self.run_each(function, [args] * self.world_size, timeout=timeout)
 
     def run_each(
-        self, function: Callable[..., T], args_of_rank: Sequence[Sequence[Any]], *, timeout: float = 60.0
+        self, function: Callable[..., T], args_of_rank: Sequence[Sequence[Any]], *, timeout: float = 180.0
     ) -> list[T]:
         """Call `function(*args_of_rank[rank])` on every rank; the results in rank order."""
         __tracebackhide__ = True
@@ -83,7 +88,7 @@ class RankPool:
             raise ValueError(f"expected arguments for {self.world_size} ranks, got {len(args_of_rank)}")
         calls = [_pickled_call(function, args) for args in args_of_rank]
         if self._processes is None:
-            self._processes = _Processes(self.world_size)
+            self._processes = _Processes(self.world_size, self._start)
         try:
             results = self._processes.call(calls, timeout, _name(function))
         finally:  # also after Ctrl-C: nobody knows what the ranks are doing then
@@ -154,14 +159,13 @@ _Answer = _Returned | _Raised | _Died
 class _Rank:
     """The parent's end of one rank."""
 
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection  # calls go out, answers come back
     stacks: TextIO  # where faulthandler of the rank writes, when the rank crashes or gets SIGUSR1
 
     def answer(self) -> _Answer:
         try:
-            answer: _Answer = self.connection.recv()
-            return answer
+            return self.connection.recv()
         except (EOFError, OSError):
             self.process.join(EXIT_SECONDS)
             return _Died(self.process.exitcode)
@@ -170,8 +174,8 @@ class _Rank:
 class _Processes:
     """One set of processes. Once it is not `idle` after a call, it is of no more use."""
 
-    def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, world_size: int, start: str) -> None:
+        context = multiprocessing.get_context(start)
         # Port 0: the system picks a free one. Hosted here: it outlives any rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -243,8 +247,8 @@ class _Processes:
         deadline = time.monotonic() + seconds
         answers: list[_Answer | None] = [None] * len(self._ranks)
         while silent := {number: rank for number, rank in enumerate(self._ranks) if answers[number] is None}:
-            connections = [rank.connection for rank in silent.values()]
-            speaking = wait(connections, max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            speaking = wait([rank.connection for rank in silent.values()], left)
             if not speaking:
                 break
             for number, rank in silent.items():
@@ -322,8 +326,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Returned | _Raised:
     try:
         return _Returned(pickle.dumps(function(*args)))
     except BaseException as error:  # SystemExit too: a rank answers every call
-        exception = None
-        at = time.monotonic()
+        at, exception = time.monotonic(), None
         with suppress(Exception):
             exception = pickle.dumps(error)
         summary = "".join(traceback.format_exception_only(error)).strip()
@@ -393,6 +396,5 @@ def _end(exitcode: int | None) -> str:
 def _exception(answer: _Answer | None) -> BaseException | None:
     if isinstance(answer, _Raised) and answer.exception is not None:
         with suppress(Exception):  # many exceptions with arguments of their own can be pickled only one way
-            exception: BaseException = pickle.loads(answer.exception)
-            return exception
+            return pickle.loads(answer.exception)
     return None

@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from torch.distributed import TCPStore
@@ -46,7 +48,7 @@ COMMANDS = [
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -79,7 +81,7 @@ def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
+        said = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -165,16 +167,22 @@ SAID_BY = {  # what an example prints last or most
 }
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_example_runs(example, tmp_path):
+@cache
+def run_example(name: str) -> subprocess.CompletedProcess[str]:
     """On two ranks, if it forms a process group."""
-    ran = run_block(Block(example.name, 0, "python", example.read_text()), tmp_path)
+    with TemporaryDirectory() as folder:
+        text = (ROOT / "examples" / name).read_text()
+        return run_block(Block(name, 0, "python", text), Path(folder))
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_runs(example):
+    ran = run_example(example.name)
     assert ran.returncode == 0, ran.stderr
     assert SAID_BY[example.name] in ran.stdout
 
 
-def test_shards_are_the_lessons(tmp_path):
+def test_shards_are_the_lessons():
     """Sixteen pieces of [1024, 32], then sixteen of [64, 512]."""
-    said = run([sys.executable, str(ROOT / "examples" / "shards.py")], tmp_path).stdout
-    shapes = re.findall(r"A(\d+) (\(.*?\))", said)
+    shapes = re.findall(r"A(\d+) (\(.*?\))", run_example("shards.py").stdout)
     assert shapes == [(str(i % 16), "(1024, 32)" if i < 16 else "(64, 512)") for i in range(32)]

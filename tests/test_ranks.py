@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import ranks
 from tests.rank_functions import (
     add,
     alarm_the_parent_and_hang,
@@ -41,7 +42,7 @@ from tests.rank_functions import (
     sum_in_a_new_group,
     sum_over_ranks,
 )
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import SPAWNED, RankFailure, RankPool
 
 ROOT = Path(__file__).parents[1]
 FOREVER = 600.0  # far beyond every time-out here
@@ -49,7 +50,7 @@ FOREVER = 600.0  # far beyond every time-out here
 
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[RankPool]:
-    """A pool whose ranks may be killed: the session's pools are spared the restart."""
+    """A pool whose ranks may be killed."""
     with RankPool(2) as pool:
         yield pool
 
@@ -102,7 +103,7 @@ def test_output_belongs_to_the_test(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # would flush on its own
-    with RankPool(1) as pool:  # a new rank, because it inherits the output of now
+    with RankPool(1, SPAWNED) as pool:  # a new rank, because it inherits the output of now
         pool.run(shout)
         output = capfd.readouterr().out  # before the rank ends
     assert "rank 0 was here\n" in output
@@ -178,7 +179,10 @@ def test_raise_while_the_other_waits_ends_soon(ranks2: RankPool) -> None:
     assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
 
 
-def test_raise_while_the_other_hangs_is_told_after_a_grace(fragile: RankPool) -> None:
+def test_raise_while_the_other_hangs_is_told_after_a_grace(
+    fragile: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
         fragile.run(raise_while_the_other_sleeps)
     message = str(caught.value)

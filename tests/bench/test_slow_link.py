@@ -93,14 +93,21 @@ def test_ranks_are_apart_from_us_and_from_each_other(link: SlowLink) -> None:
 
 @needs_link
 @pytest.mark.parametrize(
-    ("function", "story"),
-    [(fail_on_rank_1, "rank 1: .*no luck"), (die_on_rank_1, "rank 1: died"), (sleep_long, "no answer in")],
+    ("function", "story", "timeout"),
+    [
+        (fail_on_rank_1, "rank 1: .*no luck", 60),
+        (die_on_rank_1, "rank 1: died", 60),
+        (sleep_long, "no answer in", 1),
+    ],
 )
-def test_nothing_is_left_after_a_failure(function: object, story: str) -> None:
+def test_nothing_is_left_after_a_failure(
+    function: object, story: str, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_link, "GRACE_SECONDS", 0.5)
     with SlowLink(1e9) as link:
         ranks = link.run(pid_and_namespace)
         with pytest.raises(RuntimeError, match=f"(?s){story}"):
-            link.run(function, timeout=4)  # type: ignore[arg-type]
+            link.run(function, timeout=timeout)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="closed"):
             link.run(pid_and_namespace)
     assert_gone(ranks)

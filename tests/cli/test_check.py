@@ -72,7 +72,7 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(copy):
 
     plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
     plant(copy, *WRONG["unmasked_edge_of_a_load"][:3])
-    ran = check(copy, *arguments)
+    ran = check(copy, "--arch", "sm_80", "--only", name)
     assert ran.returncode == 1
     assert f"entry {name}/64x64x16/gelu_tanh+db on sm_80: 32-bit product in an address" in ran.stdout
     assert f"numerics of {name}: dx holds NaN" in ran.stdout

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from tests.cli.test_train import train
+from tests.cli.living_ranks import train_on
 from tpkernels.cli import main
 
 
-def test_speed_memory_and_trace(tmp_path):
+def test_speed_memory_and_trace(tmp_path, ranks2):
     lines, folder = tmp_path / "metrics.jsonl", tmp_path / "traces"
-    run = train(*f"--tp 2 --steps 5 --peak-tflops 2 --profile {folder} --json {lines}".split())
+    run = train_on(ranks2, *f"--tp 2 --steps 5 --peak-tflops 2 --profile {folder} --json {lines}".split())
     assert run.returncode == 0, run.stderr
     assert " on each of 2 ranks: MFU 0.0 % of 2 TFLOP/s" in run.stdout
     assert "peak resident set of the process" in run.stdout
@@ -30,10 +30,10 @@ def test_speed_memory_and_trace(tmp_path):
     assert {"rank", "weights", "gradients", "optimizer", "peak", "peak_is"} == set(reports[-1]["memory"])
 
 
-def test_profile_goes_before_the_time_line_of_a_page(tmp_path):
+def test_profile_goes_before_the_time_line_of_a_page(tmp_path, ranks1):
     """A step has one profiler; here both would be of the last one."""
     page, folder = tmp_path / "index.html", tmp_path / "traces"
-    run = train(*f"--steps 2 --profile {folder} --page {page}".split())
+    run = train_on(ranks1, *f"--steps 2 --profile {folder} --page {page}".split())
     assert run.returncode == 0, run.stderr
     assert [path.name for path in folder.iterdir()] == ["step-00000002-rank-0.json"]
     html = page.read_text(encoding="utf-8")

@@ -171,18 +171,18 @@ def die_in_a_step(engine, how):
     buckets = wrap(module, engine, timeout=QUICK)
     for step in range(3):
         buckets.zero()
+        dist.barrier()
         if step == 2 and dist.get_rank() == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(4.0)
-            return None
+            return None  # it stays away, alive: the pool lets no rank leave before the others
         loss_of(module(own_batch(step))).backward()
         started = time.monotonic()
         kind, text = error_of(buckets.finish)
         if step < 2:
             assert kind == "nothing"
             continue
-        assert time.monotonic() - started < 3.5
+        assert time.monotonic() - started < 15  # the group's own time-out is twice that
         assert kind == "RuntimeError", kind
         assert "all_reduce of bucket 0 of 4 ('3.weight' to '3.bias', " in text
         assert f"failed in process group '{dist.group.WORLD.group_name}' of 2 ranks, here on rank 0" in text

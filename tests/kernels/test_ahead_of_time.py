@@ -30,37 +30,50 @@ FAULTS = {  # name -> (entry with a fault planted, architecture)
     "sound_amd": (ENTRIES["sum_rows/pointer/bf16/512x128"], "gfx942"),
 }
 PROGRAM = """
-import json, os
+import json, sys
 from tests.kernels.test_ahead_of_time import FAULTS
 from tpkernels.kernels.ahead_of_time import CompileError, compile_entry, compile_key
-for name, (entry, architecture) in FAULTS.items():
+for name in sys.argv[1:]:
+    entry, architecture = FAULTS[name]
     try:
         told = compile_entry(entry, architecture).as_json()
     except CompileError as error:
         told = str(error)
     print(json.dumps([name, told, compile_key(entry, architecture)]))
 """
+KEYS = """
+from tests.kernels.test_ahead_of_time import FAULTS
+from tpkernels.kernels.ahead_of_time import compile_key
+print(*(compile_key(*fault) for fault in FAULTS.values()))
+"""
 
 
-def compiling(program: str, **variables: str) -> str:
-    """What a program prints where kernels are compiled, not interpreted."""
+def compiling(program: str, *arguments: str, **variables: str) -> subprocess.Popen:
+    """A program where kernels are compiled, not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment | variables,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    command = [sys.executable, "-c", program, *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment | variables, **streams)
+
+
+def printed(process: subprocess.Popen) -> str:
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    return output
 
 
 @pytest.fixture(scope="module")
-def told() -> dict:
-    """What the compiler told of each of FAULTS."""
-    return {name: what for name, what, _ in map(json.loads, compiling(PROGRAM).splitlines())}
+def told_with_keys() -> dict[str, tuple[object, str]]:
+    """What the compiler told of each of FAULTS, and its key: from two processes, on a core each."""
+    names = list(FAULTS)
+    halves = [compiling(PROGRAM, *names[half::2], PYTHONHASHSEED=str(half)) for half in range(2)]
+    lines = [json.loads(line) for half in halves for line in printed(half).splitlines()]
+    return {name: (what, key) for name, what, key in lines}
+
+
+@pytest.fixture
+def told(told_with_keys) -> dict:
+    return {name: what for name, (what, _) in told_with_keys.items()}
 
 
 def broken(told: dict, name: str) -> list[str]:
@@ -118,15 +131,10 @@ def test_failed_compilation_names_its_cause(told):
     assert "unknown activation" in told["unknown_constant"]
 
 
-def test_key_is_the_same_in_every_process_and_differs_between_entries():
-    program = (
-        "from tests.kernels.test_ahead_of_time import FAULTS\n"
-        "from tpkernels.kernels.ahead_of_time import compile_key\n"
-        "print(*(compile_key(*fault) for fault in FAULTS.values()))"
-    )
-    first, second = (compiling(program, PYTHONHASHSEED=seed).split() for seed in ("1", "2"))
-    assert first == second
-    assert len(set(first)) == len(FAULTS)
+def test_key_is_the_same_in_every_process_and_differs_between_entries(told_with_keys):
+    elsewhere = printed(compiling(KEYS, PYTHONHASHSEED="2")).split()
+    assert elsewhere == [told_with_keys[name][1] for name in FAULTS]
+    assert len(set(elsewhere)) == len(FAULTS)
 
 
 def test_compiling_is_refused_where_kernels_are_interpreted():

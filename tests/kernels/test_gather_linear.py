@@ -10,10 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.checks import DTYPES, SHAPES, TILE, assert_accurate, normal
-from tests.kernels.test_catalog import compile_for
 from tests.kernels.test_linear import operands
 from tpkernels.comm.schedule import chunks_of_tile, first_tile, tile_order
-from tpkernels.kernels.catalog import catalog
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import gather_linear_ref
@@ -39,16 +37,17 @@ def evenly(shape: tuple[int, int, int], chunks: int) -> tuple[int, int, int]:
 def test_gather_linear_matches_float64_and_the_bits_of_linear(shape, chunks, dtype, device):
     x, w, b = operands(evenly(shape, chunks), dtype, device)
     here = arrivals(device, *[EPOCH] * chunks)
+    exact_y, exact_z = gather_linear_ref(x.double(), w.double(), b.double(), "gelu")
+    torch_y, torch_z = gather_linear_ref(x, w, b, "gelu")
+    linear_y = linear_fwd(x, w, b, activation="gelu", tile=TILE).y
     for chunk in {0, chunks - 1}:
         y, z = gather_linear_fwd(
             x, w, b, arrivals=here, first_row=chunk * (x.shape[0] // chunks), activation="gelu", keep_z=True,
             tile=TILE,
         )  # fmt: skip
-        exact_y, exact_z = gather_linear_ref(x.double(), w.double(), b.double(), "gelu")
-        torch_y, torch_z = gather_linear_ref(x, w, b, "gelu")
         assert_accurate(y, exact_y, torch_y, "y")
         assert_accurate(z, exact_z, torch_z, "z")
-        assert torch.equal(y, linear_fwd(x, w, b, activation="gelu", tile=TILE).y)
+        assert torch.equal(y, linear_y)
     assert not here.status.item()
 
 
@@ -196,10 +195,9 @@ def test_gather_linear_refuses_what_cannot_work(device):
         gather_linear_fwd(x, w, b, arrivals=Arrivals(here.flags.to("meta"), here.epoch, here.status))
 
 
-def test_no_load_of_x_overtakes_the_wait():
+def test_no_load_of_x_overtakes_the_wait(compiled):
     """In PTX the look at the flag and the fence stand before the first load by TMA."""
-    name = next(e.name for e in catalog() if e.name.startswith("gather_linear/descriptor/bf16"))
-    facts = compile_for("sm_90", name)[name]
+    facts = next(facts for name, facts in compiled["sm_90"].items() if name.startswith("gather_linear"))
     assert facts["serial_wgmma"] == 0
     look, fence, load = (facts["first"][what] for what in ("acquire", "proxy_fence", "tma_load"))
     assert 0 <= look < load

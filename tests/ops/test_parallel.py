@@ -152,9 +152,9 @@ def test_other_shapes_are_an_error_on_every_rank_in_debug_mode(ranks2):
         assert "(6, 8)" in message
 
 
-def test_a_dead_rank_is_an_error_that_names_op_and_peer(ranks2):
-    with pytest.raises(RankFailure) as failure:
-        ranks2.run(behaviour.peer_dies)
+def test_a_dead_rank_is_an_error_that_names_op_and_peer():
+    with RankPool(2) as own, pytest.raises(RankFailure) as failure:
+        own.run(behaviour.peer_dies)
     survivor = str(failure.value.exceptions[0])
     assert survivor.startswith("column_linear: ")
     assert "rank 1" in survivor

@@ -43,6 +43,8 @@ def test_ops_give_the_unsharded_numbers(request, world, name, transport, backend
         settings.append(Setting(save_gathered=True, bias=False, activation="relu2"))
     if way[1] == "torch":
         settings += [Setting(torch.float64, parallel, activation=last) for parallel in (False, True)]
+    if backend == "triton" and ranks.world_size == 4:
+        settings = settings[::3]  # what two ranks prove of dtypes; four spin on two cores
     by_rank = ranks.run(under, *way, run_all, name, list(zip(settings, range(99), strict=False)))
     for rank, found in enumerate(by_rank):
         for setting, results in zip(settings, found, strict=True):
@@ -59,8 +61,8 @@ def test_numbers_of_c10d_within_rounding(ranks2, sequence_parallel, way):
 @pytest.mark.parametrize(
     ("world", "transport", "backend", "sequence_parallel", "rounds"),
     [("ranks2", "shared", "triton", True, 3), ("ranks2", "shared", "triton", False, 3),
-     ("ranks4", "shared", "torch", True, 6), ("ranks4", "shared", "triton", True, 3),
-     ("ranks4", "shared apart", "torch", True, 6), ("ranks4", "shared alone", "torch", False, 6)],
+     ("ranks4", "shared", "torch", True, 3), ("ranks4", "shared", "triton", True, 2),
+     ("ranks4", "shared apart", "torch", True, 3), ("ranks4", "shared alone", "torch", False, 3)],
 )  # fmt: skip
 def test_delays_change_no_bit(request, world, transport, backend, sequence_parallel, rounds):
     ranks = request.getfixturevalue(world)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checks import error_of
-from tests.ranks import COLLECTIVE_SECONDS, RankFailure
+from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
 from tpkernels.runtime import agreement
 from tpkernels.runtime.agreement import agree
 from tpkernels.runtime.initialize import (
@@ -20,6 +20,8 @@ from tpkernels.runtime.initialize import (
 )
 from tpkernels.runtime.state import ParallelStateError
 from tpkernels.topology.plan import plan_groups
+
+LONG = 20.0  # a time-out that nobody waits for
 
 
 def promptly(function: Callable[..., object], *args: object, **options: object) -> tuple[str, str]:
@@ -74,8 +76,8 @@ def test_ranks_must_agree_on_every_argument(ranks2, index):
 
 
 def stay_away_or_call(absent: int, seconds: float) -> tuple[str, str]:
+    dist.barrier()  # from now on the time-out tells of one rank only
     if dist.get_rank() == absent:
-        time.sleep(seconds + 1)
         return "absent", ""
     return promptly(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))
 
@@ -90,13 +92,16 @@ def test_rank_that_never_calls_is_named_within_the_timeout(ranks4, absent):
 
 
 def arrive_late(seconds: float) -> tuple[str, str]:
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(seconds + 1)
-    return error_of(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))
+        store.wait(["rank 0 gave up"])
+    error = error_of(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))
+    store.set("rank 0 gave up", "now")
+    return error
 
 
 def test_rank_that_comes_late_gets_the_error_that_the_others_got(ranks2):
-    errors = ranks2.run(arrive_late, 1.5)
+    errors = ranks2.run(arrive_late, 1.0)
     assert errors[0] == errors[1]
     assert "rank 1 did not call it" in errors[0][1]
 
@@ -107,9 +112,9 @@ def die_or_call() -> None:
     initialize_model_parallel(2, timeout=timedelta(seconds=2))
 
 
-def test_rank_that_dies_is_named_to_the_others(ranks2):
-    with pytest.raises(RankFailure, match="rank 1 did not call it") as failure:
-        ranks2.run(die_or_call, timeout=30)
+def test_rank_that_dies_is_named_to_the_others():
+    with RankPool(2) as own, pytest.raises(RankFailure, match="rank 1 did not call it") as failure:
+        own.run(die_or_call, timeout=30)
     assert isinstance(failure.value.exceptions[0], ParallelStateError)
     assert "7" in str(failure.value)  # the exit code of the dead rank
 
@@ -154,18 +159,21 @@ def test_integers_of_other_libraries_are_integers(ranks2):
 
 def come_to_a_file_store(folder: str, late: int, seconds: float) -> tuple[str, str, float]:
     rank = dist.get_rank()
-    store = dist.FileStore(f"{folder}/store", dist.get_world_size())
-    time.sleep(seconds + 2.5 if rank == late else 0)  # a FileStore counts in whole seconds
+    store, world = dist.FileStore(f"{folder}/store", 2), dist.distributed_c10d._get_default_store()
+    if rank == late:
+        world.wait(["the other gave up"])
+        seconds = LONG
     start = time.monotonic()
     error = error_of(agree, "x", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
+    world.set("the other gave up", "now")
     return (*error, time.monotonic() - start)
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_late_rank_hears_the_verdict_at_once_whatever_the_store(ranks2, tmp_path, late):
-    answers = ranks2.run(come_to_a_file_store, str(tmp_path), late, 2.0)
+    answers = ranks2.run(come_to_a_file_store, str(tmp_path), late, 1.0)
     assert answers[0][:2] == answers[1][:2]
-    assert answers[late][2] < 1, "the late rank waited, though the verdict was there"
+    assert answers[late][2] < LONG / 2, "the late rank waited, though the verdict was there"
     assert answers[late][0] == "ParallelStateError"
     assert f"rank {late} did not call it" in answers[late][1]
 

@@ -275,9 +275,9 @@ def test_describe_shortens_a_huge_world():
 
 
 def test_describing_a_huge_world_lists_only_what_is_shown():
-    start = time.process_time()  # others may have the processor, too
-    plan_groups(world_size=10_000_000, tensor=8, pipeline=4).describe()
-    assert time.process_time() - start < 2
+    start = time.process_time()  # of ours, however busy the machine is
+    plan_groups(world_size=1_000_000, tensor=8, pipeline=4).describe()
+    assert time.process_time() - start < 1  # a fifth of it; all lists would take three
 
 
 def test_counts_of_groups_are_the_lengths_of_the_lists():

@@ -1,0 +1,45 @@
+"""`python -m tpkernels train` on ranks that live already: all of a run but its launcher.
+
+A rank imports torch for seconds before it trains for milliseconds, so what has nothing to do with how ranks
+start and end is tested here, and the rest in processes of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from tests.ranks import RankPool
+from tpkernels.cli import main
+
+ALICE = Path(__file__).parents[2] / "data" / "alice.txt"
+SIZES = ["--size", "hidden_size=16", "--size", "num_layers=1"]
+TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
+
+
+def train_on(ranks: RankPool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What the ranks of a run say together; its exit code is that of one that failed, if any did."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the launcher's own
+    command = ["train", "--data", str(ALICE), *TINY, *arguments]
+    codes, printed, errors = zip(*ranks.run(_as_rank, store.port, command), strict=True)
+    return subprocess.CompletedProcess(command, max(codes), "".join(printed), "".join(errors))
+
+
+def _as_rank(port: int, command: list[str]) -> tuple[int, str, str]:
+    environment = {
+        "RANK": dist.get_rank(),
+        "LOCAL_RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+    }
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    dist.destroy_process_group()  # a run makes its own
+    told = patch.dict(os.environ, {name: str(value) for name, value in environment.items()})
+    with told, redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
+        code = main(command)
+    return code, printed.getvalue(), errors.getvalue()
