@@ -72,7 +72,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def dense(t: Tensor) -> Tensor:
-    """For torch's own product: in bfloat16 that of some CPUs reads, and adds 0 times, what lies past odd rows."""
+    """For torch's own product, which on some CPUs adds 0 times what lies past odd rows of bfloat16."""
     return t.contiguous()
 
 
