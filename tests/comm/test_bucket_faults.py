@@ -50,7 +50,10 @@ def disagreeing(case, engine):
         "twice": [*good[:2], ("b", parameter(2, 4))],
         "no pairs": [parameter(3)],
         "no module": 7,
+        "number": [*good[:2], (2, parameter(2, 4))],
         "bytes": good,
+        "part of a byte": good,
+        "timeout": good,
         "reduce": good,
         "grad_dtype": good,
     }[case]
@@ -58,6 +61,8 @@ def disagreeing(case, engine):
     options = {
         "options": {"average": False},
         "bytes": {"bucket_bytes": -1},
+        "part of a byte": {"bucket_bytes": 1.5},
+        "timeout": {"timeout": 5},
         "reduce": {"reduce": "gather"},
         "grad_dtype": {"grad_dtype": torch.int32},
     }.get(case, {})
@@ -69,6 +74,23 @@ def disagreeing(case, engine):
     dist.all_reduce(total)
     assert total.item() == 2.0
     return kind, text
+
+
+def wrapped_again(engine):
+    """What a second one over some of the same parameters is told, and what it is told later."""
+    model = chain()
+    first = wrap(model, engine)
+    kind, text = error_of(wrap, list(model.named_parameters())[1:], engine)
+    first.detach()
+    wrap(model, engine).detach()
+    return f"{kind}: {text}"
+
+
+@on_both_engines
+def test_parameters_are_under_one_of_them(ranks2, engine):
+    for message in ranks2.run(wrapped_again, engine):
+        assert message.startswith("ValueError")
+        assert "is under other GradientBuckets already; call detach() on these" in message
 
 
 @pytest.mark.parametrize(
@@ -100,7 +122,10 @@ def disagreeing(case, engine):
         ("twice", "ValueError", "on rank 1: 2 parameters are called 'b'; names must differ"),
         ("no pairs", "TypeError", "on rank 1: expected pairs of name and parameter, got Parameter"),
         ("no module", "TypeError", "on rank 1: expected a module or pairs of name and parameter, got int"),
-        ("bytes", "ValueError", "expected at least one byte, got -1"),
+        ("number", "TypeError", "on rank 1: expected a name for each parameter, got 2"),
+        ("bytes", "ValueError", "bucket_bytes: expected a whole number of at least 1, got -1"),
+        ("part of a byte", "ValueError", "expected a whole number of at least 1, got 1.5"),
+        ("timeout", "TypeError", "timeout: expected a datetime.timedelta, got 5"),
         ("reduce", "ValueError", "reduce: expected 'all_reduce' or 'reduce_scatter', got 'gather'"),
         ("grad_dtype", "TypeError", "grad_dtype: expected one of float64, float32, float16, bfloat16, got"),
     ],
