@@ -76,33 +76,12 @@ def disagreeing(case, engine):
     return kind, text
 
 
-def wrapped_again(engine):
-    """What a second one over some of the same parameters is told, and what it is told later."""
-    model = chain()
-    first = wrap(model, engine)
-    kind, text = error_of(wrap, list(model.named_parameters())[1:], engine)
-    first.detach()
-    wrap(model, engine).detach()
-    return f"{kind}: {text}"
-
-
-@on_both_engines
-def test_parameters_are_under_one_of_them(ranks2, engine):
-    for message in ranks2.run(wrapped_again, engine):
-        assert message.startswith("ValueError")
-        assert "is under other GradientBuckets already; call detach() on these" in message
-
-
 @pytest.mark.parametrize(
     ("case", "kind", "words"),
     [
         ("count", "ValueError", "rank 0 has 3; rank 1 has 2; the first that some ranks lack is 'c' (2, 4)"),
         ("shape", "ValueError", "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (4, 2)"),
-        (
-            "dtype",
-            "ValueError",
-            "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4) bfloat16",
-        ),
+        ("dtype", "ValueError", "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4) bfloat16"),
         ("order", "ValueError", "tensor 1: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)"),
         ("name", "ValueError", "tensor 2: rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'd' (2, 4)"),
         ("options", "ValueError", "average=False"),
