@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.fake_world import each_rank, fake_rank
 from tests.oracle import Classic, all_settings
 from tpkernels import parallel_state as ps
-from tpkernels.runtime.state import ParallelState, ParallelStateError, use
+from tpkernels.runtime.state import OnTheFly, ParallelState, ParallelStateError, on_the_fly, use
 from tpkernels.topology.plan import plan_groups
 
 GETTERS_OF_GROUPS = {
@@ -161,6 +161,25 @@ def test_sizes_and_ranks_change_on_the_fly():
             take_back(None)
         assert ps.get_tensor_model_parallel_world_size() == 2
         assert ps.get_pipeline_model_parallel_last_rank() == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("tensor_model_parallel_world_size", 1),
+        ("pipeline_model_parallel_world_size", 1),
+        ("tensor_model_parallel_rank", 0),
+        ("pipeline_model_parallel_rank", 0),
+        ("pipeline_model_parallel_split_rank", 0),
+        ("virtual_pipeline_model_parallel_rank", 0),
+    ],
+)
+def test_what_is_no_size_or_rank_is_refused_on_the_fly(name, least):
+    argument = "world_size" if least else "rank"
+    for wrong in (least - 1, 1.5, "2", True):
+        with pytest.raises((ValueError, TypeError), match=f"{argument} must be"):
+            getattr(ps, f"set_{name}")(wrong)
+    assert on_the_fly() == OnTheFly()
 
 
 def test_sizes_set_on_the_fly_need_no_initialization():

@@ -22,6 +22,7 @@ from tpkernels.runtime.state import (
 )
 from tpkernels.topology.grid import Ranks
 from tpkernels.topology.plan import Kind
+from tpkernels.topology.sizes import not_negative, positive
 
 __all__ = [
     "initialize_model_parallel",
@@ -172,26 +173,32 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    world_size = None if world_size is None else positive(world_size, "world_size")
     set_on_the_fly(replace(on_the_fly(), tensor_size=world_size))
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    rank = None if rank is None else not_negative(rank, "rank")
     set_on_the_fly(replace(on_the_fly(), tensor_rank=rank))
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    world_size = None if world_size is None else positive(world_size, "world_size")
     set_on_the_fly(replace(on_the_fly(), pipeline_size=world_size))
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    rank = None if rank is None else not_negative(rank, "rank")
     set_on_the_fly(replace(on_the_fly(), pipeline_rank=rank))
 
 
 def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
+    rank = None if rank is None else not_negative(rank, "rank")
     set_on_the_fly(replace(on_the_fly(), split_rank=rank))
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    rank = None if rank is None else not_negative(rank, "rank")
     set_on_the_fly(replace(on_the_fly(), virtual_rank=rank))
 
 

@@ -94,6 +94,12 @@ def test_a_mistake_is_one_message_of_all_ranks(arguments, message, ranks1, ranks
         (["--size", "num_heads"], "--size: expected NAME=VALUE, got 'num_heads'"),
         (["--size", "num_layers=two"], "num_layers: expected a whole number of at least 1, got 'two'"),
         (["--max-norm", "-1"], "max_norm: expected more than 0, got -1.0"),
+        (["--peak-rate", "inf"], "peak_rate: expected a number of 0 or more, got inf"),
+        (["--size", "bias=maybe"], "bias: expected true or false, got 'maybe'"),
+        (["--size", "num_layers=true"], "num_layers: expected a whole number of at least 1, got True"),
+        (["--size", "norm_eps=-1"], "norm_eps: expected a number of 0 or more, got -1"),
+        (["--size", "rotary_base=0"], "rotary_base: expected a number above 0, got 0"),
+        (["--size", "rotary_base=far"], "rotary_base: expected a number above 0, got 'far'"),
         (["--accumulate", "0"], "accumulate: expected at least 1, got 0"),
     ],
 )
@@ -109,6 +115,11 @@ def test_wrong_sizes_are_refused(arguments, message):
         (["--data", "x", "--tp", "0"], "expected at least one rank each, got 0 and 1"),
         (["--data", "x", "--config", "absent.json"], "--config: "),
         (["--data", "x", "--resume"], "expected a folder, --save FOLDER"),
+        (["--data", "x", "--prove", "-1"], "--prove: expected 0 or more, got -1"),
+        (["--data", "x", "--sample", "-1"], "--sample: expected 0 or more, got -1"),
+        (["--data", "x", "--save", "y", "--save-every", "-1"], "--save-every: expected 0 or more, got -1"),
+        (["--data", "x", "--page", "/"], "argument --page: cannot write to '/'"),
+        (["--data", "x", "--page", f"{__file__}/page.html"], "argument --page: cannot write to"),
         (
             ["--data", "x", "--prove", "1", "--dropout", "0.1"],
             "expected a run from the start without dropout",
@@ -125,7 +136,16 @@ def test_bad_options_are_one_line(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ('{"stepz": 3}', "unrecognized arguments: --stepz 3"),
+        ('{"stepz": 3}', "--config: stepz: there is no such option"),
+        ('{"step": 3}', "--config: step: there is no such option"),  # a typed one may be cut short
+        ('{"overlap": false}', "--config: overlap: there is no such option"),  # but no_overlap
+        ('{"config": "other.json"}', "--config: config: there is no such option"),
+        ('{"sequence_parallel": "false"}', 'sequence_parallel: expected true or false, got "false"'),
+        ('{"recompute": false}', "--config: recompute: expected a value, got false"),
+        ('{"model": null}', "--config: model: expected a value, got null"),
+        ('{"steps": [1, 2]}', "--config: steps: expected a value, got [1, 2]"),
+        ('{"size": {"num_layers": 2}}', '--config: size: expected a value, got {"num_layers": 2}'),
+        ('{"prompt": "-x", "steps": "-x"}', "argument --steps: invalid int value: '-x'"),
         ('{"steps": 1.5}', "argument --steps: invalid int value: '1.5'"),
         ('{"dtype": "float8"}', "argument --dtype: invalid choice: 'float8'"),
         ("[1]", "--config: expected an object of options, got list"),

@@ -50,7 +50,10 @@ def disagreeing(case, engine):
         "twice": [*good[:2], ("b", parameter(2, 4))],
         "no pairs": [parameter(3)],
         "no module": 7,
+        "number": [*good[:2], (2, parameter(2, 4))],
         "bytes": good,
+        "part of a byte": good,
+        "timeout": good,
         "reduce": good,
         "grad_dtype": good,
     }[case]
@@ -58,6 +61,8 @@ def disagreeing(case, engine):
     options = {
         "options": {"average": False},
         "bytes": {"bucket_bytes": -1},
+        "part of a byte": {"bucket_bytes": 1.5},
+        "timeout": {"timeout": 5},
         "reduce": {"reduce": "gather"},
         "grad_dtype": {"grad_dtype": torch.int32},
     }.get(case, {})
@@ -76,11 +81,7 @@ def disagreeing(case, engine):
     [
         ("count", "ValueError", "rank 0 has 3; rank 1 has 2; the first that some ranks lack is 'c' (2, 4)"),
         ("shape", "ValueError", "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (4, 2)"),
-        (
-            "dtype",
-            "ValueError",
-            "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4) bfloat16",
-        ),
+        ("dtype", "ValueError", "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4) bfloat16"),
         ("order", "ValueError", "tensor 1: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)"),
         ("name", "ValueError", "tensor 2: rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'd' (2, 4)"),
         ("options", "ValueError", "average=False"),
@@ -100,7 +101,10 @@ def disagreeing(case, engine):
         ("twice", "ValueError", "on rank 1: 2 parameters are called 'b'; names must differ"),
         ("no pairs", "TypeError", "on rank 1: expected pairs of name and parameter, got Parameter"),
         ("no module", "TypeError", "on rank 1: expected a module or pairs of name and parameter, got int"),
-        ("bytes", "ValueError", "expected at least one byte, got -1"),
+        ("number", "TypeError", "on rank 1: expected a name for each parameter, got 2"),
+        ("bytes", "ValueError", "bucket_bytes: expected a whole number of at least 1, got -1"),
+        ("part of a byte", "ValueError", "expected a whole number of at least 1, got 1.5"),
+        ("timeout", "TypeError", "timeout: expected a datetime.timedelta, got 5"),
         ("reduce", "ValueError", "reduce: expected 'all_reduce' or 'reduce_scatter', got 'gather'"),
         ("grad_dtype", "TypeError", "grad_dtype: expected one of float64, float32, float16, bfloat16, got"),
     ],

@@ -29,6 +29,23 @@ def step(module, buckets, data):
     return buckets.finish()
 
 
+def wrapped_again(engine):
+    """What a second one over some of the same parameters is told, and what it is told later."""
+    model = chain()
+    first = wrap(model, engine)
+    kind, text = error_of(wrap, list(model.named_parameters())[1:], engine)
+    first.detach()
+    wrap(model, engine).detach()
+    return f"{kind}: {text}"
+
+
+@on_both_engines
+def test_parameters_are_under_one_of_them(ranks2, engine):
+    for message in ranks2.run(wrapped_again, engine):
+        assert message.startswith("ValueError")
+        assert "is under other GradientBuckets already; call detach() on these" in message
+
+
 def halves(engine, dtype, reduce):
     """Rank 0 brings 256, three others 1 each: in bfloat16, 256 + 1 is 256."""
     module = nn.Linear(64, 64).to(dtype)

@@ -102,9 +102,10 @@ def test_a_rank_that_stays_away_is_no_hang(ranks2, tmp_path):
 def test_latest_names_the_last_complete_one(tmp_path):
     assert dcp.latest(tmp_path) is None
     assert dcp.latest(tmp_path / "absent") is None
-    (tmp_path / "latest").write_text("gone\n")
-    with pytest.raises(FileNotFoundError, match="names gone, which is not there"):
-        dcp.latest(tmp_path)
+    for text, named in ((b"gone\n", "'gone'"), (b"", "''"), (b"\xff", "'\ufffd'")):
+        (tmp_path / "latest").write_bytes(text)
+        with pytest.raises(FileNotFoundError, match=f"names {named}, which is not there"):
+            dcp.latest(tmp_path)
 
 
 def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):

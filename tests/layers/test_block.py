@@ -205,6 +205,7 @@ def test_compiles_whole(ranks2):
     ("options", "message"),
     [
         ({"norm": "batch_norm"}, "norm: expected layer_norm or rms_norm, got 'batch_norm'"),
+        ({"norm_eps": -1e-5}, "eps: expected a number of 0 or more, got -1e-05"),
         ({"recompute": "some"}, "recompute: expected none, selective or full, got 'some'"),
         ({"dropout": 2.0}, r"p: expected a probability from 0 to 1, got 2\.0"),
         ({"activation": "swish"}, "expected an activation of .* got 'swish'"),

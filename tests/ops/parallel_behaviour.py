@@ -183,6 +183,7 @@ def bad_call(name: str) -> str:
         "no tokens": lambda: column_linear(x[0], w, None, group, sequence_parallel=True),
         "lists": lambda: column_linear(x, [w, w], [None], group),
         "main_grad": lambda: row_linear(x, w, None, group, main_grad=torch.zeros(3, 8)),
+        "elsewhere": lambda: row_linear(x.to("meta"), w.to("meta"), None, group),
         "gated bias": lambda: parallel_mlp(x, w, x[0], w, None, group, w_gate_shard=w),
     }
     return message_of(calls[name])

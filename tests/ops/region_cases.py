@@ -102,6 +102,27 @@ def parts_are_their_own_memory() -> bool:
     return True
 
 
+def written_into_differ() -> list[str]:
+    """Which regions' results cannot be written into, or give other gradients when they are."""
+    wrong = []
+    for name in MEANING:
+        if name == "copy_to_region":  # its result is its input, as in Megatron
+            continue
+        for shape in ((4, 8), (4, 3, 8)):
+            gradients = []
+            for in_place in (False, True):
+                x = _mine(_everybody(shape, 3)).requires_grad_()
+                y = getattr(mappings, name)(x, dist.group.WORLD)
+                try:
+                    torch.relu_(y).sum().backward() if in_place else y.relu().sum().backward()
+                except RuntimeError as error:
+                    wrong.append(f"{name} {shape}: {error}")
+                gradients.append(x.grad)
+            if any(g is None for g in gradients) or not torch.equal(*gradients):
+                wrong.append(f"{name} {shape}: gradient")
+    return wrong
+
+
 def compiled_regions_differ() -> list[str]:
     """Which regions compute other bits under torch.compile than eagerly."""
     wrong = []

@@ -18,6 +18,10 @@ def test_parts_are_their_own_memory(ranks2):
     assert all(ranks2.run(region_cases.parts_are_their_own_memory))
 
 
+def test_results_can_be_written_into(ranks2):
+    assert ranks2.run(region_cases.written_into_differ) == [[], []]
+
+
 def test_compiled_regions_give_the_same_bits(ranks2):
     assert ranks2.run(region_cases.compiled_regions_differ, timeout=180) == [[], []]
 

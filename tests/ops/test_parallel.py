@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -137,6 +140,7 @@ def test_compiled_gives_the_same_bits(ranks2, sequence_parallel):
         "no tokens": "expected x (tokens, ..., in_features)",
         "lists": "as many of bias_shard as of weight_shard",
         "main_grad": "expected main_grad (8, 8)",
+        "elsewhere": "ValueError: row_linear: expected tensors on cpu",
         "gated bias": "a gated unit has no biases",
     }.items(),
 )
@@ -150,6 +154,16 @@ def test_other_shapes_are_an_error_on_every_rank_in_debug_mode(ranks2):
         assert "ranks disagree" in message
         assert "(4, 8)" in message
         assert "(6, 8)" in message
+
+
+def test_a_debug_mode_that_is_neither_on_nor_off_is_refused():
+    imported = subprocess.run(
+        [sys.executable, "-c", "import tpkernels.ops"],
+        env={**os.environ, "TPKERNELS_DEBUG": "yes"},
+        capture_output=True,
+        text=True,
+    )
+    assert "ValueError: TPKERNELS_DEBUG is 'yes'; expected 0 or 1" in imported.stderr
 
 
 def test_a_dead_rank_is_an_error_that_names_op_and_peer():

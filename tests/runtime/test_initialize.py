@@ -147,6 +147,11 @@ def test_plan_for_another_world_is_refused():
         create_parallel_state(plan_groups(world_size=8))
 
 
+def test_what_is_no_plan_is_refused():
+    with fake_rank(0, 4), pytest.raises(TypeError, match="plan: expected a GroupPlan, as plan_groups"):
+        create_parallel_state(4)
+
+
 def destroy_after_the_default_group() -> bool:
     initialize_model_parallel(2)
     dist.destroy_process_group()

@@ -58,6 +58,14 @@ def test_use_restores_state_and_changes_on_exceptions():
         destroy_parallel_state(inner)
 
 
+def test_what_is_no_state_leaves_the_current_one():
+    with fake_rank(0, 2):
+        state = initialize_model_parallel(2)
+        with pytest.raises(TypeError, match="state: expected a ParallelState, got None"), use(None):
+            pass
+        assert current() is state
+
+
 def test_state_cannot_be_changed():
     with fake_rank(0, 2):
         state = initialize_model_parallel(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -95,7 +95,7 @@ def _parser() -> OneLineParser:
         "--profile-step", type=int, metavar="N", help="of this one; default: one after warming up"
     )
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write an HTML page about the run, and pictures"
+        "--page", type=_page_at, metavar="FILE", help="write an HTML page about the run, and pictures"
     )
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
     parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
@@ -119,11 +119,14 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
             parser.error(f"--config: {error}")
         if not isinstance(given, dict):
             parser.error(f"--config: expected an object of options, got {type(given).__name__}")
-        options = parser.parse_args([*_as_typed(given), *argv])
+        options = parser.parse_args([*_as_typed(parser, given), *argv])
     if options.data is None:
         parser.error("--data: expected a file to learn from")
     if options.prove and (options.dropout or options.resume):
         parser.error("--prove: expected a run from the start without dropout, which ranks draw apart")
+    for name in ("save_every", "sample", "prove"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')}: expected 0 or more, got {getattr(options, name)}")
     for name in ("timeout", "peak_tflops"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:
@@ -135,17 +138,39 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     return options
 
 
-def _as_typed(given: dict[str, Any]) -> list[str]:
+def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
     """Options of a file as somebody would have typed them, so that they are looked at alike."""
+    known = {name: action for action in parser._actions for name in action.option_strings}
     typed = []
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
+        if option not in known or option in ("--config", "--help"):
+            parser.error(f"--config: {name}: there is no such option")
+        if not _is_value_of(known[option], value):
+            wanted = "true or false" if known[option].nargs == 0 else "a value"
+            parser.error(f"--config: {name}: expected {wanted}, got {json.dumps(value)}")
         if isinstance(value, bool):
             typed += [option] * value
         else:
-            for one in value if isinstance(value, list) else [value]:
-                typed += [option, str(one)]
+            typed += [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
     return typed
+
+
+def _is_value_of(action: Action, value: Any) -> bool:
+    """A flag is true or false; only an option that may be typed several times takes a list."""
+    if action.nargs == 0:
+        return isinstance(value, bool)
+    values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
+    return all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values)
+
+
+def _page_at(text: str) -> Path:
+    """A file to write, whose folder may have to be made: refused before the run, not after it."""
+    path = Path(text).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if there.is_dir() == (there == path) or not os.access(there, os.W_OK):
+        raise ArgumentTypeError(f"cannot write to {text!r}")
+    return Path(text)
 
 
 def _as_rank(parser: OneLineParser, options: Namespace) -> int:

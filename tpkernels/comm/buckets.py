@@ -110,7 +110,7 @@ class GradientBuckets:
             f"main_grad={main_grad})",
             problem
             or problem_of(named, FLOATING, written=True)
-            or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype),
+            or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout),
         )
         parts = group.size() if options.reduce_scatter else 1
         self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * parts)
@@ -340,10 +340,15 @@ def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequenc
 
 
 def _option_problem(
-    bucket_bytes: int, reduce: str, grad_dtype: torch.dtype | None, wire_dtype: torch.dtype | None
+    bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
 ) -> Problem | None:
-    if bucket_bytes < 1:
-        return "ValueError", f"bucket_bytes: expected at least one byte, got {bucket_bytes}"
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        return (
+            "ValueError",
+            f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}",
+        )
+    if timeout is not None and not isinstance(timeout, timedelta):
+        return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
     if reduce not in ("all_reduce", "reduce_scatter"):
         return "ValueError", f"reduce: expected 'all_reduce' or 'reduce_scatter', got {reduce!r}"
     for option, dtype in {"grad_dtype": grad_dtype, "wire_dtype": wire_dtype}.items():

@@ -75,6 +75,16 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     return timeout.total_seconds()
 
 
+def refuse_other_devices(op: str, group: ProcessGroup, device: torch.device) -> None:
+    """An error if nothing in the group moves tensors of `device`; asked after a failure, as looking costs."""
+    kinds = sorted(own.type for own in group._device_types)
+    if device.type not in kinds:
+        raise ValueError(
+            f"{op}: expected tensors on {' or '.join(kinds)}, which process group '{group.group_name}' can "
+            f"move, got {device}; move them, or make the group with a backend for {device.type}"
+        )
+
+
 Start = Callable[[ProcessGroup], Work]
 
 

@@ -30,10 +30,17 @@ def trainable(module_or_named_parameters: object) -> tuple[Named, Problem | None
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             return [], ("TypeError", f"expected pairs of name and parameter, got {type(pair).__name__}")
         name, parameter = pair
+        if not isinstance(name, str):
+            return [], ("TypeError", f"expected a name for each parameter, got {name!r}")
         if not parameter.is_leaf:
             return [], (
                 "ValueError",
                 f"'{name}' is computed from other tensors; expected a parameter (a leaf)",
+            )
+        if isinstance(vars(parameter).get("__deepcopy__"), _RefuseCopy):
+            return [], (
+                "ValueError",
+                f"'{name}' is under other GradientBuckets already; call detach() on these first",
             )
         if parameter.requires_grad and id(parameter) not in known:
             known.add(id(parameter))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tpkernels.comm.groups import Start, start_together
+from tpkernels.comm.groups import Start, refuse_other_devices, start_together
 
 _TAG = 7465  # apart from what users send in the same group, whose tag is mostly 0
 
@@ -32,6 +32,7 @@ class Transfers:
         try:
             works = start_together(self._group, outgoing.device, starts)  # one for both, or one each
         except RuntimeError as error:
+            refuse_other_devices(self._op, self._group, outgoing.device)
             peers = {to} if outgoing.numel() else set()
             peers |= {source} if incoming.numel() else set()
             raise self._failure(f"rank {' or '.join(map(str, peers))} cannot be reached", error) from error

@@ -135,12 +135,13 @@ def load(
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The last checkpoint that was completed in `folder`; None if there is none."""
     try:
-        found = Path(folder, Path(folder, LATEST).read_text().strip())
+        name = Path(folder, LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    if not found.is_dir():
+    found = Path(folder, name)
+    if not name or not found.is_dir():
         raise FileNotFoundError(
-            f"{Path(folder, LATEST)} names {found.name}, which is not there; write the name of another "
+            f"{Path(folder, LATEST)} names {name!r}, which is not there; write the name of another "
             "checkpoint into it, or remove it to start anew"
         )
     return found

@@ -6,6 +6,8 @@ that say so, by their attribute `sequence_parallel`, have gradients summed by `f
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ class RMSNorm(MarkedModule):
     ) -> None:
         super().__init__()
         self.hidden_size = positive(hidden_size, "hidden_size")
-        self.eps = eps
+        self.eps = _require_eps(eps)
         self.sequence_parallel = sequence_parallel
         marked = Attributes(sequence_parallel=sequence_parallel)
         self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
@@ -72,7 +74,7 @@ class LayerNorm(MarkedModule):
     ) -> None:
         super().__init__()
         self.hidden_size = positive(hidden_size, "hidden_size")
-        self.eps = eps
+        self.eps = _require_eps(eps)
         self.sequence_parallel = sequence_parallel
         marked = Attributes(sequence_parallel=sequence_parallel)
         self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
@@ -96,3 +98,9 @@ class LayerNorm(MarkedModule):
             f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}, "
             f"sequence_parallel={self.sequence_parallel}"
         )
+
+
+def _require_eps(eps: float) -> float:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: expected a number of 0 or more, got {eps}")
+    return eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,15 @@ class GPTConfig:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        for name in ("bias", "tied"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+        if not (_is_number(self.norm_eps) and self.norm_eps >= 0):
+            raise ValueError(f"norm_eps: expected a number of 0 or more, got {self.norm_eps!r}")
+        if not (_is_number(self.rotary_base) and self.rotary_base > 0):
+            raise ValueError(f"rotary_base: expected a number above 0, got {self.rotary_base!r}")
 
     def with_sizes(self, **sizes: Any) -> GPTConfig:
         """The same but for some fields; an unknown one is an error that lists the known."""
@@ -53,6 +61,10 @@ class GPTConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _gpt2(hidden_size: int, num_layers: int, num_heads: int, max_positions: int = 1024) -> GPTConfig:

@@ -116,7 +116,7 @@ def _our_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     whole = Gathering(op, _rows(x), group.size() * x.shape[0], group).wait()
-    return whole.view(group.size() * x.shape[0], *x.shape[1:])
+    return _shaped(whole, group.size() * x.shape[0], *x.shape[1:])
 
 
 def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -130,17 +130,23 @@ def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     _require_even(op, x, 0, group)
     rows = _rows(x)
     ours = Reducing(op, rows.__getitem__, rows.shape[0], rows.shape[1], rows, group).wait()
-    return ours.view(x.shape[0] // group.size(), *x.shape[1:])
+    return _shaped(ours, x.shape[0] // group.size(), *x.shape[1:])
 
 
 def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     rows = x.reshape(x.numel(), 1)  # any number of them will do
-    return all_reducing(op, rows.__getitem__, rows.shape[0], 1, rows, group).wait().view(x.shape)
+    return _shaped(all_reducing(op, rows.__getitem__, rows.shape[0], 1, rows, group).wait(), *x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
     """A row for each token."""
     return x.reshape(x.shape[0], x[0].numel() if len(x) else 0)
+
+
+def _shaped(moved: Tensor, *shape: int) -> Tensor:
+    """What was moved, in the caller's shape; to autograd no view, which callers could not write into."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(moved, shape)
+    return shaped
 
 
 def _require_even(op: str, x: Tensor, dim: int, group: ProcessGroup) -> None:

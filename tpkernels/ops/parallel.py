@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
@@ -16,10 +15,11 @@ from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.exchange import Gathering, Pending, Reducing, all_reducing
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.transports import exchange_for
+from tpkernels.kernels.switch import switched_on
 from tpkernels.ops.flagged import FlaggedAllSum, FlaggedRows, FlaggedSum
 
 # TPKERNELS_DEBUG=1: ranks compare shapes before each transfer. Read once: an op should cost little.
-debug = os.environ.get("TPKERNELS_DEBUG", "0") == "1"
+debug = switched_on("TPKERNELS_DEBUG", default=False)
 
 
 def checked_group(

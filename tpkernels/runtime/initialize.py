@@ -104,6 +104,8 @@ def create_parallel_state(
     options = sorted(map(repr, group_options)) if group_options else None
     request = _as_text(create_parallel_state, plan, timeout, backend, options)
     call = _agree(request, timeout)
+    if not isinstance(plan, GroupPlan):
+        raise TypeError(f"plan: expected a GroupPlan, as plan_groups(...) makes it, got {plan!r}")
     if plan.world_size != dist.get_world_size():
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but this world has {dist.get_world_size()}"

@@ -107,6 +107,8 @@ def uninstall() -> None:
 @contextmanager
 def use(state: ParallelState) -> Iterator[ParallelState]:
     """Make `state` current inside the block (tests; two models in one process)."""
+    if not isinstance(state, ParallelState):
+        raise TypeError(f"state: expected a ParallelState, got {state!r}")
     outside = _Slot.state, _Slot.on_the_fly
     uninstall()
     install(state)

@@ -18,14 +18,23 @@ class InvalidSizes(ValueError, RuntimeError, AssertionError):
 
 def positive(value: int, name: str) -> int:
     """`value` as an int, or an error that names it."""
+    return _at_least(1, "a positive integer", value, name)
+
+
+def not_negative(value: int, name: str) -> int:
+    """`value` as an int, such as a rank, or an error that names it."""
+    return _at_least(0, "an integer of 0 or more", value, name)
+
+
+def _at_least(least: int, wanted: str, value: int, name: str) -> int:
     if isinstance(value, bool):
-        raise TypeError(f"{name} must be a positive integer, got {value!r}")
+        raise TypeError(f"{name} must be {wanted}, got {value!r}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be a positive integer, got {value!r}") from None
-    if number < 1:
-        raise InvalidSizes(f"{name} must be a positive integer, got {number}")
+        raise TypeError(f"{name} must be {wanted}, got {value!r}") from None
+    if number < least:
+        raise InvalidSizes(f"{name} must be {wanted}, got {number}")
     return number
 
 

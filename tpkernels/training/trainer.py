@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for name in ("warmup", "peak_rate", "floor_rate", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected a number of 0 or more, got {getattr(self, name)}")
         if not self.max_norm > 0:
             raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
 
