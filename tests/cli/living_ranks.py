@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -40,6 +41,7 @@ def _as_rank(port: int, command: list[str]) -> tuple[int, str, str]:
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     dist.destroy_process_group()  # a run makes its own
     told = patch.dict(os.environ, {name: str(value) for name, value in environment.items()})
-    with told, redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
+    hook = patch.object(sys, "excepthook", sys.excepthook)  # torch wraps it when a run makes its world
+    with told, hook, redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
         code = main(command)
     return code, printed.getvalue(), errors.getvalue()

@@ -1,0 +1,108 @@
+"""What ranks run in tests of groups that span machines."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.ops.parallel_behaviour import message_of
+from tests.ops.transport_cases import CPU, open_exchanges, using
+from tpkernels.comm import shared, symmetric, transfers
+from tpkernels.comm.loopback import VirtualHandle
+from tpkernels.comm.neighbours import name_of_neighbours
+from tpkernels.comm.transfers import Transfers
+from tpkernels.ops.column_linear import column_linear
+from tpkernels.ops.row_linear import row_linear
+
+
+def peers_by_way() -> tuple[list[int], list[int], list[int]]:
+    """On a machine with every other rank: whom a gather and a reduce send to, and whose memory is mapped."""
+    sent = []
+
+    def noting(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(transfers: Transfers, to: int, outgoing: torch.Tensor, *others: Any) -> Any:
+            sent.append(to) if outgoing.numel() else None
+            return exchange(transfers, to, outgoing, *others)
+
+        return noted
+
+    with using("shared apart"), patch.object(Transfers, "exchange", noting(Transfers.exchange)):
+        x, w = torch.randn(4, 8), torch.randn(8, 8)
+        column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+        gathered_to = [sent.pop() for _ in range(len(sent))]
+        row_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+        return sorted(set(gathered_to)), sorted(set(sent)), sorted(open_exchanges()[0].near)
+
+
+def later_call_read_first() -> tuple[list[int], list[int]]:
+    """Flags after the second call was read, then after the first: none goes back."""
+    with using("shared apart"):
+        exchange = shared.open_shared("it", dist.group.WORLD, (1, 2), torch.float32)
+        found = []
+        for delivery in reversed([exchange.start([torch.ones(1, 2)] * 2) for _ in range(2)]):
+            assert not any(map(delivery.missing, range(2)))
+            found.append(delivery.flags.tolist())
+            delivery.release()
+            delivery.wait()
+        exchange.close()
+        return found[0], found[1]
+
+
+def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
+    """The name that torch is asked for, with this rank's number and size there; and what comes of it."""
+    asked = []
+
+    def rendezvous(memory: torch.Tensor, name: str) -> VirtualHandle:
+        asked.append(name)
+        group = dist.distributed_c10d._resolve_process_group(name)
+        return VirtualHandle([memory] * group.size(), group.rank())
+
+    with (
+        using(f"symmetric{places}"),
+        patch.object(symmetric, "machine", shared.machine),
+        patch.object(symmetric, "why_not", return_value=""),
+        patch.object(symmetric, "require_gpu_each"),
+        patch.object(torch.cuda, "get_device_properties"),
+        patch.object(symmetric, "_memory", lambda count, device: torch.zeros(count, dtype=torch.uint8)),
+        patch.object(symmetric, "_rendezvous", rendezvous),
+    ):
+        group = dist.group.WORLD
+        first, second = (
+            symmetric.open_symmetric(name, group, (4, 2), torch.float32, CPU) for name in ("a", "b")
+        )
+        assert asked == [asked[0]] * 2
+        found = dist.distributed_c10d._resolve_process_group(asked[0])
+        return asked[0], found.rank(), found.size(), sorted(first.near), second.rank
+
+
+def neighbours_of_a_group_that_ends() -> list[bool]:
+    """Whether torch knows the name of neighbours: while their group lives, then no more."""
+    group = dist.new_group()
+    name = name_of_neighbours(group, [group.rank()])
+    assert name_of_neighbours(group, [group.rank()]) == name
+    known = [_is_known(name)]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*known, _is_known(name)]
+
+
+def _is_known(name: str) -> bool:
+    try:
+        dist.distributed_c10d._resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def broken_swap() -> str:
+    """What is said of a transfer that cannot even start."""
+    with using("shared apart"), patch.object(transfers, "start_together", side_effect=RuntimeError("broken")):
+        x, w = torch.randn(4, 8), torch.randn(8, 8)
+        return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
