@@ -55,7 +55,7 @@ def headline(plan: GroupPlan) -> str:
 
 def group_text(ranks: Ranks) -> str:
     """ "[g0, g2]", shortened in the middle when it is long."""
-    return "[" + ", ".join(_shorten([f"g{rank}" for rank in ranks])) + "]"
+    return "[" + ", ".join(_shorten(ranks, "g")) + "]"
 
 
 def describe(plan: GroupPlan, *, max_groups: int) -> str:
@@ -74,7 +74,7 @@ def describe(plan: GroupPlan, *, max_groups: int) -> str:
         f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} GPUs:",
     ]
     lines += [
-        f"    model {i} is partitioned into gpus {','.join(_shorten([str(rank) for rank in ranks]))}"
+        f"    model {i} is partitioned into gpus {','.join(_shorten(ranks))}"
         for i, ranks in enumerate(plan.first_groups("model", max_groups))
     ]
     if count > max_groups:
@@ -96,10 +96,11 @@ def describe_rank(plan: GroupPlan, rank: int) -> str:
     return "\n".join(lines)
 
 
-def _shorten(parts: list[str]) -> list[str]:
-    if len(parts) <= MAX_MEMBERS:
-        return parts
-    return [*parts[: MAX_MEMBERS - 2], "...", parts[-1]]
+def _shorten(ranks: Ranks, prefix: str = "") -> list[str]:
+    """Their names, but for the middle of a long group, which nobody spells out."""
+    if len(ranks) <= MAX_MEMBERS:
+        return [f"{prefix}{rank}" for rank in ranks]
+    return [*_shorten(ranks[: MAX_MEMBERS - 2], prefix), "...", f"{prefix}{ranks[-1]}"]
 
 
 def _wrap(parts: list[str]) -> list[str]:
