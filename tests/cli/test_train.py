@@ -73,7 +73,6 @@ def test_a_mistake_ends_all_ranks_with_one_message():
     ("arguments", "message"),
     [
         (["--batch", "3", "--dp", "2"], "batch: expected a multiple of the 2 data-parallel ranks, got 3"),
-        (["--model", "gpt5", "--dp", "2"], "model: expected one of gpt2-small"),
         (["--data", "absent.txt"], "absent.txt is not a file"),
         (["--tp", "2", "--batch", "1", "--prove", "1"], "prove: expected a batch that 2 data-parallel ranks"),
         (["--dp", "2", "--batch", "2", "--accumulate", "2"], "accumulate: expected a divisor of the 1"),
@@ -115,6 +114,8 @@ def test_wrong_sizes_are_refused(arguments, message):
         (["--data", "x", "--tp", "0"], "expected at least one rank each, got 0 and 1"),
         (["--data", "x", "--config", "absent.json"], "--config: "),
         (["--data", "x", "--resume"], "expected a folder, --save FOLDER"),
+        (["--data", "x", "--model", "gpt5"], "model: expected one of gpt2-small"),
+        (["--data", "x", "--steps", "0", "--dp", "2"], "steps: expected at least 1, got 0"),
         (["--data", "x", "--prove", "-1"], "--prove: expected 0 or more, got -1"),
         (["--data", "x", "--sample", "-1"], "--sample: expected 0 or more, got -1"),
         (["--data", "x", "--save", "y", "--save-every", "-1"], "--save-every: expected 0 or more, got -1"),

@@ -37,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--tp and --dp: expected at least one rank each, got {options.tp} and {options.dp}")
     if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
         return _as_rank(parser, options)
+    try:
+        _config(options)
+    except (ValueError, TypeError) as error:  # here, for a rank may be ended before it has said so
+        parser.error(str(error))
     from tpkernels.training.launch import run_ranks
 
     return run_ranks([sys.executable, "-m", "tpkernels", "train", *argv], options.tp * options.dp)
