@@ -35,7 +35,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -165,7 +165,7 @@ class _Rank:
 
     def answer(self) -> _Answer:
         try:
-            return self.connection.recv()
+            return cast("_Answer", self.connection.recv())
         except (EOFError, OSError):
             self.process.join(EXIT_SECONDS)
             return _Died(self.process.exitcode)
@@ -175,7 +175,7 @@ class _Processes:
     """One set of processes. Once it is not `idle` after a call, it is of no more use."""
 
     def __init__(self, world_size: int, start: str) -> None:
-        context = multiprocessing.get_context(start)
+        context: Any = multiprocessing.get_context(start)
         # Port 0: the system picks a free one. Hosted here: it outlives any rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -396,5 +396,5 @@ def _end(exitcode: int | None) -> str:
 def _exception(answer: _Answer | None) -> BaseException | None:
     if isinstance(answer, _Raised) and answer.exception is not None:
         with suppress(Exception):  # many exceptions with arguments of their own can be pickled only one way
-            return pickle.loads(answer.exception)
+            return cast("BaseException", pickle.loads(answer.exception))
     return None
