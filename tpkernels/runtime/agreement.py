@@ -5,6 +5,8 @@ Nothing is compared by a collective: that would need a device, and would hang wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
@@ -14,28 +16,50 @@ from tpkernels.runtime.state import ParallelStateError
 AGREED = "agreed"
 
 
-def agree(
-    request: str, *, store: Store, rank: int, world_size: int, timeout: timedelta, problem: str = ""
-) -> int:
+def agree(request: str, *, store: Store, rank: int, world_size: int, timeout: timedelta) -> int:
     """Compare `request` with rank 0's; return how many requests this world has made so far.
 
-    Raises the same error on every rank if any rank's request differs or any has a problem, and within
-    `timeout` if a rank never makes one.
+    Raises the same error on every rank if any rank's request differs, and within `timeout` if a rank never
+    makes one.
     """
-    try:
+    with _lost_store_told(request):
         # Each rank counts its own calls, in the store so that the count lives and dies with the world.
         call = PrefixStore("tpkernels/calls", store).add(str(rank), 1)
         board = PrefixStore(f"tpkernels/agreement/{call}", store)
+        verdict = _verdict(board, request, rank, world_size, timeout)
+    if verdict != AGREED:
+        raise ParallelStateError(verdict)
+    return call
+
+
+def meet(
+    request: str, call: int, problem: str, *, store: Store, rank: int, world_size: int, timeout: timedelta
+) -> None:
+    """Return once every rank has done what they agreed on; raise the same error on every rank if one has not.
+
+    call: as `agree` returned it
+    problem: why this rank has not, if so
+    """
+    request, board = f"the end of {request}", PrefixStore(f"tpkernels/end/{call}", store)
+    with _lost_store_told(request):
+        board.set(f"arrived/{rank}", "")
         if problem:
             _pronounce(board, problem)
-        verdict = _verdict(board, request, rank, world_size, timeout)
+        elif board.add("alike", 1) == world_size:
+            _pronounce(board, AGREED)
+        verdict = _heard(board, request, rank, world_size, timeout)
+    if verdict != AGREED:
+        raise ParallelStateError(verdict)
+
+
+@contextmanager
+def _lost_store_told(request: str) -> Iterator[None]:
+    try:
+        yield
     except DistNetworkError as error:
         raise ParallelStateError(
             f"the store of torch.distributed is gone, and most likely rank 0 with it, in {request}: {error}"
         ) from error
-    if verdict != AGREED:
-        raise ParallelStateError(verdict)
-    return call
 
 
 def _verdict(board: Store, request: str, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -53,8 +77,19 @@ def _verdict(board: Store, request: str, rank: int, world_size: int, timeout: ti
             )
         elif board.add("alike", 1) == world_size:
             _pronounce(board, AGREED)
-        if _wait(board, "verdict", timeout):
-            return board.get("verdict").decode()
+        return _heard(board, request, rank, world_size, timeout)
+    return _given_up(board, request, rank, world_size, timeout)
+
+
+def _heard(board: Store, request: str, rank: int, world_size: int, timeout: timedelta) -> str:
+    """The verdict, once there is one."""
+    if _wait(board, "verdict", timeout):
+        return board.get("verdict").decode()
+    return _given_up(board, request, rank, world_size, timeout)
+
+
+def _given_up(board: Store, request: str, rank: int, world_size: int, timeout: timedelta) -> str:
+    """The verdict when time has run out."""
     # One rank looks for the others, so that a large world does not ask the store world x world questions.
     if board.add("overdue", 1) == 1:
         missing = [str(r) for r in range(world_size) if not board.check([f"arrived/{r}"])]

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex, TypeGuard
 import torch.distributed as dist
 
 from tpkernels.runtime import c10d
-from tpkernels.runtime.agreement import agree
+from tpkernels.runtime.agreement import agree, meet
 from tpkernels.runtime.process_groups import ProcessGroups, create_process_groups, destroy_process_groups
 from tpkernels.runtime.state import (
     ParallelState,
@@ -127,23 +127,31 @@ def destroy_parallel_state(state: ParallelState) -> None:
         destroy_process_groups(state.process_groups)
 
 
-def _agree(request: str, timeout: timedelta | None, problem: str = "") -> int:
+def _agree(request: str, timeout: timedelta | None) -> int:
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
         )
     if dist.get_backend() == "fake":  # one process that pretends: there is nobody to agree with
-        if problem:
-            raise ParallelStateError(problem)
         return next(_FAKE_CALLS)
-    return agree(
-        request,
-        store=c10d.default_store(),
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        timeout=timeout if _is_timeout(timeout) else c10d.default_timeout(),
-        problem=problem,
-    )
+    return agree(request, **_world(timeout))
+
+
+def _meet(request: str, call: int, problem: str, timeout: timedelta | None) -> None:
+    if dist.get_backend() != "fake":
+        meet(request, call, problem, **_world(timeout))
+    elif problem:
+        raise ParallelStateError(problem)
+
+
+def _world(timeout: timedelta | None) -> dict[str, Any]:
+    """Where and how long ranks wait for each other."""
+    return {
+        "store": c10d.default_store(),
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "timeout": timeout if _is_timeout(timeout) else c10d.default_timeout(),
+    }
 
 
 def _is_timeout(timeout: object) -> TypeGuard[timedelta]:
@@ -181,7 +189,7 @@ def _create(
     try:
         # A rank that went on, to the end of a short program perhaps, would break the connections that slower
         # ones are still making; and where one has failed, all have.
-        _agree(f"the end of {request}", timeout, problem)
+        _meet(request, call, problem, timeout)
     except ParallelStateError:
         if groups is not None:
             destroy_process_groups(groups)
