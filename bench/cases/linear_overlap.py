@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.case import Case, Computation, Work
 from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
+from tpkernels.comm.calls import begin
 from tpkernels.comm.exchange import Gathering, Reducing
 from tpkernels.ops import column_linear, row_linear
 
@@ -92,15 +93,15 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Way]], int]:
     shard_bytes = x_shard.nbytes
 
     def gather() -> Tensor:
-        return Gathering("benchmark", x_shard, TOKENS, group).wait()
+        return Gathering(begin("benchmark", "gather", group), x_shard, TOKENS).wait()
 
     def reduce() -> Tensor:
-        return Reducing("benchmark", x.__getitem__, TOKENS, IN, x, group).wait()
+        return Reducing(begin("benchmark", "sum", group), x.__getitem__, TOKENS, IN, x).wait()
 
     def nothing() -> None: ...
 
     def both() -> None:
-        gathering = Gathering("benchmark", x_shard, TOKENS, group)
+        gathering = Gathering(begin("benchmark", "gather", group), x_shard, TOKENS)
         reduce()
         gathering.wait()
 

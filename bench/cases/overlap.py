@@ -82,16 +82,16 @@ class EmulatedLink:
         self.host = torch.randn(tokens // 2, width).bfloat16().pin_memory()
         self.side = torch.cuda.Stream(priority=-1)
         sizes = (2 * parts, 1, 1)
-        flags, epoch, status = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes)
-        self.arrivals = Arrivals(flags, epoch, status, spin_limit=2**22)
+        flags, awaited, status = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes)
+        self.arrivals = Arrivals(flags, awaited, status, spin_limit=2**22)
 
     def begin(self) -> None:
         """The next call, whose own rows are here."""
-        self.arrivals.epoch.add_(1)
+        self.arrivals.awaited.add_(1)
         self.side.wait_stream(torch.cuda.current_stream())
 
     def raise_own(self) -> None:
-        self.arrivals.flags[: self.parts].copy_(self.arrivals.epoch.expand(self.parts))
+        self.arrivals.flags[: self.parts].copy_(self.arrivals.awaited.expand(self.parts))
 
     def push(self, *, flags: bool = True) -> None:
         """Part by part, each before its flag."""
@@ -103,7 +103,7 @@ class EmulatedLink:
                 self.x[rows].copy_(self.host[start : start + self.copied], non_blocking=True)
                 if flags:
                     flag = self.parts + part
-                    self.arrivals.flags[flag : flag + 1].copy_(self.arrivals.epoch)
+                    self.arrivals.flags[flag : flag + 1].copy_(self.arrivals.awaited)
 
     def multiply(self) -> None:
         from tpkernels.kernels.gather_linear import gather_linear_fwd
@@ -112,7 +112,7 @@ class EmulatedLink:
 
     def product(self) -> None:
         self.begin()
-        self.arrivals.flags.copy_(self.arrivals.epoch.expand(2 * self.parts))
+        self.arrivals.flags.copy_(self.arrivals.awaited.expand(2 * self.parts))
         self.multiply()
 
     def transfer(self) -> None:
@@ -142,7 +142,7 @@ class EmulatedLink:
         self.begin()
         self.push(flags=False)
         with torch.cuda.stream(self.side):
-            self.arrivals.flags.copy_(self.arrivals.epoch.expand(2 * self.parts))
+            self.arrivals.flags.copy_(self.arrivals.awaited.expand(2 * self.parts))
         self.multiply()
         torch.cuda.current_stream().wait_stream(self.side)
 

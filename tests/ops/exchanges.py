@@ -37,7 +37,7 @@ def weight_of(rank: int) -> Tensor:
 
 
 def arrivals_of(delivery: Delivery, spin_limit: int | None = None) -> Arrivals:
-    return Arrivals(delivery.flags, delivery.epoch, delivery.status, spin_limit)
+    return Arrivals(delivery.flags, delivery.awaited, delivery.status, spin_limit)
 
 
 class Faulty(HostExchange):
@@ -45,22 +45,23 @@ class Faulty(HostExchange):
 
     fault = ""
 
-    def put(self, peer: int, part: int, rows: Tensor, epoch: int) -> None:
-        mailbox, there, flag = self._mailboxes[peer], self.part_rows(part), self.rank * self.splits + part
+    def put(self, peer: int, part: int, rows: Tensor, epoch: int, flag: int) -> None:
+        mailbox, there, chunk = self._mailboxes[peer], self.part_rows(part), self.rank * self.splits + part
+        flags = mailbox.flags[epoch % 2]
         if peer == self.rank or epoch < 3:  # the first calls are sound
-            super().put(peer, part, rows, epoch)
+            super().put(peer, part, rows, epoch, flag)
         elif self.fault == "early_flag":
-            mailbox.flags[flag] = epoch
+            flags[chunk] = flag
             time.sleep(0.2)
-            super().put(peer, part, rows, epoch)
+            super().put(peer, part, rows, epoch, flag)
         elif self.fault == "skipped_flag":
             mailbox.buffers[epoch % 2, self.rank, there].copy_(rows)
         elif self.fault == "stale_slot":  # writes the other buffer
             mailbox.buffers[(epoch + 1) % 2, self.rank, there].copy_(rows)
-            mailbox.flags[flag] = epoch
+            flags[chunk] = flag
         else:
             mailbox.buffers[epoch % 2, peer, there].copy_(rows)  # as if it came from the receiver
-            mailbox.flags[flag] = epoch
+            flags[chunk] = flag
 
 
 def gather_calls(

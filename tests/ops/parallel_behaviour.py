@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tpkernels.comm import transfers
+from tpkernels.comm.calls import begin
 from tpkernels.comm.exchange import AllReducing, Swapping
 from tpkernels.comm.host import HostExchange
 from tpkernels.comm.schedule import bounds
@@ -240,9 +241,10 @@ def wrong_all_reduces(dtypes: list[torch.dtype]) -> list[str]:
         total = sum(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
         exact, own = (total + bias).to(dtype), parts[group.rank()]
         chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
+        swap, reduce_and_gather = (begin(op, "all", group) for op in ("swap", "reduce and gather"))
         ways = {
-            "swap": Swapping("sum", own.__getitem__, chunk_rows, group, bias),
-            "reduce and gather": AllReducing("sum", own.__getitem__, chunk_rows, cols, own, group, bias),
+            "swap": Swapping(swap, own.__getitem__, chunk_rows, bias),
+            "reduce and gather": AllReducing(reduce_and_gather, own.__getitem__, chunk_rows, cols, own, bias),
         }
         for name, way in ways.items():
             if not torch.equal(way.wait(), exact):

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.groups import exchange_device, start_all_gather
+from tpkernels.comm.calls import Call, handshake
+from tpkernels.comm.groups import exchange_device
+from tpkernels.comm.small import gather_small
 from tpkernels.comm.supported import Problem
 
 _DIGEST_BYTES = 16
@@ -47,18 +49,20 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
     text = json.dumps([claim.request, claim.tensors, claim.problem]).encode()
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     message = torch.frombuffer(bytearray(digest + len(text).to_bytes(8, "little")), dtype=torch.uint8)
+    call = handshake(claim.request, "comparison of what ranks bring", group)
     try:
-        answers = _all_gather(message, group)
+        answers = _all_gather(message, call)
         if bool((answers == answers[0]).all()):
             if claim.problem is None:
                 return
             claims = [claim] * len(answers)
         else:
-            claims = _exchange(text, [_length(answer) for answer in answers], group)
+            claims = _exchange(text, [_length(answer) for answer in answers], call)
     except RuntimeError as error:
         raise RuntimeError(
             f"{claim.request}: ranks of process group '{group.group_name}' could not compare what they "
-            f"bring; a rank died, came too late, or left the common order of calls. Cause: {error}"
+            f"bring; a rank died, came too late, or left the common order of calls. Cause: "
+            f"{call.calls.first_failure() or error}"
         ) from error
     ranks = dist.get_process_group_ranks(group)
     _raise_problem(claims, ranks)
@@ -76,22 +80,19 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"'{name}' {tuple(tensor.shape)} {dtype} on {tensor.device.type}{layout}"
 
 
-def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
+def _all_gather(message: Tensor, call: Call) -> Tensor:
     """(ranks, bytes), on the CPU."""
-    device = exchange_device(group)
-    gathered = torch.empty(group.size() * message.numel(), dtype=message.dtype, device=device)
-    start_all_gather(group, gathered, message.to(device)).wait()
-    return gathered.cpu().view(group.size(), -1)
+    return gather_small(call, message.to(exchange_device(call.group))).cpu()
 
 
 def _length(answer: Tensor) -> int:
     return int.from_bytes(bytes(answer[_DIGEST_BYTES:].tolist()), "little")
 
 
-def _exchange(text: bytes, lengths: list[int], group: ProcessGroup) -> list[Claim]:
+def _exchange(text: bytes, lengths: list[int], call: Call) -> list[Claim]:
     padded = torch.frombuffer(bytearray(text.ljust(max(lengths), b" ")), dtype=torch.uint8)
     claims = []
-    for row in _all_gather(padded, group):
+    for row in _all_gather(padded, call):
         request, tensors, problem = json.loads(bytes(row.tolist()))
         claims.append(Claim(request, tuple(tensors), tuple(problem) if problem else None))
     return claims

@@ -1,9 +1,9 @@
 """Rows in flight between the ranks of a group: gathered, or reduced. No autograd, no kernels.
 
-    gathering = Gathering("op", shard, rows, group)      reducing = Reducing("op", rows, cols, like, group)
-    for rows, part in gathering.arrivals():              reducing.send_all(partial_sums_of_rows)
-        ... part = full[rows] is there ...               ... more work ...
-    full = gathering.wait()                              total = reducing.wait()
+    gathering = Gathering(call, shard, rows)        reducing = Reducing(call, partial_of, rows, cols, like)
+    for rows, part in gathering.arrivals():         ... more work ...
+        ... part = full[rows] is there ...
+    full = gathering.wait()                         total = reducing.wait()
 
 Transfers are point to point, as `schedule` plans them: each is on its way as soon as it is started, and what
 is computed meanwhile hides it. On NCCL they run on the backend's own stream and `wait` holds up the current
@@ -20,8 +20,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
+from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import (
     bounds,
     gather_swaps,
@@ -45,15 +46,15 @@ class Pending(Protocol):
 class Gathering:
     """Shards of all ranks on their way into one matrix."""
 
-    def __init__(self, op: str, shard: Tensor, rows: int, group: ProcessGroup) -> None:
+    def __init__(self, call: Call, shard: Tensor, rows: int) -> None:
         """shard: (this rank's rows, cols), as `schedule.bounds` divides `rows` over the ranks"""
-        ranks, rank = group.size(), group.rank()
+        ranks, rank = call.calls.ranks, call.calls.rank
         first, last = bounds(rows, ranks, rank)
         assert len(shard) == last - first, "the caller divides rows as the plan does"
         shard = shard.contiguous()
         self._full = shard.new_empty(rows, shard.shape[1])
         self._own = slice(first, last)
-        self._transfers = Transfers(op, group)
+        self._transfers = Transfers(call)
         self._arriving: list[tuple[slice, int, Work | None]] = []
         parts = parts_of_shard(-(-rows // ranks) * shard.shape[1] * shard.element_size())
         for swap in gather_swaps(rows, ranks, rank, parts):
@@ -97,12 +98,11 @@ class Reducing:
 
     def __init__(
         self,
-        op: str,
+        call: Call,
         partial_of: PartialOf,
         rows: int,
         cols: int,
         like: Tensor,
-        group: ProcessGroup,
         bias: Tensor | None = None,
     ) -> None:
         """Compute and send, others' rows first.
@@ -111,11 +111,11 @@ class Reducing:
         like: a tensor of the dtype and device of partial sums
         bias: (cols,), added once
         """
-        ranks, rank = group.size(), group.rank()
+        ranks, rank = call.calls.ranks, call.calls.rank
         first, last = bounds(rows, ranks, rank)
         self._bias = bias
         self._slots = like.new_empty(ranks, last - first, cols)
-        self._transfers = Transfers(op, group)
+        self._transfers = Transfers(call)
         self._arriving: list[tuple[int, Work | None]] = []
         parts = parts_of_shard(-(-rows // ranks) * cols * like.element_size())
         for swap in reduce_swaps(rows, ranks, rank, parts):
@@ -135,24 +135,23 @@ class Reducing:
 
 
 def all_reducing(
-    op: str,
+    call: Call,
     partial_of: PartialOf,
     rows: int,
     cols: int,
     like: Tensor,
-    group: ProcessGroup,
     bias: Tensor | None = None,
 ) -> Pending:
     """Partial sums of all ranks on their way to all of them, a chunk of rows after the other.
 
     Arguments as of `Reducing`. Sizes alone choose the way, and both end with the same bits on all ranks.
     """
-    ranks, row_bytes = group.size(), cols * like.element_size()
+    ranks, row_bytes = call.calls.ranks, cols * like.element_size()
     chunks = parts_of_shard(-(-rows // ranks) * row_bytes)
     chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
     if swaps_whole_parts(rows * row_bytes, ranks):
-        return Swapping(op, partial_of, chunk_rows, group, bias)
-    return AllReducing(op, partial_of, chunk_rows, cols, like, group, bias)
+        return Swapping(call, partial_of, chunk_rows, bias)
+    return AllReducing(call, partial_of, chunk_rows, cols, like, bias)
 
 
 class Swapping:
@@ -160,15 +159,14 @@ class Swapping:
 
     def __init__(
         self,
-        op: str,
+        call: Call,
         partial_of: PartialOf,
         chunk_rows: Sequence[slice],
-        group: ProcessGroup,
         bias: Tensor | None,
     ) -> None:
-        ranks, rank = group.size(), group.rank()
+        ranks, rank = call.calls.ranks, call.calls.rank
         self._bias = bias
-        self._transfers = Transfers(op, group)
+        self._transfers = Transfers(call)
         self._chunks: list[Tensor] = []
         self._arriving: list[tuple[int, Work | None]] = []
         for rows in chunk_rows:
@@ -195,20 +193,19 @@ class AllReducing:
 
     def __init__(
         self,
-        op: str,
+        call: Call,
         partial_of: PartialOf,
         chunk_rows: Sequence[slice],
         cols: int,
         like: Tensor,
-        group: ProcessGroup,
         bias: Tensor | None,
     ) -> None:
-        self._op, self._group = op, group
+        self._call = call
         self._gathering: list[Gathering] = []
         self._reducing: tuple[int, Reducing] | None = None
         for rows in chunk_rows:
             partial = partial_of(rows)
-            reducing = Reducing(op, partial.__getitem__, len(partial), cols, like, group, bias)
+            reducing = Reducing(call, partial.__getitem__, len(partial), cols, like, bias)
             self._gather_reduced()
             self._reducing = len(partial), reducing
 
@@ -221,5 +218,5 @@ class AllReducing:
     def _gather_reduced(self) -> None:
         if self._reducing is not None:
             rows, reducing = self._reducing
-            self._gathering.append(Gathering(self._op, reducing.wait(), rows, self._group))
+            self._gathering.append(Gathering(self._call, reducing.wait(), rows))
             self._reducing = None

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
+from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import source_of
 from tpkernels.comm.transfers import Transfers
 
@@ -20,11 +21,11 @@ from tpkernels.comm.transfers import Transfers
 class FarCall:
     """What one call swaps."""
 
-    def __init__(self, name: str, group: ProcessGroup, near: Collection[int], slots: Tensor) -> None:
+    def __init__(self, call: Call, near: Collection[int], slots: Tensor) -> None:
         """near: the ranks on this machine; slots: (ranks, rows, cols) of this rank"""
-        self._rank, self._ranks, self._near = group.rank(), group.size(), near
+        self._rank, self._ranks, self._near = call.calls.rank, call.calls.ranks, near
         self._slots = slots
-        self._transfers = Transfers(name, group)
+        self._transfers = Transfers(call)
 
     def swap(self, to: int, there: slice, rows: Tensor) -> tuple[int, Work | None]:
         """Send `rows` to rank `to`, and receive as many; near ranks neither get nor send anything here.

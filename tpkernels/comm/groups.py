@@ -12,18 +12,20 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from tpkernels.comm.lifetime import is_alive, note_use
+from tpkernels.comm.calls import calls_of
+from tpkernels.comm.lifetime import is_alive
 
 
-def required_group(group: object, argument: str = "group") -> ProcessGroup:
-    """`group`, if this rank is a member of it."""
+def required_group(group: object, argument: str = "group", op: str = "") -> ProcessGroup:
+    """`group`, if this rank is a member of it and may use it now."""
     if not isinstance(group, ProcessGroup):
         got = "not a member's group" if group is dist.GroupMember.NON_GROUP_MEMBER else repr(group)
         raise ValueError(
             f"{argument}: expected a process group that rank {_world_rank()} is a member of, got {got}; "
             "torch.distributed.group.WORLD holds all ranks"
         )
-    note_use(group)
+    if not torch.compiler.is_compiling():  # that is, when it runs
+        calls_of(group).require_usable(op or argument)
     return group
 
 

@@ -35,8 +35,7 @@ os.register_at_fork(after_in_child=_used.clear)  # which has none of the threads
 
 def note_use(group: ProcessGroup) -> None:
     """Remember, without holding it, that `group` has collectives of ours."""
-    if not torch.compiler.is_compiling():  # that is, when it runs
-        _used.add(group)
+    _used.add(group)
 
 
 def is_alive(group: ProcessGroup) -> bool:

@@ -11,8 +11,7 @@ Where transfers take longer than the product, nothing hides the product of what 
 is sent first. So there chunks get smaller and smaller towards the end, or larger and larger from the start.
 
 Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of
-are there; for this, chunks are of one size. Flags hold epochs: call number e raises them to e, and none is
-ever reset.
+are there; for this, chunks are of one size. A flag says which call its chunk is there of; none is ever reset.
 """
 
 from __future__ import annotations
@@ -146,6 +145,20 @@ def chunks_of_tile(tile: int, rows: int, chunks: int, block_rows: int) -> range:
     size = chunk_rows(rows, chunks)
     last_row = min((tile + 1) * block_rows, rows) - 1
     return range(tile * block_rows // size, last_row // size + 1)
+
+
+CODE_BITS = 20  # of a flag: a code of the call; above them is its epoch
+
+
+def flag_of(epoch: int, code: int) -> int:
+    """What the flags of call number `epoch` hold, an int32; epochs wrap round."""
+    word = (epoch << CODE_BITS | code % (1 << CODE_BITS)) % 2**32
+    return word - 2**32 if word >= 2**31 else word
+
+
+def is_other_call(seen: int, awaited: int) -> bool:
+    """Whether a flag is of the same epoch as the one awaited, but of another call."""
+    return seen != awaited and seen >> CODE_BITS == awaited >> CODE_BITS
 
 
 def slot_of(epoch: int) -> int:

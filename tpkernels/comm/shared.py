@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import handshake
 from tpkernels.comm.host import HostExchange
 from tpkernels.comm.opening import (
     described,
@@ -36,17 +37,19 @@ def open_shared(
     *,
     splits: int = 1,
     timeout: float = 60.0,
+    op: str = "",
 ) -> HostExchange:
     """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
 
     shape: (rows, cols) of a piece
     timeout: seconds until a rank that does not read is an error
+    op: who needs it, for errors
     """
-    memories = map_shared(name, group, shape, dtype, device, splits)
+    memories = map_shared(name, group, shape, dtype, device, splits, op=op)
     mailboxes: list[Mailbox | None] = [None] * group.size()
     for peer, memory in memories.items():
         mailboxes[peer] = Mailbox.over(memory, group.size(), shape, dtype, splits)
-    return HostExchange(name, group.rank(), mailboxes, splits, timeout, group)
+    return HostExchange(name, group.rank(), mailboxes, splits, timeout)
 
 
 def map_shared(
@@ -56,6 +59,8 @@ def map_shared(
     dtype: torch.dtype,
     device: torch.device,
     splits: int,
+    *,
+    op: str = "",
 ) -> dict[int, Tensor]:
     """Zeroed bytes for the mailbox of each rank on this machine, by its number in the group."""
     rank, ranks = group.rank(), group.size()
@@ -71,17 +76,18 @@ def map_shared(
         os.ftruncate(descriptor, count)
     except (AttributeError, ValueError, OSError) as error:  # AttributeError: only Linux has such files
         problem = f"{type(error).__name__}: {error}"
+    opening = handshake(op or "open_shared", f"opening {name}", group)
     # a rank that cannot go on says so here: nobody waits for it below
     wanted, path = described(shape, dtype, splits), f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        offers = exchanged((wanted, machine(), path, problem), group)
+        offers = exchanged((wanted, machine(), path, problem), opening)
         require_equal(name, [wanted for wanted, *_ in offers], rank)
         require_none(name, [problem for *_, problem in offers], rank)
         near = ranks_beside([place for _, place, *_ in offers], rank)
         paths = [path for *_, path, _ in offers]
         memories, problem = _mapped([paths[peer] for peer in near], count)
         # also: all have mapped it, so descriptors may close
-        require_none(name, exchanged(problem, group), rank)
+        require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
         return dict(zip(near, memories, strict=True))
     finally:
         if descriptor >= 0:

@@ -1,26 +1,32 @@
-"""A few numbers a token from all ranks to all, in one collective: too small to be cut in pieces."""
+"""A few numbers from all ranks to all, at once: too small to be cut in pieces."""
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import Call
+from tpkernels.comm.exchange import Gathering
 from tpkernels.comm.groups import start_all_gather
 
 
-def gather_small(op: str, part: Tensor, group: ProcessGroup) -> Tensor:
-    """(ranks, *shape of part): the parts of all ranks, which have one shape."""
-    if group.size() == 1:
-        return part[None]
-    gathered = part.new_empty(group.size(), *part.shape)
+def gather_small(call: Call, part: Tensor) -> Tensor:
+    """(ranks, *shape of part): the parts of all ranks, which have one shape.
+
+    In one collective, but where tags can keep a rank in another call from being taken for one in this: gloo
+    aborts a process that gets a message of another length than it expects.
+    """
+    calls = call.calls
+    if calls.matches_tags(part.device):
+        return Gathering(call, part.reshape(1, -1), calls.ranks).wait().view(calls.ranks, *part.shape)
+    gathered = part.new_empty(calls.ranks, *part.shape)
     if not gathered.numel():
         return gathered
     try:
-        start_all_gather(group, gathered.view(-1), part.reshape(-1)).wait()
+        call.wait_for(start_all_gather(call.group, gathered.view(-1), part.reshape(-1)).wait)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{op}: rank {group.rank()} of {group.size()} in process group '{group.group_name}' did not get "
-            f"what the others know of their parts: one died, came too late, or left the common order of "
-            f"calls. Cause: {error}"
+            f"{call.op}: rank {calls.rank} of {calls.ranks} in process group '{calls.name}' did not get what "
+            "the others know of their parts: one died, came too late, or left the common order of calls. "
+            f"Cause: {calls.first_failure() or error}"
         ) from error
     return gathered

@@ -1,14 +1,14 @@
 """The `symmetric` transport: GPUs of one machine write into each other's memory, by torch's symmetric memory.
 
-Copy engines push the rows on a stream beside the one that computes; a flag is a copy of the call's epoch,
-behind its rows in that stream. The epoch is counted on the device, so that a captured graph can be replayed.
+Copy engines push the rows on a stream beside the one that computes; a flag is a copy of one word of the call,
+behind its rows in that stream. The epoch in it is counted on the device, so that a captured graph can be
+replayed.
 
 The hazards of writing after reading, and what excludes each:
 
 - Rows land in a buffer that its owner still reads: a call begins with a barrier of all ranks in the computing
   stream, and pushes wait for it. Every rank has then done all that it enqueued before, also in a replay that
   uses one buffer each time. Two calls may be begun before the first is read: they have different buffers.
-- A flag holds e + 1 where e is waited for: epoch e is all there, because each rank pushes in order of epochs.
 - A flag is seen before its rows: it is copied behind them in one stream.
 - The epoch is counted up before it has been copied: each call has its own copy of it.
 - A piece is changed while it is being pushed: `wait()` lets the current stream wait for the pushes.
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import Call, handshake
 from tpkernels.comm.far import FarCall
 from tpkernels.comm.neighbours import name_of_neighbours
 from tpkernels.comm.opening import (
@@ -40,9 +41,9 @@ from tpkernels.comm.opening import (
     require_equal,
     require_none,
 )
-from tpkernels.comm.schedule import slot_of
+from tpkernels.comm.schedule import flag_of, slot_of
 from tpkernels.comm.side_stream import SideStream
-from tpkernels.comm.transport import Delivery, Exchange, Mailbox, require_shape
+from tpkernels.comm.transport import Delivery, Exchange, Mailbox, code_of, require_shape
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -84,21 +85,21 @@ class SymmetricExchange(Exchange):
         timeout: float,
         *,
         near: Sequence[int] = (),
-        group: ProcessGroup | None = None,
+        ranks: int | None = None,
     ) -> None:
         """One rank's end.
 
         handle: of the ranks on this machine
         memory: our own, zeroed bytes
-        near: the numbers in `group` of those ranks; needed, like `group`, if there are others
+        near: the numbers of those ranks among all, needed, like the count `ranks` of all, if there are others
         """
         near = near or range(handle.world_size)
-        ranks = len(near) if group is None else group.size()
+        ranks = ranks or len(near)
         mailboxes: list[Mailbox | None] = [None] * ranks
         for number, peer in enumerate(near):
             view = handle.get_buffer(number, (memory.numel(),), torch.uint8)
             mailboxes[peer] = Mailbox.over(view, ranks, shape, dtype, splits)
-        super().__init__(name, near[handle.rank], mailboxes, splits, timeout, group)
+        super().__init__(name, near[handle.rank], mailboxes, splits, timeout)
         self.margin = (_COPIES if len(near) == ranks else _TRANSFERS) if memory.is_cuda else 0
         self._handle, self._memory = handle, memory
         self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
@@ -131,12 +132,13 @@ class SymmetricExchange(Exchange):
     def mailbox(self, peer: int) -> Mailbox:
         return self._mailbox(peer)
 
-    def _delivery(self, epoch: int, own: Mailbox) -> SymmetricDelivery:
+    def _delivery(self, epoch: int, own: Mailbox, call: Call | None) -> SymmetricDelivery:
         if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
             self.far_side.let_current_wait()
         self.barrier()
-        return SymmetricDelivery(self, epoch, own, self._word.add_(1).clone())
+        awaited = self._word.add_(flag_of(1, 0)).bitwise_or(flag_of(0, code_of(call)))
+        return SymmetricDelivery(self, epoch, own, awaited, call)
 
 
 class SymmetricDelivery(Delivery):
@@ -144,8 +146,10 @@ class SymmetricDelivery(Delivery):
 
     exchange: SymmetricExchange
 
-    def __init__(self, exchange: SymmetricExchange, number: int, own: Mailbox, epoch: Tensor) -> None:
-        super().__init__(exchange, number, own, epoch)
+    def __init__(
+        self, exchange: SymmetricExchange, number: int, own: Mailbox, awaited: Tensor, call: Call | None
+    ) -> None:
+        super().__init__(exchange, number, own, awaited, call)
         self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
         exchange.in_flight.add(self)
 
@@ -178,11 +182,11 @@ class SymmetricDelivery(Delivery):
         mailbox = exchange.mailbox(peer)
         there = mailbox.buffers[slot_of(self.number), exchange.rank, exchange.part_rows(part)]
         there.copy_(rows, non_blocking=True)
-        self._raise_flag(mailbox.flags, exchange.rank, part)
+        self._raise_flag(mailbox.flags[slot_of(self.number)], exchange.rank, part)
 
     def _raise_flag(self, flags: Tensor, source: int, part: int) -> None:
         flag = source * self.exchange.splits + part
-        flags[flag : flag + 1].copy_(self.epoch, non_blocking=True)
+        flags[flag : flag + 1].copy_(self.awaited, non_blocking=True)
 
     def wait(self) -> None:
         self.exchange.side.let_current_wait()
@@ -207,11 +211,13 @@ def open_symmetric(
     *,
     splits: int = 1,
     timeout: float = 60.0,
+    op: str = "",
 ) -> SymmetricExchange:
     """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
 
     shape: (rows, cols) of a piece
     timeout: seconds until a rank that does not come is an error
+    op: who needs it, for errors
     """
     rank, ranks = group.rank(), group.size()
     problem, gpu = why_not(device), ""
@@ -221,7 +227,8 @@ def open_symmetric(
         problem = problem or str(error)
     if not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    offers = exchanged((described(shape, dtype, splits), machine(), gpu, problem), group)
+    opening = handshake(op or "open_symmetric", f"opening {name}", group)
+    offers = exchanged((described(shape, dtype, splits), machine(), gpu, problem), opening)
     require_equal(name, [wanted for wanted, *_ in offers], rank)
     require_none(name, [problem for *_, problem in offers], rank)
     near = ranks_beside([place for _, place, *_ in offers], rank)
@@ -234,11 +241,11 @@ def open_symmetric(
         )
     except RuntimeError as error:
         problem = f"torch's symmetric memory refused: {error}"
-    require_none(name, exchanged(problem, group), rank)
+    require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
     assert handle is not None
     own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
     assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout, near=near, group=group)
+    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout, near=near, ranks=ranks)
 
 
 def why_not(device: torch.device) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
+from tpkernels.comm.calls import Call
 from tpkernels.comm.groups import Start, refuse_other_devices, start_together
-
-_TAG = 7465  # apart from what users send in the same group, whose tag is mostly 0
 
 
 class Transfers:
-    """Sends and receives that belong to one operator."""
+    """Sends and receives that belong to one call."""
 
-    def __init__(self, op: str, group: ProcessGroup) -> None:
-        self._op, self._group = op, group
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._sends: list[tuple[Work, int, Tensor]] = []  # buffers live until they are sent
 
     def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
@@ -23,16 +22,17 @@ class Transfers:
         returns: to wait for before `incoming` is read; None if it is empty
         """
         starts: list[Start] = []
+        call = self._call
         if outgoing.numel():
-            starts.append(lambda group: group.send([outgoing], to, _TAG))
+            starts.append(lambda group: group.send([outgoing], to, call.tag))
         if incoming.numel():
-            starts.append(lambda group: group.recv([incoming], source, _TAG))
+            starts.append(lambda group: group.recv([incoming], source, call.tag))
         if not starts:
             return None
         try:
-            works = start_together(self._group, outgoing.device, starts)  # one for both, or one each
+            works = start_together(call.group, outgoing.device, starts)  # one for both, or one each
         except RuntimeError as error:
-            refuse_other_devices(self._op, self._group, outgoing.device)
+            refuse_other_devices(call.op, call.group, outgoing.device)
             peers = {to} if outgoing.numel() else set()
             peers |= {source} if incoming.numel() else set()
             raise self._failure(f"rank {' or '.join(map(str, peers))} cannot be reached", error) from error
@@ -43,7 +43,7 @@ class Transfers:
     def await_rows(self, received: Work | None, source: int) -> None:
         try:
             if received is not None:
-                received.wait()
+                self._call.wait_for(received.wait)
         except RuntimeError as error:
             raise self._failure(f"rows of rank {source} did not arrive", error) from error
 
@@ -51,15 +51,15 @@ class Transfers:
         """Until then nobody may overwrite what was sent."""
         for work, to, _ in self._sends:
             try:
-                work.wait()
+                self._call.wait_for(work.wait)
             except RuntimeError as error:
                 raise self._failure(f"rank {to} did not take its rows", error) from error
         self._sends.clear()
 
     def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
-        group = self._group
-        where = f"process group '{group.group_name}'"
-        return blaming(self._op, what, where, group.rank(), group.size(), error)
+        calls = self._call.calls
+        cause = calls.first_failure() or error
+        return blaming(self._call.op, what, f"process group '{calls.name}'", calls.rank, calls.ranks, cause)
 
 
 def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:

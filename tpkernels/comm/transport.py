@@ -3,18 +3,20 @@
 An `Exchange` belongs to one rank of R and one shape. Call number e, its epoch, gives every rank one piece of
 each rank, cut into parts:
 
-    delivery = exchange.begin()
+    delivery = exchange.begin(call)
     delivery.push(peer, part, rows)    returns at once; rows of our piece for that peer
     delivery.slots    (R, rows, cols)  piece of rank r at index r; valid once its flags are up
-    delivery.flags    (R * splits,)    int32: flag r * splits + i holds e once part i of it is there
-    delivery.epoch    (1,)             int32: e
+    delivery.flags    (R * splits,)    int32: flag r * splits + i is `awaited` once part i of it is there
+    delivery.awaited  (1,)             int32: e and a code of the call, which other calls do not have
 
 A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d. All ranks push
 to the others in the order of `schedule.peers_by_step`, and the parts of a piece in theirs.
 `delivery.release()` says that the slots have been read; `delivery.wait()` that our own pieces are out, so
 that their memory may change. Both must happen, in any order, before the call after the next.
 
-Each rank has two slot buffers, used in turn: a call is pushed while its receivers still read the one before.
+Each rank has two slot buffers and two rows of flags, used in turn: a call is pushed while its receivers still
+read the one before. A flag is compared by equality: rows of another call, made by a rank that left the common
+order, are never taken for this one's.
 How memory is mapped, who pushes, and what keeps writers off slots that are being read, is the transport's:
 `host`, `shared`, `symmetric`. What goes to other machines is `far`'s.
 """
@@ -24,12 +26,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import Call
 from tpkernels.comm.far import FarCall
 from tpkernels.comm.schedule import SLOTS, chunk_rows, peers_by_step, reusable_after, slot_of
 
@@ -38,14 +39,14 @@ from tpkernels.comm.schedule import SLOTS, chunk_rows, peers_by_step, reusable_a
 class Mailbox:
     """The memory of one rank that all ranks of its machine can write."""
 
-    flags: Tensor  # (R * splits,) int32
+    flags: Tensor  # (SLOTS, R * splits) int32
     released: Tensor  # (1,) int32: the last epoch that its owner has read
     buffers: Tensor  # (SLOTS, R, rows, cols)
 
     @staticmethod
     def sizes(ranks: int, shape: tuple[int, int], dtype: torch.dtype, splits: int) -> tuple[int, int]:
         """Bytes of the words, up to a boundary that suits the data, and of the buffers."""
-        words = -(-4 * (ranks * splits + 1) // 64) * 64
+        words = -(-4 * (SLOTS * ranks * splits + 1) // 64) * 64
         return words, SLOTS * ranks * shape[0] * shape[1] * dtype.itemsize
 
     @staticmethod
@@ -54,7 +55,8 @@ class Mailbox:
         words, data = Mailbox.sizes(ranks, shape, dtype, splits)
         integers = memory[:words].view(torch.int32)
         buffers = memory[words : words + data].view(dtype).view(SLOTS, ranks, *shape)
-        return Mailbox(integers[: ranks * splits], integers[ranks * splits :][:1], buffers)
+        flags = integers[: SLOTS * ranks * splits]
+        return Mailbox(flags.view(SLOTS, ranks * splits), integers[len(flags) :][:1], buffers)
 
 
 class Exchange(ABC):
@@ -69,18 +71,15 @@ class Exchange(ABC):
         mailboxes: Sequence[Mailbox | None],
         splits: int,
         timeout: float,
-        group: ProcessGroup | None = None,
     ) -> None:
         """One rank's end of an exchange.
 
         mailboxes: of all ranks, in order; None for ranks on other machines
         timeout: seconds until a rank that does not come is an error
-        group: of all ranks; needed if some are on other machines
         """
         self.name, self.rank, self.ranks = name, rank, len(mailboxes)
         self.splits, self.timeout = splits, timeout
         self.near = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
-        self._group = ref(group) if group is not None else None  # an exchange ends with its group
         own = mailboxes[rank]
         assert own is not None, "everybody reaches its own memory"
         self.piece_shape: tuple[int, ...] = tuple(own.buffers.shape[2:])  # what each rank gives each rank
@@ -90,8 +89,11 @@ class Exchange(ABC):
         self._mailboxes = tuple(mailboxes)
         self._begun = 0
 
-    def begin(self) -> Delivery:
-        """The next call; every rank must make it."""
+    def begin(self, call: Call | None = None) -> Delivery:
+        """The next call; every rank must make it.
+
+        call: of the group; None for virtual ranks of one process, which have none
+        """
         if not self._mailboxes:
             raise RuntimeError(f"{self.name} on rank {self.rank} is closed: open another")
         epoch = self._begun + 1
@@ -101,9 +103,9 @@ class Exchange(ABC):
                 f"before call {epoch} begins; has an error ended it? Then destroy the process group"
             )
         self._begun = epoch
-        return self._delivery(epoch, self._mailbox(self.rank))
+        return self._delivery(epoch, self._mailbox(self.rank), call)
 
-    def start(self, pieces: Sequence[Tensor]) -> Delivery:
+    def start(self, pieces: Sequence[Tensor], call: Call | None = None) -> Delivery:
         """Begin the next call and push all of it: piece d to rank d, the own one before this returns.
 
         pieces: R tensors of `piece_shape`; a gather passes the same one R times
@@ -118,20 +120,17 @@ class Exchange(ABC):
                     f"{self.name}: expected pieces of shape {self.piece_shape} in {self.dtype}, got "
                     f"{tuple(piece.shape)} in {piece.dtype}: open an exchange for each shape"
                 )
-        delivery = self.begin()
+        delivery = self.begin(call)
         for peer in (self.rank, *(to for to, _ in peers_by_step(self.ranks, self.rank))):
             delivery.push_piece(peer, pieces[peer])
         return delivery
 
-    def far_call(self, own: Mailbox, epoch: int) -> FarCall | None:
-        """What call number `epoch` swaps with other machines, if there are any."""
+    def far_call(self, call: Call | None, slots: Tensor) -> FarCall | None:
+        """What a call swaps with other machines, if there are any."""
         if len(self.near) == self.ranks:
             return None
-        group = self._group() if self._group else None
-        assert group is not None, (
-            "who has far ranks says how to reach them, and lets the group live meanwhile"
-        )
-        return FarCall(self.name, group, self.near, own.buffers[slot_of(epoch)])
+        assert call is not None, "ranks on other machines are reached through their group"
+        return FarCall(call, self.near, slots)
 
     def _mailbox(self, peer: int) -> Mailbox:
         mailbox = self._mailboxes[peer]
@@ -156,16 +155,18 @@ class Exchange(ABC):
         """Stop pushing and let go of the memory, which lives as long as some rank has it."""
 
     @abstractmethod
-    def _delivery(self, epoch: int, own: Mailbox) -> Delivery: ...
+    def _delivery(self, epoch: int, own: Mailbox, call: Call | None) -> Delivery: ...
 
 
 class Delivery(ABC):
     """One call in flight."""
 
-    def __init__(self, exchange: Exchange, number: int, own: Mailbox, epoch: Tensor) -> None:
-        self.exchange, self.number, self.epoch = exchange, number, epoch
-        self.slots, self.flags = own.buffers[slot_of(number)], own.flags
-        self._far = exchange.far_call(own, number)
+    def __init__(
+        self, exchange: Exchange, number: int, own: Mailbox, awaited: Tensor, call: Call | None
+    ) -> None:
+        self.exchange, self.number, self.awaited, self.call = exchange, number, awaited, call
+        self.slots, self.flags = own.buffers[slot_of(number)], own.flags[slot_of(number)]
+        self._far = exchange.far_call(call, self.slots)
 
     @property
     def status(self) -> Tensor:
@@ -192,6 +193,11 @@ class Delivery(ABC):
     @abstractmethod
     def release(self) -> None:
         """The slots have been read: other ranks may write the call after the next."""
+
+
+def code_of(call: Call | None) -> int:
+    """What flags hold besides the epoch."""
+    return 0 if call is None else call.tag
 
 
 def require_shape(name: str, ranks: int, shape: tuple[int, int], splits: int) -> None:

@@ -56,6 +56,7 @@ class Open(Protocol):
         *,
         splits: int,
         timeout: float,
+        op: str,
     ) -> Exchange: ...
 
 
@@ -71,7 +72,7 @@ class _Exchanges:
         self.transport = transport
         self._open: OrderedDict[Key, Exchange] = OrderedDict()
 
-    def get(self, key: Key, group: ProcessGroup) -> Exchange:
+    def get(self, op: str, key: Key, group: ProcessGroup) -> Exchange:
         if key not in self._open:
             if len(self._open) >= MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
@@ -86,6 +87,7 @@ class _Exchanges:
                     device,
                     splits=even_parts(shape[0], parts_of_shard(shard_bytes)),
                     timeout=timeout_of(group, device),
+                    op=op,
                 )
         self._open.move_to_end(key)
         return self._open[key]
@@ -111,7 +113,7 @@ def exchange_for(
     if not is_alive(group):
         exchanges.close()
         raise RuntimeError(f"{op}: process group '{group.group_name}' was destroyed; make a new one")
-    return exchanges.get((purpose, (rows, cols), piece.dtype, piece.device), group)
+    return exchanges.get(op, (purpose, (rows, cols), piece.dtype, piece.device), group)
 
 
 def _agreed(op: str, group: ProcessGroup) -> _Exchanges:

@@ -123,7 +123,7 @@ def _gather_linear(case: _Case) -> Entry:
     """`linear` with waits: the same operands, and what tells of their arrival."""
     tile = waiting_tile(case.tile, chunk_rows=case.tile.group * case.tile.block_rows)
     linear = _linear(replace(case, tile=tile), "gelu_tanh", bias=True, keep_z=True)
-    signals = ("flags_ptr", "epoch_ptr", "status_ptr")
+    signals = ("flags_ptr", "awaited_ptr", "status_ptr")
     return replace(
         linear,
         name=linear.name.replace("linear/", "gather_linear/", 1),

@@ -103,7 +103,7 @@ def _sum_rows(dtype: torch.dtype) -> Entry:
 def _reduce_slots(dtype: torch.dtype, wait: bool) -> Entry:
     name = TRITON_NAME[dtype]
     arguments = {"slots_ptr": f"*{name}", "b_ptr": f"*{name}", "y_ptr": f"*{name}"}
-    arguments |= dict.fromkeys(("flags_ptr", "epoch_ptr", "status_ptr"), "*i32" if wait else f"*{name}")
+    arguments |= dict.fromkeys(("flags_ptr", "awaited_ptr", "status_ptr"), "*i32" if wait else f"*{name}")
     arguments |= dict.fromkeys(("T", "N", "stride_sr", "stride_st"), "i32")
     return Entry(
         name=f"reduce_slots/pointer/{name}/{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}/bias{'+wait' * wait}",

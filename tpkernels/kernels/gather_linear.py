@@ -41,7 +41,7 @@ def _gather_linear_kernel(
     z,  # (T, N) contiguous, untouched unless KEEP_Z
     y,  # (T, N) contiguous
     flags_ptr,  # (T / chunk_rows,) int32
-    epoch_ptr,  # (1,) int32
+    awaited_ptr,  # (1,) int32
     status_ptr,  # (1,) int32
     T,
     N,
@@ -80,7 +80,7 @@ def _gather_linear_kernel(
         n = col_tile * BLOCK_COLS
         last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
         for chunk in tl.range(t // chunk_rows, last_row // chunk_rows + 1, num_stages=1):
-            wait_for(chunk, flags_ptr, epoch_ptr, status_ptr, spin_limit, OP=1, ASYNC_PROXY=ASYNC_PROXY)
+            wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=1, ASYNC_PROXY=ASYNC_PROXY)
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
         for k in range(0, K, BLOCK_DEPTH):
             x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_ROWS, BLOCK_DEPTH, TMA)
@@ -149,7 +149,7 @@ def gather_linear_fwd(
                 launch.operand(z, part, form) if separate_z else y_operand,
                 y_operand,
                 arrivals.flags,
-                arrivals.epoch,
+                arrivals.awaited,
                 arrivals.status,
                 T,
                 N,

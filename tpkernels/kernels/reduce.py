@@ -28,7 +28,7 @@ def _reduce_slots_kernel(
     b_ptr,  # (N,), unread unless HAS_BIAS
     y_ptr,  # (T, N) contiguous
     flags_ptr,  # (R * splits,) int32, slot by slot; like the next two untouched unless WAIT
-    epoch_ptr,  # (1,) int32
+    awaited_ptr,  # (1,) int32
     status_ptr,  # (1,) int32
     R,
     T,
@@ -59,7 +59,7 @@ def _reduce_slots_kernel(
                 last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
                 for part in tl.range(t // part_rows, last_row // part_rows + 1, num_stages=1):
                     chunk = slot_chunk + part
-                    wait_for(chunk, flags_ptr, epoch_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
+                    wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
             acc += load_block(
                 slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
             ).to(tl.float32)
@@ -117,7 +117,7 @@ def reduce_slots(
                 unread if bias is None else bias,
                 y,
                 unread if arrivals is None else arrivals.flags,
-                unread if arrivals is None else arrivals.epoch,
+                unread if arrivals is None else arrivals.awaited,
                 unread if arrivals is None else arrivals.status,
                 R,
                 T,

@@ -1,9 +1,9 @@
 """Kernels that wait for chunks which others write: flags, bounded spins, and what one leaves that ran out.
 
-Whoever writes a chunk raises its flag to the number of the call, the epoch, after the data. A kernel reads
-the chunk once its flag holds at least the epoch. Flags are never reset, and the epoch lies on the device, so
-that a captured graph which counts it up can be replayed. A spin that runs out writes one word, which kernel
-and which chunk, and goes on: the result is garbage, and `raise_if_late` says so. Later waits end at once.
+Whoever writes a chunk then puts one word into its flag, which says of what call it is. A kernel reads the
+chunk once its flag holds the word that it awaits. Flags are never reset, and that word lies on the device, so
+that a captured graph which counts it up can be replayed. A spin that runs out leaves word of which kernel and
+which chunk, and goes on: the result is garbage, and `raise_if_late` says so. Later waits end at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SECONDS = 30.0  # a wait by default
 class Arrivals:
     """What tells a kernel which chunks are there; all on the device of the data."""
 
-    flags: Tensor  # (chunks,) int32: the last epoch that each chunk is there of
-    epoch: Tensor  # (1,) int32: the one that is waited for
+    flags: Tensor  # (chunks,) int32: which call each chunk is there of
+    awaited: Tensor  # (1,) int32: the one that is waited for
     status: Tensor  # (1,) int32: 0, or where a spin ran out
     spin_limit: int | None = None  # looks at a flag; by default about half a minute
 
@@ -50,24 +50,24 @@ def spins_in(seconds: float, target: Target) -> int:
 def wait_for(
     chunk,
     flags_ptr,  # (chunks,) int32
-    epoch_ptr,  # (1,) int32
+    awaited_ptr,  # (1,) int32
     status_ptr,  # (1,) int32
     spin_limit,
     OP: tl.constexpr,  # number of the op in OPS, from 1
     ASYNC_PROXY: tl.constexpr,  # whether the chunk is read by TMA
 ):
     """Return once the chunk may be read, or the spin has run out here or elsewhere."""
-    epoch = tl.load(epoch_ptr)
+    awaited = tl.load(awaited_ptr)
     # an atomic that adds nothing: a load by one thread for all, which the interpreter knows too. All threads
     # must see the same, or they would part ways before a barrier
     seen = tl.atomic_add(flags_ptr + chunk, 0, sem="acquire", scope="sys")
-    if seen < epoch:
+    if seen != awaited:
         given_up = tl.atomic_add(status_ptr, 0, sem="relaxed", scope="gpu")
         spins = 0
-        while (seen < epoch) & (given_up == 0) & (spins < spin_limit):
+        while (seen != awaited) & (given_up == 0) & (spins < spin_limit):
             seen = tl.atomic_add(flags_ptr + chunk, 0, sem="acquire", scope="sys")
             spins += 1
-    if seen < epoch:
+    if seen != awaited:
         tl.atomic_cas(status_ptr, 0, OP * (1 << 24) + chunk, sem="relaxed", scope="gpu")  # the first stays
     tl.debug_barrier()  # one thread has looked, all of them read
     if ASYNC_PROXY:
@@ -89,14 +89,14 @@ def raise_if_late(arrivals: Arrivals, rank: int) -> None:
         kernel, chunk = kernel_and_chunk(word)
         raise RuntimeError(
             f"{kernel} on rank {rank}: chunk {chunk} had not arrived when the wait ran out "
-            f"(flag {int(arrivals.flags[chunk])}, expected {int(arrivals.epoch)}); the result is not "
+            f"(flag {int(arrivals.flags[chunk])}, expected {int(arrivals.awaited)}); the result is not "
             "valid: look for a rank that died or is late"
         )
 
 
 def require_arrivals(launcher: str, arrivals: Arrivals, device: torch.device) -> None:
-    """Flags, epoch and status are contiguous int32 on the device of the data."""
-    for name in ("flags", "epoch", "status"):
+    """Flags, the awaited word and status are contiguous int32 on the device of the data."""
+    for name in ("flags", "awaited", "status"):
         tensor = getattr(arrivals, name)
         wanted = (tensor.numel(),) if name == "flags" else (1,)
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != wanted or not tensor.is_contiguous():

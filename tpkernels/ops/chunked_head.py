@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.parallel import start_rows, start_sum
 from tpkernels.ops.vocab_cross_entropy import (
     IGNORED,
@@ -80,7 +81,9 @@ class HeadGradients:
 
 def whole_hidden(call: HeadCall, hidden: Tensor) -> Tensor:
     """All tokens."""
-    return start_rows(OP, hidden, call.loss.shard.group).wait() if call.sequence_parallel else hidden
+    return (
+        start_rows(OP, "hidden", hidden, call.loss.shard.group).wait() if call.sequence_parallel else hidden
+    )
 
 
 def losses_by_chunk(
@@ -132,6 +135,7 @@ def share_of_token(target: Tensor, reduction: Reduction, dtype: torch.dtype) -> 
     return counted.clamp_min(1).to(dtype).reciprocal()  # none: zero, and not zero by zero
 
 
+@all_or_fail
 def reduced_loss(
     call: HeadCall,
     reduction: Reduction,
@@ -151,6 +155,7 @@ def reduced_loss(
     return losses.sum() * share, share, gradients.dhidden, gradients.dweight
 
 
+@all_or_fail
 def scaled(
     call: HeadCall, scale: Tensor, dhidden: Tensor | None, dweight: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -161,6 +166,7 @@ def scaled(
     )
 
 
+@all_or_fail
 def token_losses(
     call: HeadCall, hidden: Tensor, weight: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,6 +176,7 @@ def token_losses(
     return loss, target, maximum, total
 
 
+@all_or_fail
 def token_gradients(
     call: HeadCall,
     dloss: Tensor,

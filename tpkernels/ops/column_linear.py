@@ -76,7 +76,15 @@ def column_linear(
         raise ValueError(f"{op}: expected at least one weight_shard, got an empty list")
     biases = _listed(op, "bias_shard", bias_shard, len(weights))
     main_grads = _listed(op, "main_grad", main_grad, len(weights))
-    group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1] if x.ndim else 0)
+    group = checked_group(
+        group,
+        op,
+        dtype=x.dtype,
+        rows=x.shape[:-1],
+        width=x.shape[-1] if x.ndim else 0,
+        tensors=[x, *weights, *biases],
+        options=(activation, sequence_parallel, overlap, save_gathered),
+    )
     count = len(weights)
     if casting(x):
         x, *others = cast("list[Tensor]", list(autocast(x, *weights, *biases)))

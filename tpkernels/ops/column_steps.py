@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.kernels.activations import Activation, act_grad_ref
 from tpkernels.ops.main_grad import weight_gradient
-from tpkernels.ops.parallel import Done, arrivals, group_named, multiplying, name_of, start_rows, start_sum
+from tpkernels.ops.parallel import (
+    Done,
+    arrivals,
+    compare_in_backward,
+    group_named,
+    multiplying,
+    name_of,
+    start_rows,
+    start_sum,
+)
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -78,12 +88,13 @@ def in_dtypes(dtypes: Sequence[torch.dtype | None], dbs: Sequence[Tensor | None]
     return [None if db is None else db.to(dtype) for dtype, db in zip(dtypes, dbs, strict=True)]
 
 
+@all_or_fail
 def column_forward(
     call: ColumnCall, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """y of each weight, then z of each if it is kept, then the gathered x if it is."""
     steps = steps_on(x.device)
-    gathering = start_rows("column_linear", x, call.group) if call.gathers else Done(x)
+    gathering = start_rows("column_linear", "x", x, call.group) if call.gathers else Done(x)
     if multiplying(gathering, call.overlap):
         products = gathering.products(
             weights, biases, call.activation, call.keep_z, keep_rows=call.saves_gathered
@@ -110,6 +121,7 @@ def column_forward(
     return [*ys, *zs, gathering.wait()] if call.saves_gathered else [*ys, *zs]
 
 
+@all_or_fail
 def column_gradients(
     call: ColumnCall,
     needs: Sequence[bool],
@@ -124,8 +136,9 @@ def column_gradients(
     count = len(weights)
     needs_dx, needs_dw, needs_db = needs[0], needs[1 : 1 + count], needs[1 + count :]
     op = "column_linear backward"
+    compare_in_backward(op, call.group, needs)
     gathers = call.gathers and not call.saves_gathered and any(needs_dw)
-    gathering = start_rows(op, x, call.group) if gathers else Done(x)
+    gathering = start_rows(op, "x", x, call.group) if gathers else Done(x)
     dzs = [act_grad_ref(dy, z, call.activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     summing = None
     if needs_dx:

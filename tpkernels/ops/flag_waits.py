@@ -107,7 +107,7 @@ class KernelWaits:
             await_on_host(op, delivery, delivery.for_the_host)
 
         limit = spins_in(delivery.exchange.timeout, target_of(delivery.flags.device))
-        return Arrivals(delivery.flags, delivery.epoch, delivery.status, limit)
+        return Arrivals(delivery.flags, delivery.awaited, delivery.status, limit)
 
     def _raise_if_late(self, op: str, delivery: Delivery) -> None:
         from tpkernels.kernels.waits import kernel_and_chunk
@@ -143,7 +143,9 @@ def waits_for(op: str, exchange: Exchange) -> Waits:
 
 def late_chunk(op: str, delivery: Delivery, chunk: int, cause: str) -> RuntimeError:
     exchange, problem = delivery.exchange, delivery.problem()
-    if problem is not None:
+    if first := delivery.call is not None and delivery.call.calls.first_failure():
+        cause = first
+    elif problem is not None:
         cause += f"; this rank's own rows are not out either: {problem}"
     what = f"rows of rank {chunk // exchange.splits} (chunk {chunk}) did not arrive"
     return blaming(op, what, exchange.name, exchange.rank, exchange.ranks, cause)

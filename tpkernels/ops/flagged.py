@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from tpkernels.comm.calls import Call
 from tpkernels.comm.exchange import PartialOf, Pending
 from tpkernels.comm.schedule import bounds, chunk_order, peers_by_step
 from tpkernels.comm.transport import Delivery, Exchange
 from tpkernels.kernels.activations import Activation
-from tpkernels.ops.flag_waits import KernelWaits, waits_for
+from tpkernels.ops.flag_waits import KernelWaits, Waits
 
 Product = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
@@ -19,12 +20,11 @@ Product = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 class FlaggedRows:
     """Shards of all ranks on their way into one matrix; the counterpart of `Gathering`."""
 
-    def __init__(self, op: str, shard: Tensor, exchange: Exchange) -> None:
-        self._op, self._exchange = op, exchange
-        self._waits = waits_for(op, exchange)
+    def __init__(self, call: Call, shard: Tensor, exchange: Exchange, waits: Waits) -> None:
+        self._op, self._exchange, self._waits = call.op, exchange, waits
         shard = shard.contiguous()
-        with _naming(op):
-            self._delivery = exchange.start([shard] * exchange.ranks)
+        with _naming(call.op):
+            self._delivery = exchange.start([shard] * exchange.ranks, call)
         self._full: Tensor | None = None
 
     @property
@@ -81,17 +81,18 @@ class FlaggedRows:
 class FlaggedSum:
     """Partial sums of all ranks on their way to the owners of the rows; the counterpart of `Reducing`."""
 
-    def __init__(self, op: str, partial_of: PartialOf, exchange: Exchange, bias: Tensor | None) -> None:
+    def __init__(
+        self, call: Call, partial_of: PartialOf, exchange: Exchange, waits: Waits, bias: Tensor | None
+    ) -> None:
         """Compute and send, others' rows first."""
-        self._op, self._bias = op, bias
-        self._waits = waits_for(op, exchange)
-        self._delivery = exchange.begin()
+        self._op, self._waits, self._bias = call.op, waits, bias
+        self._delivery = exchange.begin(call)
         size = exchange.piece_shape[0]
         for to, _ in peers_by_step(exchange.ranks, exchange.rank):
             for part in range(exchange.splits):
                 there = exchange.part_rows(part)
                 partial = partial_of(slice(to * size + there.start, to * size + there.stop))
-                with _naming(op):
+                with _naming(call.op):
                     self._delivery.push(to, part, partial.contiguous())
         own = partial_of(slice(exchange.rank * size, (exchange.rank + 1) * size))
         self._delivery.push_piece(exchange.rank, own)
@@ -106,11 +107,11 @@ class FlaggedSum:
 class FlaggedAllSum:
     """Such sums, of all rows on all ranks; the counterpart of `all_reducing`."""
 
-    def __init__(self, op: str, summing: Pending, gathers: Exchange) -> None:
-        self._op, self._summing, self._gathers = op, summing, gathers
+    def __init__(self, call: Call, summing: Pending, gathers: Exchange, waits: Waits) -> None:
+        self._call, self._summing, self._gathers, self._waits = call, summing, gathers, waits
 
     def wait(self) -> Tensor:
-        return FlaggedRows(self._op, self._summing.wait(), self._gathers).wait()
+        return FlaggedRows(self._call, self._summing.wait(), self._gathers, self._waits).wait()
 
 
 def _finish(op: str, delivery: Delivery) -> None:

@@ -83,7 +83,15 @@ def linear_cross_entropy(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"{OP}: expected chunk_tokens of at least 1, got {chunk_tokens}")
     features = features_of(OP, hidden)
-    group = checked_group(group, OP, dtype=hidden.dtype, rows=hidden.shape[:-1], width=features)
+    group = checked_group(
+        group,
+        OP,
+        dtype=hidden.dtype,
+        rows=hidden.shape[:-1],
+        width=features,
+        tensors=[hidden, weight_shard],
+        options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
+    )
     if casting(hidden):
         hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import Call, all_or_fail
 from tpkernels.comm.exchange import Gathering, Reducing, all_reducing
-from tpkernels.ops.parallel import checked_group, group_named, name_of
+from tpkernels.ops.parallel import begin_call, checked_group, group_named, name_of
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
@@ -76,7 +77,10 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
     if x.ndim < 1:
         raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
-    group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1])
+    options = forward, backward
+    group = checked_group(
+        group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1], tensors=[x], options=options
+    )
     if group.size() == 1:
         return x
     moved: Tensor = _Region.apply(op, x, group, forward, backward)  # type: ignore[no-untyped-call]
@@ -101,6 +105,11 @@ def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     if torch.compiler.is_compiling():
         moved: Tensor = registered_move(op, x, name_of(group), move)
         return moved
+    return _moved(op, x, group, move)
+
+
+@all_or_fail
+def _moved(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     return _MOVES[move](op, x, group)
 
 
@@ -115,13 +124,13 @@ def _our_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    whole = Gathering(op, _rows(x), group.size() * x.shape[0], group).wait()
+    whole = Gathering(_begin(op, x, group), _rows(x), group.size() * x.shape[0]).wait()
     return _shaped(whole, group.size() * x.shape[0], *x.shape[1:])
 
 
 def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     # rows of a gather are contiguous: ranks become the first dimension, and then part of the last
-    parts = Gathering(op, x.reshape(1, x.numel()), group.size(), group).wait()
+    parts = Gathering(_begin(op, x, group), x.reshape(1, x.numel()), group.size()).wait()
     parts = parts.view(group.size(), *x.shape).movedim(0, -2)
     return parts.reshape(*x.shape[:-1], group.size() * x.shape[-1])
 
@@ -129,13 +138,18 @@ def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     _require_even(op, x, 0, group)
     rows = _rows(x)
-    ours = Reducing(op, rows.__getitem__, rows.shape[0], rows.shape[1], rows, group).wait()
+    ours = Reducing(_begin(op, x, group), rows.__getitem__, rows.shape[0], rows.shape[1], rows).wait()
     return _shaped(ours, x.shape[0] // group.size(), *x.shape[1:])
 
 
 def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     rows = x.reshape(x.numel(), 1)  # any number of them will do
-    return _shaped(all_reducing(op, rows.__getitem__, rows.shape[0], 1, rows, group).wait(), *x.shape)
+    summing = all_reducing(_begin(op, x, group), rows.__getitem__, rows.shape[0], 1, rows)
+    return _shaped(summing.wait(), *x.shape)
+
+
+def _begin(op: str, x: Tensor, group: ProcessGroup) -> Call:
+    return begin_call(op, f"{tuple(x.shape)} {x.dtype}", x, group)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -169,7 +183,7 @@ _MOVES: Mapping[Move, Callable[[str, Tensor, ProcessGroup], Tensor]] = {
 
 @torch.library.custom_op("tpkernels::move", mutates_args=())
 def registered_move(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
-    return _MOVES[cast("Move", move)](op, x, group_named(group_name))
+    return _moved(op, x, group_named(group_name), cast("Move", move))
 
 
 @registered_move.register_fake

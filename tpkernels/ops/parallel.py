@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -12,27 +12,74 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.calls import Call, begin, calls_of
 from tpkernels.comm.exchange import Gathering, Pending, Reducing, all_reducing
 from tpkernels.comm.groups import required_group
+from tpkernels.comm.small import gather_small
 from tpkernels.comm.transports import exchange_for
 from tpkernels.kernels.switch import switched_on
+from tpkernels.ops.flag_waits import waits_for
 from tpkernels.ops.flagged import FlaggedAllSum, FlaggedRows, FlaggedSum
 
-# TPKERNELS_DEBUG=1: ranks compare shapes before each transfer. Read once: an op should cost little.
+# TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = switched_on("TPKERNELS_DEBUG", default=False)
 
 
 def checked_group(
-    group: object, op: str, *, dtype: torch.dtype, rows: tuple[int, ...], width: int
+    group: object,
+    op: str,
+    *,
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    width: int,
+    tensors: Sequence[Tensor | None] = (),
+    options: Sequence[object] = (),
 ) -> ProcessGroup:
-    """`group`, if this rank is a member; with TPKERNELS_DEBUG=1 only if all ranks ask for the same transfers.
+    """`group`, if this rank is a member; with TPKERNELS_DEBUG=1 only if all ranks ask for the same.
 
-    rows: the leading dimensions of what is moved; width: its features
+    rows: the leading dimensions of what is moved; width: its features; dtype: before autocast
+    tensors: whose gradients may be asked for
+    options: all else that ranks must have alike
     """
-    group = required_group(group)
-    if debug and group.size() > 1:
-        agree(Claim(op, (f"what is moved: {(*rows, width)} {dtype}",)), group)
+    group = required_group(group, op=op)
+    if debug and group.size() > 1 and not torch.compiler.is_compiling():
+        device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu")).type
+        if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        grad = torch.is_grad_enabled()
+        needs = [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
+        moved = f"what is moved: {(*rows, width)} {dtype}"
+        agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {tuple(options)}")), group)
     return group
+
+
+def compare_in_backward(op: str, group: ProcessGroup, needs: Sequence[object]) -> None:
+    """With TPKERNELS_DEBUG=1: all ranks are in the same backward, and ask for the same gradients."""
+    if debug and group.size() > 1:
+        agree(Claim(op, (f"gradients: {[bool(need) for need in needs]}",)), group)
+
+
+def begin_call(op: str, what: str, like: Tensor, group: ProcessGroup) -> Call:
+    """The next call of the group.
+
+    A backend that delivers by order alone takes another call's message for this one's. There ranks compare
+    calls of one description, once, before the first.
+    """
+    calls = calls_of(group)
+    if not calls.matches_tags(like.device) and calls.is_new(f"{op}: {what}") and not _is_capturing(like):
+        agree(Claim(f"{op}: {what}", ()), group)
+    return begin(op, what, group)
+
+
+def _is_capturing(like: Tensor) -> bool:
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Tensor:
+    """(ranks, *shape of part): a few numbers of all ranks."""
+    if group.size() == 1:
+        return part[None]
+    return gather_small(begin_call(op, f"{what} {tuple(part.shape)} {part.dtype}", part, group), part)
 
 
 def name_of(group: ProcessGroup) -> str:
@@ -44,7 +91,7 @@ def name_of(group: ProcessGroup) -> str:
 
 def group_named(name: str) -> ProcessGroup:
     """The group that an operator under torch.compile was given by `name_of`, or by its name alone."""
-    return c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name))
+    return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
 
 
 def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
@@ -81,6 +128,7 @@ def start_sum(
     """Sums over ranks of `partial_of(rows)`: of this rank's rows, or of all.
 
     Without overlap all is computed before the first row travels. A rank alone touches no transfer.
+    The call begins before anything is computed: if that fails, no rank takes a later call for this one.
     """
     if group.size() == 1:
         alone = partial_of(slice(0, rows))
@@ -93,27 +141,32 @@ def start_sum(
     else:
         assert not scatter, "the caller refuses rows that the ranks do not divide"
         reduces = gathers = None
+    waits = None if reduces is None else waits_for(op, reduces)
+    what = f"{'shards' if scatter else 'all'} of the sum {(rows, cols)} {like.dtype}"
+    call = begin_call(op, what, like, group)
     if not overlap:
         partial_of = partial_of(slice(0, rows)).__getitem__
-    if reduces is not None:
-        summing = FlaggedSum(op, partial_of, reduces, bias)
-        return summing if gathers is None else FlaggedAllSum(op, summing, gathers)
+    if reduces is not None and waits is not None:
+        summing = FlaggedSum(call, partial_of, reduces, waits, bias)
+        return summing if gathers is None else FlaggedAllSum(call, summing, gathers, waits)
     sums = Reducing if scatter else all_reducing
-    return sums(op, partial_of, rows, cols, like, group, bias)
+    return sums(call, partial_of, rows, cols, like, bias)
 
 
 Rows = Gathering | FlaggedRows | Done
 
 
-def start_rows(op: str, shard: Tensor, group: ProcessGroup) -> Rows:
-    """All ranks' shards, which have as many rows each."""
+def start_rows(op: str, name: str, shard: Tensor, group: ProcessGroup) -> Rows:
+    """All ranks' shards, which have as many rows each. name: of the tensor that is gathered"""
     ranks = group.size()
     if ranks == 1:
         return Done(shard)
     gathers = exchange_for(op, "gathers", shard, shard.shape[0], shard.shape[1], group)
-    if gathers is None:
-        return Gathering(op, shard, ranks * shard.shape[0], group)
-    return FlaggedRows(op, shard, gathers)
+    waits = None if gathers is None else waits_for(op, gathers)
+    call = begin_call(op, f"gather of {name} {tuple(shard.shape)} {shard.dtype}", shard, group)
+    if gathers is None or waits is None:
+        return Gathering(call, shard, ranks * shard.shape[0])
+    return FlaggedRows(call, shard, gathers, waits)
 
 
 def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:

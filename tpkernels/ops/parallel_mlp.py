@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.kernels.activations import (
     GATE_OF,
     Activation,
@@ -47,6 +48,7 @@ from tpkernels.ops.parallel import (
     Done,
     arrivals,
     checked_group,
+    compare_in_backward,
     multiplying,
     start_rows,
     start_sum,
@@ -143,7 +145,15 @@ def parallel_mlp(
             overlap=overlap,
             main_grad=into[-1],
         )
-    group = checked_group(group, op, dtype=x.dtype, rows=x.shape[:-1], width=w_down_shard.shape[0])
+    group = checked_group(
+        group,
+        op,
+        dtype=x.dtype,
+        rows=x.shape[:-1],
+        width=w_down_shard.shape[0],
+        tensors=[x, w_up_shard, w_gate_shard, w_down_shard, b_up_shard, b_down],
+        options=(activation, gated, b_down is not None, sequence_parallel, overlap),
+    )
     w_up, b_up, w_down, w_gate = w_up_shard, b_up_shard, w_down_shard, w_gate_shard
     if casting(x):
         x, w_up, b_up, w_down, b_down, w_gate = cast(
@@ -174,6 +184,7 @@ def parallel_mlp(
 
 class _ParallelMlp(torch.autograd.Function):
     @staticmethod
+    @all_or_fail
     def forward(
         ctx: Any, call: MlpCall, x: Tensor, b_up: Tensor | None, b_down: Tensor | None, *weights: Tensor
     ) -> Tensor:
@@ -196,7 +207,7 @@ def _up(
     steps: Steps, call: MlpCall, x: Tensor, ups: Sequence[Tensor], b_up: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """(h, what backward needs of it: z, or g and u)"""
-    gathering = start_rows("parallel_mlp", x, call.group) if call.gathers else Done(x)
+    gathering = start_rows("parallel_mlp", "x", x, call.group) if call.gathers else Done(x)
     if multiplying(gathering, call.overlap) and not call.gated:
         activation = cast("Activation", call.activation)
         ((h, z),) = gathering.products(ups, [b_up], activation, call.keep, keep_rows=False)
@@ -216,6 +227,7 @@ def _up(
     return h, kept
 
 
+@all_or_fail
 def _gradients(ctx: Any, steps: Steps, dy_shard: Tensor) -> list[Tensor | None]:
     """In the order of inputs: x, b_up, b_down, w_up, (w_gate,) w_down."""
     call: MlpCall = ctx.call
@@ -227,8 +239,9 @@ def _gradients(ctx: Any, steps: Steps, dy_shard: Tensor) -> list[Tensor | None]:
     _, needs_dx, needs_b_up, needs_b_down, *needs = ctx.needs_input_grad
     *needs_ups, needs_down = needs
 
-    gathering_dy = start_rows(op, dy_shard, call.group) if call.gathers else Done(dy_shard)
-    gathering_x = start_rows(op, x, call.group) if call.gathers and any(needs_ups) else Done(x)
+    compare_in_backward(op, call.group, ctx.needs_input_grad[1:])
+    gathering_dy = start_rows(op, "dy", dy_shard, call.group) if call.gathers else Done(dy_shard)
+    gathering_x = start_rows(op, "x", x, call.group) if call.gathers and any(needs_ups) else Done(x)
     tokens = kept[0].shape[0]
     dzs = [torch.empty_like(part) for part in kept]
     h = torch.empty_like(kept[0])

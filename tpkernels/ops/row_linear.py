@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.inputs import autocast, casting, check_linear, features_of, tokens_of
 from tpkernels.ops.main_grad import (
     WeightGradient,
@@ -39,6 +40,7 @@ from tpkernels.ops.main_grad import (
 from tpkernels.ops.parallel import (
     arrivals,
     checked_group,
+    compare_in_backward,
     group_named,
     multiplying,
     name_of,
@@ -80,7 +82,13 @@ def row_linear(
     """
     op = "row_linear"
     group = checked_group(
-        group, op, dtype=x_shard.dtype, rows=x_shard.shape[:-1], width=weight_shard.shape[0]
+        group,
+        op,
+        dtype=x_shard.dtype,
+        rows=x_shard.shape[:-1],
+        width=weight_shard.shape[0],
+        tensors=[x_shard, weight_shard, bias],
+        options=(bias is not None, sequence_parallel, overlap),
     )
     if casting(x_shard):
         x_shard, weight_shard, bias = cast(
@@ -134,6 +142,7 @@ def _save(ctx: Any, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Te
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
 
 
+@all_or_fail
 def row_forward(op: str, call: RowCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     steps = steps_on(x.device)
     if call.group.size() == 1:
@@ -151,15 +160,18 @@ def row_forward(op: str, call: RowCall, x: Tensor, weight: Tensor, bias: Tensor 
     ).wait()
 
 
+@all_or_fail
 def _gradients(
     call: RowCall, needs: tuple[bool, ...], dy_shard: Tensor, x: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw, db); db in fp32"""
     steps = steps_on(dy_shard.device)
+    if call.sequence_parallel:
+        compare_in_backward("row_linear backward", call.group, needs)
     *_, needs_db = needs  # x and weight are None where nobody needs what they are for
     dx = dw = None
     if call.sequence_parallel and call.group.size() > 1:
-        gathering = start_rows("row_linear backward", dy_shard, call.group)
+        gathering = start_rows("row_linear backward", "dy", dy_shard, call.group)
         if multiplying(gathering, call.overlap) and weight is not None:
             ((dx, _),) = gathering.products([weight.t()], [None], "none", False, keep_rows=True)
             dy = gathering.wait()

@@ -12,14 +12,16 @@ unsharded computation. Columns past `vocab_size` are padding and never chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.small import gather_small
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.inputs import tokens_of
 from tpkernels.ops.mappings import gather_from_region
-from tpkernels.ops.parallel import checked_group
+from tpkernels.ops.parallel import checked_group, gather_numbers
 from tpkernels.ops.vocabulary import VocabShard, vocab_shard
 
 
@@ -35,6 +37,7 @@ def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
 
 
 @torch.no_grad()
+@all_or_fail
 def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
     """The id of the largest logit of each token; the lowest of several.
 
@@ -48,12 +51,13 @@ def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
     best = logits.gather(1, column[:, None])[:, 0]
     # float64 holds every logit and every id exactly: one message for both
     ours = torch.stack([best.double(), (column + shard.first_id).double()])
-    bests, ids = gather_small("vocab_argmax", ours, group).unbind(1)
+    bests, ids = gather_numbers("vocab_argmax", "best of each rank", ours, group).unbind(1)
     chosen = ids.gather(0, bests.argmax(0, keepdim=True))[0].long()
     return chosen.view(logits_shard.shape[:-1])
 
 
 @torch.no_grad()
+@all_or_fail
 def vocab_sample(
     logits_shard: Tensor,
     group: ProcessGroup,
@@ -77,7 +81,8 @@ def vocab_sample(
     """
     op = "vocab_sample"
     _require_options(temperature, top_k, top_p)
-    group, shard = _checked(op, logits_shard, group, vocab_size)
+    options = temperature, top_k, top_p, uniform is None
+    group, shard = _checked(op, logits_shard, group, vocab_size, options)
     logits = _without_padding(tokens_of(logits_shard), shard)
     leading = logits_shard.shape[:-1]
     if uniform is None:
@@ -88,14 +93,19 @@ def vocab_sample(
             f"{uniform.device}"
         )
     kept = shard.size if top_k is None else min(top_k, shard.size)
-    uniform = gather_small(op, uniform.reshape(-1, 1).double(), group)[0]
+    uniform = gather_numbers(op, "numbers to draw with", uniform.reshape(-1, 1).double(), group)[0]
     if kept < shard.width:
         values, columns = _largest_first(logits, kept)
         ours = torch.stack([values.double(), (columns + shard.first_id).double()])
         # ranks follow each other as ids do, so that of equal logits the lower id still comes first
-        values, ids = gather_small(op, ours, group).permute(1, 2, 0, 3).flatten(2).unbind()
+        values, ids = (
+            gather_numbers(op, f"{kept} best of each rank", ours, group)
+            .permute(1, 2, 0, 3)
+            .flatten(2)
+            .unbind()
+        )
     else:
-        values = gather_small(op, logits, group).transpose(0, 1).flatten(1)
+        values = gather_numbers(op, "logits", logits, group).transpose(0, 1).flatten(1)
         ids = torch.arange(values.shape[1], device=values.device).expand_as(values)
     values, places = _largest_first(values.double(), kept)
     place = _drawn(values / temperature, top_p, uniform)
@@ -126,7 +136,7 @@ def _without_padding(logits: Tensor, shard: VocabShard) -> Tensor:
 
 
 def _checked(
-    op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None
+    op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
 ) -> tuple[ProcessGroup, VocabShard]:
     if logits.ndim < 1 or not logits.is_floating_point():
         raise ValueError(
@@ -134,7 +144,15 @@ def _checked(
             f"{logits.dtype}"
         )
     rows, width = logits.shape[:-1], logits.shape[-1]
-    group = checked_group(group, op, dtype=logits.dtype, rows=rows, width=width)
+    group = checked_group(
+        group,
+        op,
+        dtype=logits.dtype,
+        rows=rows,
+        width=width,
+        tensors=[logits],
+        options=[vocab_size, *options],
+    )
     return group, vocab_shard(op, group, width, vocab_size)
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.small import gather_small
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import tokens_of
-from tpkernels.ops.parallel import checked_group, name_of
+from tpkernels.ops.parallel import checked_group, gather_numbers, name_of
 from tpkernels.ops.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
 from tpkernels.tuning.vocabulary_steps import vocabulary_steps_on
 
@@ -88,7 +88,15 @@ def vocab_cross_entropy(
             f"{tuple(target.shape)}"
         )
     rows, width = logits_shard.shape[:-1], logits_shard.shape[-1]
-    group = checked_group(group, op, dtype=logits_shard.dtype, rows=rows, width=width)
+    group = checked_group(
+        group,
+        op,
+        dtype=logits_shard.dtype,
+        rows=rows,
+        width=width,
+        tensors=[logits_shard],
+        options=(label_smoothing, ignore_index, vocab_size),
+    )
     shard = vocab_shard(op, group, width, vocab_size)
     call = loss_call(op, shard, label_smoothing, ignore_index, overwrite_logits)
     require_ids(op, "target", target, logits_shard)
@@ -152,12 +160,14 @@ def counted_targets(op: str, call: LossCall, target: Tensor) -> Tensor:
     return torch.where(target == call.ignore_index, IGNORED, target)
 
 
+@all_or_fail
 def row_losses(op: str, call: LossCall, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, maximum, total) of each row, over all ranks."""
     shard, s = call.shard, call.smoothing
     ours = vocabulary_steps_on(logits).softmax_statistics(logits, target, shard.columns, shard.first_id)
     # an unsmoothed loss does not ask for Σ x
-    maxima, totals, picked, *summed = gather_small(op, ours if s else ours[:3], shard.group).unbind(1)
+    what = f"statistics (label_smoothing {s:g}, ignore_index {call.ignore_index}, {shard.size} ids)"
+    maxima, totals, picked, *summed = gather_numbers(op, what, ours if s else ours[:3], shard.group).unbind(1)
     maximum = maxima.amax(0)
     total = (totals * (maxima - maximum).exp()).sum(0)
     loss = total.log() + (maximum - picked.sum(0))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.parallel import (
     checked_group,
@@ -76,7 +77,15 @@ def vocab_embedding(
             f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
         )
     width, features = weight_shard.shape
-    group = checked_group(group, op, dtype=weight_shard.dtype, rows=(*ids.shape, width), width=features)
+    group = checked_group(
+        group,
+        op,
+        dtype=weight_shard.dtype,
+        rows=(*ids.shape, width),
+        width=features,
+        tensors=[weight_shard],
+        options=(sequence_parallel, padding_idx, vocab_size),
+    )
     shard = vocab_shard(op, group, width, vocab_size)
     if padding_idx is not None:
         if not -shard.size <= padding_idx < shard.size:
@@ -117,6 +126,7 @@ class _VocabEmbedding(torch.autograd.Function):
         return None, None, embedding_gradient(ctx.call, ids, dy, ctx.dtype)
 
 
+@all_or_fail
 def embedding_forward(call: EmbeddingCall, ids: Tensor, weight: Tensor) -> Tensor:
     op, shard, steps = "vocab_embedding", call.shard, vocabulary_steps_on(weight)
     require_in_vocabulary(op, "ids", ids, shard)
@@ -132,10 +142,11 @@ def embedding_forward(call: EmbeddingCall, ids: Tensor, weight: Tensor) -> Tenso
     ).wait()
 
 
+@all_or_fail
 def embedding_gradient(call: EmbeddingCall, ids: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
     shard = call.shard
     if call.sequence_parallel:
-        dy = start_rows("vocab_embedding backward", dy, shard.group).wait()
+        dy = start_rows("vocab_embedding backward", "dy", dy, shard.group).wait()
     if call.padding_idx is not None:
         ids = torch.where(ids == call.padding_idx, NOWHERE, ids)
     return vocabulary_steps_on(dy).lookup_grad(dy, ids, shard.width, shard.first_id, dtype)

@@ -1,0 +1,63 @@
+"""A thread that looks after ranks which have waited for long: have all of them made the same calls?
+
+It costs nothing while nobody waits for over PATIENCE seconds. Then it compares calls through the group's
+store, about once a second. Ranks whose calls of one number differ will wait for ever: the group fails, with
+an error on all of them that names both calls.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+PATIENCE = 2.0  # seconds
+INTERVAL = 1.0
+
+
+def shown(recent: Sequence[tuple[int, str]]) -> str:
+    return json.dumps(recent)
+
+
+def parting(rank: int, recent: Sequence[tuple[int, str]], others: Mapping[int, bytes]) -> str:
+    """The first call that another rank has made otherwise; empty if there is none."""
+    ours = dict(recent)
+    found: list[tuple[int, int, str]] = []
+    for other, text in others.items():
+        theirs: dict[int, str] = dict(json.loads(text))
+        differing = [number for number in ours.keys() & theirs.keys() if ours[number] != theirs[number]]
+        if differing:
+            found.append((min(differing), other, theirs[min(differing)]))
+    if not found:
+        return ""
+    number, other, theirs_is = min(found)
+    return (
+        f"ranks have left the common order of calls: call {number} is '{ours[number]}' on rank {rank}, "
+        f"'{theirs_is}' on rank {other}; every rank must make the same calls, with equal requires_grad, "
+        "shapes and options (TPKERNELS_DEBUG=1 compares them before each)"
+    )
+
+
+class Watcher:
+    """Calls a function about once a second, in a thread that keeps no process alive."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Unless it runs in this process already."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._watch, name="tpkernels watch", daemon=True)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            self._look()
+
+    def end(self) -> None:
+        """Before the interpreter does: a thread in torch's store would abort the process then."""
+        self._ended.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(5.0)
