@@ -8,6 +8,7 @@ import torch
 from tpkernels.comm import symmetric
 from tpkernels.comm.loopback import VirtualHandle, open_symmetric_loopback
 from tpkernels.comm.opening import machine, ranks_beside
+from tpkernels.comm.schedule import flag_of
 from tpkernels.comm.symmetric import require_gpu_each, why_not
 
 
@@ -41,7 +42,7 @@ def test_every_call_begins_with_a_barrier_and_has_its_own_epoch(monkeypatch):
     assert barriers == [(0, 0, 1500), (1, 0, 1500)]  # memory is zeroed before anybody raises a flag
     deliveries = [first.begin(), second.begin(), first.begin(), second.begin()]
     assert [rank for rank, *_ in barriers[2:]] == [0, 1, 0, 1]
-    assert [int(delivery.epoch) for delivery in deliveries] == [1, 1, 2, 2]
+    assert [int(delivery.awaited) for delivery in deliveries] == [flag_of(n, 0) for n in (1, 1, 2, 2)]
     assert deliveries[0].slots.data_ptr() != deliveries[2].slots.data_ptr()
     with pytest.raises(RuntimeError, match=r"expected call 1 to be released before call 3 begins"):
         first.begin()
@@ -53,7 +54,7 @@ def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
     rows = torch.arange(4.0).view(2, 2) + 1
     deliveries[2].push(1, 1, rows)
     assert torch.equal(deliveries[1].slots[2, 2:], rows)
-    assert deliveries[1].flags.tolist() == [0, 0, 0, 0, 0, 1]
+    assert deliveries[1].flags.tolist() == [0, 0, 0, 0, 0, flag_of(1, 0)]
     for delivery in deliveries:
         written = torch.zeros(3, 4, 2)
         if delivery is deliveries[1]:

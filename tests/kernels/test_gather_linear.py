@@ -187,12 +187,16 @@ def test_gather_linear_refuses_what_cannot_work(device):
         )
     with pytest.raises(ValueError, match=r"weight of shape \(16, 8\).*got \(16, 9\)"):
         gather_linear_fwd(x, normal(16, 9, torch.float32, device), arrivals=here)
-    for name, bad in {"flags": here.flags.long(), "epoch": here.flags, "status": here.status.float()}.items():
-        fields = {"flags": here.flags, "epoch": here.epoch, "status": here.status} | {name: bad}
+    for name, bad in {
+        "flags": here.flags.long(),
+        "awaited": here.flags,
+        "status": here.status.float(),
+    }.items():
+        fields = {"flags": here.flags, "awaited": here.awaited, "status": here.status} | {name: bad}
         with pytest.raises(ValueError, match=f"expected {name} of"):
             gather_linear_fwd(x, w, b, arrivals=Arrivals(**fields))
     with pytest.raises(ValueError, match=r"flags on .* got meta"):
-        gather_linear_fwd(x, w, b, arrivals=Arrivals(here.flags.to("meta"), here.epoch, here.status))
+        gather_linear_fwd(x, w, b, arrivals=Arrivals(here.flags.to("meta"), here.awaited, here.status))
 
 
 def test_no_load_of_x_overtakes_the_wait(compiled):

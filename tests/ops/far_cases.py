@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.transport_cases import CPU, open_exchanges, using
 from tpkernels.comm import shared, symmetric, transfers
+from tpkernels.comm.calls import begin
 from tpkernels.comm.loopback import VirtualHandle
 from tpkernels.comm.neighbours import name_of_neighbours
 from tpkernels.comm.transfers import Transfers
@@ -33,20 +34,25 @@ def peers_by_way() -> tuple[list[int], list[int], list[int]]:
 
     with using("shared apart"), patch.object(Transfers, "exchange", noting(Transfers.exchange)):
         x, w = torch.randn(4, 8), torch.randn(8, 8)
-        column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+        for _ in range(2):
+            sent.clear()  # ranks open the exchange, too
+            column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
         gathered_to = [sent.pop() for _ in range(len(sent))]
-        row_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+        for _ in range(2):
+            sent.clear()
+            row_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
         return sorted(set(gathered_to)), sorted(set(sent)), sorted(open_exchanges()[0].near)
 
 
-def later_call_read_first() -> tuple[list[int], list[int]]:
-    """Flags after the second call was read, then after the first: none goes back."""
+def later_call_read_first() -> tuple[list[bool], list[bool]]:
+    """Which flags are up after the second call was read, then after the first."""
     with using("shared apart"):
         exchange = shared.open_shared("it", dist.group.WORLD, (1, 2), torch.float32)
         found = []
-        for delivery in reversed([exchange.start([torch.ones(1, 2)] * 2) for _ in range(2)]):
+        calls = [begin("it", "gather", dist.group.WORLD) for _ in range(2)]
+        for delivery in reversed([exchange.start([torch.ones(1, 2)] * 2, call) for call in calls]):
             assert not any(map(delivery.missing, range(2)))
-            found.append(delivery.flags.tolist())
+            found.append((delivery.flags == delivery.awaited).tolist())
             delivery.release()
             delivery.wait()
         exchange.close()
@@ -103,6 +109,8 @@ def _is_known(name: str) -> bool:
 
 def broken_swap() -> str:
     """What is said of a transfer that cannot even start."""
-    with using("shared apart"), patch.object(transfers, "start_together", side_effect=RuntimeError("broken")):
-        x, w = torch.randn(4, 8), torch.randn(8, 8)
-        return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    with using("shared apart"):
+        column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+        with patch.object(transfers, "start_together", side_effect=RuntimeError("broken")):
+            return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))

@@ -17,7 +17,7 @@ def test_only_rows_for_other_machines_are_sent(ranks4):
 
 
 def test_a_later_call_may_be_read_first(ranks2):
-    assert ranks2.run(cases.later_call_read_first) == [([2, 2], [2, 2])] * 2
+    assert ranks2.run(cases.later_call_read_first) == [([True] * 2, [True] * 2)] * 2
 
 
 def test_symmetric_memory_is_asked_for_among_neighbours(ranks4):
@@ -38,5 +38,4 @@ def test_neighbours_are_known_as_long_as_their_group(ranks2):
 
 def test_a_transfer_that_cannot_start_names_the_operator(ranks2):
     for rank, message in enumerate(ranks2.run(cases.broken_swap)):
-        assert message.startswith("RuntimeError: column_linear: the gathers of process group"), message
-        assert f": rank {1 - rank} cannot be reached: it died" in message
+        assert message.startswith(f"RuntimeError: column_linear: rank {1 - rank} cannot be reached: it died")

@@ -21,7 +21,6 @@ from tests.ops.parallel_cases import Setting, prepare
 from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels.comm import shared, symmetric, transports
 from tpkernels.comm.host import HostExchange
-from tpkernels.comm.opening import exchanged
 from tpkernels.comm.shared import map_shared
 from tpkernels.comm.transport import Exchange
 from tpkernels.kernels import gather_linear
@@ -56,6 +55,7 @@ def open_stand_in(
     *,
     splits: int,
     timeout: float,
+    op: str = "",
 ) -> Exchange:
     """As `open_symmetric` does, but for the memory."""
     memories = map_shared(name, group, shape, dtype, device, splits)
@@ -66,7 +66,7 @@ def open_stand_in(
     )
     handle, own = ProcessHandle(list(memories.values()), beside), memories[group.rank()]
     return symmetric.SymmetricExchange(
-        name, handle, own, shape, dtype, splits, timeout, near=near, group=group
+        name, handle, own, shape, dtype, splits, timeout, near=near, ranks=group.size()
     )
 
 
@@ -243,6 +243,14 @@ def refused(how: str) -> str:
         return message_of(call)
 
 
+def meet(event: str) -> None:
+    """Wait for all ranks, by the store: connections may be closed."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(event, 1) == dist.get_world_size():
+        store.set(f"{event} now", "")
+    store.wait([f"{event} now"])
+
+
 def be_impatient() -> None:
     """From now on only: ranks on a busy machine may come far apart to the call that opens an exchange."""
     for exchange in open_exchanges():
@@ -277,7 +285,7 @@ def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
         if dist.get_rank() == 0:
             message = message_of(calls[op])
         seconds = time.monotonic() - started
-        exchanged(None, dist.group.WORLD)  # the late one waits here, alive
+        meet("the late one waits here, alive")
         return message, seconds
 
 

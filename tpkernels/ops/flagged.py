@@ -127,4 +127,6 @@ def _naming(op: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if str(error).startswith(f"{op}: "):
+            raise
         raise RuntimeError(f"{op}: {error}") from error

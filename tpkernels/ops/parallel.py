@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import GroupName
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import Call, begin, calls_of
 from tpkernels.comm.exchange import Gathering, Pending, Reducing, all_reducing
-from tpkernels.comm.groups import required_group
+from tpkernels.comm.groups import refuse_other_devices, required_group
 from tpkernels.comm.small import gather_small
 from tpkernels.comm.transports import exchange_for
 from tpkernels.kernels.switch import switched_on
@@ -66,7 +66,12 @@ def begin_call(op: str, what: str, like: Tensor, group: ProcessGroup) -> Call:
     calls of one description, once, before the first.
     """
     calls = calls_of(group)
-    if not calls.matches_tags(like.device) and calls.is_new(f"{op}: {what}") and not _is_capturing(like):
+    try:
+        has_tags = calls.matches_tags(like.device)
+    except RuntimeError:
+        refuse_other_devices(op, group, like.device)
+        raise
+    if not has_tags and calls.is_new(f"{op}: {what}") and not _is_capturing(like):
         agree(Claim(f"{op}: {what}", ()), group)
     return begin(op, what, group)
 
