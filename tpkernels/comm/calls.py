@@ -218,9 +218,12 @@ def handshake(op: str, what: str, group: ProcessGroup) -> Call:
 def _next(op: str, described: str, group: ProcessGroup) -> Call:
     calls = calls_of(group)
     calls.require_usable(op)
-    number = calls.next(described)
-    tag = (zlib.crc32(described.encode()) ^ number * 0x9E3779B1) % _NEVER_SENT
-    return Call(op, group, calls, tag)
+    return Call(op, group, calls, tag_of(described, calls.next(described)))
+
+
+def tag_of(described: str, number: int) -> int:
+    """A number below 2**31 - 1 that calls of another description or number hardly share."""
+    return (zlib.crc32(described.encode()) ^ number * 0x9E3779B1) % _NEVER_SENT
 
 
 def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,0 +1,280 @@
+"""What ranks run in tests of calls that end half-way, and of ranks that make different calls."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.transport_cases import using
+from tpkernels.comm import bucketed, calls, watch
+from tpkernels.comm.calls import GroupCalls, calls_of
+from tpkernels.ops import (
+    column_linear,
+    linear_cross_entropy,
+    mappings,
+    parallel,
+    parallel_mlp,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
+
+TOKENS, WIDTH = 8, 12
+
+Step = Callable[[dist.ProcessGroup, Tensor], Tensor]
+
+
+# Looking at a flag. How often depends on the other rank.
+LOOKS = (torch.ops.aten.select.int, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
+
+class Planted(TorchDispatchMode):
+    """Counts torch's operators, and fails in the one with a given number."""
+
+    def __init__(self, point: int | None) -> None:
+        super().__init__()
+        self.point, self.seen, self.begun_at = point, 0, -1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += function not in LOOKS
+        if self.seen == self.point and function not in LOOKS:
+            raise MemoryError("planted")
+        return function(*args, **(kwargs or {}))
+
+
+def _weight(rows: int, cols: int) -> Tensor:
+    return torch.ones(rows, cols, requires_grad=True)
+
+
+def _ids(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0]) % WIDTH
+
+
+STEPS: dict[str, Step] = {
+    "column": lambda g, x: column_linear(x, _weight(4, WIDTH), None, g, activation="gelu"),
+    "column of shards": lambda g, x: column_linear(x, _weight(4, WIDTH), None, g, sequence_parallel=True),
+    "row": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g),
+    "row to shards": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g, sequence_parallel=True),
+    "row in turn": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g, overlap=False),
+    "mlp": lambda g, x: parallel_mlp(
+        x, _weight(8, WIDTH), None, _weight(4, 8), None, g, sequence_parallel=True
+    ),
+    "embedding": lambda g, x: vocab_embedding(_ids(x), _weight(WIDTH, 4), g, sequence_parallel=True),
+    "loss": lambda g, x: vocab_cross_entropy(x, _ids(x), g),
+    "head": lambda g, x: linear_cross_entropy(x, _weight(WIDTH, WIDTH), _ids(x), g),
+    "region": lambda g, x: mappings.gather_from_sequence_region(x, g),
+}
+
+
+def said_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _run(step: Step, group: dist.ProcessGroup, seed: int, requires_grad: bool = True) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(TOKENS, WIDTH, requires_grad=requires_grad)
+    y = step(group, x)
+    y.sum().backward()
+    return torch.cat([y.detach().flatten(), *([] if x.grad is None else [x.grad.flatten()])])
+
+
+@contextmanager
+def hasty() -> Iterator[None]:
+    """Ranks look after each other at once."""
+    with patch.object(calls, "PATIENCE", 0.3), patch.object(watch, "INTERVAL", 0.1):
+        yield
+
+
+def interrupted(name: str, transport: str, failing: int, count: int) -> list[tuple[int, str, str]]:
+    """(point, what this rank says of the step in which one rank fails there, of the next one)
+
+    What is said is "no error" where all calls had ended already, and the next step has the right numbers.
+
+    count: of points, spread over all that lie behind the begin of the step's first call
+    """
+    rank, step = dist.get_rank(), STEPS[name]
+    with using(transport), hasty():
+        first, last = _points(step)
+        span = [torch.tensor([first, last]) for _ in range(dist.get_world_size())]
+        dist.all_gather(span, torch.tensor([first, last]))
+        first, last = span[failing].tolist()
+        points = range(first, last + 1, max(1, (last + 1 - first) // count))
+        found = []
+        for point in points:
+            group, wrong = dist.new_group(), list[bool]()
+            expected = _run(step, group, 2)  # now exchanges are open, too
+            with Planted(point) if rank == failing else nullcontext():
+                during = said_by(lambda: _run(step, group, 1))  # noqa: B023
+            after = said_by(lambda: wrong.append(not _run(step, group, 2).equal(expected)))  # noqa: B023
+            found.append((point, during, f"{after}, wrong numbers" if any(wrong) else after))
+            dist.barrier()
+            dist.destroy_process_group(group)
+        return found
+
+
+def _points(step: Step) -> tuple[int, int]:
+    """The operators behind the begin of the step's first call: numbers of the first and the last."""
+    group, begins = dist.new_group(), []
+    _run(step, group, 0)
+    with Planted(None) as mode:
+        original = GroupCalls.next
+
+        def noting(self: GroupCalls, what: str) -> int:
+            begins.append(mode.seen)
+            return original(self, what)
+
+        with patch.object(GroupCalls, "next", noting):
+            _run(step, group, 0)
+    dist.barrier()
+    return begins[0] + 1, mode.seen
+
+
+def different(how: str, transport: str, seconds: float = 30.0) -> tuple[str, float]:
+    """What a rank says whose peer asks for something else, and after how many seconds."""
+    odd, group = dist.get_rank() == 1, dist.new_group(timeout=timedelta(seconds=seconds))
+    x = torch.randn(TOKENS, WIDTH)
+    ids = torch.arange(TOKENS) % WIDTH
+
+    def with_backward(y: Tensor) -> Tensor:
+        y.sum().backward()
+        return y
+
+    def column(x_grad: bool = True, w_grad: bool = True, **options: Any) -> Tensor:
+        shard, w = x.clone().requires_grad_(x_grad), torch.ones(WIDTH, WIDTH, requires_grad=w_grad)
+        return with_backward(column_linear(shard, w, None, group, sequence_parallel=True, **options))
+
+    ways: dict[str, Callable[[], object]] = {
+        "x needs a gradient": lambda: (column(x_grad=not odd), column()),
+        "the weight needs a gradient": lambda: (column(w_grad=not odd), column()),
+        "save_gathered": lambda: (column(save_gathered=odd), column()),
+        "rows": lambda: row_linear(torch.randn(TOKENS + 2 * odd, WIDTH), torch.ones(4, WIDTH), None, group),
+        "dtype": lambda: row_linear(
+            x.double() if odd else x,
+            torch.ones(4, WIDTH, dtype=torch.float64 if odd else torch.float32),
+            None,
+            group,
+        ),
+        "ops": lambda: STEPS["column of shards" if odd else "row"](group, x),
+        "label_smoothing": lambda: vocab_cross_entropy(x, ids, group, label_smoothing=0.1 * odd),
+        "ignore_index": lambda: vocab_cross_entropy(x, ids, group, ignore_index=-1 if odd else -100),
+        "vocab_size": lambda: vocab_cross_entropy(x, ids, group, vocab_size=2 * WIDTH - odd),
+    }
+    with using(transport), hasty():
+        started = time.monotonic()
+        message = said_by(ways[how])
+        dist.barrier()  # no rank was aborted
+        return message, time.monotonic() - started
+
+
+def compared(how: str, untagged: bool) -> list[str]:
+    """What a rank says, in debug mode or where a backend has no tags, if others ask for something else."""
+    odd, group = dist.get_rank() == 1, dist.new_group()
+    x, ids = torch.randn(TOKENS, WIDTH), torch.arange(TOKENS) % WIDTH
+    w = torch.ones(WIDTH, WIDTH, requires_grad=True)
+    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=odd)
+
+    def backward() -> None:
+        with patch.object(parallel, "debug", False):  # which would have told
+            y = column_linear(x.requires_grad_(), w.detach() if odd else w, None, group)
+        y.sum().backward()
+
+    def in_region() -> None:
+        with cast:
+            row_linear(x, w, None, group)
+
+    ways: dict[str, Callable[[], object]] = {
+        "requires_grad": lambda: column_linear(x.requires_grad_(odd), w, None, group),
+        "activation": lambda: column_linear(x, w, None, group, activation="gelu" if odd else "relu"),
+        "sequence_parallel": lambda: row_linear(x, w, None, group, sequence_parallel=odd),
+        "autocast": in_region,
+        "backward": backward,
+        "ignore_index": lambda: vocab_cross_entropy(x, ids, group, ignore_index=-odd),
+        "label_smoothing": lambda: vocab_cross_entropy(x, ids, group, label_smoothing=0.1 * odd),
+        "vocab_size": lambda: vocab_embedding(ids, w, group, vocab_size=2 * WIDTH - odd),
+        "chunk_tokens": lambda: linear_cross_entropy(x, w, ids, group, chunk_tokens=2 + odd),
+        "rows": lambda: row_linear(torch.randn(TOKENS + 2 * odd, WIDTH), w, None, group),
+    }
+    tags = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
+    debug = patch.object(parallel, "debug", True)
+    with hasty(), tags if untagged else debug:
+        return [said_by(ways[how])]
+
+
+def slow_is_not_wrong(transport: str) -> bool:
+    """Whether ranks that come late by more than others are patient get their numbers."""
+    group = dist.new_group()
+    with using(transport), hasty():
+        found = []
+        for seed in range(3):
+            time.sleep(0.8 * ((seed + dist.get_rank()) % 2))
+            found.append(_run(STEPS["mlp"], group, seed))
+    return all(bool(y.isfinite().all()) for y in found)
+
+
+def watched_without_tags_that_tell() -> str:
+    """The planted fault: if all calls had one tag, a rank would take the other's x for its dx."""
+    with patch.object(calls, "tag_of", lambda described, number: 1):
+        return different("the weight needs a gradient", "c10d", seconds=2.0)[0]
+
+
+def destroyed() -> list[str]:
+    """What is said of a group that was destroyed and is held, by everything that takes one."""
+    group, x = dist.new_group(), torch.randn(TOKENS, WIDTH)
+    y = column_linear(x.requires_grad_(), _weight(4, WIDTH), None, group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return [
+        *(said_by(lambda: step(group, x)) for step in STEPS.values()),  # noqa: B023
+        said_by(lambda: bucketed.bucketed_all_reduce_([x.detach()], group)),
+        said_by(lambda: y.sum().backward()),
+    ]
+
+
+def forked() -> list[str]:
+    """What a child says of its parent's groups, one that was used before the fork and one that was not."""
+    used, unused = dist.new_group(), dist.new_group()
+    x = torch.randn(TOKENS, WIDTH)
+    STEPS["row"](used, x)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        messages = [said_by(lambda: STEPS["row"](group, x)) for group in (used, unused)]  # noqa: B023
+        os.write(writing, "\n".join(messages).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    STEPS["row"](used, x)  # the parent goes on
+    return said.split("\n")
+
+
+def failed_group_is_one_of_many(transports: Sequence[str]) -> list[bool]:
+    """Whether other groups of a rank go on after one has failed."""
+    going_on = []
+    for transport in transports:
+        broken, sound = dist.new_group(), dist.new_group()
+        with using(transport), hasty():
+            first, _ = _points(STEPS["row"])
+            _run(STEPS["row"], broken, 0)
+            with Planted(first) if dist.get_rank() == 0 else nullcontext():
+                said_by(lambda: _run(STEPS["row"], broken, 1))  # noqa: B023
+            going_on.append(bool(_run(STEPS["row"], sound, 2).isfinite().all()))
+            assert calls_of(broken).failure
+            assert not calls_of(sound).failure
+        dist.barrier()
+    return going_on
