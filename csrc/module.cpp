@@ -26,14 +26,15 @@ std::tuple<Ints, Ints, Ints> bucket_layout(at::IntArrayRef numels, at::IntArrayR
   return {std::move(layout.bucket_of), std::move(layout.offset_of), std::move(layout.elements)};
 }
 
-c10::intrusive_ptr<BucketEngine> make_engine(std::vector<at::Tensor> parameters,
-                                             std::vector<std::string> names, const c10::List<bool>& marked,
-                                             std::string group, std::string tensor_parallel_group,
-                                             int64_t rank, bool reduce_scatter, bool average, bool main_grad,
+c10::intrusive_ptr<BucketEngine> make_engine(const std::vector<at::Tensor>& parameters,
+                                             const std::vector<std::string>& names,
+                                             const c10::List<bool>& marked, std::string group,
+                                             std::string tensor_parallel_group, int64_t rank,
+                                             bool reduce_scatter, bool average, bool main_grad,
                                              bool check_nan, std::optional<at::ScalarType> grad_dtype,
                                              std::optional<at::ScalarType> wire_dtype, int64_t timeout_ms) {
-  return c10::make_intrusive<BucketEngine>(
-      std::move(parameters), std::move(names), std::vector<bool>(marked.begin(), marked.end()),
+  return BucketEngine::make(
+      parameters, names, std::vector<bool>(marked.begin(), marked.end()),
       EngineOptions{std::move(group), std::move(tensor_parallel_group), rank, reduce_scatter, average,
                     main_grad, check_nan, grad_dtype, wire_dtype, timeout_ms});
 }
