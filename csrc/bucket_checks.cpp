@@ -20,8 +20,7 @@ bool is_supported(at::ScalarType dtype) {
 
 void check_dtype(const char* option, const std::optional<at::ScalarType>& dtype) {
   TORCH_CHECK_TYPE(!dtype || is_supported(*dtype), "GradientBuckets: ", option,
-                   ": expected float64, float32, float16 or bfloat16, got dtype number ",
-                   static_cast<int>(dtype.value_or(at::kFloat)));
+                   ": expected float64, float32, float16 or bfloat16, got ", dtype.value_or(at::kFloat));
 }
 
 void check_parameter(const at::Tensor& parameter, const std::string& name, c10::Device device) {
@@ -78,6 +77,10 @@ void BucketEngine::check_arrangement(const std::vector<int64_t>& bucket_of,
   TORCH_CHECK_VALUE(bucket_of.size() == slots_.size() && offset_of.size() == slots_.size(),
                     "GradientBuckets: expected a bucket and an offset for each of ", slots_.size(),
                     " parameters, got ", bucket_of.size(), " and ", offset_of.size());
+  for (int64_t bucket = 0; bucket < buckets; ++bucket) {
+    TORCH_CHECK_VALUE(elements[bucket] >= 0, "GradientBuckets: expected no less than 0 elements in bucket ",
+                      bucket, ", got ", elements[bucket]);
+  }
   std::vector<const Slot*> first(elements.size());
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];

@@ -9,7 +9,9 @@ import copy
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpkernels.comm import _ext
 
-INTS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, None, 0.5, "1", True]
+# none that a machine might have so much memory for
+INTS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 2**50, 2**62, 2**63 - 1, 2**63, None, 0.5, "1", True]
+DTYPES = [torch.int32, torch.complex64, torch.float8_e4m3fn, torch.quint8, 99, -1, -128, 1 << 40, "x"]
 FLAGS = [True, False, None, 2, "yes"]
 GOOD = {
     "parameters": None,  # made anew each time
@@ -37,6 +41,7 @@ GOOD = {
     "timeout_ms": -1,
 }
 SIZES = [(4, 3), (5,), ()]
+ACCIDENTS = ("INTERNAL ASSERT", "vector::", "bad optional", "bad_alloc", "SymInt")
 LAYOUT = ([0, 0, 1], [0, 16, 0], [32, 16])  # of three parameters of SIZES
 
 
@@ -94,25 +99,36 @@ def odd_tensors() -> list[Any]:
     ]
 
 
+@dataclass
+class Outcome:
+    """What became of calls that came back."""
+
+    accepted: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)  # refused by an accident, not by a check
+
+
 class Caller:
     """Makes calls, each written down first; an exception of Python's ends a call well."""
 
-    def __init__(self, log: str, seed: int) -> None:
+    def __init__(self, log: str, seed: int, outcome: Outcome) -> None:
         self._file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._outcome = outcome
         self.generator = random.Random(seed)
         self.seed = seed
-        self.problems: list[str] = []
 
     def __call__(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         line = f"seed {self.seed}: {what}({_shown(args)}, {options})"[:500]
         os.write(self._file, (line + "\n").encode())  # nothing is buffered, so nothing is lost
         try:
-            return function(*args, **options)
+            result = function(*args, **options)
         except Exception as error:
-            text = str(error)
-            if "INTERNAL ASSERT" in text or "vector::" in text or "optional" in text and "bad" in text:
-                self.problems.append(f"{line}: {text.splitlines()[0]}")
-        return None
+            self._outcome.refused[what] += 1
+            if any(sign in str(error) for sign in ACCIDENTS):
+                self._outcome.problems.append(f"{line}: {error}")
+            return None
+        self._outcome.accepted[what] += 1
+        return result
 
     def close(self) -> None:
         os.close(self._file)
@@ -162,21 +178,8 @@ def arguments(caller: Caller, world: str) -> list[Any]:
             "rank": lambda: caller.choose(INTS),
             "timeout_ms": lambda: caller.choose(INTS),
         }
-        kinds = [
-            torch.int32,
-            torch.complex64,
-            torch.bool,
-            torch.float8_e4m3fn,
-            torch.quint8,
-            99,
-            -1,
-            -128,
-            127,
-            1 << 40,
-            "x",
-        ]
         good[spoilt] = odd.get(
-            spoilt, (lambda: caller.choose(kinds)) if "dtype" in spoilt else (lambda: caller.choose(FLAGS))
+            spoilt, (lambda: caller.choose(DTYPES)) if "dtype" in spoilt else (lambda: caller.choose(FLAGS))
         )()
     return list(good.values())
 
@@ -233,9 +236,9 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
     def expect() -> object:
         counts = [1, 1, 1]
-        return caller(
-            "expect", engine.expect, counts if caller.generator.random() < 0.5 else caller.spoilt(counts)
-        )
+        if caller.generator.random() < 0.5:
+            counts = caller.spoilt(counts)
+        return caller("expect", engine.expect, counts)
 
     def backward() -> object:
         chosen = caller.choose([tensors, tensors[:1], tensors[1:], tensors * 2])
@@ -243,9 +246,8 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
     def intruded() -> object:
         def intrude() -> None:
-            caller(
-                "intruding", getattr(engine, caller.choose(["finish", "zero", "views", "detach", "buckets"]))
-            )
+            method = caller.choose(["finish", "zero", "views", "arrivals", "buckets"])
+            caller("intruding", getattr(engine, method))
 
         def run() -> None:
             with Calling(intrude):
@@ -278,18 +280,18 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
     }
 
 
-RARE = ("detach", "data", "grad", "copy", "init")  # after which little else happens
+def weighted(possible: Iterable[str]) -> list[str]:
+    """Fewer of those after which little else happens."""
+    rare = ("detach", "data", "grad", "copy", "init")
+    return [name for name in possible for _ in range(1 if name in rare else 8)]
 
 
 def engine_program(caller: Caller) -> None:
     """An engine of its own, made and used in random ways."""
     args = arguments(caller, dist.group.WORLD.group_name)
     engine = caller("BucketEngine", torch.classes.tpkernels.BucketEngine, *args)
-    tensors = (
-        [tensor for tensor in args[0] or [] if isinstance(tensor, Tensor)]
-        if isinstance(args[0], list)
-        else []
-    )
+    given = args[0] if isinstance(args[0], list) else []
+    tensors = [tensor for tensor in given if isinstance(tensor, Tensor)]
     if engine is None or not tensors:
         caller("backward without an engine", lambda: loss_of(tensors).backward())
         return
@@ -297,9 +299,8 @@ def engine_program(caller: Caller) -> None:
         caller("arrange", engine.arrange, *LAYOUT)
         caller("expect", engine.expect, [1, 1, 1])
     possible = steps(caller, engine, tensors)
-    names = [name for name in possible for _ in range(1 if name in RARE else 4)]
     for _ in range(12):
-        possible[caller.choose(names)]()
+        possible[caller.choose(weighted(possible))]()
     if caller.generator.random() < 0.5:
         loss = loss_of(tensors)
         del engine, possible
@@ -313,9 +314,8 @@ def threads_program(caller: Caller) -> None:
     engine = caller("BucketEngine", torch.classes.tpkernels.BucketEngine, *good.values())
     caller("arrange", engine.arrange, *LAYOUT)
     possible = steps(caller, engine, tensors)
-    for name in ("data", "init", "grad", "copy", "intruded"):
-        del possible[name]
-    programs = [[caller.choose(list(possible)) for _ in range(15)] for _ in range(3)]
+    del possible["data"], possible["intruded"]
+    programs = [[caller.choose(weighted(possible)) for _ in range(15)] for _ in range(3)]
 
     def run(names: list[str]) -> None:
         for name in names:
@@ -329,11 +329,11 @@ def threads_program(caller: Caller) -> None:
 
 
 def layout_program(caller: Caller) -> None:
-    lists = [[3, 5, 7], [0, 1, 0], [4, 4, 4]]
+    lists: list[Any] = [[3, 5, 7], [0, 1, 0], [4, 4, 4]]
     options = {"bucket_bytes": 100, "first_bucket_bytes": 50, "alignment": 4, "padding": 8}
     for _ in range(caller.generator.randrange(1, 3)):
         if caller.generator.random() < 0.5:
-            lists[caller.generator.randrange(3)] = caller.spoilt(lists[caller.generator.randrange(3)] or [1])
+            lists[caller.generator.randrange(3)] = caller.spoilt([3, 5, 7])
         else:
             options[caller.choose(list(options))] = caller.choose(INTS)
     caller("bucket_layout", torch.ops.tpkernels.bucket_layout, *lists, **options)
@@ -378,13 +378,12 @@ PROGRAMS = {
 }
 
 
-def run_programs(kind: str, seeds: list[int], log: str) -> list[str]:
-    """On a rank. What went wrong short of a crash."""
+def run_programs(kind: str, seeds: Sequence[int], log: str) -> Outcome:
+    """On a rank: a program for each seed. log: a file for the calls, of which a crash leaves the last"""
     assert _ext.available()
-    problems = []
+    outcome = Outcome()
     for seed in seeds:
-        caller = Caller(log, seed)
+        caller = Caller(log, seed, outcome)
         PROGRAMS[kind](caller)
-        problems += caller.problems
         caller.close()
-    return problems
+    return outcome
