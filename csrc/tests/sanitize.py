@@ -68,10 +68,7 @@ SANITIZERS = {
     "tsan": Sanitizer(
         flags=["-fsanitize=thread", *COMMON],
         preloaded=["libtsan.so", "libstdc++.so.6"],
-        variables={
-            "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:"
-            f"suppressions={ROOT / 'csrc/tests/tsan.txt'}"
-        },
+        variables={"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1"},
         planted={"race": (100_000, "data race")},
         tests=["csrc/tests/races.py"],
     ),
