@@ -1,6 +1,5 @@
 """One engine in the hands of several threads, for the thread sanitizer to watch."""
 
-import sys
 import threading
 from collections.abc import Callable
 
@@ -42,9 +41,7 @@ def backward_of(tensors: list[torch.Tensor]) -> None:
     torch.stack([tensor.sum() for tensor in tensors]).sum().backward()
 
 
-def main() -> None:
-    assert _ext.available()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def used_by_many() -> None:
     first, second = parameters_of_their_own()
     engine = arranged(parameters=[*first, *second])
     at_once(
@@ -57,17 +54,25 @@ def main() -> None:
     engine.finish()
     at_once(lambda: backward_of(first), lambda: backward_of(second), engine.finish, engine.arrivals)
     at_once(lambda: backward_of(first), lambda: backward_of(second), engine.detach)
-    losses = [first, second]
-    for _ in range(ROUNDS):  # the last owner lets go while hooks run
-        engine = arranged(parameters=[*first, *second])
-        threads = [threading.Thread(target=backward_of, args=(tensors,)) for tensors in losses]
-        for thread in threads:
-            thread.start()
-        del engine
-        for thread in threads:
-            thread.join()
-        for tensor in (*first, *second):
-            tensor.grad = None
+
+
+def let_go_while_hooks_run() -> None:
+    first, second = parameters_of_their_own()
+    engine = arranged(parameters=[*first, *second])
+    threads = [threading.Thread(target=backward_of, args=(tensors,)) for tensors in (first, second)]
+    for thread in threads:
+        thread.start()
+    del engine
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    assert _ext.available()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    used_by_many()
+    for _ in range(ROUNDS):
+        let_go_while_hooks_run()
     for _ in range(5):
         ended_at_once()
     run_programs("threads", range(10), "/dev/null")
@@ -76,4 +81,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.exit()
