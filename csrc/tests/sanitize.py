@@ -44,7 +44,7 @@ SANITIZERS = {
         flags=["-fsanitize=address", *UNDEFINED, *COMMON],
         preloaded=["libasan.so", "libstdc++.so.6"],  # whose throw is wrapped
         variables={
-            # Python frees little of its own at its end; and too much memory is an error of torch's, not an end
+            # Python frees little of its own at its end; and a request for too much memory is torch's error
             "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         },
