@@ -10,7 +10,7 @@ from tests.comm.hostile import run_programs
 from tests.comm.test_ext_arguments import arranged, ended_at_once
 from tpkernels.comm import _ext
 
-ROUNDS = 60
+ROUNDS = 600
 
 
 def at_once(*functions: Callable[[], object]) -> None:
@@ -47,12 +47,11 @@ def used_by_many() -> None:
     at_once(
         lambda: backward_of(first),
         lambda: backward_of(second),
+        engine.finish,
         lambda: [engine.launched_in_backward(), engine.arrivals(), engine.last_arrivals()],
         lambda: [engine.buckets(), engine.views()],
         lambda: [engine.set_synchronizing(False), engine.set_synchronizing(True)],
     )
-    engine.finish()
-    at_once(lambda: backward_of(first), lambda: backward_of(second), engine.finish, engine.arrivals)
     at_once(lambda: backward_of(first), lambda: backward_of(second), engine.detach)
 
 
@@ -71,7 +70,7 @@ def main() -> None:
     assert _ext.available()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     used_by_many()
-    for _ in range(ROUNDS):
+    for _ in range(60):
         let_go_while_hooks_run()
     for _ in range(5):
         ended_at_once()
