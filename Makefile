@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate bench-overlap gpu compile gate check-triton-3.6 check-transformers sdist clean
+.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,10 +38,16 @@ check: lint types test ## all that CI checks
 lint: $(READY) ## style of Python and C++
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*
+	$(BIN)/clang-format --dry-run -Werror csrc/*.* csrc/tests/*.cpp
 
 types: $(READY) ## static types
 	$(BIN)/mypy
+
+asan: $(READY) ## the extension's tests under address and undefined-behaviour sanitizers, in build/asan
+	$(BIN)/python csrc/tests/sanitize.py asan
+
+tsan: $(READY) ## the extension used by many threads, under the thread sanitizer, in build/tsan
+	$(BIN)/python csrc/tests/sanitize.py tsan
 
 gate: $(READY) ## compile the kernels and run them interpreted, without a GPU
 	$(BIN)/python -m tpkernels check

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from setuptools import setup
 
+FLAGS = os.environ.get("TPKERNELS_CXXFLAGS", "").split()  # of compiler and linker, after our own
 REQUIRED = os.environ.get("TPKERNELS_REQUIRE_EXT") == "1"
 HOW_TO_GET_IT = (
     "tpkernels: the C++ extension is left out (%s). The package works without it, in pure Python.\n"
@@ -43,7 +44,8 @@ def extension() -> dict:
     module = CppExtension(
         "tpkernels._C",
         sorted(str(source) for source in Path("csrc").glob("*.cpp")),
-        extra_compile_args=["-std=c++20", "-O2", "-g0", "-DAT_PER_OPERATOR_HEADERS"],
+        extra_compile_args=["-std=c++20", "-O2", "-g0", "-DAT_PER_OPERATOR_HEADERS", *FLAGS],
+        extra_link_args=FLAGS,
     )
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildOrLeaveOut}}
 

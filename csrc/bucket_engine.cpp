@@ -24,78 +24,108 @@ std::string reason(const std::exception& error) {
 
 }  // namespace
 
-BucketEngine::BucketEngine(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                           std::vector<bool> marked, EngineOptions options)
-    : options_(std::move(options)),
+BucketEngine::BucketEngine(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+                           const std::vector<bool>& marked, EngineOptions options)
+    : options_(checked(std::move(options), parameters, names, marked)),
       group_(options_.group),
       tensor_parallel_group_(options_.tensor_parallel_group.empty()
                                  ? std::nullopt
                                  : std::make_optional<LiveGroup>(options_.tensor_parallel_group)),
-      side_(parameters.at(0).device()),
+      side_(parameters[0].device()),
       in_backend_(group_.averages(parameters[0].device().type())),
       divides_(options_.average && group_.size() > 1 && !in_backend_),
       divisor_(at::scalar_tensor(group_.size())),
       reduction_(options_.average && !divides_ ? Reduction::AVG : Reduction::SUM) {
-  TORCH_INTERNAL_ASSERT(parameters.size() == names.size() && parameters.size() == marked.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     slots_.push_back(
         {parameters[i], names[i], marked[i], torch::autograd::impl::grad_accumulator(parameters[i])});
+    TORCH_CHECK(slots_[i].accumulator, "GradientBuckets: '", names[i], "' receives no gradient");
     slots_[i].dtype = parameters[i].scalar_type();
-    slots_[i].hook =
-        slots_[i].accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-            [this, i](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-              on_gradient(i);
-              return outputs;
-            }));
   }
 }
 
-BucketEngine::~BucketEngine() { detach(); }
+// A hook stays with autograd's node, which others may hold longer than us, or run right now in another
+// thread: taking it away would pull it from under them. So hooks do not own the engine, and let it rest once
+// it is detached or gone.
+c10::intrusive_ptr<BucketEngine> BucketEngine::make(const std::vector<at::Tensor>& parameters,
+                                                    const std::vector<std::string>& names,
+                                                    const std::vector<bool>& marked, EngineOptions options) {
+  auto engine = c10::make_intrusive<BucketEngine>(parameters, names, marked, std::move(options));
+  for (size_t i = 0; i < engine->slots_.size(); ++i) {
+    engine->slots_[i].accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [weak = c10::weak_intrusive_ptr<BucketEngine>(engine), i](
+            const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+          if (const auto alive = weak.lock()) alive->on_gradient(i);
+          return outputs;
+        }));
+  }
+  return engine;
+}
+
+BucketEngine::~BucketEngine() { release_resources(); }
+
+// When the last owner lets go; the hooks' weak references keep what is left of us beyond that. Nobody can
+// have the turn any more, but taking it shows the thread sanitizer that they had it before.
+void BucketEngine::release_resources() {
+  const Turn turn(order_);
+  abandon();
+  slots_.clear();  // and with them the hooks, where nobody else holds their nodes
+  buckets_.clear();
+}
 
 void BucketEngine::detach() {
-  const std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) {
-    if (slot.hook != 0) slot.accumulator->del_post_hook(slot.hook);
-    slot.hook = 0;
-  }
+  const Turn turn(order_);
+  detached_ = true;
   abandon();
 }
 
 void BucketEngine::arrange(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
                            const std::vector<int64_t>& elements) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(order_);
   const at::NoGradGuard no_grad;
-  buckets_.clear();  // memory of old buckets is held by their views, and goes with the last of them
-  buckets_.resize(elements.size());
-  for (size_t i = 0; i < slots_.size(); ++i) buckets_[bucket_of[i]].members.push_back(i);
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    Bucket& bucket = buckets_[b];
-    const Slot& first = slots_[bucket.members.front()];
-    bucket.marked = first.marked;
-    bucket.flat = at::zeros({elements[b]}, first.parameter.options().requires_grad(false).dtype(
-                                               options_.grad_dtype.value_or(first.parameter.scalar_type())));
-    for (const size_t i : bucket.members) {
-      Slot& slot = slots_[i];
-      const at::Tensor view = view_like(slot.parameter, bucket.flat, offset_of[i]);
-      at::Tensor& grad = slot.parameter.mutable_grad();
-      const bool is_ours = slot.view.defined() && grad.defined() && is_in_place(grad, slot.view);
-      if (slot.view.defined()) view.copy_(slot.view);
-      if (is_ours) grad = alias_of(view);
-      slot.view = view;
-      slot.bucket = b;
+  refuse_detached();
+  refuse_midway();
+  for (const Slot& slot : slots_) refuse_converted(slot);
+  check_arrangement(bucket_of, offset_of, elements);
+  std::vector<Bucket> buckets(elements.size());
+  std::vector<at::Tensor> views;
+  for (size_t i = 0; i < slots_.size(); ++i) {  // nothing is changed until all of this has succeeded
+    const Slot& slot = slots_[i];
+    Bucket& bucket = buckets[bucket_of[i]];
+    if (bucket.members.empty()) {
+      bucket.marked = slot.marked;
+      bucket.flat = at::zeros({elements[bucket_of[i]]}, slot.parameter.options().requires_grad(false).dtype(
+                                                            options_.grad_dtype.value_or(slot.dtype)));
     }
+    bucket.members.push_back(i);
+    views.push_back(view_like(slot.parameter, bucket.flat, offset_of[i]));
+    if (slot.view.defined()) views.back().copy_(slot.view);
+  }
+  for (Bucket& bucket : buckets) bucket.pending = bucket.members.size();
+  buckets_ = std::move(buckets);  // memory of old buckets is held by their views, and goes with the last
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    at::Tensor& grad = slot.parameter.mutable_grad();
+    if (slot.view.defined() && grad.defined() && is_in_place(grad, slot.view)) grad = alias_of(views[i]);
+    slot.view = views[i];
+    slot.bucket = bucket_of[i];
   }
 }
 
 void BucketEngine::expect(const std::vector<int64_t>& arrivals) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(order_);
+  refuse_detached();
+  refuse_midway();
+  check_expected(arrivals);
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].expected = arrivals[i];
   learning_ = false;
 }
 
 void BucketEngine::on_gradient(size_t index) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(order_);
   const at::NoGradGuard no_grad;
+  if (detached_) return;
+  refuse_unarranged();
   if (finished_) begin_round();
   Slot& slot = slots_[index];
   refuse_late(slot);
@@ -113,6 +143,10 @@ void BucketEngine::on_gradient(size_t index) {
   }
 }
 
+bool BucketEngine::has_begun() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.arrived > 0; });
+}
+
 void BucketEngine::begin_round() {
   for (Slot& slot : slots_) {
     slot.touched = slot.scaled = false;
@@ -128,11 +162,11 @@ void BucketEngine::begin_round() {
 }
 
 bool BucketEngine::zero() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(order_);
   const at::NoGradGuard no_grad;
+  refuse_detached();
   group_.get();
-  const bool interrupted = !finished_ && std::any_of(slots_.begin(), slots_.end(),
-                                                     [](const Slot& slot) { return slot.arrived > 0; });
+  const bool interrupted = !finished_ && has_begun();
   if (interrupted && refused_) abandon();  // as all ranks do
   if (interrupted && !refused_) give_up();
   for (Slot& slot : slots_) {
@@ -168,8 +202,10 @@ void BucketEngine::give_up() {
 }
 
 std::vector<int64_t> BucketEngine::finish() {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(order_);
   const at::NoGradGuard no_grad;
+  refuse_detached();
+  refuse_unarranged();
   group_.get();
   for (const Slot& slot : slots_) refuse_converted(slot);
   if (!finished_) {
@@ -191,7 +227,8 @@ std::vector<int64_t> BucketEngine::finish() {
 }
 
 void BucketEngine::set_synchronizing(bool synchronizing) {
-  const std::lock_guard lock(mutex_);
+  const Turn turn(order_);
+  refuse_detached();
   synchronizing_ = synchronizing;
 }
 
@@ -279,7 +316,8 @@ void BucketEngine::await(Bucket& bucket, const LiveGroup& group, const char* ope
 void BucketEngine::abandon() noexcept {
   for (Bucket& bucket : buckets_) {
     try {
-      if (bucket.work) std::exchange(bucket.work, {})->wait();
+      InFlight work = std::exchange(bucket.work, {});
+      if (work && group_.is_of_this_process()) work->wait();  // in a fork nothing ends it
     } catch (const std::exception&) {  // one failure has been reported; others follow from it
     }
     bucket.wire.reset();
@@ -327,7 +365,7 @@ void BucketEngine::refuse_nan(const Bucket& bucket) {
   refused_ = found != 0;
   const int64_t rank = (found >> 32) - 1;
   const size_t parameter = found & 0xffffffff;
-  TORCH_CHECK(parameter <= slots_.size(), "GradientBuckets: rank ", rank,
+  TORCH_CHECK(found == 0 || (parameter > 0 && parameter <= slots_.size()), "GradientBuckets: rank ", rank,
               " has given up this step, by an exception in backward, say; ", describe(bucket),
               " was not sent");
   TORCH_CHECK(found == 0, "GradientBuckets: on rank ", rank, " the gradient of '", slots_[parameter - 1].name,
@@ -344,27 +382,36 @@ std::string BucketEngine::describe(const Bucket& bucket) const {
 }
 
 std::vector<at::Tensor> BucketEngine::buckets() const {
+  const Turn turn(order_);
   std::vector<at::Tensor> flats;
   for (const Bucket& bucket : buckets_) flats.push_back(bucket.flat);
   return flats;
 }
 
 std::vector<at::Tensor> BucketEngine::views() const {
+  const Turn turn(order_);
   std::vector<at::Tensor> views;
   for (const Slot& slot : slots_) views.push_back(slot.view);
   return views;
 }
 
 std::vector<int64_t> BucketEngine::arrivals() const {
+  const Turn turn(order_);
   std::vector<int64_t> counts;
   for (const Slot& slot : slots_) counts.push_back(slot.arrived);
   return counts;
 }
 
 std::vector<int64_t> BucketEngine::last_arrivals() const {
+  const Turn turn(order_);
   std::vector<int64_t> times;
   for (const Slot& slot : slots_) times.push_back(slot.last_arrival);
   return times;
+}
+
+int64_t BucketEngine::launched_in_backward() const {
+  const Turn turn(order_);
+  return launched_in_backward_;
 }
 
 }  // namespace tpkernels

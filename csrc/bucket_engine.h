@@ -14,13 +14,13 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "collectives.h"
 #include "side_stream.h"
+#include "turn.h"
 
 namespace tpkernels {
 
@@ -40,9 +40,14 @@ struct EngineOptions {
 class BucketEngine : public torch::CustomClassHolder {
  public:
   // marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
-  BucketEngine(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> marked,
-               EngineOptions options);
+  static c10::intrusive_ptr<BucketEngine> make(const std::vector<at::Tensor>& parameters,
+                                               const std::vector<std::string>& names,
+                                               const std::vector<bool>& marked, EngineOptions options);
+  // Without hooks: `make` adds them.
+  BucketEngine(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+               const std::vector<bool>& marked, EngineOptions options);
   ~BucketEngine() override;
+  void release_resources() override;  // called when the last owner lets go
 
   // Makes the buckets, and moves the gradients into them. All parameters of a bucket are of one dtype, and
   // all are marked or none is.
@@ -67,7 +72,7 @@ class BucketEngine : public torch::CustomClassHolder {
   std::vector<int64_t> arrivals() const;
   std::vector<int64_t> last_arrivals() const;
   // Of the last round: how many buckets did not have to wait for `finish`.
-  int64_t launched_in_backward() const { return launched_in_backward_; }
+  int64_t launched_in_backward() const;
 
  private:
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
@@ -78,7 +83,6 @@ class BucketEngine : public torch::CustomClassHolder {
     bool marked;
     Accumulator accumulator;
     at::ScalarType dtype = at::kFloat;
-    uintptr_t hook = 0;
     at::Tensor view = {};
     size_t bucket = 0;
     int64_t expected = 0;
@@ -101,13 +105,24 @@ class BucketEngine : public torch::CustomClassHolder {
     InFlight work = {};
   };
 
+  static EngineOptions checked(EngineOptions options, const std::vector<at::Tensor>& parameters,
+                               const std::vector<std::string>& names, const std::vector<bool>& marked);
+  void check_arrangement(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
+                         const std::vector<int64_t>& elements) const;
+  void check_expected(const std::vector<int64_t>& arrivals) const;
+  void refuse_detached() const;
+  void refuse_unarranged() const;
+  void refuse_midway() const;
+
   void on_gradient(size_t index);
   void take_in(Slot& slot);
   void take_leftover(Slot& slot);
   void refuse_converted(const Slot& slot) const;
+  void refuse_resized(const Slot& slot, const at::Tensor& grad) const;
   void refuse_late(const Slot& slot) const;
   void refuse_reduced(const Slot& slot) const;
 
+  bool has_begun() const;
   void begin_round();
   void give_up();
   void launch(size_t index);
@@ -135,12 +150,13 @@ class BucketEngine : public torch::CustomClassHolder {
   const at::Tensor divisor_;  // no dimensions
   const Reduction reduction_;
 
-  mutable std::mutex mutex_;  // autograd runs hooks in its own threads
+  mutable Turn::Order order_;  // autograd runs hooks in its own threads
   std::vector<Slot> slots_;
   std::vector<Bucket> buckets_;
   bool learning_ = true;
   bool synchronizing_ = true;
   bool finished_ = false;
+  bool detached_ = false;
   bool refused_ = false;  // by all ranks, for what one has found
   size_t next_ = 0;       // the bucket to launch
   int64_t clock_ = 0;

@@ -15,6 +15,7 @@ void BucketEngine::take_in(Slot& slot) {
   TORCH_CHECK(
       !grad.requires_grad(), "GradientBuckets: the gradient of '", slot.name,
       "' has a graph of its own; backward(create_graph=True) is not supported, use torch.autograd.grad");
+  refuse_resized(slot, grad);
   if (options_.main_grad) {
     refuse_reduced(slot);
     slot.view.add_(grad);
@@ -44,6 +45,7 @@ void BucketEngine::take_leftover(Slot& slot) {
     return;
   }
   if (grad.defined()) {
+    refuse_resized(slot, grad);
     slot.view.copy_(grad);
   } else {
     slot.view.zero_();
@@ -52,9 +54,17 @@ void BucketEngine::take_leftover(Slot& slot) {
 }
 
 void BucketEngine::refuse_converted(const Slot& slot) const {
-  TORCH_CHECK(slot.parameter.scalar_type() == slot.dtype && slot.parameter.device() == slot.view.device(),
+  TORCH_CHECK(slot.parameter.scalar_type() == slot.dtype &&
+                  (!slot.view.defined() || slot.parameter.device() == slot.view.device()),
               "GradientBuckets: '", slot.name, "' was converted or moved, which takes its hook away; make ",
               "GradientBuckets after that");
+}
+
+// It would be broadcast.
+void BucketEngine::refuse_resized(const Slot& slot, const at::Tensor& grad) const {
+  TORCH_CHECK(grad.sizes() == slot.view.sizes(), "GradientBuckets: the gradient of '", slot.name,
+              "' is of shape ", grad.sizes(), "; expected ", slot.view.sizes(),
+              ", as when GradientBuckets were made");
 }
 
 void BucketEngine::refuse_late(const Slot& slot) const {

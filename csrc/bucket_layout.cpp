@@ -1,6 +1,7 @@
 #include "bucket_layout.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
 
 #include <algorithm>
 #include <numeric>
@@ -9,7 +10,11 @@
 namespace tpkernels {
 namespace {
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+// The next multiple; false beyond 63 bits.
+bool round_up(int64_t value, int64_t multiple, int64_t* rounded) {
+  const int64_t rest = value % multiple;
+  return !c10::add_overflows(value, rest == 0 ? 0 : multiple - rest, rounded);
+}
 
 void check(c10::IntArrayRef numels, c10::IntArrayRef kinds, c10::IntArrayRef element_bytes,
            const LayoutRules& rules) {
@@ -22,6 +27,18 @@ void check(c10::IntArrayRef numels, c10::IntArrayRef kinds, c10::IntArrayRef ele
   TORCH_CHECK_VALUE(rules.alignment > 0 && rules.padding > 0,
                     "bucket_layout: expected an alignment and a padding of at least one element, got ",
                     rules.alignment, " and ", rules.padding);
+  for (size_t tensor = 0; tensor < numels.size(); ++tensor) {
+    TORCH_CHECK_VALUE(numels[tensor] >= 0 && element_bytes[tensor] > 0, "bucket_layout: tensor ", tensor,
+                      ": expected no less than 0 elements of at least one byte, got ", numels[tensor],
+                      " elements of ", element_bytes[tensor]);
+  }
+}
+
+// Whether a bucket with this many elements has room for so many more.
+bool fits(int64_t filled, int64_t size, int64_t element_bytes, int64_t capacity_bytes) {
+  int64_t elements, bytes;
+  return !c10::add_overflows(filled, size, &elements) &&
+         !c10::mul_overflows(elements, element_bytes, &bytes) && bytes <= capacity_bytes;
 }
 
 // Renumbers buckets by their last tensor. Otherwise a bucket that is opened first and filled last (the norm
@@ -56,11 +73,15 @@ BucketLayout lay_out_buckets(c10::IntArrayRef numels, c10::IntArrayRef kinds, c1
   };
   std::unordered_map<int64_t, OpenBucket> open;  // by kind
   for (size_t tensor = 0; tensor < numels.size(); ++tensor) {
-    const int64_t size = round_up(numels[tensor], rules.alignment);
+    int64_t size, bytes;
+    TORCH_CHECK_VALUE(round_up(numels[tensor], rules.alignment, &size) &&
+                          !c10::mul_overflows(size, element_bytes[tensor], &bytes),
+                      "bucket_layout: tensor ", tensor, ": expected a size in bytes of at most 63 bits, got ",
+                      numels[tensor], " elements of ", element_bytes[tensor]);
     auto found = open.find(kinds[tensor]);
     const bool is_first = found == open.end();
-    if (is_first || (layout.elements[found->second.number] + size) * element_bytes[tensor] >
-                        found->second.capacity_bytes) {
+    if (is_first || !fits(layout.elements[found->second.number], size, element_bytes[tensor],
+                          found->second.capacity_bytes)) {
       const OpenBucket next{
           static_cast<int64_t>(layout.elements.size()),
           is_first ? std::min(rules.first_bucket_bytes, rules.bucket_bytes) : rules.bucket_bytes};
@@ -73,7 +94,12 @@ BucketLayout lay_out_buckets(c10::IntArrayRef numels, c10::IntArrayRef kinds, c1
     filled += size;
   }
   number_by_completion(layout);
-  for (int64_t& elements : layout.elements) elements = round_up(elements, rules.padding);
+  for (int64_t& elements : layout.elements) {
+    const int64_t filled = elements;
+    TORCH_CHECK_VALUE(round_up(filled, rules.padding, &elements),
+                      "bucket_layout: expected buckets of at most 63 bits, got ", filled,
+                      " elements padded to a multiple of ", rules.padding);
+  }
   return layout;
 }
 

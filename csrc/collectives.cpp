@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <future>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <unordered_set>
 
 namespace tpkernels {
 namespace {
@@ -37,12 +39,15 @@ class WithoutPythonObjects {
 LiveGroup::LiveGroup(std::string name)
     : name_(std::move(name)), group_(c10d::resolve_process_group(name_)), process_(getpid()) {
   const Group group = group_.lock();
+  TORCH_CHECK(group, "process group '", name_, "' was destroyed; expected one that lives");
   size_ = group->getSize();
   rank_ = group->getRank();
 }
 
+bool LiveGroup::is_of_this_process() const { return getpid() == process_; }
+
 Group LiveGroup::get() const {
-  TORCH_CHECK(getpid() == process_, "GradientBuckets made in process ", process_,
+  TORCH_CHECK(is_of_this_process(), "GradientBuckets made in process ", process_,
               " cannot be used in process ", getpid(),
               ", which was forked from it; make process groups and GradientBuckets after the fork");
   Group registered;
@@ -80,12 +85,57 @@ InFlight start_reduce_scatter(const Group& group, at::Tensor shard, at::Tensor d
                                          /*async_op=*/true, timeout_ms));
 }
 
+namespace {
+
+// Groups whose backends are being ended. Two threads at it would free the same twice.
+struct Ending {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::unordered_set<const c10d::ProcessGroup*> groups;
+};
+
+bool is_registered(const Group& group) {
+  try {
+    return c10d::resolve_process_group(group->getGroupName()) == group;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// In a thread of its own: the backends' destructors wait for what is in flight, up to the group's time-out.
+void end_in_background(const Group& group, Ending& ending) {
+  std::thread([group, &ending] {
+    try {
+      group->release_resources();
+    } catch (const std::exception&) {  // nobody is left to be told; the group is of no use any more
+    }
+    const std::lock_guard lock(ending.mutex);
+    ending.groups.erase(group.get());
+    ending.changed.notify_all();
+  }).detach();
+}
+
+}  // namespace
+
 bool end_backends(const Group& group, double seconds) {
-  // In a thread of its own: the backends' destructors wait for what is in flight, up to the group's time-out.
-  std::packaged_task<void()> end([group] { group->release_resources(); });
-  const auto ended = end.get_future();
-  std::thread(std::move(end)).detach();
-  return ended.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
+  constexpr double DAY = 24 * 60 * 60;
+  TORCH_CHECK_VALUE(group, "end_backends: expected a process group, got none");
+  TORCH_CHECK_VALUE(seconds >= 0 && seconds <= DAY, "end_backends: expected 0 to ", DAY, " seconds, got ",
+                    seconds);
+  TORCH_CHECK_VALUE(!is_registered(group), "end_backends: expected a destroyed process group, but '",
+                    group->getGroupName(), "' is in use; call torch.distributed.destroy_process_group first");
+  static Ending& ending = *new Ending;  // never freed: a thread that is busy uses it when the process exits
+  std::unique_lock lock(ending.mutex);
+  if (ending.groups.insert(group.get()).second) {
+    try {
+      end_in_background(group, ending);
+    } catch (...) {
+      ending.groups.erase(group.get());
+      throw;
+    }
+  }
+  return ending.changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                                 [&] { return !ending.groups.contains(group.get()); });
 }
 
 }  // namespace tpkernels

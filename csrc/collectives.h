@@ -21,6 +21,8 @@ class LiveGroup {
 
   // Throws if the group was destroyed, or if this process was forked from the one that made it.
   Group get() const;
+  // Whether this process made it: only there have collectives threads that end them.
+  bool is_of_this_process() const;
   const std::string& name() const { return name_; }
   int size() const { return size_; }
   int rank() const { return rank_; }
@@ -44,7 +46,7 @@ InFlight start_reduce_scatter(const Group& group, at::Tensor shard, at::Tensor d
                               int64_t timeout_ms);
 
 // Ends the backends of a destroyed group, whoever still holds it, and with them their threads. Waits for
-// these as long as that; false if they are busy beyond it.
+// these as long as that, at most a day; false if they are busy beyond it. Asked again meanwhile, waits on.
 bool end_backends(const Group& group, double seconds);
 
 }  // namespace tpkernels

@@ -26,16 +26,25 @@ std::tuple<Ints, Ints, Ints> bucket_layout(at::IntArrayRef numels, at::IntArrayR
   return {std::move(layout.bucket_of), std::move(layout.offset_of), std::move(layout.elements)};
 }
 
-c10::intrusive_ptr<BucketEngine> make_engine(std::vector<at::Tensor> parameters,
-                                             std::vector<std::string> names, const c10::List<bool>& marked,
-                                             std::string group, std::string tensor_parallel_group,
-                                             int64_t rank, bool reduce_scatter, bool average, bool main_grad,
-                                             bool check_nan, std::optional<at::ScalarType> grad_dtype,
-                                             std::optional<at::ScalarType> wire_dtype, int64_t timeout_ms) {
-  return c10::make_intrusive<BucketEngine>(
-      std::move(parameters), std::move(names), std::vector<bool>(marked.begin(), marked.end()),
+// What Python's dtypes arrive as.
+std::optional<at::ScalarType> dtype_of(const std::optional<int64_t>& number) {
+  if (!number) return std::nullopt;
+  TORCH_CHECK_TYPE(*number >= 0 && *number < static_cast<int64_t>(at::ScalarType::NumOptions),
+                   "GradientBuckets: expected a dtype, got number ", *number);
+  return static_cast<at::ScalarType>(*number);
+}
+
+c10::intrusive_ptr<BucketEngine> make_engine(const std::vector<at::Tensor>& parameters,
+                                             const std::vector<std::string>& names,
+                                             const c10::List<bool>& marked, std::string group,
+                                             std::string tensor_parallel_group, int64_t rank,
+                                             bool reduce_scatter, bool average, bool main_grad,
+                                             bool check_nan, std::optional<int64_t> grad_dtype,
+                                             std::optional<int64_t> wire_dtype, int64_t timeout_ms) {
+  return BucketEngine::make(
+      parameters, names, std::vector<bool>(marked.begin(), marked.end()),
       EngineOptions{std::move(group), std::move(tensor_parallel_group), rank, reduce_scatter, average,
-                    main_grad, check_nan, grad_dtype, wire_dtype, timeout_ms});
+                    main_grad, check_nan, dtype_of(grad_dtype), dtype_of(wire_dtype), timeout_ms});
 }
 
 }  // namespace

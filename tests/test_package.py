@@ -64,7 +64,9 @@ def test_sdist_holds_sources_and_type_marker(source):
     with tarfile.open(archive) as files:
         names = {name.split("/", 1)[-1] for name in files.getnames()}
     wanted = {
-        str(path.relative_to(source)) for path in (source / "csrc").iterdir() if path.suffix in (".cpp", ".h")
+        str(path.relative_to(source))
+        for path in (source / "csrc").rglob("*")
+        if path.suffix in (".cpp", ".h", ".py")
     }
     wanted |= {
         "tpkernels/py.typed",

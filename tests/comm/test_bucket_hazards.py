@@ -195,3 +195,17 @@ def other_batch(number):
 @pytest.mark.parametrize("poisoned", [False, True], ids=["finite", "infinite"])
 def test_works_with_a_scaler_clipping_and_foreach_optimizers(ranks2, engine, poisoned):
     ranks2.run(scaled_training, engine, poisoned)
+
+
+def resized_gradient(engine):
+    module = chain(1)
+    buckets = GradientBuckets(module, dist.group.WORLD, engine=engine)
+    module[0].weight.data = torch.ones(1, dtype=torch.float64)
+    module[0].weight.grad = torch.ones(1, dtype=torch.float64)
+    return error_of(buckets.finish)
+
+
+@on_both_engines
+def test_gradient_of_another_shape_is_not_broadcast(ranks1, engine):
+    words = "the gradient of '0.weight' is of shape [1]; expected [8, 8], as when GradientBuckets were made"
+    assert ranks1.run(resized_gradient, engine) == [("RuntimeError", f"GradientBuckets: {words}")]

@@ -1,12 +1,14 @@
 """Options of `GradientBuckets`: dtypes, main_grad, tensor-parallel sums, NaN, profiler, overlap."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.checks import error_of
 from tests.comm.golden import (
     SMALL,
     WIDTH,
@@ -333,3 +335,14 @@ def fails_at_once(engine):
 @on_both_engines
 def test_exception_in_the_first_backward(ranks2, engine):
     ranks2.run(fails_at_once, engine)
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), timedelta.max], ids=str)
+def test_timeout_that_no_clock_counts_is_refused(ranks1, timeout):
+    ((kind, text),) = ranks1.run(refused_timeout, timeout)
+    assert kind == "ValueError"
+    assert f"timeout: expected more than zero and less than a year, got {timeout}" in text
+
+
+def refused_timeout(timeout):
+    return error_of(wrap, chain(1), "auto", timeout=timeout)

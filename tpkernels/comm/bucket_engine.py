@@ -128,6 +128,7 @@ class BucketEngine:
                 f"GradientBuckets: the gradient of '{slot.name}' has a graph of its own; "
                 "backward(create_graph=True) is not supported, use torch.autograd.grad"
             )
+        slot.refuse_resized(grad)
         if self._options.main_grad:
             self._refuse_reduced(slot)
             slot.place.add_(grad)
@@ -157,6 +158,7 @@ class BucketEngine:
         if grad is None:
             slot.place.zero_()
         else:
+            slot.refuse_resized(grad)
             slot.place.copy_(grad)
         slot.parameter.grad = slot.alias()
 

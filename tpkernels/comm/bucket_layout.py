@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+_LARGEST = 2**63 - 1  # what C++ counts with
+
 
 @dataclass(frozen=True)
 class LayoutRules:
@@ -64,6 +66,11 @@ def _lay_out(
     open_bucket: dict[int, tuple[int, int]] = {}  # by kind: its number, and the bytes that it may grow to
     for numel, kind, width in zip(numels, kinds, element_bytes, strict=True):
         size = _round_up(numel, rules.alignment)
+        if size * width > _LARGEST:
+            raise ValueError(
+                f"bucket_layout: tensor {len(bucket_of)}: expected a size in bytes of at most 63 bits, "
+                f"got {numel} elements of {width}"
+            )
         number, capacity = open_bucket.get(kind, (-1, 0))
         if number < 0 or (elements[number] + size) * width > capacity:
             capacity = rules.bucket_bytes
@@ -80,6 +87,12 @@ def _lay_out(
     last_tensor = {bucket: tensor for tensor, bucket in enumerate(bucket_of)}
     order = sorted(last_tensor, key=last_tensor.__getitem__)
     number_of = {bucket: number for number, bucket in enumerate(order)}
+    for bucket in order:
+        if _round_up(elements[bucket], rules.padding) > _LARGEST:
+            raise ValueError(
+                f"bucket_layout: expected buckets of at most 63 bits, got {elements[bucket]} elements "
+                f"padded to a multiple of {rules.padding}"
+            )
     return BucketLayout(
         [number_of[bucket] for bucket in bucket_of],
         offset_of,
@@ -109,3 +122,9 @@ def _check(
             "bucket_layout: expected an alignment and a padding of at least one element, "
             f"got {rules.alignment} and {rules.padding}"
         )
+    for tensor, (numel, width) in enumerate(zip(numels, element_bytes, strict=True)):
+        if numel < 0 or width < 1:
+            raise ValueError(
+                f"bucket_layout: tensor {tensor}: expected no less than 0 elements of at least one byte, "
+                f"got {numel} elements of {width}"
+            )

@@ -44,6 +44,14 @@ class Slot:
                 "GradientBuckets after that"
             )
 
+    def refuse_resized(self, grad: Tensor) -> None:
+        """It would be broadcast."""
+        if grad.shape != self.place.shape:
+            raise RuntimeError(
+                f"GradientBuckets: the gradient of '{self.name}' is of shape {list(grad.shape)}; expected "
+                f"{list(self.place.shape)}, as when GradientBuckets were made"
+            )
+
     def alias(self) -> Tensor:
         """What `grad` becomes. Not the view itself: `module.to()` replaces the data of `grad`, and with it
         the view's."""

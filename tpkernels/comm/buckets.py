@@ -34,7 +34,14 @@ from tpkernels.comm.bucket_sizes import (
     runs_within,
 )
 from tpkernels.comm.bucketed import bucketed_all_gather
-from tpkernels.comm.engine import Engine, EngineChoice, EngineOptions, make_engine, runs_native
+from tpkernels.comm.engine import (
+    LONGEST_TIMEOUT,
+    Engine,
+    EngineChoice,
+    EngineOptions,
+    make_engine,
+    runs_native,
+)
 from tpkernels.comm.groups import (
     LiveGroup,
     exchange_device,
@@ -349,6 +356,8 @@ def _option_problem(
         )
     if timeout is not None and not isinstance(timeout, timedelta):
         return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
+    if timeout is not None and not timedelta(0) < timeout < LONGEST_TIMEOUT:
+        return "ValueError", f"timeout: expected more than zero and less than a year, got {timeout}"
     if reduce not in ("all_reduce", "reduce_scatter"):
         return "ValueError", f"reduce: expected 'all_reduce' or 'reduce_scatter', got {reduce!r}"
     for option, dtype in {"grad_dtype": grad_dtype, "wire_dtype": wire_dtype}.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 from tpkernels.comm import _ext
 from tpkernels.comm.groups import LiveGroup
 
+LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 EngineChoice = Literal["auto", "cpp", "python"]
 
 

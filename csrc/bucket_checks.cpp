@@ -1,0 +1,145 @@
+// What an engine may be given, and when it may be called. Callers in Python keep to all of it; what does not
+// would read or write memory that is not ours, or give a wrong sum.
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <tuple>
+#include <unordered_set>
+
+#include "bucket_engine.h"
+
+namespace tpkernels {
+namespace {
+
+constexpr int64_t LONGEST_TIMEOUT_MS = int64_t{365} * 24 * 60 * 60 * 1000;  // clocks overflow in 292 years
+
+bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+void check_dtype(const char* option, const std::optional<at::ScalarType>& dtype) {
+  TORCH_CHECK_TYPE(!dtype || is_supported(*dtype), "GradientBuckets: ", option,
+                   ": expected float64, float32, float16 or bfloat16, got ", dtype.value_or(at::kFloat));
+}
+
+void check_parameter(const at::Tensor& parameter, const std::string& name, c10::Device device) {
+  TORCH_CHECK_VALUE(parameter.defined(), "GradientBuckets: expected a tensor for '", name, "', got none");
+  TORCH_CHECK_TYPE(parameter.layout() == at::kStrided && !parameter.is_nested(), "GradientBuckets: '", name,
+                   "': expected a dense tensor, got ", parameter.is_nested() ? "a nested" : "a sparse",
+                   " one");
+  TORCH_CHECK_TYPE(is_supported(parameter.scalar_type()), "GradientBuckets: '", name,
+                   "': expected float64, float32, float16 or bfloat16, got ", parameter.scalar_type());
+  TORCH_CHECK_VALUE(!parameter.is_meta(), "GradientBuckets: '", name,
+                    "': expected a tensor with data, got one on the meta device");
+  TORCH_CHECK_VALUE(parameter.device() == device, "GradientBuckets: '", name,
+                    "': expected all parameters on ", device, ", got one on ", parameter.device());
+  TORCH_CHECK_VALUE(parameter.requires_grad() && parameter.is_leaf(), "GradientBuckets: '", name,
+                    "': expected a leaf that requires a gradient, got one that ",
+                    parameter.requires_grad() ? "is computed from others" : "requires none");
+}
+
+}  // namespace
+
+EngineOptions BucketEngine::checked(EngineOptions options, const std::vector<at::Tensor>& parameters,
+                                    const std::vector<std::string>& names, const std::vector<bool>& marked) {
+  TORCH_CHECK_VALUE(!parameters.empty(), "GradientBuckets: expected at least one parameter, got none");
+  TORCH_CHECK_VALUE(names.size() == parameters.size() && marked.size() == parameters.size(),
+                    "GradientBuckets: expected a name and a mark for each of ", parameters.size(),
+                    " parameters, got ", names.size(), " names and ", marked.size(), " marks");
+  check_dtype("grad_dtype", options.grad_dtype);
+  check_dtype("wire_dtype", options.wire_dtype);
+  TORCH_CHECK_VALUE(options.rank >= 0 && options.rank < std::numeric_limits<int32_t>::max(),
+                    "GradientBuckets: expected a rank from 0 that fits 31 bits, got ", options.rank);
+  TORCH_CHECK_VALUE(
+      options.timeout_ms < LONGEST_TIMEOUT_MS && (options.timeout_ms > 0 || options.timeout_ms == -1),
+      "GradientBuckets: expected a time-out of 1 ms to a year, or -1 for the group's own, got ",
+      options.timeout_ms);
+  TORCH_CHECK_VALUE(
+      !options.tensor_parallel_group.empty() || std::none_of(marked.begin(), marked.end(), std::identity{}),
+      "GradientBuckets: expected a tensor-parallel group for the parameters that are marked, got none");
+  std::unordered_set<const c10::TensorImpl*> known;
+  TORCH_CHECK_VALUE(parameters[0].defined(), "GradientBuckets: expected a tensor for '", names[0],
+                    "', got none");
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    check_parameter(parameters[i], names[i], parameters[0].device());
+    TORCH_CHECK_VALUE(known.insert(parameters[i].unsafeGetTensorImpl()).second, "GradientBuckets: '",
+                      names[i], "': expected each parameter once, got one again under another name");
+  }
+  return options;
+}
+
+// Afterwards each parameter has memory of its own in a bucket of its dtype.
+void BucketEngine::check_arrangement(const std::vector<int64_t>& bucket_of,
+                                     const std::vector<int64_t>& offset_of,
+                                     const std::vector<int64_t>& elements) const {
+  const auto buckets = static_cast<int64_t>(elements.size());
+  TORCH_CHECK_VALUE(bucket_of.size() == slots_.size() && offset_of.size() == slots_.size(),
+                    "GradientBuckets: expected a bucket and an offset for each of ", slots_.size(),
+                    " parameters, got ", bucket_of.size(), " and ", offset_of.size());
+  for (int64_t bucket = 0; bucket < buckets; ++bucket) {
+    TORCH_CHECK_VALUE(elements[bucket] >= 0, "GradientBuckets: expected no less than 0 elements in bucket ",
+                      bucket, ", got ", elements[bucket]);
+  }
+  std::vector<const Slot*> first(elements.size());
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    const int64_t bucket = bucket_of[i], numel = slot.parameter.numel();
+    TORCH_CHECK_INDEX(bucket >= 0 && bucket < buckets, "GradientBuckets: '", slot.name,
+                      "': expected a bucket from 0 below ", buckets, ", got ", bucket);
+    TORCH_CHECK_INDEX(offset_of[i] >= 0 && offset_of[i] <= elements[bucket] - numel, "GradientBuckets: '",
+                      slot.name, "': expected an offset from 0 that leaves room for ", numel, " of the ",
+                      elements[bucket], " elements of bucket ", bucket, ", got ", offset_of[i]);
+    if (first[bucket] == nullptr) first[bucket] = &slot;
+    TORCH_CHECK_VALUE(slot.dtype == first[bucket]->dtype && slot.marked == first[bucket]->marked,
+                      "GradientBuckets: expected one dtype in bucket ", bucket,
+                      ", and all marked or none, but '", first[bucket]->name, "' and '", slot.name,
+                      "' differ");
+  }
+  for (int64_t bucket = 0; bucket < buckets; ++bucket) {
+    TORCH_CHECK_VALUE(first[bucket] != nullptr, "GradientBuckets: expected parameters in each of ", buckets,
+                      " buckets, but bucket ", bucket, " has none");
+    TORCH_CHECK_VALUE(!options_.reduce_scatter || elements[bucket] % group_.size() == 0,
+                      "GradientBuckets: expected a multiple of ", group_.size(), " elements in bucket ",
+                      bucket, ", of which each rank gets a shard, got ", elements[bucket]);
+  }
+  std::vector<size_t> order(slots_.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](size_t i) {
+    return std::tuple(bucket_of[i], offset_of[i], slots_[i].parameter.numel());
+  };
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return key(a) < key(b); });
+  for (size_t next = 1; next < order.size(); ++next) {
+    const size_t a = order[next - 1], b = order[next];
+    TORCH_CHECK_VALUE(
+        bucket_of[a] != bucket_of[b] || offset_of[a] + slots_[a].parameter.numel() <= offset_of[b],
+        "GradientBuckets: expected memory of its own for each parameter, but '", slots_[a].name, "' and '",
+        slots_[b].name, "' overlap in bucket ", bucket_of[a]);
+  }
+}
+
+void BucketEngine::check_expected(const std::vector<int64_t>& arrivals) const {
+  TORCH_CHECK_VALUE(arrivals.size() == slots_.size(), "GradientBuckets: expected a count for each of ",
+                    slots_.size(), " parameters, got ", arrivals.size());
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    TORCH_CHECK_VALUE(arrivals[i] > 0, "GradientBuckets: '", slots_[i].name,
+                      "': expected at least one gradient in a step, got ", arrivals[i]);
+  }
+}
+
+void BucketEngine::refuse_detached() const {
+  TORCH_CHECK(!detached_, "GradientBuckets: expected a call before detach(); make new ones");
+}
+
+void BucketEngine::refuse_unarranged() const {
+  TORCH_CHECK(!buckets_.empty(), "GradientBuckets: expected arrange() before the first gradient or finish()");
+}
+
+// Gradients of this round lie in the buckets as they are, or are on their way.
+void BucketEngine::refuse_midway() const {
+  TORCH_CHECK(finished_ || !has_begun(),
+              "GradientBuckets: expected buckets and counts to change between steps, got a change within "
+              "one; call finish() or zero() first");
+}
+
+}  // namespace tpkernels
