@@ -8,12 +8,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as one_ranks_clip_grad_norm_
 
 from tests.checks import error_of
 from tests.layers.behaviour import Block, built, tokens
-from tpkernels import clip_grad_norm_, finalize_gradients, parallelize
+from tests.layers.parity import K, N, drawn
+from tpkernels import (
+    ColumnParallelLinear,
+    RMSNorm,
+    clip_grad_norm_,
+    finalize_gradients,
+    initialize_model_parallel,
+    parallelize,
+)
 from tpkernels.layers import watch
 from tpkernels.layers.attributes import Attributes
 
@@ -60,6 +68,33 @@ def one_step(block: Block, optimizer: torch.optim.Optimizer, step: int, clip: Cl
 
 def by_torch(interval: int) -> tuple[int, tuple[str, str]]:
     return steps_until_told(one_ranks_clip_grad_norm_, interval, 7)
+
+
+def other_data(interval: int) -> tuple[int, tuple[str, str]]:
+    """Each tensor-parallel rank reads a batch of its own, as a prepared DataLoader would have it."""
+    initialize_model_parallel(dist.get_world_size())
+    torch.manual_seed(7)
+    model = nn.Sequential(RMSNorm(K), Features(ColumnParallelLinear(K, N)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with every(interval):
+        for step in range(7):
+            optimizer.zero_grad()
+            model(drawn((4, K), dist.get_rank(), torch.float32)).square().mean().backward()
+            said = error_of(optimizer.step)
+            if said != ("nothing", ""):
+                return step + 1, said
+    return 7, ("nothing", "")
+
+
+class Features(nn.Module):
+    """Of a layer's (output, output_bias)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
 
 
 def by_ours() -> tuple[int, tuple[str, str]]:
@@ -123,8 +158,10 @@ def sums_of(kind: str) -> bool:
     flipped = bit.view(-1).view(torch.uint8)
     flipped[-1] ^= 1
     strided = tensor.t().contiguous().t()
+    odd = tensor.view(-1)[1:12]  # neither begins nor ends where a word does
     changed = [watch._sums_of_bits([other])[0] != sum_of_all for other in (swapped, negative, bit)]
-    return all(changed) and watch._sums_of_bits([strided]) == [sum_of_all]
+    same = [(strided, tensor), (odd, odd.clone())]
+    return all(changed) and all(watch._sums_of_bits([a]) == watch._sums_of_bits([b]) for a, b in same)
 
 
 def marked_experts() -> tuple[str, str]:

@@ -78,17 +78,19 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
         return
     members = dist.get_process_group_ranks(world.group)
     others = [members[i] for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
-    raise drift("check_replicas", copies[wrong[0]][0], others, members[0], len(wrong), len(copies))
+    raise drift(copies[wrong[0]][0], others, members[0], len(wrong), len(copies))
 
 
-def drift(said_by: str, name: str, others: Sequence[int], first: int, wrong: int, total: int) -> RuntimeError:
+def drift(
+    name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
+) -> RuntimeError:
     """The error that copies of a parameter on ranks `others` are not what they are on rank `first`."""
     more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
     return RuntimeError(
-        f"{said_by}: '{name}' differs between tensor-parallel ranks that hold copies of it: "
-        f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank {first}{more}. "
-        "Start from equal weights (one seed, one checkpoint); clip by tpkernels.clip_grad_norm_, for torch's "
-        "takes the norm of one rank's shards; call finalize_gradients(model) after each backward, or give "
-        "GradientBuckets the tensor_parallel_group. On GPUs, ranks that chose different kernels differ in "
-        "the last bit: TPKERNELS_TUNE=0"
+        f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it: "
+        f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank {first}{more}{when}. "
+        "Start from equal weights (one seed, one checkpoint), and give tensor-parallel ranks the same data; "
+        "clip by tpkernels.clip_grad_norm_, for torch's takes the norm of one rank's shards; call "
+        "finalize_gradients(model) after each backward, or give GradientBuckets the tensor_parallel_group. "
+        "On GPUs, ranks that chose different kernels differ in the last bit: TPKERNELS_TUNE=0"
     )

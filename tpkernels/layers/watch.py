@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
@@ -31,8 +32,7 @@ from tpkernels.runtime import c10d
 Copies = tuple[Sequence[int], Sequence[Tensor]]  # the ranks that hold them, and this rank's
 
 VARIABLE = "TPKERNELS_CHECK_REPLICAS"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_WIDTH = 1024  # columns that bits are summed in, so that a sum depends on where they are
+_COLUMNS = 1024  # that words are summed in, so that a sum depends on where they are
 
 
 def _read(value: str | None) -> int:
@@ -78,8 +78,8 @@ class Watch:
                 rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
             ]
             name = _name_of(copies[wrong[0]]) or f"parameter {wrong[0]} of {len(copies)} that are copies"
-            after = f"after {self._steps} steps ({VARIABLE}={steps_between})"
-            raise drift(after, name, others, ranks[0], len(wrong), len(copies))
+            when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between})"
+            raise drift(name, others, ranks[0], len(wrong), len(copies), when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
         """Each rank's sums of bits, by way of the store."""
@@ -139,19 +139,25 @@ def _is_copy(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    sums = [_sum_of_bits(tensor).to(tensors[0].device) for tensor in tensors]
-    return torch.stack(sums).tolist() if sums else []
+    if not tensors:
+        return []
+    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensors[0].device)
+    return torch.stack([_sum_of_bits(tensor, weights) for tensor in tensors]).tolist()
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """A number that depends on each bit, and nearly always on where it is. Takes little memory."""
+def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
+    """A number that depends on each bit, and nearly always on where it is."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
-    bits = local.contiguous().view(-1).view(_INTEGERS.get(local.element_size(), torch.int64))
-    rows = len(bits) // _WIDTH
-    columns = bits[: rows * _WIDTH].view(rows, _WIDTH).sum(0, dtype=torch.int64)
-    rest = bits[rows * _WIDTH :].long()
-    columns[: len(rest)] += rest
-    return (columns * torch.arange(1, 2 * _WIDTH, 2, device=bits.device)).sum()
+    octets = local.contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
+        octets = F.pad(octets, (0, -len(octets) % 8)).clone()
+    words = octets.view(torch.int64).to(weights.device)
+    rows = len(words) // _COLUMNS
+    rest = words[rows * _COLUMNS :]
+    total = (rest * weights[: len(rest)]).sum()
+    if rows:
+        total += (words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) * weights).sum()
+    return total
 
 
 def _name_of(parameter: Tensor) -> str:
