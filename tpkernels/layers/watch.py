@@ -58,8 +58,8 @@ class Watch:
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:
-        """An error on all ranks, the same, if copies differ in a bit."""
-        if found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
+        """An error on all ranks, the same, if copies differ in a bit. Called by all of them."""
+        if not steps_between or found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
             return
         ranks, copies = found
         try:
@@ -78,7 +78,7 @@ class Watch:
                 rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
             ]
             name = _name_of(copies[wrong[0]]) or f"parameter {wrong[0]} of {len(copies)} that are copies"
-            when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between})"
+            when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between}; 0: never)"
             raise drift(name, others, ranks[0], len(wrong), len(copies), when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
