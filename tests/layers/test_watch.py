@@ -5,8 +5,10 @@ from __future__ import annotations
 import runpy
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from tests.layers import watch_cases as cases
+from tests.layers.worlds import posing
 from tpkernels.layers import watch
 
 NOTHING = ("nothing", "")
@@ -46,6 +48,25 @@ def test_a_step_that_one_rank_takes_alone_is_told(ranks2):
     assert kind == "RuntimeError"
     assert "rank 0 waited 1 s after 1 optimizer steps to compare copies" in text
     assert "rank 1 took another number of steps, or died" in text
+
+
+def test_copies_that_a_rank_lacks_are_told(ranks2):
+    expected = "tensor-parallel ranks hold different numbers of copies: 3 on rank 0, 2 on rank 1"
+    assert ranks2.run(cases.fewer_on_one_rank) == [("RuntimeError", expected)] * 2
+
+
+def test_a_store_that_ended_is_no_error(monkeypatch):
+    """Rank 0, which may hold it, ends when its work is done."""
+
+    def gone(*_: object) -> None:
+        raise DistNetworkError("the store is gone")
+
+    with posing(0, 2):
+        monkeypatch.setattr(watch.Watch, "_sums_of_all", gone)
+        with pytest.warns(
+            RuntimeWarning, match="copies of parameters could not be compared: the store is gone"
+        ):
+            watch.Watch().look(([0, 1], []))
 
 
 def test_each_optimizer_is_counted_by_itself(ranks2):

@@ -164,6 +164,16 @@ def sums_of(kind: str) -> bool:
     return all(changed) and all(watch._sums_of_bits([a]) == watch._sums_of_bits([b]) for a, b in same)
 
 
+def fewer_on_one_rank() -> tuple[str, str]:
+    """Rank 1 trains one copy less."""
+    block = built()
+    parameters = list(block.parameters())
+    block.norm.weight.requires_grad_(False)
+    kept = [p for p in parameters if p.requires_grad or dist.get_rank() == 0]
+    with every(1):
+        return error_of(torch.optim.SGD(kept, lr=0.1).step)
+
+
 def marked_experts() -> tuple[str, str]:
     """Megatron's experts are each rank's own."""
     block = built()
