@@ -104,7 +104,7 @@ class Watch:
                 f"rank {rank} waited {timeout.total_seconds():g} s after {self._steps} optimizer steps to "
                 f"compare copies of parameters: rank{'s' * (len(late) > 1)} {', '.join(late)} took another "
                 f"number of steps, or died. Tensor-parallel ranks must take or skip each step alike; "
-                f"{VARIABLE}=0 compares nothing"
+                f"{VARIABLE} must be the same on all, 0 compares nothing"
             ) from error
         rows = [board.get(key).split() for key in keys]
         with suppress(RuntimeError):  # not every store can; all have read it, for they have looked again
