@@ -207,6 +207,29 @@ def not_finite() -> list[float]:
     return [float(infinite), float(clip_grad_norm_(block.parameters(), 1.0))]
 
 
+def other_strides() -> list[object]:
+    """Copies that lie otherwise in memory on one rank: the norm, whether gradients are right, and drift."""
+    initialize_model_parallel(dist.get_world_size())
+    torch.manual_seed(5)
+    values, gradient = torch.randn(7, 5), torch.randn(7, 5)
+    if dist.get_rank() == 1:
+        values, gradient = values.t().contiguous().t(), gradient.t().contiguous().t()
+    module = nn.ParameterDict({"matrix": nn.Parameter(values), "marked": nn.Parameter(values.clone())})
+    Attributes(sequence_parallel=True).put_on(module["marked"])
+    module["matrix"].grad, module["marked"].grad = gradient, gradient / dist.get_world_size()
+    assert module["matrix"].stride() == ((1, 7) if dist.get_rank() == 1 else (5, 1))
+    finalize_gradients(module)
+    whole = gradient.contiguous()
+    right = torch.allclose(module["marked"].grad, whole, rtol=1e-6)
+    norm = clip_grad_norm_(module.parameters(), 1.0)
+    clipped = whole / (2**0.5 * whole.norm())
+    right &= all(torch.allclose(p.grad, clipped, rtol=1e-5) for p in module.parameters())
+    check_replicas(module)
+    with torch.no_grad():
+        module["matrix"][3, 1] += dist.get_rank()
+    return [float(norm), right, error_of(check_replicas, module)[0]]
+
+
 def trained(steps: int) -> list[tuple[float, float]]:
     """The loss of each step beside that of the unsharded model; at the end, copies are equal."""
     block = built()

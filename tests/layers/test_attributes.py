@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_world import each_rank
+from tests.fake_world import each_rank, fake_rank
 from tests.layers.worlds import posing
 from tpkernels import initialize_model_parallel
 from tpkernels.layers.attributes import (
@@ -43,6 +43,26 @@ def test_a_parameter_says_how_it_is_split():
     assert weight.tensor_model_parallel is True
     assert (weight.partition_dim, weight.partition_stride) == (1, 2)
     assert weight.sequence_parallel is False
+
+
+def test_a_parameter_says_who_has_the_other_shards():
+    with posing(1, 2):
+        two, plain = Two(), nn.Parameter(torch.zeros(2))
+        set_tensor_model_parallel_attributes(plain, True, 0, 1)
+        master = torch.zeros(2)
+        copy_tensor_model_parallel_attributes(master, plain)
+        for parameter in (two.weight, two.scale, copy.deepcopy(two).half().weight, plain, master):
+            assert parameter.tensor_parallel_ranks == (0, 1)
+
+
+def test_a_loaded_parameter_says_who_has_them_now():
+    with fake_rank(3, 4):
+        initialize_model_parallel(2)
+        saved = pickle.dumps(Two())
+        assert pickle.loads(saved).weight.tensor_parallel_ranks == (2, 3)
+    with fake_rank(1, 4):
+        initialize_model_parallel(2)
+        assert pickle.loads(saved).weight.tensor_parallel_ranks == (0, 1)
 
 
 CHANGES = {

@@ -98,6 +98,11 @@ def test_models_that_differ_are_an_error_not_a_hang(ranks2):
         assert "ranks disagree" in text
 
 
+def test_copies_may_lie_otherwise_in_memory(ranks4):
+    found = ranks4.run(cases.other_strides)
+    assert found == [[found[0][0], True, "RuntimeError"]] * 4
+
+
 def test_norms_that_are_not_finite_are_told(ranks2):
     for infinite, nan in ranks2.run(cases.not_finite):
         assert math.isinf(infinite)

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.checks import error_of
+from tests.layers.watch_cases import every
 from tests.layers.worlds import posing
 from tests.models.small import LLAMA
 from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
@@ -168,6 +170,28 @@ def saved(sizes, config, folder, steps):
         trainer.step()
     trainer.save(folder)
     return [trainer.step().loss for _ in range(2)]
+
+
+def drifting(config, folder):
+    """What is said where a rank's copies have drifted apart: after a step, and before a checkpoint."""
+    trainer = Trainer(config, create_parallel_state(plan_groups(world_size=2, tensor=2)), torch.device("cpu"))
+    with every(2):
+        said = [error_of(trainer.step)]
+        with torch.no_grad():
+            for shard in trainer.optimizer._shards:
+                shard += 1e-3 * trainer.state.rank
+        said.append(error_of(trainer.step))
+    return [*said, error_of(trainer.save, folder)]
+
+
+def test_copies_that_drift_end_the_run(text, tmp_path, ranks2):
+    for fine, *errors in ranks2.run(drifting, config_for(text), tmp_path):
+        assert fine == ("nothing", "")
+        for kind, message in errors:
+            assert kind == "RuntimeError"
+            assert "after 2 steps of the optimizer (TPKERNELS_CHECK_REPLICAS=" in message
+            assert "weight' differs between tensor-parallel ranks that hold copies of it" in message
+    assert not list(tmp_path.glob("step-*"))
 
 
 def resumed(sizes, config, folder):

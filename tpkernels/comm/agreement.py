@@ -69,10 +69,10 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
     _raise_difference(claims, ranks)
 
 
-def describe(name: str, tensor: Tensor) -> str:
+def describe(name: str, tensor: Tensor, *, strides: bool = True) -> str:
     """What must be equal on all ranks, in words."""
     layout = ""
-    if not tensor.is_contiguous():
+    if strides and not tensor.is_contiguous():
         dense = torch.empty_like(tensor, device="meta").stride()
         contiguous = torch.empty(tensor.shape, device="meta").stride()
         layout = "" if dense == contiguous else f" strides {dense}"

@@ -1,6 +1,6 @@
 """`GradientBuckets`: gradients in flat buckets, reduced over ranks while backward goes on.
 
-buckets = GradientBuckets(model, group)
+buckets = GradientBuckets(model, state.process_group("dp"))
 for batch in batches:
     buckets.zero()
     loss(model(batch)).backward()
@@ -50,6 +50,7 @@ from tpkernels.comm.groups import (
     start_broadcast,
 )
 from tpkernels.comm.parameters import trainable
+from tpkernels.comm.shards import problem_over
 from tpkernels.comm.supported import FLOATING, Problem, problem_of
 
 
@@ -60,6 +61,7 @@ class GradientBuckets:
     in the first step, in which nothing overlaps yet.
 
     module_or_named_parameters: a module, or pairs of name and parameter; frozen ones are left alone
+    group: the data-parallel one; ranks that hold other shards of a parameter are refused
     bucket_bytes: size of a bucket; the first is smaller
     reduce: "reduce_scatter" leaves each rank only its shard of the result: `gradient_shards`
     grad_dtype: of the buckets and of `grad`, if not the parameters' own: float32 sums of bfloat16 gradients
@@ -114,10 +116,18 @@ class GradientBuckets:
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
-            f"main_grad={main_grad})",
+            f"tensor_parallel_group={_size(options.tensor_parallel_group)}, main_grad={main_grad})",
             problem
             or problem_of(named, FLOATING, written=True)
-            or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout),
+            or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
+            or problem_over(
+                named,
+                dist.get_process_group_ranks(group),
+                tensor_parallel_ranks=dist.get_process_group_ranks(tensor_parallel_group)
+                if tensor_parallel_group is not None
+                else (),
+                average=average,
+            ),
         )
         parts = group.size() if options.reduce_scatter else 1
         self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * parts)
@@ -337,6 +347,9 @@ class GradientBuckets:
         try:
             agree(Claim(request, over_data, problem), group.get())
         except (TypeError, ValueError) as error:  # other data-parallel groups have to hear of it
+            heard = dist.get_process_group_ranks(group.get())
+            if set(dist.get_process_group_ranks(tensor_parallel_group.get())) <= set(heard):
+                raise
             problem = type(error).__name__, str(error)
         agree(Claim(request, over_tensor, problem), tensor_parallel_group.get())
 
@@ -344,6 +357,10 @@ class GradientBuckets:
 def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:
     engine.detach()
     protocol.release(parameters, handles)
+
+
+def _size(group: LiveGroup | None) -> str:
+    return "None" if group is None else f"of {group.size} ranks"
 
 
 def _option_problem(

@@ -4,16 +4,18 @@ tensor_model_parallel   ranks hold different parts of one weight; otherwise they
 partition_dim           the dimension that is split; -1: none
 partition_stride        of the split, see `topology/shard.py`
 sequence_parallel       each rank's gradient is of its tokens only: gradients are summed over the ranks
+tensor_parallel_ranks   ours: the global ranks of the tensor group; empty where they are not known
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.runtime.state import current_or_none
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Attributes:
     partition_dim: int = -1
     partition_stride: int = 1
     sequence_parallel: bool = False
+    tensor_parallel_ranks: tuple[int, ...] = field(default=(), compare=False)
 
     @staticmethod
     def of(tensor: Tensor) -> Attributes:
@@ -42,6 +45,9 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
     said = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     _check(tensor, said)
     vars(tensor).update(said)
+    state = current_or_none()
+    if is_parallel and state is not None:
+        vars(tensor)["tensor_parallel_ranks"] = tuple(state.ranks("tp"))
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:

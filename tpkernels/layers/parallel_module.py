@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tpkernels.layers import foreign, watch
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
+
+# For the whole process, as torch has it: what wraps our layers, and what optimizers do to copies.
+register_module_module_registration_hook(foreign.look_at_wrapper)
+if watch.steps_between:
+    register_optimizer_step_post_hook(watch.after_step)
 
 
 class MarkedModule(nn.Module):
@@ -80,6 +88,22 @@ class ParallelModule(MarkedModule):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.world = tensor_world(state)
+
+    def _mark(self) -> None:
+        super()._mark()
+        for _, parameter in self._named():
+            vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of where the module is now
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return bool(vars(self).get("_under_fsdp", False))
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, managed: bool) -> None:
+        """What torch's `fully_shard` sets on each module whose parameters it has made DTensors of."""
+        self._under_fsdp = managed
+        foreign.refuse_mesh(self, self.world)
+        self._mark()  # its parameters are new
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
         if x.ndim < 1 or x.shape[-1] != features:

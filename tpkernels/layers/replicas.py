@@ -3,13 +3,13 @@
 Under sequence parallelism the gradient of a norm is of the rank's own tokens. Such a parameter is marked
 `sequence_parallel`, and `finalize_gradients` sums its gradients, once after each backward (or the last of
 several). Where that is forgotten, copies drift apart: `clip_grad_norm_` refuses gradients that differ, and
-`check_replicas` parameters that do.
+`check_replicas` parameters that do, which `watch.py` looks for by itself.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -77,11 +77,20 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     if not wrong:
         return
     members = dist.get_process_group_ranks(world.group)
-    others = [str(members[i]) for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
-    more = f"; so do {len(wrong) - 1} more of {len(copies)} parameters" if len(wrong) > 1 else ""
-    raise RuntimeError(
-        f"check_replicas: '{copies[wrong[0]][0]}' differs between tensor-parallel ranks that hold copies of "
-        f"it: rank{'s' * (len(others) > 1)} {', '.join(others)} from rank {members[0]}{more}. Start from "
-        "equal weights (one seed, one checkpoint), and call finalize_gradients(model) after each backward, "
-        "or give GradientBuckets the tensor_parallel_group"
+    others = [members[i] for i in unlike[:, wrong[0]].nonzero().flatten().tolist()]
+    raise drift(copies[wrong[0]][0], others, members[0], len(wrong), len(copies))
+
+
+def drift(
+    name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
+) -> RuntimeError:
+    """The error that copies of a parameter on ranks `others` are not what they are on rank `first`."""
+    more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
+    return RuntimeError(
+        f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it: "
+        f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank {first}{more}{when}. "
+        "Start from equal weights (one seed, one checkpoint), and give tensor-parallel ranks the same data; "
+        "clip by tpkernels.clip_grad_norm_, for torch's takes the norm of one rank's shards; call "
+        "finalize_gradients(model) after each backward, or give GradientBuckets the tensor_parallel_group. "
+        "On GPUs, ranks that chose different kernels differ in the last bit: TPKERNELS_TUNE=0"
     )

@@ -58,6 +58,13 @@ class TensorWorld:
             )
         return group
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group; empty where there is none any more."""
+        group = None if self._group is None else self._group()
+        alive = group is not None and c10d.is_alive(group)
+        return tuple(dist.get_process_group_ranks(group)) if alive else ()
+
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 

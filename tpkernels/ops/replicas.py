@@ -12,12 +12,19 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.bucketed import bucketed_broadcast_
 from tpkernels.comm.groups import required_group
+from tpkernels.comm.shards import mixing_of as mixing_of
 from tpkernels.ops.mappings import gather_from_sequence_region, reduce_from_region
 
 
 def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: ProcessGroup) -> None:
-    """All ranks bring tensors of these names, shapes and dtypes, or all get the same error."""
-    claims = [f"'{name}' without one" if tensor is None else describe(name, tensor) for name, tensor in named]
+    """All ranks bring tensors of these names, shapes and dtypes, or all get the same error.
+
+    Strides may differ: what is done with them goes by their elements in order.
+    """
+    claims = [
+        f"'{name}' without one" if tensor is None else describe(name, tensor, strides=False)
+        for name, tensor in named
+    ]
     agree(Claim(request, tuple(claims)), required_group(group))
 
 

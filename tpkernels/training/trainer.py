@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from tpkernels.interop import dcp
+from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute
+from tpkernels.layers.watch import Copies, Watch
 from tpkernels.models.config import GPTConfig
 from tpkernels.models.gpt import GPT
 from tpkernels.ops.replicas import from_all_ranks
@@ -104,6 +106,7 @@ class Trainer:
             dtype=config.dtype,
         )
         self.optimizer = ShardedAdamW(self.model, state, weight_decay=config.weight_decay)
+        self._watch = Watch()
         self.done = 0  # steps
         self.around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
 
@@ -132,6 +135,7 @@ class Trainer:
                     loss.backward()
             total += loss.detach()
         norm = self.optimizer.step(rate, config.max_norm)
+        self._watch.after_step(self._copies)
         mean = from_all_ranks(total, self.state.process_group("dp")).mean()
         self.done += 1
         return StepReport(
@@ -140,6 +144,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
+        self._watch.look(self._copies())  # it keeps one rank's
         path = checkpoint_of(folder, self.done)
         extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
@@ -165,6 +170,11 @@ class Trainer:
         if extra["ranks"] != self._ranks():
             with use(self.state):  # streams of other ranks cannot go on, and must not begin again
                 manual_seed((self.config.seed + 0x9E3779B1 * self.done) % 2**62)
+
+    def _copies(self) -> Copies:
+        """What tensor-parallel ranks hold alike."""
+        parameters = [p for p in self.model.parameters() if not Attributes.of(p).tensor_model_parallel]
+        return self.state.ranks("tp"), parameters
 
     def _batches(self) -> dict[str, int]:
         """What decides which excerpts a step sees."""

@@ -1,0 +1,93 @@
+"""Gradients of shards are not reduced over ranks that hold other shards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.checks import error_of
+from tests.comm.golden import chain, on_both_engines
+from tpkernels import GradientBuckets
+from tpkernels.comm.shards import problem_over
+
+
+def named(holders: tuple[int, ...] = (), *, split: bool = False, marked: bool = False):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.tensor_model_parallel, parameter.sequence_parallel = split, marked
+    parameter.tensor_parallel_ranks = holders
+    return [("w", parameter)]
+
+
+def problem(pairs, ranks, tensor_parallel_ranks=(), average=True):
+    found = problem_over(pairs, ranks, tensor_parallel_ranks=tensor_parallel_ranks, average=average)
+    return "" if found is None else found[1]
+
+
+def test_the_data_parallel_group_is_named():
+    text = problem(named((2, 3), split=True), [0, 1, 2, 3])
+    assert text.startswith("GradientBuckets over ranks 0, 1, 2, 3 would average different shards")
+    assert "tensor-parallel ranks 2, 3 each hold other rows or columns of 'w'" in text
+    assert 'state.process_group("dp"), or mesh["dp"]' in text
+
+
+def test_without_data_parallel_ranks_nothing_is_to_be_averaged():
+    assert "there is nothing to average" in problem(named((0, 1, 2, 3), split=True), [1, 2])
+
+
+def test_the_group_that_was_given_tells_of_shards_without_layers():
+    assert "ranks 0, 1 each hold" in problem(named(split=True), range(4), tensor_parallel_ranks=[0, 1])
+
+
+def test_a_large_group_is_not_listed_whole():
+    assert "over ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., 63 would" in problem(named((0, 1), split=True), range(64))
+
+
+@pytest.mark.parametrize(
+    ("marks", "ranks", "given", "average"),
+    [
+        ({"split": True}, [0, 2], [0, 1], True),  # data-parallel ranks
+        ({"split": True}, [0], [0, 1], True),  # a group of one
+        ({"split": True}, [0, 1], (), True),  # nobody knows of which ranks it is a shard
+        ({}, [0, 1], [0, 1], True),  # equal copies
+        ({"marked": True}, [0, 2], [0, 1], True),
+        ({"marked": True}, [0, 1], (), False),  # their sum, by itself
+    ],
+)
+def test_what_is_right_is_taken(marks, ranks, given, average):
+    assert problem(named(**marks), ranks, given, average) == ""
+
+
+def test_terms_of_a_sum_are_not_averaged_nor_summed_twice():
+    assert "and would average; pass" in problem(named((0, 1), marked=True), [0, 1])
+    assert "and would sum again; pass" in problem(named(marked=True), [0, 1], [0, 1], average=False)
+
+
+def forgotten_tensor_group():
+    """One rank passes a tensor-parallel group, which is the whole world here; the other none."""
+    group = dist.group.WORLD
+    given = group if dist.get_rank() == 0 else None
+    return error_of(GradientBuckets, chain(1), group, tensor_parallel_group=given)
+
+
+def test_a_tensor_parallel_group_on_some_ranks_is_told_on_all(ranks2):
+    first, second = ranks2.run(forgotten_tensor_group, timeout=20)
+    assert first == second
+    assert first[0] == "ValueError"
+    assert "tensor_parallel_group=of 2 ranks" in first[1]
+    assert "tensor_parallel_group=None" in first[1]
+
+
+def refused(engine):
+    """Rank 0 has a model whose weight is a shard."""
+    module = chain(1)
+    if dist.get_rank() == 0:
+        module[0].weight.tensor_model_parallel, module[0].weight.tensor_parallel_ranks = True, (0, 1)
+    return error_of(GradientBuckets, module, dist.group.WORLD, engine=engine)
+
+
+@on_both_engines
+def test_all_ranks_refuse_alike(ranks2, engine):
+    first, second = ranks2.run(refused, engine)
+    assert first == second
+    assert first[0] == "ValueError"
+    assert "on rank 0: GradientBuckets over ranks 0, 1 would average different shards" in first[1]

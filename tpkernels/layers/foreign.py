@@ -1,0 +1,80 @@
+"""Data parallelism of others around our layers: refused where its ranks hold other shards of a weight.
+
+Such a wrapper would average different rows, and the losses would look fine. torch asks no module whether it
+may be wrapped, so this looks at three moments, all of them before the first step:
+
+DistributedDataParallel     when it takes the module in, before it broadcasts the first rank's weights
+FullyShardedDataParallel    when it takes the module in
+fully_shard                 when it tells a module that its parameters are DTensors now
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.world import TensorWorld
+from tpkernels.ops.replicas import mixing_of
+
+Shards = Iterator[tuple[str, tuple[int, ...]]]  # names, and which ranks hold shards of the same weight
+
+
+def refuse_mesh(module: nn.Module, world: TensorWorld) -> None:
+    """An error if a parameter of `module` is a DTensor over ranks that hold other shards of it."""
+    distributed_tensor = sys.modules.get("torch.distributed.tensor")
+    if distributed_tensor is None:
+        return
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, distributed_tensor.DTensor):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            _refuse([(f"{type(module).__name__}.{name}", world.ranks)], ranks, "fully_shard")
+
+
+def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
+    """torch calls this whenever a module becomes an attribute of another, such as a wrapper's."""
+    if isinstance(parent, DistributedDataParallel):
+        ignored = parent.parameters_to_ignore
+        shards = ((name, ranks) for name, ranks in _marked(module) if name not in ignored)
+        _refuse(shards, _ranks_of(parent.process_group), "DistributedDataParallel")
+        return
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(parent, fsdp.FullyShardedDataParallel):
+        known = vars(parent)  # it takes what it has not for an attribute of its module, which it has not yet
+        ranks = [*_ranks_of(known.get("process_group")), *_ranks_of(known.get("_inter_node_pg"))]
+        _refuse(_of_layers(module, known.get("_ignored_params", set())), ranks, "FullyShardedDataParallel")
+
+
+def _refuse(shards: Iterable[tuple[str, tuple[int, ...]]], ranks: list[int], wrapper: str) -> None:
+    for name, holders in shards:
+        problem = mixing_of(name, holders, ranks, wrapper)
+        if problem is not None:
+            raise ValueError(problem)
+
+
+def _marked(module: nn.Module) -> Shards:
+    for name, parameter in module.named_parameters():
+        attributes = Attributes.of(parameter)
+        if attributes.tensor_model_parallel:
+            yield name, attributes.tensor_parallel_ranks
+
+
+def _of_layers(module: nn.Module, ignored: set[Tensor]) -> Shards:
+    """By layers, for parameters may have become views of a flat one, which says nothing."""
+    for prefix, layer in module.named_modules():
+        world = getattr(layer, "world", None)
+        if not isinstance(world, TensorWorld):
+            continue
+        for name, attributes in getattr(layer, "_attributes", {}).items():
+            if attributes.tensor_model_parallel and layer._parameters.get(name) not in ignored:
+                yield f"{prefix}.{name}".lstrip("."), world.ranks
+
+
+def _ranks_of(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []

@@ -1,0 +1,172 @@
+"""Copies of parameters are compared by themselves, after every so many steps of an optimizer.
+
+TPKERNELS_CHECK_REPLICAS    how many; 0: never
+
+`torch.nn.utils.clip_grad_norm_` knows one rank's shards only: each rank scales by another norm, and copies
+drift while the losses look fine. So do copies whose gradients nobody sums. torch tells of each step of each
+optimizer; ranks then compare sums of bits, by way of torch.distributed's store. A collective would pair with
+other messages where a rank has taken another number of steps; this ends by a time-out that says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import DistNetworkError, PrefixStore, Store
+from torch.optim.optimizer import Optimizer
+
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.replicas import drift
+from tpkernels.runtime import c10d
+
+Copies = tuple[Sequence[int], Sequence[Tensor]]  # the ranks that hold them, and this rank's
+
+VARIABLE = "TPKERNELS_CHECK_REPLICAS"
+_COLUMNS = 1024  # that words are summed in, so that a sum depends on where they are
+
+
+def _read(value: str | None) -> int:
+    if value and not (value.isascii() and value.isdigit()):
+        raise ValueError(f"{VARIABLE} is {value!r}; expected a number of optimizer steps, or 0 for never")
+    return int(value) if value else 100
+
+
+steps_between = _read(os.environ.get(VARIABLE))  # read once: a step should cost little
+
+
+class Watch:
+    """Counts the steps of one optimizer, and compares copies when it is time."""
+
+    def __init__(self) -> None:
+        self._steps = self._looks = self._number = 0
+        self._store: Store | None = None
+
+    def after_step(self, copies: Callable[[], Copies | None]) -> None:
+        """Called by all ranks that hold copies, after each step."""
+        self._steps += 1
+        if steps_between and self._steps % steps_between == 0:
+            self.look(copies())
+
+    def look(self, found: Copies | None) -> None:
+        """An error on all ranks, the same, if copies differ in a bit. Called by all of them."""
+        if not steps_between or found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
+            return
+        ranks, copies = found
+        try:
+            rows = self._sums_of_all(ranks, copies)
+        except DistNetworkError as error:  # rank 0 may have ended, and the run with it
+            warnings.warn(
+                f"copies of parameters could not be compared: {error}", RuntimeWarning, stacklevel=2
+            )
+            return
+        if {len(row) for row in rows} != {len(copies)}:
+            counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(ranks, rows, strict=True))
+            raise RuntimeError(f"tensor-parallel ranks hold different numbers of copies: {counts}")
+        wrong = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
+        if wrong:
+            others = [
+                rank for rank, row in zip(ranks, rows, strict=True) if row[wrong[0]] != rows[0][wrong[0]]
+            ]
+            name = _name_of(copies[wrong[0]]) or f"parameter {wrong[0]} of {len(copies)} that are copies"
+            when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between}; 0: never)"
+            raise drift(name, others, ranks[0], len(wrong), len(copies), when)
+
+    def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
+        """Each rank's sums of bits, by way of the store."""
+        rank, store = dist.get_rank(), c10d.default_store()
+        members = "-".join(map(str, ranks))
+        if store is not self._store:  # the first look in this world
+            self._store, self._looks = store, 0
+            # Each rank counts its own optimizers, in the store: the count lives and dies with the world.
+            self._number = PrefixStore("tpkernels/optimizers", store).add(f"{members} on {rank}", 1)
+        self._looks += 1
+        board = PrefixStore(f"tpkernels/copies/{members}/{self._number}", store)
+        board.set(f"{self._looks}/{rank}", " ".join(map(str, _sums_of_bits(copies))))
+        keys = [f"{self._looks}/{member}" for member in ranks]
+        timeout = c10d.default_timeout()
+        try:
+            board.wait(keys, timeout)
+        except DistNetworkError:
+            raise
+        except RuntimeError as error:
+            late = [str(member) for member, key in zip(ranks, keys, strict=True) if not board.check([key])]
+            raise RuntimeError(
+                f"rank {rank} waited {timeout.total_seconds():g} s after {self._steps} optimizer steps to "
+                f"compare copies of parameters: rank{'s' * (len(late) > 1)} {', '.join(late)} took another "
+                f"number of steps, or died. Tensor-parallel ranks must take or skip each step alike; "
+                f"{VARIABLE} must be the same on all, 0 compares nothing"
+            ) from error
+        rows = [board.get(key).split() for key in keys]
+        with suppress(RuntimeError):  # not every store can; all have read it, for they have looked again
+            board.delete_key(f"{self._looks - 1}/{rank}")
+        return rows
+
+
+_watches: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
+
+
+def after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[Any, Any]) -> None:
+    """What torch calls after each step of each optimizer."""
+    if not torch.compiler.is_compiling() and dist.is_initialized():
+        _watches.setdefault(optimizer, Watch()).after_step(lambda: _copies_of(optimizer))
+
+
+def _copies_of(optimizer: Optimizer) -> Copies | None:
+    """Those of a model of which a layer has said between which ranks it is split."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = {Attributes.of(parameter).tensor_parallel_ranks for parameter in parameters} - {()}
+    if len(groups) != 1:  # none, or several, and whose the others are nobody says
+        return None
+    return groups.pop(), [p for p in parameters if _is_copy(p)]
+
+
+def _is_copy(parameter: Tensor) -> bool:
+    """Not a shard; nor one of Megatron's experts, which each rank has its own of."""
+    return not Attributes.of(parameter).tensor_model_parallel and getattr(parameter, "allreduce", True)
+
+
+@torch.no_grad()
+def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    if not tensors:
+        return []
+    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensors[0].device)
+    return torch.stack([_sum_of_bits(tensor, weights) for tensor in tensors]).tolist()
+
+
+def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
+    """A number that depends on each bit, and nearly always on where it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
+    octets = local.contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
+        octets = F.pad(octets, (0, -len(octets) % 8)).clone()
+    words = octets.view(torch.int64).to(weights.device)
+    rows = len(words) // _COLUMNS
+    rest = words[rows * _COLUMNS :]
+    total = (rest * weights[: len(rest)]).sum()
+    if rows:
+        total += (words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) * weights).sum()
+    return total
+
+
+def _name_of(parameter: Tensor) -> str:
+    """What an outermost module calls it. Looks through all objects: only for an error."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    for module in modules:
+        if id(module) not in inner:
+            for name, candidate in module.named_parameters():
+                if candidate is parameter:
+                    return str(name)
+    return ""
