@@ -114,7 +114,7 @@ def linear_cross_entropy(
         return y.view(target.shape)
     needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
     if not torch.compiler.is_compiling():
-        y = _ReducedLoss.apply(call, reduction, needs, *arguments)  # type: ignore[no-untyped-call]
+        y = _ReducedLoss.apply(call, reduction, needs, *arguments)[0]  # type: ignore[no-untyped-call]
     elif main_grad is None:
         y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]
     else:
@@ -134,15 +134,15 @@ class _ReducedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         loss, share, dhidden, dweight = reduced_loss(call, reduction, hidden, weight, target, *needs)
         ctx.call, ctx.dtype = call, weight.dtype
         ctx.save_for_backward(share, dhidden, dweight)
-        return loss
+        return loss, share  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order(OP, reads_intermediates=True)
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
         return None, None, None, *scaled(ctx.call, dloss * share, dhidden, dweight, ctx.dtype), None
 
@@ -158,7 +158,7 @@ class _TokenLosses(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
+    @first_order(OP)
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, maximum, total = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:3]

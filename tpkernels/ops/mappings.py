@@ -22,7 +22,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.exchange import Gathering, Reducing, all_reducing
@@ -86,13 +85,17 @@ def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Mo
 class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
-        ctx.op, ctx.group, ctx.backward_move = op, group, backward
+        ctx.op, ctx.group, ctx.moves = op, group, (backward, forward)
         return _move(op, x, group, forward)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _move(f"{ctx.op} backward", dy, ctx.group, ctx.backward_move), None, None, None
+        op = f"{ctx.op} backward"
+        if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
+            dx = _Region.apply(op, dy, ctx.group, *ctx.moves)  # type: ignore[no-untyped-call]
+        else:
+            dx = _move(op, dy, ctx.group, ctx.moves[0])
+        return None, dx, None, None, None
 
 
 def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:

@@ -25,9 +25,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import autocast, casting, check_linear, features_of, tokens_of
 from tpkernels.ops.main_grad import (
     WeightGradient,
@@ -121,7 +121,7 @@ class _RowLinear(torch.autograd.Function):
         return row_forward("row_linear", call, x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order("row_linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs = tuple(ctx.needs_input_grad[1:])
         dx, dw, db = _gradients(ctx.call, needs, dy, *ctx.saved_tensors)

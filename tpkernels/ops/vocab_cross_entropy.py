@@ -140,7 +140,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
+    @first_order("vocab_cross_entropy")
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
         return None, logits_gradient(ctx.call, logits, target, maximum, total, dloss), None

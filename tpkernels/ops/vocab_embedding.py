@@ -111,7 +111,7 @@ class _VocabEmbedding(torch.autograd.Function):
         return embedding_forward(call, ids, weight)
 
     @staticmethod
-    @first_order
+    @first_order("vocab_embedding")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         return None, None, embedding_gradient(ctx.call, ids, dy, ctx.dtype)
