@@ -64,6 +64,9 @@ def act_grad_ref(dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
             dz = torch.ops.aten.gelu_backward(dy, z)
         case "gelu_tanh":
             dz = torch.ops.aten.gelu_backward(dy, z, approximate="tanh")
+        case "silu" if torch.is_grad_enabled():  # aten's has no derivative
+            s = z.sigmoid()
+            dz = dy * s * (1 + z * (1 - s))
         case "silu":
             dz = torch.ops.aten.silu_backward(dy, z)
         case "relu":

@@ -37,7 +37,15 @@ from tpkernels.ops.column_steps import (
     save_for_column,
 )
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    casting,
+    check_linear,
+    compiling,
+    features_of,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.parallel import checked_group
 from tpkernels.ops.registered_column import AccumulatingColumnLinear, registered_column_linear
@@ -98,7 +106,7 @@ def column_linear(
         keep_gathered=needs and save_gathered,
     )
     tokens = tokens_of(x)
-    if torch.compiler.is_compiling():
+    if compiling(op):
         if all(into is None for into in main_grads):
             given = [bias for bias in biases if bias is not None]
             has_bias = [bias is not None for bias in biases]

@@ -28,6 +28,7 @@ from tpkernels.ops.inputs import (
     autocast,
     casting,
     check_linear,
+    compiling,
     like_tokens,
     tokens_of,
 )
@@ -52,7 +53,7 @@ def gated_mlp(
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
     arguments = (tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling("mlp"):
         y = registered_gated_mlp(*arguments)[0]
     else:
         y = _GatedMlp.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ from tpkernels.ops.inputs import (
     autocast,
     casting,
     check_linear,
+    compiling,
     features_of,
     in_forward_mode,
     like_tokens,
@@ -59,16 +60,15 @@ def linear(
         x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     needs = any_requires_grad(x, weight, bias)
-    keep_z = needs and activation != "none"
     y: Tensor
-    if torch.compiler.is_compiling():
-        y = registered.linear(tokens_of(x), weight, bias, activation, keep_z)[0]
+    if compiling("linear"):
+        y = registered.linear(tokens_of(x), weight, bias, activation, needs)[0]
     elif not needs and not in_forward_mode():  # `apply` takes longer than a tiny product
         y = steps_on(x.device).linear(tokens_of(x), weight, bias, activation, False)[0]
     elif activation == "none":  # `apply` takes its time over each argument
         y = _Linear.apply(tokens_of(x), weight, bias)  # type: ignore[no-untyped-call]
     else:
-        y, _ = _Linear.apply(tokens_of(x), weight, bias, activation, keep_z)  # type: ignore[no-untyped-call]
+        y, _ = _Linear.apply(tokens_of(x), weight, bias, activation)  # type: ignore[no-untyped-call]
     return like_tokens(y, x)
 
 
@@ -82,15 +82,14 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation = "none",
-        keep_z: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        y, z = steps_on(x.device).linear(x, weight, bias, activation, keep_z)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, z = steps_on(x.device).linear(x, weight, bias, activation, activation != "none")
         _save(ctx, x, weight, z, activation)
-        return y if activation == "none" else (y, z)
+        return y if z is None else (y, z)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, None, dy, dz), None, None
+        return *_gradients(ctx, None, dy, dz), None
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, z: Tensor | None, activation: Activation) -> None:

@@ -40,7 +40,15 @@ from tpkernels.ops.chunked_head import (
     token_losses,
 )
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    casting,
+    check_linear,
+    compiling,
+    features_of,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.parallel import checked_group
 from tpkernels.ops.registered_head import (
@@ -105,7 +113,7 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1))
     y: Tensor
     if reduction == "none":
-        if not torch.compiler.is_compiling():
+        if not compiling(OP):
             y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
         elif main_grad is None:
             y = registered_token_losses(*arguments, *call.as_options())[0]
@@ -113,7 +121,7 @@ def linear_cross_entropy(
             y = accumulating_token_losses(*arguments, *call.as_options(), main_grad)
         return y.view(target.shape)
     needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
-    if not torch.compiler.is_compiling():
+    if not compiling(OP):
         y = _ReducedLoss.apply(call, reduction, needs, *arguments)[0]  # type: ignore[no-untyped-call]
     elif main_grad is None:
         y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]

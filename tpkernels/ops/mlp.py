@@ -30,6 +30,7 @@ from tpkernels.ops.inputs import (
     autocast,
     casting,
     check_linear,
+    compiling,
     features_of,
     like_tokens,
     tokens_of,
@@ -75,7 +76,7 @@ def mlp(
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
     arguments = (tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling("mlp"):
         y = registered_mlp(*arguments)[0]
     else:
         y = _Mlp.apply(*arguments)[0]  # type: ignore[no-untyped-call]

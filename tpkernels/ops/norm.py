@@ -28,7 +28,7 @@ from tpkernels.kernels.reference import (
     rms_norm_ref,
 )
 from tpkernels.ops import registered
-from tpkernels.ops.inputs import as_dtype, features_of, like_tokens, tokens_of
+from tpkernels.ops.inputs import as_dtype, compiling, features_of, like_tokens, tokens_of
 from tpkernels.tuning.steps import Norm, Steps, steps_on
 
 
@@ -59,7 +59,7 @@ def _norm(kind: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
             _check_parameter(kind, name, parameter, x, features)
     arguments = tokens_of(x), weight, bias, kind, eps
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(kind):
         y = registered.norm(*arguments)[0]
     else:
         y = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.inputs import autocast, casting, check_linear, compiling, features_of, tokens_of
 from tpkernels.ops.main_grad import (
     WeightGradient,
     check_main_grad,
@@ -99,7 +99,7 @@ def row_linear(
     call = RowCall(group, sequence_parallel, overlap, main_grad)
     x = tokens_of(x_shard)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(op):
         inputs = x, weight_shard, bias, name_of(group), sequence_parallel, overlap
         y = (
             registered_row_linear(*inputs)

@@ -29,6 +29,7 @@ from tpkernels.ops.inputs import (
     autocast,
     casting,
     check_linear,
+    compiling,
     features_of,
     like_tokens,
     tokens_of,
@@ -55,7 +56,7 @@ def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu") -> 
     keep_gu = any_requires_grad(x, w_gate, w_up)
     arguments = (tokens_of(x), w_gate, w_up, kind, keep_gu)
     h: Tensor
-    if torch.compiler.is_compiling():
+    if compiling("swiglu"):
         h = registered.glu(*arguments)[0]
     else:
         h = _Glu.apply(*arguments)  # type: ignore[no-untyped-call]

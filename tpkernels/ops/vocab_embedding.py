@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import compiling
 from tpkernels.ops.parallel import (
     checked_group,
     group_named,
@@ -94,7 +95,7 @@ def vocab_embedding(
     call = EmbeddingCall(shard, sequence_parallel, padding_idx)
     flat_ids = ids.reshape(-1).contiguous()
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(op):
         y = registered_vocab_embedding(flat_ids, weight_shard, *call.as_options())
     else:
         y = _VocabEmbedding.apply(call, flat_ids, weight_shard)  # type: ignore[no-untyped-call]
