@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
 from tpkernels.ops import registered
@@ -125,7 +124,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     _save(ctx, x, weight, output[1], activation)
 
 
-def _registered_backward(ctx: FunctionCtx, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+def _registered_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    if ctx.activation == "none":
+        dz = None  # an empty tensor stands for z
     return *_gradients(ctx, cast("Steps", registered), dy, dz), None, None
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.exchange import Gathering, Reducing, all_reducing
+from tpkernels.ops.inputs import compiling
 from tpkernels.ops.parallel import checked_group, group_named, name_of
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
@@ -101,7 +102,7 @@ class _Region(torch.autograd.Function):
 def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     if move == "keep":
         return x.view_as(x)
-    if torch.compiler.is_compiling():
+    if compiling(op):
         moved: Tensor = registered_move(op, x, name_of(group), move)
         return moved
     return _MOVES[move](op, x, group)
