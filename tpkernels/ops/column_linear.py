@@ -26,7 +26,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.kernels.activations import Activation, require_activation
@@ -37,7 +36,16 @@ from tpkernels.ops.column_steps import (
     in_dtypes,
     save_for_column,
 )
-from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    casting,
+    check_linear,
+    compiling,
+    features_of,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.parallel import checked_group
 from tpkernels.ops.registered_column import AccumulatingColumnLinear, registered_column_linear
@@ -106,7 +114,7 @@ def column_linear(
         keep_gathered=needs and save_gathered,
     )
     tokens = tokens_of(x)
-    if torch.compiler.is_compiling():
+    if compiling(op):
         if all(into is None for into in main_grads):
             given = [bias for bias in biases if bias is not None]
             has_bias = [bias is not None for bias in biases]
@@ -150,7 +158,7 @@ class _ColumnLinear(torch.autograd.Function):
         return tuple(results[:count])
 
     @staticmethod
-    @once_differentiable
+    @first_order("column_linear", reads_intermediates=True)
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         count = len(dys)
         needs = ctx.needs_input_grad[2:]

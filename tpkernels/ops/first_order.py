@@ -1,26 +1,96 @@
-"""Backward functions whose own derivative is an error, at no cost where nobody asks for it."""
+"""Second derivatives: torch computes the gradients of local ops anew; of other ops they are an error.
+
+An error must reach whoever asks for them, and torch's `once_differentiable` does not: it cuts the graph, so
+`torch.autograd.functional.hessian` and all else that allows unused inputs gets zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 Backward = Callable[..., Any]
 
 
-def first_order(backward: Backward) -> Backward:
-    """torch's `once_differentiable`, entered only where a second derivative is being prepared.
+def first_order(op: str, *, reads_intermediates: bool = False) -> Callable[[Backward], Backward]:
+    """A backward whose own derivative is an error; where nobody asks for it, that costs one look.
 
-    Gradients are off in an ordinary backward, and switching them off again takes as long as a tiny product.
+    op: whose backward, for the error
+    reads_intermediates: backward reads what forward computed, which depends on all inputs of forward
     """
-    guarded: Backward = once_differentiable(backward)
 
-    @wraps(backward)
-    def run(ctx: Any, *grads: Any) -> Any:
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+    def decorate(backward: Backward) -> Backward:
+        @wraps(backward)
+        def run(ctx: Any, *grads: Tensor | None) -> Any:
+            if not torch.is_grad_enabled():  # the usual case
+                return backward(ctx, *grads)
+            return _refusing_more(op, backward, ctx, grads, reads_intermediates)
 
-    return run
+        return run
+
+    return decorate
+
+
+def _refusing_more(
+    op: str, backward: Backward, ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
+) -> Any:
+    """The gradients, connected with all that they depend on by a node that raises."""
+    if _adds_to_main_grad(ctx):
+        raise RuntimeError(
+            f"{op}: expected no create_graph=True with main_grad, got both: what is added there cannot be "
+            "differentiated again; leave out one of them"
+        )
+    saved = ctx.saved_tensors  # once: checkpointing allows no second look
+    parents = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
+    if reads_intermediates and not any(t.grad_fn is ctx for t in parents):
+        parents += _unsaved_leaves(op, ctx, parents)
+    unpacked = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
+    with torch.no_grad():
+        results = backward(unpacked, *grads)
+    return _NoSecondDerivative.apply(op, results, *parents)  # type: ignore[no-untyped-call]
+
+
+def _adds_to_main_grad(ctx: Any) -> bool:
+    several = getattr(ctx, "main_grads", ()) or getattr(ctx.call, "main_grads", ())
+    return any(into is not None for into in (*several, getattr(ctx.call, "main_grad", None)))
+
+
+def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Inputs that intermediates depend on and that are not saved: of those autograd names the leaves."""
+    edges = {(parent.grad_fn, parent.output_nr) for parent in parents}
+    for node, number in ctx.next_functions:
+        if node is None or (node, number) in edges:
+            continue
+        if not hasattr(node, "variable"):
+            raise RuntimeError(
+                f"{_message(op)}. This is raised already now because an input that is not saved (a bias, or "
+                "x with save_gathered) is no leaf, and later nothing would be raised for it"
+            )
+        yield node.variable
+
+
+def _message(op: str) -> str:
+    return (
+        f"{op}: expected to be differentiated once, got a second derivative, which it does not have; leave "
+        "out create_graph=True, or use torch's own layers between the regions of tpkernels.ops.mappings"
+    )
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients as they are; their own gradient is an error."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: str, results: Sequence[Tensor | None], *parents: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.op = op
+        return tuple(None if result is None else result.detach() for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(_message(ctx.op))

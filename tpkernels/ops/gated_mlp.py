@@ -22,18 +22,19 @@ from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Glu, require_glu
 from tpkernels.ops import registered
-from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
     as_dtype,
     autocast,
     casting,
     check_linear,
+    compiling,
     like_tokens,
     tokens_of,
 )
 from tpkernels.ops.region import follow_autocast
-from tpkernels.ops.swiglu import check_gated, input_and_weight_gradients
+from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
+from tpkernels.tuning import torch_steps
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -52,7 +53,7 @@ def gated_mlp(
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
     arguments = (tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling("mlp"):
         y = registered_gated_mlp(*arguments)[0]
     else:
         y = _GatedMlp.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -84,7 +85,6 @@ class _GatedMlp(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
@@ -99,6 +99,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
 def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
     needs = ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        steps, g, u = torch_steps, *gate_and_up(x, w_gate, w_up)
     dx = dw_gate = dw_up = dw_down = None
     if any(needs[:4]):
         dg, du, h = steps.dglu(dy, w_down, g, u, ctx.kind)

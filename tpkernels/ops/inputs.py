@@ -94,3 +94,15 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
 def in_forward_mode() -> bool:
     """Whether tensors may carry tangents, which do not show in `requires_grad`."""
     return forward_ad._current_level >= 0
+
+
+def compiling(op: str) -> bool:
+    """Whether torch.compile is to see registered operators, which drop tangents without a word."""
+    if not torch.compiler.is_compiling():
+        return False
+    if in_forward_mode():
+        raise NotImplementedError(
+            f"{op}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "
+            "reverse mode, or torch's own layers"
+        )
+    return True

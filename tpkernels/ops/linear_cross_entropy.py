@@ -40,7 +40,15 @@ from tpkernels.ops.chunked_head import (
     token_losses,
 )
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    casting,
+    check_linear,
+    compiling,
+    features_of,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.parallel import checked_group
 from tpkernels.ops.registered_head import (
@@ -113,7 +121,7 @@ def linear_cross_entropy(
     arguments = (tokens_of(hidden), weight_shard, target.reshape(-1))
     y: Tensor
     if reduction == "none":
-        if not torch.compiler.is_compiling():
+        if not compiling(OP):
             y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
         elif main_grad is None:
             y = registered_token_losses(*arguments, *call.as_options())[0]
@@ -121,8 +129,8 @@ def linear_cross_entropy(
             y = accumulating_token_losses(*arguments, *call.as_options(), main_grad)
         return y.view(target.shape)
     needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
-    if not torch.compiler.is_compiling():
-        y = _ReducedLoss.apply(call, reduction, needs, *arguments)  # type: ignore[no-untyped-call]
+    if not compiling(OP):
+        y = _ReducedLoss.apply(call, reduction, needs, *arguments)[0]  # type: ignore[no-untyped-call]
     elif main_grad is None:
         y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]
     else:
@@ -142,15 +150,15 @@ class _ReducedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         loss, share, dhidden, dweight = reduced_loss(call, reduction, hidden, weight, target, *needs)
         ctx.call, ctx.dtype = call, weight.dtype
         ctx.save_for_backward(share, dhidden, dweight)
-        return loss
+        return loss, share  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order(OP, reads_intermediates=True)
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
         return None, None, None, *scaled(ctx.call, dloss * share, dhidden, dweight, ctx.dtype), None
 
@@ -166,7 +174,7 @@ class _TokenLosses(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
+    @first_order(OP)
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, maximum, total = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:3]

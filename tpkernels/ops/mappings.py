@@ -22,11 +22,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, all_or_fail
 from tpkernels.comm.exchange import Gathering, Reducing, all_reducing
+from tpkernels.ops.inputs import compiling
 from tpkernels.ops.parallel import begin_call, checked_group, group_named, name_of
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
@@ -90,19 +90,23 @@ def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Mo
 class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
-        ctx.op, ctx.group, ctx.backward_move = op, group, backward
+        ctx.op, ctx.group, ctx.moves = op, group, (backward, forward)
         return _move(op, x, group, forward)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _move(f"{ctx.op} backward", dy, ctx.group, ctx.backward_move), None, None, None
+        op = f"{ctx.op} backward"
+        if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
+            dx = _Region.apply(op, dy, ctx.group, *ctx.moves)  # type: ignore[no-untyped-call]
+        else:
+            dx = _move(op, dy, ctx.group, ctx.moves[0])
+        return None, dx, None, None, None
 
 
 def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     if move == "keep":
         return x.view_as(x)
-    if torch.compiler.is_compiling():
+    if compiling(op):
         moved: Tensor = registered_move(op, x, name_of(group), move)
         return moved
     return _moved(op, x, group, move)

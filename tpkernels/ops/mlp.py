@@ -9,7 +9,8 @@ T tokens, K features in, F features between, N features out:
               dw_down = dyᵀ act(z),  db_down = dy.sum(0)
               dx = dz w_up,  dw_up = dzᵀ x
 
-Saved for backward: x, z and both weights; h is computed again from z.
+Saved for backward: x, z and both weights; h is computed again from z. As a second output z stays connected
+with the inputs: second derivatives come back to backward as dz.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from torch.autograd.function import FunctionCtx
 
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation
 from tpkernels.ops import registered
-from tpkernels.ops.first_order import first_order
 from tpkernels.ops.gated_mlp import gated_mlp
 from tpkernels.ops.inputs import (
     any_requires_grad,
@@ -30,11 +30,13 @@ from tpkernels.ops.inputs import (
     autocast,
     casting,
     check_linear,
+    compiling,
     features_of,
     like_tokens,
     tokens_of,
 )
 from tpkernels.ops.region import follow_autocast
+from tpkernels.tuning import torch_steps
 from tpkernels.tuning.steps import Steps, steps_on
 
 
@@ -74,10 +76,10 @@ def mlp(
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
     arguments = (tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling("mlp"):
         y = registered_mlp(*arguments)[0]
     else:
-        y = _Mlp.apply(*arguments)  # type: ignore[no-untyped-call]
+        y = _Mlp.apply(*arguments)[0]  # type: ignore[no-untyped-call]
     return like_tokens(y, x)
 
 
@@ -100,30 +102,42 @@ class _Mlp(torch.autograd.Function):
     """The eager way, straight to the kernels."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
         output = _forward(steps_on(inputs[0].device), *inputs)
         _save(ctx, inputs, output)
-        return output[0]
+        return output
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, steps_on(dy.device), dy), None, None
+    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, None, dy, dz), None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
     x, w_up, b_up, w_down, b_down, activation, _ = inputs
     ctx.save_for_backward(x, w_up, w_down, output[1])
+    ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
     ctx.activation = activation
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
 
 
-def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, given: Steps | None, dy: Tensor | None, dz_too: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """given: who computes, by default whoever does where dy lies; dz_too: what a second derivative adds"""
     x, w_up, w_down, z = ctx.saved_tensors
     needs_dx, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down, *_ = ctx.needs_input_grad
     dx = dw_up = db_up = dw_down = db_down = None
+    if dy is None:
+        if dz_too is None:
+            return dx, dw_up, db_up, dw_down, db_down
+        dy = dz_too.new_zeros(dz_too.shape[0], w_down.shape[0])
+    # to be differentiated again: by torch, whose products autograd follows
+    steps = torch_steps if torch.is_grad_enabled() else given or steps_on(dy.device)
     if needs_dx or needs_dw_up or needs_db_up:
         dz, db = steps.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
+        if dz_too is not None:
+            dz = dz + dz_too
+            db = steps.bias_grad(dz) if needs_db_up else None
         dx = steps.dgrad(dz, w_up) if needs_dx else None
         dw_up = steps.wgrad(dz, x) if needs_dw_up else None
         db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
@@ -163,9 +177,8 @@ def _(
     return y, x.new_empty(x.shape[0], w_up.shape[0]) if keep_z else x.new_empty(0)
 
 
-def _registered_backward(ctx: FunctionCtx, dy: Tensor, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-    # nobody sees z, so dz says nothing
-    return *_gradients(ctx, cast("Steps", registered), dy), None, None
+def _registered_backward(ctx: FunctionCtx, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, cast("Steps", registered), dy, dz), None, None
 
 
 registered_mlp.register_autograd(_registered_backward, setup_context=_save)

@@ -21,9 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from tpkernels.kernels.reference import (
+    layer_norm_bwd_ref,
+    layer_norm_ref,
+    rms_norm_bwd_ref,
+    rms_norm_ref,
+)
 from tpkernels.ops import registered
-from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import as_dtype, features_of, like_tokens, tokens_of
+from tpkernels.ops.inputs import as_dtype, compiling, features_of, like_tokens, tokens_of
 from tpkernels.tuning.steps import Norm, Steps, steps_on
 
 
@@ -54,7 +59,7 @@ def _norm(kind: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
             _check_parameter(kind, name, parameter, x, features)
     arguments = tokens_of(x), weight, bias, kind, eps
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(kind):
         y = registered.norm(*arguments)[0]
     else:
         y = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -87,13 +92,12 @@ class _Norm(torch.autograd.Function):
         return outputs[0]
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dy.device), dy), None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    x, weight, bias, ctx.kind, _ = inputs
+    x, weight, bias, ctx.kind, ctx.eps = inputs
     _, mean, rstd = output
     ctx.save_for_backward(x, weight, mean, rstd)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -102,12 +106,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
 def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight, mean, rstd = ctx.saved_tensors
     needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    dx, dw, db = steps.norm_grad(dy, x, weight, mean, rstd, ctx.kind)
+    if torch.is_grad_enabled():
+        dx, dw, db = _differentiable_gradients(ctx, dy, x, weight)
+    else:
+        dx, dw, db = steps.norm_grad(dy, x, weight, mean, rstd, ctx.kind)
     return (
         dx if needs_dx else None,
         as_dtype(dw, weight.dtype) if needs_dw else None,
         None if db is None or not needs_db else as_dtype(db, ctx.bias_dtype),
     )
+
+
+def _differentiable_gradients(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, dw, db) with statistics taken again, for what was saved of them is constant."""
+    if ctx.kind == "rms_norm":
+        _, _, rstd = rms_norm_ref(x, weight, ctx.eps)
+        return *rms_norm_bwd_ref(dy, x, weight, rstd), None
+    _, _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
+    return layer_norm_bwd_ref(dy, x, weight, mean, rstd)
 
 
 def _registered_backward(

@@ -28,7 +28,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
@@ -42,6 +41,7 @@ from tpkernels.kernels.activations import (
 )
 from tpkernels.ops.column_linear import column_linear
 from tpkernels.ops.column_steps import sum_of_products
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import any_requires_grad, autocast, casting, check_linear, features_of, tokens_of
 from tpkernels.ops.main_grad import check_main_grad, weight_gradient
 from tpkernels.ops.parallel import (
@@ -198,7 +198,7 @@ class _ParallelMlp(torch.autograd.Function):
         return row_forward("parallel_mlp", down, h, w_down, b_down)
 
     @staticmethod
-    @once_differentiable
+    @first_order("parallel_mlp", reads_intermediates=True)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return None, *_gradients(ctx, steps_on(dy.device), dy)
 

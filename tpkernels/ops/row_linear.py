@@ -25,11 +25,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
-from tpkernels.ops.inputs import autocast, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import autocast, casting, check_linear, compiling, features_of, tokens_of
 from tpkernels.ops.main_grad import (
     WeightGradient,
     check_main_grad,
@@ -107,7 +107,7 @@ def row_linear(
     call = RowCall(group, sequence_parallel, overlap, main_grad)
     x = tokens_of(x_shard)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(op):
         inputs = x, weight_shard, bias, name_of(group), sequence_parallel, overlap
         y = (
             registered_row_linear(*inputs)
@@ -129,7 +129,7 @@ class _RowLinear(torch.autograd.Function):
         return row_forward("row_linear", call, x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order("row_linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs = tuple(ctx.needs_input_grad[1:])
         dx, dw, db = _gradients(ctx.call, needs, dy, *ctx.saved_tensors)

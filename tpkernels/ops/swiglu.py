@@ -20,20 +20,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional
 
 from tpkernels.kernels.activations import GATE_OF, Glu, act_grad_ref, act_ref, require_glu
 from tpkernels.ops import registered
-from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
     autocast,
     casting,
     check_linear,
+    compiling,
     features_of,
     like_tokens,
     tokens_of,
 )
 from tpkernels.ops.region import follow_autocast
+from tpkernels.tuning import torch_steps
 from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -54,7 +56,7 @@ def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu") -> 
     keep_gu = any_requires_grad(x, w_gate, w_up)
     arguments = (tokens_of(x), w_gate, w_up, kind, keep_gu)
     h: Tensor
-    if torch.compiler.is_compiling():
+    if compiling("swiglu"):
         h = registered.glu(*arguments)[0]
     else:
         h = _Glu.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -80,7 +82,6 @@ class _Glu(torch.autograd.Function):
         return outputs[0]
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, steps_on(dh.device), dh), None, None
 
@@ -93,8 +94,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
 
 def _gradients(ctx: Any, steps: Steps, dh: Tensor) -> Grads:
     x, w_gate, w_up, g, u = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        steps, g, u = torch_steps, *gate_and_up(x, w_gate, w_up)
     dg, du = act_grad_ref(dh * u, g, ctx.gate), dh * act_ref(g, ctx.gate)
     return input_and_weight_gradients(steps, ctx.needs_input_grad, x, w_gate, w_up, dg, du)
+
+
+def gate_and_up(x: Tensor, w_gate: Tensor, w_up: Tensor) -> tuple[Tensor, Tensor]:
+    """g and u again, for gradients that are to be differentiated: what was saved of them is constant."""
+    return functional.linear(x, w_gate), functional.linear(x, w_up)
 
 
 def input_and_weight_gradients(

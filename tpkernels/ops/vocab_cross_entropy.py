@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import tokens_of
+from tpkernels.ops.inputs import compiling, tokens_of
 from tpkernels.ops.parallel import checked_group, gather_numbers, name_of
 from tpkernels.ops.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
 from tpkernels.tuning.vocabulary_steps import vocabulary_steps_on
@@ -104,7 +104,7 @@ def vocab_cross_entropy(
         _require_disposable(op, logits_shard)
     logits, flat_target = tokens_of(logits_shard), target.reshape(-1)
     loss: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(op):
         loss = registered_vocab_cross_entropy(logits, flat_target, *call.as_options())[0]
     else:
         loss = _VocabCrossEntropy.apply(call, logits, flat_target)  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
+    @first_order("vocab_cross_entropy")
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
         return None, logits_gradient(ctx.call, logits, target, maximum, total, dloss), None

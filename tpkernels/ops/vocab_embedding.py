@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import compiling
 from tpkernels.ops.parallel import (
     checked_group,
     group_named,
@@ -103,7 +104,7 @@ def vocab_embedding(
     call = EmbeddingCall(shard, sequence_parallel, padding_idx)
     flat_ids = ids.reshape(-1).contiguous()
     y: Tensor
-    if torch.compiler.is_compiling():
+    if compiling(op):
         y = registered_vocab_embedding(flat_ids, weight_shard, *call.as_options())
     else:
         y = _VocabEmbedding.apply(call, flat_ids, weight_shard)  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ class _VocabEmbedding(torch.autograd.Function):
         return embedding_forward(call, ids, weight)
 
     @staticmethod
-    @first_order
+    @first_order("vocab_embedding")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         return None, None, embedding_gradient(ctx.call, ids, dy, ctx.dtype)
