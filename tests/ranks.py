@@ -40,8 +40,6 @@ from typing import Any, TextIO, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from tpkernels.training.launch import loopback_store
-
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
@@ -178,8 +176,8 @@ class _Processes:
 
     def __init__(self, world_size: int, start: str) -> None:
         context: Any = multiprocessing.get_context(start)
-        # Hosted here: it outlives any rank.
-        self._store = loopback_store()
+        # Port 0: the system picks a free one. Hosted here: it outlives any rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._ranks: list[_Rank] = []
         self.idle = False

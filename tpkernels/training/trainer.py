@@ -154,6 +154,10 @@ class Trainer:
             )  # they do not: see below
             extra = dcp.load(path, self.model, whole, state=self.state)
         ours = self._batches()
+        if not isinstance(extra, dict) or not {"done", "ranks", *ours} <= extra.keys():
+            raise ValueError(
+                f"{path}: expected a checkpoint of a training run, got one with extra {extra!r:.60}"
+            )
         for name, value in ours.items():
             if extra[name] != value:
                 raise ValueError(
