@@ -66,7 +66,7 @@ def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
 
 def test_a_mistake_ends_all_ranks_with_one_message():
     run = train("--batch", "3", "--dp", "2")
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr.count("batch: expected a multiple of the 2 data-parallel ranks, got 3") == 1
     assert "Traceback" not in run.stderr
 
@@ -84,7 +84,7 @@ def test_a_mistake_ends_all_ranks_with_one_message():
 )
 def test_a_mistake_is_one_message_of_all_ranks(arguments, message, ranks1, ranks2):
     run = train_on(ranks2 if {"--tp", "--dp"} & {*arguments} else ranks1, *arguments)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr.count(message) == run.stderr.count("python -m tpkernels train: rank ") == 1
 
 
@@ -279,7 +279,7 @@ def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path, ranks2):
     assert [report["step"] for report in reports] == list(range(1, done + 3))
 
     other_batches = train_on(ranks2, *options, "--seed", "5")
-    assert other_batches.returncode == 1
+    assert other_batches.returncode == 2
     assert other_batches.stderr.count("expected seed 1234, which the run began with, got 5") == 1
 
     nothing_left = train_on(ranks2, *options)

@@ -129,7 +129,7 @@ def test_a_folder_with_another_run_is_told_before_the_first_step(tmp_path, ranks
     (tmp_path / "step-00000004").mkdir()
     lines = tmp_path / "metrics.jsonl"
     run = train_on(ranks1, *f"--steps 2 --save {tmp_path} --json {lines}".split())
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert len(our_messages(run.stderr)) == 1, run.stderr
     assert "holds checkpoints of another run; pass --resume" in run.stderr
     assert not lines.exists()

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is not None:
             options.json.write_text(_as_json(options, job, machine, advice), encoding="utf-8")
         print(text)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, ArithmeticError, OSError) as error:
         parser.error(str(error))
     return 0 if advice.fitting else 1
 

@@ -51,6 +51,6 @@ def main(argv: Sequence[str]) -> int:
             options.svg.write_text(plan.to_svg(gpus_per_node=options.gpus_per_node), encoding="utf-8")
             text += f"\n\ndrawn into {options.svg}"
         print(text)
-    except (ValueError, OSError) as error:
+    except (ValueError, ArithmeticError, OSError) as error:
         parser.error(str(error))
     return 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from tpkernels.files import parsed
 
 
 def size_of(text: str) -> tuple[str, Any]:
@@ -11,6 +12,6 @@ def size_of(text: str) -> tuple[str, Any]:
     if not equals:
         raise ValueError(f"--size: expected NAME=VALUE, got {text!r}")
     try:
-        return name, json.loads(value)
+        return name, parsed(value)
     except ValueError:
         return name, value  # a word, such as swiglu

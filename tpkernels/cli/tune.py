@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         calls = _calls(options)
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         parser.error(str(error))
     if options.gpu is not None and not options.dry_run:
         parser.error(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
