@@ -34,7 +34,7 @@ def started(*arguments, launcher=()):
 
 def wait_for(path, run):
     deadline = time.monotonic() + 180  # of a busy machine
-    while not path.exists():
+    while not path.exists() or not path.stat().st_size:
         assert time.monotonic() < deadline, f"{path} did not appear"
         assert run.poll() is None, run.communicate()
         time.sleep(0.02)

@@ -186,19 +186,20 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
 
     hold_lifeline()
     session = None
-    code = 2  # what was asked for cannot be begun
+    is_prepared = False
     try:
         session = Session(
             _config(options), options.tp, saves=options.save is not None, timeout=options.timeout
         )
         lines = _prepare(session, options)
-        code = 1
+        is_prepared = True
         _run(session, options, lines)
     except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
         text = shown(f"{type(error).__name__}: {error}")
         if is_first_to_say(text):  # often all ranks find the same
             sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
-        return code
+        of_user = not is_prepared and not isinstance(error, RuntimeError | MemoryError)
+        return 2 if of_user else 1
     finally:
         if session is not None:
             session.close()

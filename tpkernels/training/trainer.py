@@ -91,6 +91,11 @@ class Trainer:
                 f"accumulate: expected a divisor of the {config.batch // ranks} excerpts of a rank, got "
                 f"{config.accumulate}"
             )
+        if config.sequence_parallel and config.tokens % state.size("tp"):
+            raise ValueError(
+                f"tokens: expected a number that the {state.size('tp')} tensor-parallel ranks divide, got "
+                f"{config.tokens}"
+            )
         with use(state):
             manual_seed(config.seed)
         self.model = GPT(
