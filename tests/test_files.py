@@ -69,9 +69,10 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path.chmod(0o640)
     link.symlink_to("x")
     (tmp_path / ".x.unfinished").write_text("half of an earl")  # of a process that was killed
-    replace_text(link, "new")
-    assert link.is_symlink()
+    replace_text(path, "new")
     assert path.read_text() == "new"
+    replace_text(link, "of its own")
+    assert (link.is_symlink(), link.read_text(), path.read_text()) == (False, "of its own", "new")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     monkeypatch.setattr(os, "fsync", no_room)
     with pytest.raises(OSError, match="no room"):

@@ -48,15 +48,17 @@ def clear(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The file has its old text or all of the new one, whatever happens. Called by one process at a time."""
-    path = path.resolve()  # the file that a link leads to, not the link
+    """The file has its old text or all of the new one, whatever happens. Called by one process at a time.
+
+    A symbolic link is replaced itself; what it leads to stays as it is.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     clear(unfinished)
     with unfinished.open("x", encoding="utf-8") as file:  # x: not through a link that came meanwhile
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    if path.exists():
+    if path.is_file() and not path.is_symlink():
         shutil.copymode(path, unfinished)
     unfinished.replace(path)
 

@@ -135,6 +135,13 @@ def test_huge_sizes_are_one_line_before_anything_is_allocated(arguments, message
     assert errors.count("\n") == 1
 
 
+def test_ranks_of_torchrun_refuse_huge_sizes_alike(ranks2):
+    run = train_on(ranks2, "--tp", "2", "--size", "vocab_size=9999999999999")
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert re.search(r"need(s)? at least [\d,]+ GiB of memory for weights", run.stderr)
+
+
 @pytest.mark.parametrize("command", ["train --data x", "plan --gpus 8 --model llama3-8b"])
 def test_huge_sizes_of_any_command_are_one_line(command, capsys):
     with pytest.raises(SystemExit) as ended:

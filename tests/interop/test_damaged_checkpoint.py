@@ -227,6 +227,21 @@ def test_a_link_in_place_of_an_unfinished_checkpoint_is_not_followed(target, ran
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_link_that_leads_nowhere_is_something_already(ranks2, tmp_path):
+    (tmp_path / "step-1").symlink_to("nowhere")
+    for kind, text in ranks2.run(through_a_link, str(tmp_path)):
+        assert kind == "FileExistsError"
+        assert "there is something already" in text
+
+
+def test_latest_that_is_a_link_is_replaced_and_not_written_through(ranks2, tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    (tmp_path / "latest").symlink_to("theirs")
+    assert ranks2.run(through_a_link, str(tmp_path)) == [("nothing", "")] * 2
+    assert (tmp_path / "theirs").read_text() == "kept"
+    assert dcp.latest(tmp_path) == tmp_path / "step-1"
+
+
 def test_a_link_in_place_of_an_unfinished_latest_is_not_followed(ranks2, tmp_path):
     (tmp_path / "theirs").write_text("kept")
     (tmp_path / ".latest.unfinished").symlink_to("theirs")

@@ -26,6 +26,14 @@ def test_lines_beyond_the_checkpoint_are_dropped(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics"]
 
 
+def test_a_link_to_the_lines_stays_one(tmp_path):
+    (tmp_path / "lines").write_text("\n".join(GOOD))
+    (tmp_path / "metrics").symlink_to("lines")
+    assert go_on(tmp_path / "metrics", 2) == ""
+    assert (tmp_path / "metrics").is_symlink()
+    assert (tmp_path / "lines").read_text().splitlines() == [*GOOD[:2], "new"]
+
+
 def test_a_run_from_the_start_has_a_file_of_its_own(tmp_path):
     path = tmp_path / "metrics"
     path.write_text(GOOD[0])

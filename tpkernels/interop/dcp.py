@@ -64,7 +64,7 @@ def save(
     unfinished = path.with_name(f".{path.name}.unfinished")
     request = f"dcp.save({path})"
     with together(request):
-        if path.exists():
+        if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
         require_one_stage(state)
         parts = parts_of(model, state)

@@ -29,7 +29,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, *, state: State = None)
     path = Path(path)
     with together(f"safetensors.save({path})"):
         _package("safetensors")
-        if path.exists():
+        if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; remove it, or choose another name")
     write(path, whole_state_dict(model, state=state))
 

@@ -25,7 +25,7 @@ def opened_after(path: Path, done: int) -> tuple[TextIO, str]:
             shutil.copy2(path, aside)
             said = f"{path}: line {damaged[0]} holds no step; left out, and the file as it was is {aside}"
         kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= done]
-        replace_text(path, "".join(f"{line}\n" for line in kept))
+        replace_text(path.resolve(), "".join(f"{line}\n" for line in kept))
         return path.open("a", encoding="utf-8"), said
     return path.open("w", encoding="utf-8"), said
 
