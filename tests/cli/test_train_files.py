@@ -150,6 +150,26 @@ def test_huge_sizes_of_any_command_are_one_line(command, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan --world-size 999999999999", "--world-size: expected at most 10000000, got 999999999999"),
+        ("plan --model llama3-8b --gpus 999999999999", "--gpus: expected at most 10000000, got 999999999999"),
+        (f"tune --dry-run --shapes {10**400}x64x64", "--shapes 1"),
+        (f"tune --dry-run --shapes {10**12}x{10**12}x64", "--shapes 1"),
+    ],
+    ids=["world", "gpus", "digits", "address"],
+)
+def test_numbers_that_no_machine_has_are_one_line(command, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("error: ") == 1
+    assert "Traceback" not in errors
+
+
 def test_options_nested_too_deeply_are_one_line(tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"steps":' + "[" * 100_000)
     with pytest.raises(SystemExit) as ended:

@@ -210,6 +210,22 @@ def test_objects_are_loaded_only_where_the_caller_trusts_them(ranks2, tmp_path):
         assert loaded == Namespace(step=2)
 
 
+def with_code(folder):
+    """`extra` would run code, and the sums fit."""
+    initialize_model_parallel(2)
+    model = trained("odd", 1)[0]
+    dcp.save(Path(folder, "code"), model, extra=Harm())
+    return error_of(dcp.load, Path(folder, "code"), model)
+
+
+def test_code_in_extra_is_not_run(ranks2, tmp_path):
+    shutil.rmtree(HARM, ignore_errors=True)
+    for kind, text in ranks2.run(with_code, str(tmp_path)):
+        assert kind == "ValueError"
+        assert "'extra' cannot be read" in text
+    assert not Path(HARM).exists()
+
+
 def through_a_link(folder):
     initialize_model_parallel(2)
     return error_of(dcp.save, Path(folder, "step-1"), trained("odd", 1)[0])

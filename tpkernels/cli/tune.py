@@ -97,8 +97,9 @@ def _calls(options: Namespace) -> list[Call]:
                 )
                 try:
                     arguments = layer.arguments(cast("Step", step))
-                except RuntimeError as error:  # in torch's words: a matrix larger than any address
-                    raise ValueError(f"--shapes {size}: {error}") from error
+                except (RuntimeError, TypeError) as error:  # a matrix larger than any address
+                    said = str(error).partition("\n")[0]  # in torch's words, without its stack
+                    raise ValueError(f"--shapes {size}: {said}") from error
                 calls[problem_of(cast("Step", step), arguments).key] = (cast("Step", step), arguments)
     return list(calls.values())
 
