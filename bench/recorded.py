@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpkernels.files import parsed
 from tpkernels.pictures.bars import Bar
 from tpkernels.pictures.lanes import Span
 
@@ -85,7 +85,7 @@ class TimeLine:
 
 def read(path: Path) -> Run | Overlaps | TimeLine:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Unreadable(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tpkernels.files import parsed
 
 Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
 
@@ -34,7 +35,7 @@ class Results:
 
 def read_json(path: Path, made_by: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"cannot read {path}: {error.strerror}; `{made_by}` makes it") from error
     except ValueError as error:

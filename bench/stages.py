@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tpkernels.files import parsed
+
 Command = Sequence[str]
 Status = Literal["passed", "failed", "out of time", "skipped"]
 
@@ -78,7 +80,7 @@ def run_stages(stages: Sequence[Stage], out: Path, *, resume: bool = False) -> d
 
 def read_record(out: Path) -> dict[str, dict[str, object]]:
     try:
-        record: dict[str, dict[str, object]] = json.loads((out / RECORD).read_text(encoding="utf-8"))
+        record: dict[str, dict[str, object]] = parsed((out / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none yet, or one that was cut off
         return {}
     return record

@@ -242,11 +242,12 @@ def test_results_of_another_device_are_refused(tmp_path, capsys):
     ("text", "told"),
     [
         ("{", "expected JSON"),
+        ("[" * 100_000, "expected JSON, got it is nested too deeply"),
         ("[1]", "expected results of benchmarks"),
         ('{"benchmarks": [{"fullname": "a", "extra_info": {}}]}', "expected results of benchmarks"),
         (None, "cannot read"),
     ],
-    ids=["cut", "list", "no_ratio", "no_file"],
+    ids=["cut", "nested", "list", "no_ratio", "no_file"],
 )
 def test_files_that_are_no_results_are_bad_use(tmp_path, capsys, text, told):
     path = tmp_path / "now.json"
@@ -257,7 +258,7 @@ def test_files_that_are_no_results_are_bad_use(tmp_path, capsys, text, told):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}']
+    "text", ["{", "[" * 100_000, "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}']
 )
 def test_files_that_are_no_baseline_are_bad_use(tmp_path, capsys, text):
     (tmp_path / "cpu.json").write_text(text)

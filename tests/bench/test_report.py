@@ -193,6 +193,7 @@ def test_strange_overlaps_and_traces_are_no_mistake(content, told, tmp_path):
     ("content", "message"),
     [
         ("{", "expected JSON, got"),
+        ("[" * 100_000, "expected JSON, got it is nested too deeply"),
         ("[]", "expected the JSON of benchmarks"),
         ('{"benchmarks": 3}', "expected the JSON of benchmarks"),
         ('[{"a": 1}]', "expected the JSON of benchmarks"),

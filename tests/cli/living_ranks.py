@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankPool
 from tpkernels.cli import main
+from tpkernels.training.launch import loopback_store
 
 ALICE = Path(__file__).parents[2] / "data" / "alice.txt"
 SIZES = ["--size", "hidden_size=16", "--size", "num_layers=1"]
@@ -26,7 +27,7 @@ TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
 
 def train_on(ranks: RankPool, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What the ranks of a run say together; its exit code is that of one that failed, if any did."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the launcher's own
+    store = loopback_store()  # as the launcher's own
     command = ["train", "--data", str(ALICE), *TINY, *arguments]
     codes, printed, errors = zip(*ranks.run(_as_rank, store.port, command), strict=True)
     return subprocess.CompletedProcess(command, max(codes), "".join(printed), "".join(errors))

@@ -1,13 +1,15 @@
 """`python -m tpkernels train`, as a user types it: real ranks, real text."""
 
+import ipaddress
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,7 @@ def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
 
 def test_a_mistake_ends_all_ranks_with_one_message():
     run = train("--batch", "3", "--dp", "2")
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr.count("batch: expected a multiple of the 2 data-parallel ranks, got 3") == 1
     assert "Traceback" not in run.stderr
 
@@ -82,7 +84,7 @@ def test_a_mistake_ends_all_ranks_with_one_message():
 )
 def test_a_mistake_is_one_message_of_all_ranks(arguments, message, ranks1, ranks2):
     run = train_on(ranks2 if {"--tp", "--dp"} & {*arguments} else ranks1, *arguments)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr.count(message) == run.stderr.count("python -m tpkernels train: rank ") == 1
 
 
@@ -181,12 +183,44 @@ def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
     with running(tmp_path / "metrics.jsonl") as run:
         ranks = children_of(run.pid)
         assert len(ranks) == 2
+        heard = {pid: listening(pid) for pid in (run.pid, *ranks)}  # a store, and two of gloo
+        assert all(heard.values()), heard
+        assert {address for addresses in heard.values() for address in addresses} == {"127.0.0.1"}
         os.kill(ranks[1], signal.SIGKILL)
         _, errors = run.communicate(timeout=180)
     assert run.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL; the other ranks were ended" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def listening(pid):
+    """The addresses that sockets of a process listen on."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(path))
+    own = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [address_of(row[1]) for row in rows if row[3] == "0A" and row[9] in own]
+
+
+def address_of(written):
+    """Of 0100007F:1F90, as the kernel writes addresses: words of four bytes, each in the machine's order."""
+    words = bytes.fromhex(written.partition(":")[0])
+    ordered = [words[at : at + 4][:: -1 if sys.byteorder == "little" else 1] for at in range(0, 16, 4)]
+    return str(ipaddress.ip_address(b"".join(ordered)))
+
+
+def test_sockets_of_other_machines_are_seen():
+    """What the test above looks for, here with a fault."""
+    with socket.create_server(("0.0.0.0", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert sorted(listening(os.getpid()))[:1] == ["0.0.0.0"]
+        assert "127.0.0.1" in listening(os.getpid())
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
@@ -245,7 +279,7 @@ def test_sigterm_saves_and_resume_goes_on_with_other_ranks(tmp_path, ranks2):
     assert [report["step"] for report in reports] == list(range(1, done + 3))
 
     other_batches = train_on(ranks2, *options, "--seed", "5")
-    assert other_batches.returncode == 1
+    assert other_batches.returncode == 2
     assert other_batches.stderr.count("expected seed 1234, which the run began with, got 5") == 1
 
     nothing_left = train_on(ranks2, *options)

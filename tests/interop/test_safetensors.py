@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checks import error_of
 from tests.interop.models import built
 from tests.interop.whole_cases import (
     growth_while_loading,
@@ -18,6 +22,7 @@ from tests.interop.whole_cases import (
     save_all,
 )
 from tests.layers.worlds import posing
+from tpkernels import initialize_model_parallel
 from tpkernels.interop import safetensors as ours
 
 pytest.importorskip("safetensors")
@@ -89,6 +94,110 @@ def test_folder_with_an_index_is_read_as_one(tmp_path):
     assert {name: tuple(value.shape) for name, value in ours.read(tmp_path).items()} == {"a": (2,), "b": (3,)}
     with pytest.raises(FileNotFoundError, match="absent"):
         ours.read(tmp_path / "absent")
+
+
+def folder_with(tmp_path, weight_map):
+    """A folder whose index names these files, one of which is there."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model-1.safetensors")
+    save_file({"a": torch.ones(3)}, tmp_path / "other.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "other.safetensors")
+    text = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../other.safetensors"}, "expected files in its own folder, got '../other.safetensors'"),
+        ({"a": "x/../../other.safetensors"}, "expected files in its own folder, got 'x/../../other"),
+        ({"a": "/etc/passwd"}, "expected files in its own folder, got '/etc/passwd'"),
+        ({"a": "link.safetensors"}, "expected files in its own folder, got 'link.safetensors', which is"),
+        ({"a": "model-2.safetensors"}, "there is no file .*model-2.safetensors"),
+        ({"b": "model-1.safetensors"}, r"the index names, \['b'\] are missing"),
+        ({"a": 7}, "expected JSON with a weight_map"),
+        (["model-1.safetensors"], "expected JSON with a weight_map"),
+        ("{}", "expected JSON with a weight_map"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"weight_map"', "expected JSON with a weight_map"),
+    ],
+)
+def test_index_that_leads_elsewhere_or_nowhere_is_refused_by_name(weight_map, message, tmp_path):
+    folder = folder_with(tmp_path, weight_map)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        ours.read(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    folder = folder_with(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"\['a'\] are in another, too"):
+        ours.read(folder)
+
+
+def test_links_of_hugging_face_caches_are_followed(tmp_path):
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, blobs / "abc")
+    (blobs / "index").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/index")
+    assert ours.read(snapshot)["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_fifos_are_refused_at_once(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{name}: expected|there is no file .*{name}"):
+        ours.read(tmp_path)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, None),
+        ({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 16]}}, None),
+        ({"a": {**ENTRY, "shape": [1 << 62, 8]}}, None),
+        ({"a": {**ENTRY, "data_offsets": [0, 1 << 62]}}, None),
+        ({"a": ENTRY}, 1 << 60),
+        ({"a": ENTRY}, 99_000_000),
+        (
+            b'{"a": %b, "a": %b}'
+            % ((b'{"dtype":"F32","shape":[2],"data_offsets":[%d,%d]}',) * 2)
+            % (0, 8, 8, 16),
+            None,
+        ),
+        (b"[" * 100_000, None),
+        (b"\xff", None),
+    ],
+    ids=["overlap", "gap", "shape", "offset", "length", "too_long", "twice", "nested", "no_text"],
+)
+def test_headers_that_make_no_sense_are_refused_with_the_file(header, length, tmp_path):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", length or len(text)) + text + bytes(16))
+    with pytest.raises(ValueError, match=r"x\.safetensors is damaged, or no safetensors file"):
+        ours.read(file)
+
+
+def write_over(folder):
+    initialize_model_parallel(2)
+    return error_of(ours.write, Path(folder, "model.safetensors"), {"a": torch.ones(2)})
+
+
+def test_a_link_in_place_of_an_unfinished_file_is_not_followed(ranks2, tmp_path):
+    (tmp_path / "theirs").write_text("kept")
+    (tmp_path / ".model.safetensors.unfinished").symlink_to("theirs")
+    for kind, text in ranks2.run(write_over, str(tmp_path)):
+        assert kind == "FileExistsError"
+        assert "expected no symbolic link at" in text
+    assert (tmp_path / "theirs").read_text() == "kept"
 
 
 def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):

@@ -79,6 +79,7 @@ def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
 
 DAMAGE = {
     "not_json": "<<<<<<< HEAD",
+    "deeply_nested": "[" * 100_000,
     "a_list": "[]",
     "other_numbers": '{"3.7": {"provenance": {}, "rows": {"sm_90": {"a": 1}}}}',
 }

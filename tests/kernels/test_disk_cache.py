@@ -1,5 +1,6 @@
 """The cache on disk gives back what was put there, or nothing; a damaged file is nothing."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ DAMAGE = {
     "truncated": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
     "not_json": lambda text: "\0\1\2",
+    "deeply_nested": lambda text: "[" * 100_000,
     "of_other_shape": lambda text: "[1, 2]",
     "changed": lambda text: text.replace("163", "16"),
 }
@@ -38,6 +40,15 @@ def test_cache_ignores_a_damaged_file(damage, tmp_path):
     assert cache.get("key") is None
     cache.put("key", FACTS.as_json())
     assert Facts.from_json(cache.get("key")) == FACTS
+
+
+def test_cache_does_not_wait_for_a_fifo(tmp_path):
+    cache = DiskCache(tmp_path)
+    cache.put("key", 1)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    assert cache.get("key") is None
 
 
 def test_cache_does_without_a_folder_it_cannot_make(tmp_path):

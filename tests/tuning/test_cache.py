@@ -175,6 +175,17 @@ def test_unwritable_folder_costs_one_warning(place, tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("suffix", [".json", ".lock"])
+def test_fifo_in_place_of_a_file_is_no_hang_and_costs_one_warning(suffix, tmp_path, caplog):
+    path = Cache(tmp_path, VERSIONS).path.with_suffix(suffix)
+    os.mkfifo(path)
+    cache = Cache(tmp_path, VERSIONS)
+    cache.put("a", A)
+    cache.put("b", B)
+    assert cache.get("a") == A
+    assert [str(path.with_suffix("")) in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, caplog):
     cache = Cache(tmp_path, VERSIONS)
     cache.put("k", A)

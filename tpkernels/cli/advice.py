@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from tpkernels.cli import OneLineParser
-from tpkernels.cli.sizes import size_of
+from tpkernels.cli.sizes import require_ranks, size_of
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
 from tpkernels.planning.gpus import gpu_named
@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
+        require_ranks("--gpus", options.gpus)
         job, machine = _job(options), _machine(options)
         most = machine.gpus_per_node if options.max_tp is None else options.max_tp
         advice = advise(job, machine, options.gpus, most)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is not None:
             options.json.write_text(_as_json(options, job, machine, advice), encoding="utf-8")
         print(text)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, ArithmeticError, OSError) as error:
         parser.error(str(error))
     return 0 if advice.fitting else 1
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpkernels.cli import OneLineParser, advice
+from tpkernels.cli.sizes import require_ranks
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     try:
+        require_ranks("--world-size", options.world_size)
         plan = plan_groups(
             world_size=options.world_size,
             tensor=options.tp,
@@ -51,6 +53,6 @@ def main(argv: Sequence[str]) -> int:
             options.svg.write_text(plan.to_svg(gpus_per_node=options.gpus_per_node), encoding="utf-8")
             text += f"\n\ndrawn into {options.svg}"
         print(text)
-    except (ValueError, OSError) as error:
+    except (ValueError, ArithmeticError, OSError) as error:
         parser.error(str(error))
     return 0

@@ -1,9 +1,17 @@
-"""`--size NAME=VALUE`, as commands that know models take it."""
+"""`--size NAME=VALUE` and numbers of ranks, as commands that know models take them."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from tpkernels.files import parsed
+
+MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
+
+
+def require_ranks(option: str, count: int) -> None:
+    if count > MOST_RANKS:
+        raise ValueError(f"{option}: expected at most {MOST_RANKS}, got {count}")
 
 
 def size_of(text: str) -> tuple[str, Any]:
@@ -11,6 +19,6 @@ def size_of(text: str) -> tuple[str, Any]:
     if not equals:
         raise ValueError(f"--size: expected NAME=VALUE, got {text!r}")
     try:
-        return name, json.loads(value)
+        return name, parsed(value)
     except ValueError:
         return name, value  # a word, such as swiglu

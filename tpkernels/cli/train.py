@@ -9,11 +9,12 @@ from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from tpkernels.cli import OneLineParser
 from tpkernels.cli.progress import Progress
 from tpkernels.cli.sizes import size_of
+from tpkernels.files import parsed
 
 _DTYPES = ("float32", "bfloat16", "float64")
 # Learns English in a minute on two cores.
@@ -38,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
         return _as_rank(parser, options)
     try:
-        _config(options)
-    except (ValueError, TypeError) as error:  # here, for a rank may be ended before it has said so
+        _require_room(_config(options), options)
+    except (ValueError, TypeError, ArithmeticError) as error:  # a rank may be ended before it has said so
         parser.error(str(error))
     from tpkernels.training.launch import run_ranks
 
@@ -118,7 +119,7 @@ def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     options = parser.parse_args(argv)
     if options.config is not None:
         try:
-            given = json.loads(options.config.read_text(encoding="utf-8"))
+            given = parsed(options.config.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             parser.error(f"--config: {error}")
         if not isinstance(given, dict):
@@ -181,20 +182,24 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     import torch.distributed as dist
 
     from tpkernels.training.launch import hold_lifeline
-    from tpkernels.training.session import Session, is_first_to_say
+    from tpkernels.training.session import Session, is_first_to_say, shown
 
     hold_lifeline()
     session = None
+    is_prepared = False
     try:
         session = Session(
             _config(options), options.tp, saves=options.save is not None, timeout=options.timeout
         )
-        _run(session, options)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        text = f"{type(error).__name__}: {error}"
+        lines = _prepare(session, options)
+        is_prepared = True
+        _run(session, options, lines)
+    except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
+        text = shown(f"{type(error).__name__}: {error}")
         if is_first_to_say(text):  # often all ranks find the same
             sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
-        return 1
+        of_user = not is_prepared and not isinstance(error, RuntimeError | MemoryError)
+        return 2 if of_user else 1
     finally:
         if session is not None:
             session.close()
@@ -223,12 +228,21 @@ def _config(options: Namespace) -> Any:
     )
 
 
-def _run(session: Any, options: Namespace) -> None:
-    from tpkernels.training.flops import Speed, median_step
-    from tpkernels.training.folder import prepare
-    from tpkernels.training.memory import largest_memory
+def _require_room(config: Any, options: Namespace) -> None:
+    """On a CPU; ranks look at GPUs, which this process leaves alone."""
+    import torch
 
-    config = session.config
+    from tpkernels.training.capacity import require_room
+
+    if not torch.cuda.is_available():
+        local = options.tp * options.dp
+        require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
+
+
+def _prepare(session: Any, options: Namespace) -> TextIO | None:
+    """All that can be refused before the first step; where the first rank writes lines."""
+    from tpkernels.training.folder import prepare
+
     if options.prove:
         session.require_proof()
     if options.sample:
@@ -238,10 +252,17 @@ def _run(session: Any, options: Namespace) -> None:
     session.say(session.describe())
     if options.resume:
         session.resume(options.save)
+    return cast("TextIO | None", session.lines(options.json)) if options.json else None
+
+
+def _run(session: Any, options: Namespace, lines: TextIO | None) -> None:
+    from tpkernels.training.flops import Speed, median_step
+    from tpkernels.training.memory import largest_memory
+
+    config = session.config
     speed = Speed.of_run(config, session.device, options.peak_tflops)
     profile = _profile(session, options) if options.profile is not None else None
     reports = []
-    lines = _opened(options.json, session.trainer.done) if options.json and session.rank == 0 else None
     is_profiled = profile is not None and profile.step == config.steps  # a step has one profiler at most
     record_last = options.page is not None and not is_profiled
     with Progress("training", config.steps) as progress:
@@ -297,18 +318,6 @@ def _profile(session: Any, options: Namespace) -> Any:
     if not profile.comes:
         session.say(profile.outcome())
     return profile
-
-
-def _opened(path: Path, done: int) -> Any:
-    """Lines to go on with after so many steps; what a run wrote beyond its last checkpoint is dropped."""
-    kept = []
-    if done and path.is_file():
-        kept = [
-            line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= done
-        ]
-    lines = path.open("w", encoding="utf-8")
-    lines.writelines(f"{line}\n" for line in kept)
-    return lines
 
 
 def _prove(session: Any, losses: Sequence[float]) -> str:

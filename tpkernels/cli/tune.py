@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         calls = _calls(options)
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         parser.error(str(error))
     if options.gpu is not None and not options.dry_run:
         parser.error(f"--gpu {options.gpu} needs --dry-run: only the GPU that is here can be timed")
@@ -97,8 +97,9 @@ def _calls(options: Namespace) -> list[Call]:
                 )
                 try:
                     arguments = layer.arguments(cast("Step", step))
-                except RuntimeError as error:  # in torch's words: a matrix larger than any address
-                    raise ValueError(f"--shapes {size}: {error}") from error
+                except (RuntimeError, TypeError) as error:  # a matrix larger than any address
+                    said = str(error).partition("\n")[0]  # in torch's words, without its stack
+                    raise ValueError(f"--shapes {size}: {said}") from error
                 calls[problem_of(cast("Step", step), arguments).key] = (cast("Step", step), arguments)
     return list(calls.values())
 

@@ -9,7 +9,7 @@ A checkpoint holds whole tensors under the unsharded model's names, in as many f
     extra                           what the caller adds: steps done, place in the data
 
 It is written under another name and renamed when all ranks are done, and only then does `latest` beside it
-name it. So what has its name is complete. torch pickles part of it: load only what you trust.
+name it. So what has its name is complete. `SHA256SUMS` in it has a sum of each file, which `load` compares.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tpkernels.files import clear, read_bytes, replace_text
+from tpkernels.interop import checksums
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
 from tpkernels.interop.parts import Part, parts_of, require_one_stage, world_of
+from tpkernels.interop.saved import Planner, Reader, files_of, read_metadata
 from tpkernels.interop.together import together
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
@@ -51,14 +56,15 @@ def save(
 
     Called by all ranks of the world, which share the file system.
 
-    extra: anything that pickle takes, the same on all ranks
+    extra: the same on all ranks: numbers, text, tensors, and lists and dicts of them; anything else that
+        pickle takes is loaded only where `load` is told to
     state: as the model was built with; by default found in its layers
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.unfinished")
     request = f"dcp.save({path})"
     with together(request):
-        if path.exists():
+        if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
         require_one_stage(state)
         parts = parts_of(model, state)
@@ -69,13 +75,19 @@ def save(
         content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
     with together(request):
         if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that ended while it wrote
+            clear(unfinished)  # of a run that ended while it wrote
             unfinished.mkdir(parents=True)
     _write(unfinished, content)
+    own: dict[str, str] = {}
+    with together(request):
+        own = checksums.sums_of_own(unfinished, dist.get_rank(), dist.get_world_size())
+    sums = _gathered(own)
     with together(request):
         if dist.get_rank() == 0:
-            unfinished.rename(path)
-            _name_latest(path)
+            with _removed_on_failure(unfinished):
+                checksums.write(unfinished, sums)
+                unfinished.rename(path)
+            replace_text(path.with_name(LATEST), path.name)
 
 
 def load(
@@ -83,19 +95,29 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    weights_only: bool = True,
     state: State = None,
 ) -> Any:
     """Read a checkpoint into the model, the optimizer and the random streams; returns its `extra`.
 
-    Called by all ranks of the world. Names, shapes and dtypes are compared before anything is changed. Random
-    streams are restored where as many ranks go on; otherwise they stay as they are, with a warning.
+    Called by all ranks of the world. Sums of files, names, shapes and dtypes are compared before anything is
+    changed. Random streams are restored where as many ranks go on; otherwise they stay as they are, with a
+    warning.
+
+    weights_only: False: let `extra` and the optimizer's options be of any class, whose code is run
     """
     path = Path(path)
     request = f"dcp.load({path})"
     with together(request):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
-        saved = storage.FileSystemReader(path).read_metadata()
+        summed = checksums.intact_files(path, dist.get_rank(), dist.get_world_size())
+    with together(request):
+        saved = read_metadata(path)
+        if summed is None:
+            _warn_of_no_sums(path)
+        else:
+            checksums.require_sums(path, files_of(saved), summed)
         require_one_stage(state)
         parts = parts_of(model, state)
         world = world_of(model, state)
@@ -105,7 +127,8 @@ def load(
             if GROUPS not in saved.state_dict_metadata:
                 raise ValueError("it holds no optimizer; load without one")
             header[GROUPS] = None
-    _read(path, header)
+    reader = Reader(path, saved)
+    _read(reader, header, weights_only=weights_only)
     same_sizes = header["sizes"] == _sizes(world.size)
     with together(request):
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
@@ -116,7 +139,7 @@ def load(
             content |= resumed.place_for(saved)
         streams = _places_of_streams(saved) if same_sizes else {}
         content |= _rows_of_ranks(streams)
-    _read(path, content)
+    _read(reader, content, weights_only=weights_only)
     for part in parts.values():
         part.zero_padding()
     if resumed is not None:
@@ -135,11 +158,11 @@ def load(
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The last checkpoint that was completed in `folder`; None if there is none."""
     try:
-        name = Path(folder, LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        name = read_bytes(Path(folder, LATEST)).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     found = Path(folder, name)
-    if not name or not found.is_dir():
+    if Path(name).name != name or name in ("", "..") or not found.is_dir():
         raise FileNotFoundError(
             f"{Path(folder, LATEST)} names {name!r}, which is not there; write the name of another "
             "checkpoint into it, or remove it to start anew"
@@ -153,17 +176,43 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         storage.save(content, storage_writer=storage.FileSystemWriter(path), planner=planner)
     except storage.CheckpointException as error:  # a BaseException, on all ranks
         if dist.get_rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(path, ignore_errors=True)
         raise RuntimeError(f"the checkpoint could not be written to {path}: {_causes(error)}") from error
 
 
-def _read(path: Path, content: dict[str, Any]) -> None:
-    """Fill the tensors of `content`, and replace what is None."""
-    planner = storage.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """What is half written goes: a full disk needs the room."""
     try:
-        storage.load(content, storage_reader=storage.FileSystemReader(path), planner=planner)
-    except storage.CheckpointException as error:
-        raise RuntimeError(f"the checkpoint {path} could not be read: {_causes(error)}") from error
+        yield
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _gathered(own: dict[str, str]) -> dict[str, str]:
+    """What all ranks bring, on all of them."""
+    everybody: list[dict[str, str]] = [own] * dist.get_world_size()
+    if dist.get_world_size() > 1:
+        dist.all_gather_object(everybody, own)
+    return {name: value for some in everybody for name, value in some.items()}
+
+
+def _warn_of_no_sums(path: Path) -> None:
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"{path} has no {checksums.SUMS}, as checkpoints had before there were sums: whether its files "
+            "are damaged is not known",
+            stacklevel=3,
+        )
+
+
+def _read(reader: Reader, content: dict[str, Any], *, weights_only: bool) -> None:
+    """Fill the tensors of `content`, and replace what is None."""
+    try:
+        storage.load(content, storage_reader=reader, planner=Planner(weights_only=weights_only))
+    except storage.CheckpointException as error:  # a BaseException, on all ranks
+        raise ValueError(f"the checkpoint {reader.path} could not be read: {_causes(error)}") from error
 
 
 def _causes(error: storage.CheckpointException) -> str:
@@ -172,15 +221,6 @@ def _causes(error: storage.CheckpointException) -> str:
     for rank, (cause, _) in error.failures.items():
         found.setdefault(f"{type(cause).__name__}: {cause}", []).append(str(rank))
     return "; ".join(f"{text} (rank {', '.join(ranks)})" for text, ranks in found.items())
-
-
-def _name_latest(path: Path) -> None:
-    unfinished = path.with_name(f".{LATEST}.unfinished")
-    with unfinished.open("w") as file:
-        file.write(path.name)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path.with_name(LATEST))
 
 
 def _sizes(tensor: int) -> dict[str, int]:
@@ -201,7 +241,10 @@ def _compare(parts: dict[str, Part], saved: Metadata) -> None:
         )
     for name, part in parts.items():
         entry = there[name]
-        assert isinstance(entry, TensorStorageMetadata)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(
+                f"'{name}': expected a tensor as in the model, the checkpoint has something else"
+            )
         expected = part.shape, part.local.dtype
         if (tuple(entry.size), entry.properties.dtype) != expected:
             raise ValueError(

@@ -65,7 +65,12 @@ class OptimizerState:
         for entry, described in saved.state_dict_metadata.items():
             if not entry.startswith(STATE):
                 continue
-            part, options = owned[_name_and_key(entry)[0]]
+            name, key = _name_and_key(entry)
+            if name not in owned:
+                raise ValueError(
+                    f"optimizer: the checkpoint has {key!r} of {name!r}, which is not in its groups"
+                )
+            part, options = owned[name]
             if not isinstance(described, TensorStorageMetadata):
                 place[entry] = None
                 continue

@@ -5,7 +5,6 @@ Needs the package `safetensors`.
 
 from __future__ import annotations
 
-import json
 import os
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpkernels.files import clear, parsed, read_text
 from tpkernels.interop.together import together
 from tpkernels.interop.whole import load_whole, whole_state_dict
 from tpkernels.layers.world import State
@@ -29,7 +29,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, *, state: State = None)
     path = Path(path)
     with together(f"safetensors.save({path})"):
         _package("safetensors")
-        if path.exists():
+        if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; remove it, or choose another name")
     write(path, whole_state_dict(model, state=state))
 
@@ -40,6 +40,7 @@ def write(path: str | os.PathLike[str], whole: dict[str, Tensor]) -> None:
     with together(f"safetensors.write({path})"):
         if dist.get_rank() == 0:
             unfinished = path.with_name(f".{path.name}.unfinished")
+            clear(unfinished)  # of a process that ended while it wrote
             contiguous = {name: tensor.contiguous() for name, tensor in whole.items()}
             _package("safetensors.torch").save_file(contiguous, unfinished, metadata={"format": "pt"})
             unfinished.replace(path)
@@ -64,22 +65,56 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     They are mapped from the file, not read: what is copied of them is read then.
     """
     whole: dict[str, Tensor] = {}
-    for file in _files(Path(path)):
-        with _package("safetensors").safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            whole |= {name: opened.get_tensor(name) for name in names}
+    for file, expected in _files(Path(path)).items():
+        found = _tensors(file)
+        if missing := [name for name in expected if name not in found]:
+            raise ValueError(f"{file}: expected the tensors that the index names, {missing} are missing")
+        if twice := [name for name in found if name in whole]:
+            raise ValueError(f"{file}: expected each tensor in one file, {twice} are in another, too")
+        whole |= found
     return whole
 
 
-def _files(path: Path) -> list[Path]:
+def _tensors(file: Path) -> dict[str, Tensor]:
+    package = _package("safetensors")
+    if not file.is_file():  # a FIFO would be waited for
+        raise FileNotFoundError(f"there is no file {file}")
+    try:
+        with package.safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            return {name: opened.get_tensor(name) for name in names}
+    except package.SafetensorError as error:
+        raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error
+
+
+def _files(path: Path) -> dict[Path, list[str]]:
+    """Each file, and the tensors that an index says are in it."""
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if path.is_dir():
-        path = path / "model.safetensors"
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    return [path]
+    if not index.exists():
+        return {path / "model.safetensors" if path.is_dir() else path: []}
+    try:
+        weight_map = parsed(read_text(index))["weight_map"]
+        entries = [(str(name), Path(file)) for name, file in weight_map.items()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{index}: expected JSON with a weight_map, the file of each tensor, got {error!r}"
+        ) from error
+    files: dict[Path, list[str]] = {}
+    for name, file in sorted(entries, key=lambda entry: entry[1]):
+        files.setdefault(_within(path, file, index), []).append(name)
+    return files
+
+
+def _within(folder: Path, file: Path, index: Path) -> Path:
+    """A file that an index names, which may be anybody's: none but those of its own folder."""
+    top = folder.resolve()
+    inside = [top]
+    if top.parent.name == "snapshots":  # of Hugging Face's cache, whose files are links to its blobs
+        inside.append(top.parent.parent / "blobs")
+    found = (folder / file).resolve()
+    if file.is_absolute() or ".." in file.parts or not any(found.is_relative_to(place) for place in inside):
+        raise ValueError(f"{index}: expected files in its own folder, got {str(file)!r}, which is {found}")
+    return folder / file
 
 
 def _package(name: str) -> Any:

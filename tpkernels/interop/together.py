@@ -7,7 +7,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-_KEPT = (ValueError, TypeError, FileExistsError, FileNotFoundError)
+_KEPT = (
+    ValueError,
+    TypeError,
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 
 @contextmanager

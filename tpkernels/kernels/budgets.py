@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpkernels.files import parsed, read_text
 from tpkernels.kernels.ahead_of_time import Facts
 
 TABLE = Path(__file__).with_name("budgets.json")
@@ -85,7 +86,7 @@ def read(path: Path = TABLE) -> dict[str, Budgets]:
     if not path.exists():
         return {}
     try:
-        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+        return _parsed(parsed(read_text(path)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no table of budgets ({error!r}): restore it") from error
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from tpkernels.files import parsed, read_text
+
 
 def cache_folder() -> Path | None:
     """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
@@ -43,7 +45,7 @@ class DiskCache:
         if self.folder is None:
             return None
         try:
-            stored = json.loads(_path(self.folder, key).read_text(encoding="utf-8"))
+            stored = parsed(read_text(_path(self.folder, key)))
             value = stored["value"]
             return value if stored["digest"] == _digest(key, value) else None
         except (OSError, ValueError, KeyError, TypeError):

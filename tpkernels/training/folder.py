@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tpkernels.files import unused
 from tpkernels.interop.together import together
 
 _ABANDONED = ".abandoned"
@@ -29,6 +30,9 @@ def prepare(folder: Path, *, resume: bool) -> None:
                     f"{folder} holds checkpoints of another run; pass --resume to go on from the last, or "
                     "another folder"
                 )
+            for path in folder.iterdir():  # of a save that was interrupted; the next one will clear it
+                if path.name.endswith(".unfinished") and path.is_symlink():
+                    raise FileExistsError(f"expected no symbolic link at {path}; remove it")
 
 
 def set_aside_after(folder: Path, done: int) -> None:
@@ -40,16 +44,9 @@ def set_aside_after(folder: Path, done: int) -> None:
         if dist.get_rank() == 0:
             for step, path in _steps(folder).items():
                 if step > done:
-                    path.rename(_unused(path.with_name(path.name + _ABANDONED)))
+                    path.rename(unused(path.with_name(path.name + _ABANDONED)))
 
 
 def _steps(folder: Path) -> dict[int, Path]:
     named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in named if match}
-
-
-def _unused(path: Path) -> Path:
-    number, candidate = 1, path
-    while candidate.exists():
-        number, candidate = number + 1, path.with_name(f"{path.name}-{number + 1}")
-    return candidate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,8 +25,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on. Ranks that
     `hold_lifeline` end with us even if we are killed.
     """
-    # ours, so that no port has to be guessed; found by the ranks as they find torchrun's
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+    store = loopback_store()  # found by the ranks as they find torchrun's
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -34,6 +34,8 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _loopback_interface()):
+        common["GLOO_SOCKET_IFNAME"] = interface  # gloo listens on the address of the host's name otherwise
     processes: list[subprocess.Popen[bytes]] = []
     signal.signal(signal.SIGTERM, lambda *_: _pass_on(processes))
     theirs, ours = os.pipe()
@@ -55,6 +57,26 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     sys.stderr.write(f"\nrank {failed} {how}; the other ranks were ended\n")
     return code if code > 0 else 128 - code
+
+
+def loopback_store() -> TCPStore:
+    """A store for the ranks of this machine, which no other machine can reach."""
+    # given a name and a port, TCPStore listens on every interface
+    listening = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=5),
+        master_listen_fd=listening.detach(),  # the store closes it
+    )
+
+
+def _loopback_interface() -> str:
+    """Its name: lo on Linux, lo0 elsewhere; "" where there is neither."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
 
 
 def hold_lifeline() -> None:

@@ -109,6 +109,12 @@ class ShardedAdamW:
     def take(self, whole: torch.optim.AdamW) -> None:
         """Go on from what `unsharded` gave, on any number of ranks."""
         kept = [whole.state[parameter] for _, parameter in self._named]
+        expected = {MASTER, *((*STATES, "step") if "step" in kept[0] else ())}
+        for (name, _), state in zip(self._named, kept, strict=True):
+            if not expected <= state.keys():
+                raise ValueError(
+                    f"optimizer: expected {sorted(expected)} of '{name}', as runs keep, got {sorted(state)}"
+                )
         for shard, value in zip(
             self._shards, self.buckets.cut([state[MASTER] for state in kept]), strict=True
         ):

@@ -9,16 +9,20 @@ import statistics
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
 from tpkernels.interop import dcp
+from tpkernels.interop.together import together
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
+from tpkernels.training.capacity import require_room
 from tpkernels.training.folder import set_aside_after
+from tpkernels.training.metrics import opened_after
 from tpkernels.training.report import facts_of, pictures_of, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
@@ -37,6 +41,15 @@ def is_first_to_say(text: str) -> bool:
         return dist.distributed_c10d._get_default_store().add(f"tpkernels said {name}", 1) == 1
     except RuntimeError:  # the store has ended with the launcher
         return True
+
+
+def shown(text: str) -> str:
+    """For a terminal: characters that would steer it, or hide others, are written as escapes.
+
+    >>> shown("red \\x1b[31m and \\u202e back")
+    'red \\\\x1b[31m and \\\\u202e back'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 class Session:
@@ -62,7 +75,11 @@ class Session:
         self._recorded: list[Span] = []  # of one step
         if saves:
             signal.signal(signal.SIGTERM, self._note_signal)
-        self._state = create_parallel_state(plan_groups(world_size=dist.get_world_size(), tensor=tensor))
+        world = dist.get_world_size()
+        self._state = create_parallel_state(plan_groups(world_size=world, tensor=tensor))
+        with together(f"train on {world} ranks"):
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            require_room(config, tensor, world // tensor, local=local, device=self.device)
         self.trainer = Trainer(config, self._state, self.device)
 
     @property
@@ -72,7 +89,7 @@ class Session:
     def say(self, text: str) -> None:
         """Once, by the first rank."""
         if self.rank == 0:
-            print(text, flush=True)
+            print(shown(text), flush=True)
 
     def describe(self) -> str:
         parameters = sum(self._whole_elements(p) for p in self.trainer.model.parameters())
@@ -86,7 +103,8 @@ class Session:
 
     def resume(self, folder: Path) -> None:
         """Go on from the last checkpoint that was completed in `folder`, if there is one."""
-        found = dcp.latest(folder)
+        with together(f"--resume from {folder}"):
+            found = dcp.latest(folder)
         if found is None:
             set_aside_after(folder, 0)
             self.say(f"no checkpoint in {folder}: from the start")
@@ -115,6 +133,16 @@ class Session:
             if last or (every and self.trainer.done % every == 0):
                 self.say(f"saved {self.trainer.save(folder)}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what comes now need not be saved
+
+    def lines(self, path: Path) -> TextIO | None:
+        """Where the first rank writes a line for each step to come; called by all ranks."""
+        opened, said = None, ""
+        with together(f"--json {path}"):
+            if self.rank == 0:
+                opened, said = opened_after(path, self.trainer.done)
+        if said:
+            self.say(said)
+        return opened
 
     def _any_was_asked(self) -> bool:
         """Whether SIGTERM has reached some rank: all stop after the same step."""
@@ -179,7 +207,7 @@ class Session:
         ids = torch.tensor([list(prompt.encode())], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         written = model.generate(ids, count, temperature=0.8, top_k=40, generator=generator)
-        return bytes(written[0].tolist()).decode(errors="replace")
+        return shown(bytes(written[0].tolist()).decode(errors="replace"))
 
     def close(self) -> None:
         destroy_parallel_state(self._state)

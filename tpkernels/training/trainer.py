@@ -93,6 +93,11 @@ class Trainer:
                 f"accumulate: expected a divisor of the {config.batch // ranks} excerpts of a rank, got "
                 f"{config.accumulate}"
             )
+        if config.sequence_parallel and config.tokens % state.size("tp"):
+            raise ValueError(
+                f"tokens: expected a number that the {state.size('tp')} tensor-parallel ranks divide, got "
+                f"{config.tokens}"
+            )
         with use(state):
             manual_seed(config.seed)
         self.model = GPT(
@@ -159,6 +164,10 @@ class Trainer:
             )  # they do not: see below
             extra = dcp.load(path, self.model, whole, state=self.state)
         ours = self._batches()
+        if not isinstance(extra, dict) or not {"done", "ranks", *ours} <= extra.keys():
+            raise ValueError(
+                f"{path}: expected a checkpoint of a training run, got one with extra {extra!r:.60}"
+            )
         for name, value in ours.items():
             if extra[name] != value:
                 raise ValueError(

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from tpkernels.files import parsed, read_text
 from tpkernels.tuning.log import warnings
 from tpkernels.tuning.versions import Versions
 
@@ -47,8 +48,8 @@ class ForeignFile(ValueError):
 def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
     """The versions and choices in the text of a file."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parsed(text)
+    except ValueError as error:
         raise ForeignFile(f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ForeignFile(f"it is not of format {FORMAT}")
@@ -107,7 +108,7 @@ class Cache:
         if self._path is None:
             return {}
         try:
-            versions, choices = parse(self._path.read_text(encoding="utf-8"))
+            versions, choices = parse(read_text(self._path))
             if versions != asdict(self._versions):
                 raise ForeignFile(f"it was written for {versions}")
             return choices
@@ -138,7 +139,7 @@ def _replace(path: Path, text: str) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other writers out, but for no longer than a write can take: a stuck one must not stop training."""
-    with path.open("a") as file:
+    with open(path, "a", opener=_without_waiting) as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while fcntl is not None and time.monotonic() < deadline:
             try:
@@ -149,3 +150,8 @@ def _locked(path: Path) -> Iterator[None]:
             except OSError:  # a file system without locks
                 break
         yield  # closing the file unlocks it
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A FIFO that nobody reads is an error."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)

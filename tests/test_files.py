@@ -1,0 +1,91 @@
+"""Whatever lies where a file is expected, nothing hangs, nothing else is written, and nothing is lost."""
+
+import os
+import stat
+
+import pytest
+
+from tpkernels.files import clear, parsed, read_bytes, read_text, replace_text, unused
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_regular_file_is_refused_at_once(make, tmp_path):
+    make(tmp_path / "x")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="expected a regular file at"):
+        read_bytes(tmp_path / "x")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_regular_files_are_read_also_through_a_link(tmp_path):
+    (tmp_path / "x").write_text("é", encoding="utf-8")
+    (tmp_path / "link").symlink_to("x")
+    assert read_text(tmp_path / "link") == "é"
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "absent")
+    (tmp_path / "x").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="utf-8"):
+        read_text(tmp_path / "x")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "{", "[1,]"])
+def test_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"nested too deeply|Expecting|Illegal"):
+        parsed(text)
+
+
+def test_json_is_what_it_says():
+    assert parsed('{"a": [1, null]}') == {"a": [1, None]}
+
+
+@pytest.mark.parametrize("target", ["file", "folder", "nowhere"])
+def test_a_link_is_never_followed(target, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "temporary").symlink_to(target)
+    with pytest.raises(FileExistsError, match=r"expected no symbolic link at .*temporary; remove it"):
+        clear(tmp_path / "temporary")
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "kept").read_text() == "kept"
+    (tmp_path / ".x.unfinished").symlink_to(target)
+    with pytest.raises(FileExistsError):
+        replace_text(tmp_path / "x", "new")
+    assert not (tmp_path / "x").exists()
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_leavings_are_cleared(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "half").touch()
+    (tmp_path / "file").touch()
+    for name in ("folder", "file", "absent"):
+        clear(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path, link = tmp_path / "x", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to("x")
+    (tmp_path / ".x.unfinished").write_text("half of an earl")  # of a process that was killed
+    replace_text(path, "new")
+    assert path.read_text() == "new"
+    replace_text(link, "of its own")
+    assert (link.is_symlink(), link.read_text(), path.read_text()) == (False, "of its own", "new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match="no room"):
+        replace_text(path, "newer")
+    assert path.read_text() == "new"
+
+
+def no_room(*_):
+    raise OSError("no room")
+
+
+def test_unused_names_skip_links_that_lead_nowhere(tmp_path):
+    assert unused(tmp_path / "x") == tmp_path / "x"
+    (tmp_path / "x").symlink_to("nowhere")
+    (tmp_path / "x-2").mkdir()
+    assert unused(tmp_path / "x") == tmp_path / "x-3"

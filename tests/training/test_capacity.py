@@ -1,0 +1,73 @@
+"""What cannot fit is refused before anything is allocated, and what may fit is not."""
+
+import pytest
+import torch
+
+from tests.training.test_training import config_for
+from tpkernels import create_parallel_state, plan_groups
+from tpkernels.models.config import model_config
+from tpkernels.training import capacity
+from tpkernels.training.capacity import least_bytes, memory_of_machine, require_room
+from tpkernels.training.memory import largest_memory
+from tpkernels.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def seen_and_needed(config, tensor):
+    """What a rank held after a step, and what was said before."""
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, tensor=tensor))
+    trainer = Trainer(config, state, CPU)
+    trainer.step()
+    memory = largest_memory(trainer)
+    return memory.weights + memory.gradients + memory.optimizer, least_bytes(config, tensor, world // tensor)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_no_more_is_counted_than_a_run_holds(tensor, tmp_path, ranks2):
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 120)) * 20)
+    config = config_for(text, dtype=torch.float32)
+    for held, needed in ranks2.run(seen_and_needed, config, tensor):
+        activations = 16 * config.batch * config.tokens + 4 * config.model.num_layers * (
+            config.batch * config.tokens * config.model.hidden_size
+        )
+        assert held / 2 < needed <= held + activations
+
+
+def config_of(tmp_path, *, batch=4, tokens=16, **sizes):
+    config = config_for(tmp_path / "text.txt", dtype=torch.float32)
+    model = model_config("gpt2-small", max_positions=None, **sizes)
+    return type(config)(model=model, data=config.data, steps=1, batch=batch, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "huge",
+    [
+        {"vocab_size": 9999999999999},
+        {"num_layers": 10**9},
+        {"ffn_hidden_size": 10**400},
+        {"batch": 10**12},
+        {"tokens": 10**12},
+    ],
+    ids=str,
+)
+def test_huge_sizes_are_refused_with_the_memory_they_need(huge, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^a rank needs at least [\d,.]+ GiB .* this machine has [\d.]+ GiB"
+    ):
+        require_room(config_of(tmp_path, **huge), 1, 1, local=1, device=CPU)
+
+
+def test_ranks_of_a_machine_share_its_memory(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    needed = least_bytes(config, 1, 2) + capacity.PROCESS
+    monkeypatch.setattr(capacity, "memory_of_machine", lambda: 2 * needed)
+    require_room(config, 1, 2, local=2, device=CPU)
+    with pytest.raises(ValueError, match=r"^3 ranks need at least"):
+        require_room(config, 1, 2, local=3, device=CPU)
+
+
+def test_memory_of_this_machine_is_plausible():
+    assert 2**28 < memory_of_machine() < 2**50

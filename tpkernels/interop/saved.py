@@ -1,0 +1,151 @@
+"""What a checkpoint's folder holds, read as data: nothing in it is run, and nothing outside it is opened.
+
+torch pickles a checkpoint's `.metadata`, and unpickling runs whatever code a file names. Here only classes
+are taken that torch's own metadata is made of; their numbers are checked before anything relies on them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from dataclasses import is_dataclass
+from enum import Enum
+from importlib import import_module
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as storage
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from tpkernels.files import read_bytes
+
+METADATA = ".metadata"
+_OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What the checkpoint in `folder` holds, and in which of its files."""
+    content = read_bytes(folder / METADATA)
+    try:
+        metadata = _Unpickler(io.BytesIO(content)).load()
+        _require_sound(metadata, folder)
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(
+            f"{folder / METADATA} is damaged, or not of a checkpoint ({type(error).__name__}: {error}); "
+            "restore it from a copy, or take an earlier checkpoint"
+        ) from error
+    metadata.storage_meta = StorageMeta()  # where it was written, which says nothing about here
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """The names of the files that it tells of."""
+    return {METADATA} | {info.relative_path for info in metadata.storage_data.values()}
+
+
+class Reader(storage.FileSystemReader):
+    """Reads what `metadata` tells of, which has been looked at; it is not read again."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+
+class Planner(storage.DefaultLoadPlanner):
+    """Fills tensors, and what is None by values that torch loads without running code."""
+
+    def __init__(self, *, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=self._weights_only)
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            how = "" if not self._weights_only else _OF_OTHER_CLASSES
+            raise ValueError(f"'{name}' cannot be read ({type(error).__name__}: {said}){how}") from error
+
+
+_OF_OTHER_CLASSES = (
+    "; where it holds other classes than torch's and Python's plain ones, pass weights_only=False if you "
+    "trust who wrote it, or name them to torch.serialization.add_safe_globals"
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds records, enumerations, sizes and dtypes of torch; no function but one that looks up a layout."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _OF_RECORDS:
+            found = getattr(import_module(module), name, None)
+            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        elif module == "torch":
+            found = getattr(torch, name, None)
+            if found is torch.Size or isinstance(found, torch.dtype):
+                return found
+        elif (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        elif module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            return PurePath  # where it was written
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def _require_sound(metadata: Metadata, folder: Path) -> None:
+    """That every number of it can be relied on; any exception says that one cannot."""
+    _require(isinstance(metadata, Metadata), f"expected Metadata, got {type(metadata).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        _require(isinstance(name, str), f"expected a name, got {name!r}")
+        if not isinstance(entry, BytesStorageMetadata):
+            _require(isinstance(entry, TensorStorageMetadata), f"'{name}': got {type(entry).__name__}")
+            _require_covered(name, entry)
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        _require(isinstance(index, MetadataIndex), f"expected an index, got {index!r}")
+        _require(isinstance(info, filesystem._StorageInfo), f"{index}: got {type(info).__name__}")
+        file = info.relative_path
+        _require(Path(file).name == file and file != "..", f"expected a file in the folder, got {file!r}")
+        _require(not info.transform_descriptors, f"{file}: expected plain files, got transformed ones")
+        if file not in sizes:
+            _require((folder / file).is_file(), f"{file} is missing")
+            sizes[file] = (folder / file).stat().st_size
+        end = info.offset + info.length
+        _require(
+            min(info.offset, info.length) >= 0 and end <= sizes[file],
+            f"{file}: expected at least {end} bytes, it has {sizes[file]}",
+        )
+
+
+def _require_covered(name: str, entry: TensorStorageMetadata) -> None:
+    """Every element is in a chunk, and every chunk in the tensor: torch would leave out what is in none."""
+    size = tuple(entry.size)
+    _require(isinstance(entry.properties.dtype, torch.dtype), f"'{name}': got no dtype")
+    for chunk in entry.chunks:
+        ends = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        _require(
+            all(min(start, length) >= 0 and start + length <= full for start, length, full in ends),
+            f"'{name}' of {size}: got a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}",
+        )
+    held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    _require(held == math.prod(size), f"'{name}': expected {math.prod(size)} elements, got {held}")
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
