@@ -97,7 +97,7 @@ class _ParallelLinear(ParallelModule):
 class ColumnParallelLinear(_ParallelLinear):
     """Y = act(X Aᵀ + b), of which each rank computes its columns: A is split along its out_features.
 
-    gather_output: all ranks get the whole Y; otherwise each gets its columns
+    gather_output: all ranks get the whole Y, of all tokens; otherwise each gets its columns
     init_method: fills the whole (output_size, input_size) weight; the bias starts at zero
     stride: of the split, where several weights are stacked in one: see `topology/shard.py`
     keep_master_weight_for_test: keep the whole initial weight as `master_weight`
@@ -144,11 +144,6 @@ class ColumnParallelLinear(_ParallelLinear):
             state=state,
         )
         require_activation("ColumnParallelLinear", activation or "none")
-        if gather_output and self.sequence_parallel:
-            raise ValueError(
-                "ColumnParallelLinear: expected gather_output=False with sequence_parallel, after which all "
-                "tokens go on with this rank's features; pass gather_output=False"
-            )
         if skip_bias_add and bias and activation not in (None, "none"):
             raise ValueError(
                 f"ColumnParallelLinear: expected no activation with skip_bias_add, got {activation!r}: it "

@@ -45,7 +45,7 @@ def initialize_model_parallel(
     Every rank calls it with the same arguments, after `torch.distributed.init_process_group`. Ranks that
     disagree all get the same error, which says what two of them asked for.
 
-    virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 3 or more pipeline stages
+    virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 2 or more pipeline stages
     pipeline_model_parallel_split_rank: the first stage of the decoder, in a model that has an encoder too
     order: axes from the fastest varying to the slowest
     timeout: for the agreement and for every group's collectives; default: the default process group's

@@ -66,11 +66,11 @@ def check_expert(world_size: int, *, tensor: int, pipeline: int, expert: int) ->
 def check_virtual(virtual_pipeline: int | None, pipeline: int) -> int | None:
     if virtual_pipeline is None:
         return None
-    if pipeline <= 2:
+    if pipeline < 2:
         raise InvalidSizes(
-            "pipeline-model-parallel size should be greater than 2 with interleaved schedule: "
+            "pipeline-model-parallel size should be greater than 1 with interleaved schedule: "
             f"got pipeline {pipeline} with virtual_pipeline {virtual_pipeline}; "
-            "use 3 or more stages, or leave virtual_pipeline out"
+            "use 2 or more stages, or leave virtual_pipeline out"
         )
     return positive(virtual_pipeline, "virtual_pipeline")
 
