@@ -123,9 +123,16 @@ def pair(setting: Setting) -> dict[str, float]:
 
 def gathered(setting: Setting) -> dict[str, float]:
     """A column whose output is gathered: all tokens and all features on each rank."""
-    options = {"sequence_parallel": setting.sequence_parallel, "overlap": setting.overlap}
     torch.manual_seed(11)
-    layer = ColumnParallelLinear(K, N, True, True, activation=setting.activation, dtype=setting.dtype, **options)
+    layer = ColumnParallelLinear(
+        K,
+        N,
+        gather_output=True,
+        activation=setting.activation,
+        sequence_parallel=setting.sequence_parallel,
+        overlap=setting.overlap,
+        dtype=setting.dtype,
+    )
     torch.manual_seed(11)
     named = {"w": nn.init.xavier_normal_(torch.empty(N, K)).to(setting.dtype)}
     named |= {"b": drawn((N,), 2, setting.dtype), "x": drawn((*setting.leading, K), 1, setting.dtype)}

@@ -158,7 +158,7 @@ OWN_BOOLS = {
 
 @pytest.mark.parametrize(("function", "args"), OWN_BOOLS.values(), ids=OWN_BOOLS)
 def test_a_bool_that_may_be_the_functions_own_is_refused(function, args):
-    with pytest.raises(TypeError, match="a bool after the function is distribute_saved_activations.*keyword"):
+    with pytest.raises(TypeError, match=r"a bool after the function is .*keyword"):
         checkpoint(function, *args)
 
 

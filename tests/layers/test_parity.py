@@ -56,9 +56,10 @@ def test_options_of_column_and_row(check):
 
 
 def test_column_that_gathers_its_output(check):
-    flags = list(product([False, True], [False, True], [None, "gelu"]))
-    check("gathered", [Setting(dtype, *flag) for dtype in (torch.float32, torch.bfloat16) for flag in flags])
-    check("gathered", [Setting(sequence_parallel=True, leading=leading) for leading in ((4,), (0, 3), (4, 1, 2))])
+    flags = product([torch.float32, torch.bfloat16], [False, True], [False, True], [None, "gelu"])
+    leading = [(4,), (0, 3), (4, 1, 2)]
+    check("gathered", [Setting(*flag) for flag in flags])
+    check("gathered", [Setting(sequence_parallel=True, leading=shape) for shape in leading])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
