@@ -204,9 +204,9 @@ def manual_seed(seed: int, *, cuda_only: bool = False) -> None:
     seed = checked_seed(seed)
     tensor_rank = state.rank_in("tp") if changed.tensor_rank is None else changed.tensor_rank
     model_seed = checked_seed(seed + _MODEL_PARALLEL_OFFSET + tensor_rank)
-    expert_seed = checked_seed(
-        seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * state.rank_in("ep") + tensor_rank
-    )
+    expert_rank = state.rank_in("ep") if changed.expert_rank is None else changed.expert_rank
+    in_expert = tensor_rank if changed.expert_tensor_rank is None else changed.expert_tensor_rank
+    expert_seed = checked_seed(seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * expert_rank + in_expert)
     tracker = get_rng_tracker()
     tracker.reset(cuda_only=cuda_only)
     if cuda_only:
