@@ -130,7 +130,8 @@ class RngTracker:
         if isinstance(states, Mapping) and _is_megatrons(states) and needed == [DEFAULT_STREAM]:
             present = self.get_states()
             given = {name: self._sorted(state) for name, state in states.items()}
-            _require_devices(given, self._devices)
+            for name, state in given.items():
+                _check_devices(name, state, self._devices)
             given = {name: present.get(name, {}) | state for name, state in given.items()}
             given[DEFAULT_STREAM] = present[DEFAULT_STREAM]
         elif isinstance(states, Mapping) and set(needed) <= states.keys():
@@ -141,7 +142,7 @@ class RngTracker:
                 "fork also those of Megatron's tracker, a tensor or generator for each named stream"
             )
         for name, generators in given.items():
-            _check_state(name, generators, self._devices)
+            _check_state(name, generators, self._devices[0])
         self._waiting = given
         _write(given[self._live], self._devices)
 
@@ -241,30 +242,35 @@ def _is_megatrons(states: Mapping[str, object]) -> bool:
     )
 
 
-def _require_devices(given: Mapping[str, Generators], devices: list[str]) -> None:
-    for name, state in given.items():
-        for device in state.keys() - set(devices):
+def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
+    """Of Megatron's states, which say of no device that they are its."""
+    for device, state in given.items():
+        if device not in devices:
             raise ValueError(
                 f"the state of random stream {name!r} is of a generator of {device}, which these streams "
                 f"have no generator of: theirs are of {', '.join(devices)}"
             )
+        _try(name, device, state)
 
 
-def _check_state(name: str, generators: Generators, devices: list[str]) -> None:
+def _check_state(name: str, generators: Generators, device: str) -> None:
     """Before anything is replaced: a state that torch would not take leaves the streams as they are."""
-    if devices[0] not in generators:
+    if device not in generators:
         raise ValueError(
-            f"the state of random stream {name!r} holds no state of the {devices[0].upper()}'s generator, "
-            "and there is none to go on from; manual_seed(seed) adds the usual streams, and "
+            f"the state of random stream {name!r} holds no state of the {device.upper()}'s generator, and "
+            "there is none to go on from; manual_seed(seed) adds the usual streams, and "
             "manual_seed(seed, cuda_only=True) has Megatron's, of a CUDA device alone"
         )
-    for device in generators.keys() & set(devices):
-        try:
-            _generator(device).set_state(generators[device])
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"the state of random stream {name!r} is not one of a generator of {device}: {error}"
-            ) from None
+    _try(name, device, generators[device])
+
+
+def _try(name: str, device: str, state: Tensor) -> None:
+    try:
+        _generator(device).set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the state of random stream {name!r} is not one of a generator of {device}: {error}"
+        ) from None
 
 
 def _read(devices: list[str]) -> Generators:
