@@ -148,7 +148,13 @@ def annotated(twice: bool, x=None):
     return x
 
 
+class Annotated(torch.nn.Module):
+    def forward(self, twice: "bool | None", x=None):
+        return x
+
+
 OWN_BOOLS = {
+    "module": (Annotated(), (True, torch.ones(2))),
     "annotated": (annotated, (True, torch.ones(2))),
     "by default": (lambda twice=False, x=None: x, (False, torch.ones(2))),
     "does not fit": (lambda twice, x: x, (True, torch.ones(2))),

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
 from tpkernels.layers.world import TensorWorld, tensor_world
@@ -49,7 +49,7 @@ def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwa
     if torch.compiler.is_compiling():  # which does not look at signatures
         raise TypeError("checkpoint: expected no bool after the function under torch.compile; leave it out")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):  # of a builtin, say
         return
     try:
@@ -58,7 +58,7 @@ def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwa
     except TypeError:
         fits = False
     first = next((p for p in signature.parameters.values() if p.name not in kwargs), None)
-    own = first is not None and (first.annotation in (bool, "bool") or isinstance(first.default, bool))
+    own = first is not None and ("bool" in str(first.annotation) or isinstance(first.default, bool))
     if own or not fits:
         raise TypeError(
             "checkpoint: a bool after the function is distribute_saved_activations, as in Megatron's "
