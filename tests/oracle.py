@@ -104,6 +104,6 @@ def all_settings(worlds: tuple[int, ...]) -> Iterator[tuple[int, int, int, int |
             for pp in range(1, world + 1):
                 if world % (tp * pp):
                     continue
-                for virtual in [None, 1, 2, 3] if pp > 2 else [None]:
+                for virtual in [None, 1, 2, 3] if pp > 1 else [None]:
                     for split in [None, *range(pp)]:
                         yield world, tp, pp, virtual, split

@@ -41,7 +41,7 @@ BAD = {
     "missing": ["--tp", "2"],
     "unknown_option": ["--world-size", "16", "--np", "2"],
     "order": ["--world-size", "16", "--order", "tp-zz"],
-    "virtual": ["--world-size", "16", "--pp", "2", "--virtual-pipeline", "2"],
+    "virtual": ["--world-size", "16", "--pp", "1", "--virtual-pipeline", "2"],
     "split": ["--world-size", "16", "--pp", "2", "--split-rank", "2"],
     "rank": ["--world-size", "16", "--rank", "16"],
     "unwritable": ["--world-size", "16", "--svg", "/nowhere/plan.svg"],

@@ -121,6 +121,37 @@ def pair(setting: Setting) -> dict[str, float]:
     return compare(setting, whole, named, dy, ours)  # type: ignore[arg-type]
 
 
+def gathered(setting: Setting) -> dict[str, float]:
+    """A column whose output is gathered: all tokens and all features on each rank."""
+    torch.manual_seed(11)
+    layer = ColumnParallelLinear(
+        K,
+        N,
+        gather_output=True,
+        activation=setting.activation,
+        sequence_parallel=setting.sequence_parallel,
+        overlap=setting.overlap,
+        dtype=setting.dtype,
+    )
+    torch.manual_seed(11)
+    named = {"w": nn.init.xavier_normal_(torch.empty(N, K)).to(setting.dtype)}
+    named |= {"b": drawn((N,), 2, setting.dtype), "x": drawn((*setting.leading, K), 1, setting.dtype)}
+    with torch.no_grad():
+        layer.bias.copy_(cut(0)(named["b"]))
+    tokens = cut(0) if setting.sequence_parallel else same
+    x = laid_out(setting, tokens(named["x"])).requires_grad_()
+    y, _ = layer(x)
+    dy = drawn((*setting.leading, N), 4, setting.dtype)
+    y.backward(laid_out(setting, dy))
+
+    def whole(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return ACT[setting.activation](F.linear(x, w, b))
+
+    ours: dict[str, Part] = {"y": (y.detach(), same), "x": (x.grad, tokens)}
+    ours |= {"w": (layer.weight.grad, cut(0)), "b": (layer.bias.grad, cut(0))}
+    return compare(setting, whole, named, dy, ours)  # type: ignore[arg-type]
+
+
 GATE = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 
@@ -199,7 +230,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-CASES = {"pair": pair, "block": block}
+CASES = {"pair": pair, "block": block, "gathered": gathered}
 
 
 def swapped_shards() -> float:

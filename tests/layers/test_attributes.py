@@ -118,6 +118,19 @@ def test_defaults_and_copies():
     assert Attributes.of(weight) == Attributes(True, 0, 3)
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_megatrons_optimizers_read_is_kept(change):
+    said = {"allreduce": False, "expert_tp": True, "is_qkv": True, "qkv_split_shapes": [4, 2, 2]}
+    copied = torch.ones(2)
+    with posing(1, 2):
+        module = Two()
+        vars(module.scale).update(said)
+        copy_tensor_model_parallel_attributes(copied, module.scale)
+        changed = change(module)
+    for tensor in (copied, changed.scale):
+        assert {name: getattr(tensor, name) for name in said} == said
+
+
 def test_copies_are_counted_once():
     split, whole = torch.ones(2), torch.ones(2)
     set_tensor_model_parallel_attributes(split, True, 0, 1)

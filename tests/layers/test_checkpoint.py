@@ -1,11 +1,14 @@
 """Recomputation gives the same gradients and leaves every random stream where it would have been."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.checks import error_of
 from tests.layers.worlds import posing
-from tpkernels import checkpoint, get_rng_tracker, manual_seed
+from tpkernels import checkpoint, get_rng_tracker, initialize_model_parallel, manual_seed
 from tpkernels.layers.dropout import ParallelDropout
 
 
@@ -123,3 +126,85 @@ def test_dropout_keeps_to_training_and_to_probabilities():
     assert ParallelDropout(1.0, is_split=False)(x).eq(0).all()
     with pytest.raises(ValueError, match=r"p: expected a probability from 0 to 1, got 1\.5"):
         ParallelDropout(1.5, is_split=False)
+
+
+def test_a_bool_is_megatrons_and_never_goes_to_the_function(streams):
+    *plain, _ = run(noisy, streams, "default")
+    *again, _ = run(lambda x, w: checkpoint(noisy, False, x, w), streams, "default")
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert checkpoint(lambda: "nothing to take", False) == "nothing to take"
+    x = torch.ones(2)
+    assert checkpoint(lambda x, *, twice: x * (1 + twice), False, x, twice=True).tolist() == [2, 2]
+
+
+def test_a_bool_is_refused_under_compile():
+    torch._dynamo.reset()
+    block = torch.compile(lambda x: checkpoint(torch.sin, False, x), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="expected no bool after the function under"):
+        block(torch.ones(2, requires_grad=True))
+
+
+def annotated(twice: bool, x=None):
+    return x
+
+
+class Annotated(torch.nn.Module):
+    def forward(self, twice: "bool | None", x=None):
+        return x
+
+
+OWN_BOOLS = {
+    "module": (Annotated(), (True, torch.ones(2))),
+    "annotated": (annotated, (True, torch.ones(2))),
+    "by default": (lambda twice=False, x=None: x, (False, torch.ones(2))),
+    "does not fit": (lambda twice, x: x, (True, torch.ones(2))),
+    "alone": (lambda twice: twice, (True,)),
+}
+
+
+@pytest.mark.parametrize(("function", "args"), OWN_BOOLS.values(), ids=OWN_BOOLS)
+def test_a_bool_that_may_be_the_functions_own_is_refused(function, args):
+    with pytest.raises(TypeError, match=r"a bool after the function is .*keyword"):
+        checkpoint(function, *args)
+
+
+def outcome(way, alike=True):
+    """Output and gradients of a checkpointed function; whether its input outlives forward; what is raised."""
+    torch.manual_seed(1 if alike else torch.distributed.get_rank())
+    source, w = torch.randn(4, 3, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    x = source.sin()  # which saves its input, not its output
+    alive = weakref.ref(x)
+    y = checkpoint(lambda x, w: F.dropout((x @ w).tanh(), 0.3) @ w, way, x, w)
+    del x
+    lives = alive() is not None
+    error = error_of(lambda: y.backward(torch.ones_like(y)))
+    return [y.detach(), source.grad, w.grad], lives, error
+
+
+def distributed():
+    initialize_model_parallel(torch.distributed.get_world_size())
+    (plain, lives, _), (again, lives_again, error) = outcome(False), outcome(True)
+    assert error == ("nothing", "")
+    return all(map(torch.equal, plain, again)), lives, lives_again
+
+
+@pytest.mark.parametrize(("pool", "ranks"), [("ranks1", 1), ("ranks2", 2), ("ranks4", 4)])
+def test_distributed_saved_activations_are_gathered_again(pool, ranks, request):
+    found = request.getfixturevalue(pool).run(distributed)
+    assert found == [(True, True, ranks == 1)] * ranks
+
+
+def distributed_wrongly():
+    initialize_model_parallel(2)
+    x = torch.ones(3, requires_grad=True)
+    calls = [lambda: checkpoint(torch.sin, True, x), lambda: checkpoint(lambda x: x[0], True, [x])]
+    return [*map(error_of, calls), outcome(True, alike=False)[2]]
+
+
+def test_activations_that_cannot_be_distributed_are_refused_on_all_ranks(ranks2):
+    first, second = ranks2.run(distributed_wrongly)
+    assert first == second
+    assert [kind for kind, _ in first] == ["ValueError", "TypeError", "RuntimeError"]
+    assert "the 2 tensor-parallel ranks divide, got (3,)" in first[0][1]
+    assert "a tensor as the first argument of the function" in first[1][1]
+    assert "the same on all tensor-parallel ranks, but it differed" in first[2][1]

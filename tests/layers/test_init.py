@@ -1,11 +1,21 @@
 """`layers/init.py`: one seed gives one weight, however many ranks share it."""
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.layers.worlds import posing
+from tpkernels import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from tpkernels.layers.init import fill_shard
 from tpkernels.runtime.random import get_rng_tracker
 from tpkernels.topology.shard import pieces_of
@@ -119,3 +129,52 @@ def test_init_method_may_return_another_tensor():
 def test_init_method_of_another_shape_is_refused(init, error, words):
     with pytest.raises(error, match=words):
         shards(2, 0, init=init)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that live at once, at most; those of before are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            storage = result.untyped_storage()
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata, None)
+                self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+LAYERS = {
+    "column": lambda **options: ColumnParallelLinear(64, 128, gather_output=False, **options),
+    "row": lambda **options: RowParallelLinear(64, 128, input_is_parallel=True, **options),
+    "embedding": lambda **options: VocabParallelEmbedding(250, 32, **options),
+    "mlp": lambda **options: ParallelMLP(32, 128, activation="swiglu", **options),
+    "attention": lambda **options: ParallelAttention(64, 8, **options),
+}
+
+
+@pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
+def test_without_initialization_nothing_is_drawn_or_allocated_but_shards(build):
+    with posing(1, 8):
+        with Allocations() as drawn:
+            shards = sum(p.nbytes for p in build().parameters())
+        before = torch.get_rng_state()
+        with Allocations() as peak:
+            layer = build(perform_initialization=False)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert peak.peak == shards
+    assert drawn.peak > 2 * shards  # what is counted sees a weight that is drawn whole
+    assert all(parameter.isnan().all() for parameter in layer.parameters())
+
+
+def test_without_initialization_padding_is_zero_all_the_same():
+    with posing(1, 2):
+        weight = VocabParallelEmbedding(7, 3, perform_initialization=False).weight
+    assert weight.isnan().all(1).tolist() == [True, True, True, False]
+    assert not weight[3].any()

@@ -145,7 +145,6 @@ BAD_LAYERS = {
     "negative": (lambda: RowParallelLinear(4, -6), "output_size must be a positive integer, got -6"),
     "stride": (lambda: ColumnParallelLinear(4, 6, stride=2), r"x stride \(2\) = 4; choose a multiple of 4"),
     "activation": (lambda: ColumnParallelLinear(4, 6, activation="sigmoid"), "expected an activation of"),
-    "gathered": (lambda: ColumnParallelLinear(4, 6, sequence_parallel=True), "expected gather_output=False"),
     "whole input": (
         lambda: RowParallelLinear(4, 6, sequence_parallel=True),
         "expected input_is_parallel=True",

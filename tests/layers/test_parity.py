@@ -55,6 +55,13 @@ def test_options_of_column_and_row(check):
     )
 
 
+def test_column_that_gathers_its_output(check):
+    flags = product([torch.float32, torch.bfloat16], [False, True], [False, True], [None, "gelu"])
+    leading = [(4,), (0, 3), (4, 1, 2)]
+    check("gathered", [Setting(*flag) for flag in flags])
+    check("gathered", [Setting(sequence_parallel=True, leading=shape) for shape in leading])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_norm_and_mlp(check, dtype):
     flags = product([False, True], [False, True], ["gelu_tanh", "swiglu"])

@@ -50,7 +50,7 @@ def test_one_rank_alone_is_a_world(ranks1):
     ("arguments", "name", "words"),
     [
         ((3,), "InvalidSizes", "world_size (2) is not divisible by"),
-        ((1, 2, 2), "InvalidSizes", "greater than 2 with interleaved schedule"),
+        ((2, 1, 2), "InvalidSizes", "greater than 1 with interleaved schedule"),
         ((1, 2, None, 2), "InvalidSizes", "split_rank (2) is not a pipeline stage"),
         ((1.0,), "TypeError", "must be a positive integer, got 1.0"),
     ],

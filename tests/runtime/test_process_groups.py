@@ -19,7 +19,7 @@ from tpkernels.runtime.initialize import (
 )
 from tpkernels.runtime.process_groups import create_process_groups, kinds_alike
 from tpkernels.runtime.state import ParallelStateError, current_or_none
-from tpkernels.topology.plan import KINDS, plan_groups
+from tpkernels.topology.plan import COMBINED_KINDS, KINDS, plan_groups
 
 
 def timeouts_of_groups() -> list[float]:
@@ -122,9 +122,14 @@ def test_unknown_kind_of_options_is_refused():
 def test_sharing_is_right_on_every_rank():
     """Kinds are judged alike at rank 0; that must hold for all."""
     for split in (None, 0, 1, 2, 3):
-        for sizes in [dict(tensor=2, pipeline=4), dict(pipeline=4, context=2, expert=2), dict(pipeline=4)]:
+        for sizes in [
+            dict(tensor=2, pipeline=4),
+            dict(pipeline=4, context=2, expert=2),
+            dict(pipeline=4),
+            dict(pipeline=4, tensor=2, context=2, expert=2),
+        ]:
             plan = plan_groups(world_size=16, split_rank=split, **sizes)
-            for kind, alike in kinds_alike(plan, {}).items():
+            for kind, alike in kinds_alike(plan, {}, (*KINDS, *COMBINED_KINDS)).items():
                 for rank in range(16):
                     if plan.is_member(rank, kind):
                         assert plan.group_of(rank, kind) == plan.group_of(rank, alike)

@@ -7,6 +7,7 @@ import torch
 
 from tests.fake_world import fake_rank
 from tpkernels import parallel_state
+from tpkernels.runtime import random
 from tpkernels.runtime.initialize import initialize_model_parallel
 from tpkernels.runtime.random import RngTracker, get_rng_tracker, manual_seed
 from tpkernels.runtime.state import ParallelState, ParallelStateError, use
@@ -214,6 +215,125 @@ def test_fork_without_a_name_is_the_model_parallel_stream():
 def test_seeding_before_initialization_says_what_to_do():
     with pytest.raises(ParallelStateError, match="initialize_model_parallel"):
         manual_seed(1)
+
+
+class FakeCuda:
+    """Stands for a CUDA device's generator: states as small, numbers that say where they come from."""
+
+    def __init__(self, _device: str = "cuda") -> None:
+        self.seed = self.drawn = 0
+
+    def manual_seed(self, seed: int) -> "FakeCuda":
+        self.seed, self.drawn = seed, 0
+        return self
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor([self.seed, self.drawn]).view(torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        if state.numel() != 16:
+            raise RuntimeError("RNG state is wrong size")
+        self.seed, self.drawn = state.view(torch.int64).tolist()
+
+    def draw(self) -> tuple[int, int]:
+        self.drawn += 1
+        return self.seed, self.drawn
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    """A machine with one."""
+    live = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", live.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", live.set_state)
+    monkeypatch.setattr(torch.cuda, "manual_seed", live.manual_seed)
+    cpu = random._generator
+    monkeypatch.setattr(random, "_generator", lambda name: FakeCuda() if name == "cuda" else cpu(name))
+    return live
+
+
+@pytest.fixture
+def seeded_cuda_only(cuda):
+    with fake_rank(1, 2):
+        initialize_model_parallel(2)
+        torch.manual_seed(77)
+        manual_seed(5, cuda_only=True)
+        yield get_rng_tracker()
+    get_rng_tracker().reset(cuda_only=False)
+
+
+def test_streams_of_cuda_alone_leave_the_cpus_generator_to_the_caller(cuda, seeded_cuda_only):
+    drawn = draw()
+    with seeded_cuda_only.fork():
+        assert cuda.draw() == (5 + 2718 + 1, 1)
+        drawn += draw()
+    assert cuda.draw() == (5, 1)
+    with seeded_cuda_only.fork():
+        assert cuda.draw() == (5 + 2718 + 1, 2)
+    assert drawn + draw() == draws(77, 3)
+    assert seeded_cuda_only.get_states()["model-parallel-rng"].keys() == {"cuda"}
+
+
+def test_replay_draws_from_the_cpu_again_beside_streams_of_cuda_alone(cuda, seeded_cuda_only):
+    moment = seeded_cuda_only.snapshot()
+    first = draw(), cuda.draw()
+    with seeded_cuda_only.replay(moment):
+        assert (draw(), cuda.draw()) == first
+    assert (draw(), cuda.draw()) == (draws(77, 2)[1:], (5, 2))
+
+
+def test_streams_of_cuda_alone_need_cuda(tracker):
+    with pytest.raises(RuntimeError, match="cuda_only=True: expected a CUDA device"):
+        tracker.reset(cuda_only=True)
+    with pytest.raises(RuntimeError, match="cuda_only=True: expected a CUDA device"):
+        RngTracker(cuda_only=True)
+    with tracker.fork("a"):
+        assert draw() == draws(11, 1)
+
+
+def megatrons(**seeds: int) -> dict[str, torch.Tensor]:
+    """States as Megatron's tracker keeps them, each after two draws."""
+    return {name: torch.tensor([seed, 2]).view(torch.uint8) for name, seed in seeds.items()}
+
+
+@pytest.mark.parametrize("cuda_only", [True, False])
+def test_states_of_megatrons_tracker_load(cuda, tracker, cuda_only):
+    if cuda_only:
+        tracker = RngTracker(cuda_only=True)
+    cuda.manual_seed(9)
+    tracker.set_states(megatrons(a=41, b=42))
+    assert cuda.draw() == (9, 1)
+    with tracker.fork("a"):
+        assert cuda.draw() == (41, 3)
+        if not cuda_only:
+            assert draw() == draws(11, 1)  # of which Megatron knows nothing
+    with tracker.fork("b"):
+        assert cuda.draw() == (42, 3)
+
+
+def test_generators_and_states_of_the_cpu_load_in_megatrons_form(tracker):
+    states = {"a": torch.Generator().manual_seed(41), "b": torch.Generator().manual_seed(42).get_state()}
+    tracker.set_states(states)
+    for name, seed in (("a", 41), ("b", 42), ("default", 1)):
+        with tracker.fork(name):
+            assert draw() == draws(seed, 1)
+
+
+def test_states_of_megatrons_that_cannot_go_on_here_are_refused(tracker):
+    with pytest.raises(ValueError, match="of a generator of cuda, which these streams have no generator of"):
+        tracker.set_states(megatrons(a=41))
+    with tracker.fork("a"), pytest.raises(ValueError, match="outside of any fork also those of Megatron's"):
+        tracker.set_states({"a": torch.get_rng_state()})
+    with pytest.raises(ValueError, match="'a' is not one of a generator"):
+        tracker.set_states({"a": torch.get_rng_state()[:-1].clone().new_zeros(5056)})
+    with tracker.fork("a"):
+        assert draw() == draws(11, 1)
+
+
+def test_a_stream_that_is_new_needs_a_state_of_the_cpu(cuda, tracker):
+    with pytest.raises(ValueError, match=r"'c' holds no state of the CPU's generator.*cuda_only=True"):
+        tracker.set_states(megatrons(c=41))
 
 
 @pytest.mark.gpu

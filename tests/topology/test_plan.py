@@ -147,8 +147,8 @@ BAD = {
     "negative": (dict(world_size=4, pipeline=-2), "must be a positive integer, got -2"),
     "empty_world": (dict(world_size=0), "world_size must be a positive integer"),
     "virtual_too_few_stages": (
-        dict(world_size=4, pipeline=2, virtual_pipeline=2),
-        "pipeline-model-parallel size should be greater than 2 with interleaved schedule",
+        dict(world_size=4, pipeline=1, virtual_pipeline=2),
+        "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
     ),
     "virtual_zero": (
         dict(world_size=4, pipeline=4, virtual_pipeline=0),

@@ -9,135 +9,8 @@ from typing import Protocol, SupportsIndex
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state import (
-    destroy_model_parallel as destroy_model_parallel,
-)
-from tpkernels.parallel_state import (
-    get_context_parallel_group as get_context_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_context_parallel_rank as get_context_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    get_context_parallel_world_size as get_context_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    get_data_parallel_group as get_data_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_data_parallel_rank as get_data_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    get_data_parallel_src_rank as get_data_parallel_src_rank,
-)
-from tpkernels.parallel_state import (
-    get_data_parallel_world_size as get_data_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    get_embedding_group as get_embedding_group,
-)
-from tpkernels.parallel_state import (
-    get_expert_data_parallel_group as get_expert_data_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_expert_model_parallel_group as get_expert_model_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_expert_model_parallel_rank as get_expert_model_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    get_expert_model_parallel_world_size as get_expert_model_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    get_model_parallel_group as get_model_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_first_rank as get_pipeline_model_parallel_first_rank,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_group as get_pipeline_model_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_last_rank as get_pipeline_model_parallel_last_rank,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_next_rank as get_pipeline_model_parallel_next_rank,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_prev_rank as get_pipeline_model_parallel_prev_rank,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_rank as get_pipeline_model_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_split_rank as get_pipeline_model_parallel_split_rank,
-)
-from tpkernels.parallel_state import (
-    get_pipeline_model_parallel_world_size as get_pipeline_model_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    get_position_embedding_group as get_position_embedding_group,
-)
-from tpkernels.parallel_state import (
-    get_tensor_model_parallel_group as get_tensor_model_parallel_group,
-)
-from tpkernels.parallel_state import (
-    get_tensor_model_parallel_rank as get_tensor_model_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    get_tensor_model_parallel_src_rank as get_tensor_model_parallel_src_rank,
-)
-from tpkernels.parallel_state import (
-    get_tensor_model_parallel_world_size as get_tensor_model_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    get_virtual_pipeline_model_parallel_world_size as get_virtual_pipeline_model_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    is_pipeline_first_stage as is_pipeline_first_stage,
-)
-from tpkernels.parallel_state import (
-    is_pipeline_last_stage as is_pipeline_last_stage,
-)
-from tpkernels.parallel_state import (
-    is_pipeline_stage_after_split as is_pipeline_stage_after_split,
-)
-from tpkernels.parallel_state import (
-    is_pipeline_stage_at_split as is_pipeline_stage_at_split,
-)
-from tpkernels.parallel_state import (
-    is_pipeline_stage_before_split as is_pipeline_stage_before_split,
-)
-from tpkernels.parallel_state import (
-    is_rank_in_embedding_group as is_rank_in_embedding_group,
-)
-from tpkernels.parallel_state import (
-    is_rank_in_position_embedding_group as is_rank_in_position_embedding_group,
-)
-from tpkernels.parallel_state import (
-    model_parallel_is_initialized as model_parallel_is_initialized,
-)
-from tpkernels.parallel_state import (
-    set_pipeline_model_parallel_rank as set_pipeline_model_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    set_pipeline_model_parallel_split_rank as set_pipeline_model_parallel_split_rank,
-)
-from tpkernels.parallel_state import (
-    set_pipeline_model_parallel_world_size as set_pipeline_model_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    set_tensor_model_parallel_rank as set_tensor_model_parallel_rank,
-)
-from tpkernels.parallel_state import (
-    set_tensor_model_parallel_world_size as set_tensor_model_parallel_world_size,
-)
-from tpkernels.parallel_state import (
-    set_virtual_pipeline_model_parallel_rank as set_virtual_pipeline_model_parallel_rank,
-)
+from tpkernels.parallel_state import *  # noqa: F403
+from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.sizes import InvalidSizes
 
@@ -157,14 +30,14 @@ def is_unitialized() -> bool:
     return not parallel_state.model_parallel_is_initialized()
 
 
-def initialize_model_parallel(
+def initialize_model_parallel(  # type: ignore[no-redef]
     tensor_model_parallel_size_: int = 1,
     pipeline_model_parallel_size_: int = 1,
     virtual_pipeline_model_parallel_size_: int | None = None,
     pipeline_model_parallel_split_rank_: int | None = None,
 ) -> ParallelState:
     """As in `parallel_state`, but a size larger than the world is cut down to it, with a warning."""
-    return parallel_state.initialize_model_parallel(
+    return initialize_in_runtime(
         _at_most_world(tensor_model_parallel_size_, "tensor_model_parallel_size_"),
         _at_most_world(pipeline_model_parallel_size_, "pipeline_model_parallel_size_"),
         virtual_pipeline_model_parallel_size_,

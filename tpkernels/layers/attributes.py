@@ -4,6 +4,12 @@ tensor_model_parallel   ranks hold different parts of one weight; otherwise they
 partition_dim           the dimension that is split; -1: none
 partition_stride        of the split, see `topology/shard.py`
 sequence_parallel       each rank's gradient is of its tokens only: gradients are summed over the ranks
+
+Kept for Megatron's optimizers and buckets, as callers set them:
+
+allreduce               False: of an expert, whose gradient is summed over the expert data-parallel ranks
+expert_tp               split over the expert tensor-parallel ranks
+is_qkv                  rows of queries, keys and values, in groups of `qkv_split_shapes` rows
 tensor_parallel_ranks   ours: the global ranks of the tensor group; empty where they are not known
 """
 
@@ -26,6 +32,10 @@ class Attributes:
     partition_dim: int = -1
     partition_stride: int = 1
     sequence_parallel: bool = False
+    allreduce: bool = True
+    expert_tp: bool = False
+    is_qkv: bool = False
+    qkv_split_shapes: list[int] | None = None
     tensor_parallel_ranks: tuple[int, ...] = field(default=(), compare=False)
 
     @staticmethod

@@ -5,13 +5,17 @@ What is drawn from any random stream while computing is drawn again, bit for bit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
+from tpkernels.layers.world import TensorWorld, tensor_world
+from tpkernels.ops import mappings
 from tpkernels.runtime.random import get_rng_tracker
 
 T = TypeVar("T")
@@ -20,12 +24,96 @@ T = TypeVar("T")
 def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """function(*args, **kwargs), of which only the arguments are kept for backward.
 
+    A bool as the first argument is Megatron's `distribute_saved_activations`, and `function` does not get it.
+    If it is True, each tensor-parallel rank keeps its shard of the next argument, a tensor that is the same
+    on all of them, and gathers it in backward. A bool of the function's own is passed by keyword.
+
     Transfers between ranks in `function` are made again too: all ranks recompute the same.
     """
+    distribute = False
+    if args and isinstance(args[0], bool):
+        distribute, args = args[0], args[1:]
+        _refuse_own_bool(function, args, kwargs)
     ways: dict[str, Any] = {"use_reentrant": False}
     if not torch.compiler.is_compiling():  # which sees to random numbers by itself
         tracker = get_rng_tracker()
         moment = tracker.snapshot()
         ways["preserve_rng_state"] = False  # torch knows one stream only
         ways["context_fn"] = lambda: (nullcontext(), tracker.replay(moment))
-    return cast("T", checkpoint_in_torch(function, *args, **ways, **kwargs))
+    with _distributed(args[0] if args else None) if distribute else nullcontext():
+        return cast("T", checkpoint_in_torch(function, *args, **ways, **kwargs))
+
+
+def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An error where the bool can be meant for `function` rather than for `checkpoint`."""
+    if torch.compiler.is_compiling():  # which does not look at signatures
+        raise TypeError("checkpoint: expected no bool after the function under torch.compile; leave it out")
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # of a builtin, say
+        return
+    try:
+        signature.bind(*args, **kwargs)
+        fits = True
+    except TypeError:
+        fits = False
+    first = next((p for p in signature.parameters.values() if p.name not in kwargs), None)
+    own = first is not None and ("bool" in str(first.annotation) or isinstance(first.default, bool))
+    if own or not fits:
+        raise TypeError(
+            "checkpoint: a bool after the function is distribute_saved_activations, as in Megatron's "
+            f"checkpoint(function, distribute_saved_activations, *args), but {function} seems to take it "
+            f"itself: {signature}; pass the function's own bool by keyword"
+        )
+
+
+@contextmanager
+def _distributed(first: object) -> Iterator[None]:
+    """What autograd saves of `first` inside the block is this rank's shard of it."""
+    world = tensor_world()
+    if not isinstance(first, Tensor):
+        raise TypeError(
+            "checkpoint: distribute_saved_activations=True expects a tensor as the first argument of the "
+            f"function, got {type(first).__name__}"
+        )
+    if first.numel() % world.size:
+        raise ValueError(
+            "checkpoint: distribute_saved_activations=True expects a first argument whose elements the "
+            f"{world.size} tensor-parallel ranks divide, got {tuple(first.shape)}"
+        )
+    if world.size == 1:
+        yield
+        return
+
+    place = first.data_ptr(), first.shape  # the hooks live as long as the graph, and must not hold `first`
+
+    def pack(saved: Tensor) -> Tensor | _Shard:
+        return _Shard(saved, world) if (saved.data_ptr(), saved.shape) == place else saved
+
+    def unpack(kept: Tensor | _Shard) -> Tensor:
+        return kept.gathered() if isinstance(kept, _Shard) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Shard:
+    """This rank's elements of a tensor that all ranks of a tensor-parallel group hold."""
+
+    def __init__(self, full: Tensor, world: TensorWorld) -> None:
+        flat = full.detach().reshape(-1)
+        self.elements = flat.tensor_split(world.size)[world.rank].clone()
+        self.shape = full.shape
+        self.hash = torch.hash_tensor(flat)
+        self.world = world
+
+    @torch.no_grad()
+    def gathered(self) -> Tensor:
+        full = mappings.gather_from_sequence_region(self.elements, self.world.group)
+        if not torch.equal(torch.hash_tensor(full), self.hash):  # ranks that differ gather a mixture
+            raise RuntimeError(
+                "checkpoint: distribute_saved_activations=True expects the first argument of the function to "
+                "be the same on all tensor-parallel ranks, but it differed; pass False where ranks hold "
+                "different tokens, as under sequence parallelism"
+            )
+        return full.view(self.shape)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.init import InitMethod, fill_shard
+from tpkernels.layers.init import InitMethod, fill_shard, leave_unset
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.topology.vocabulary import split_vocabulary
@@ -20,6 +20,8 @@ class VocabParallelEmbedding(ParallelModule):
     padding_idx: an id whose row starts at zero and gets no gradient
     divisible_by: each rank's rows are padded to a multiple of it, Megatron's `make_vocab_size_divisible_by`
     sequence_parallel: the output is this rank's tokens, of dimension 0; no effect on one rank
+    perform_initialization: draw the table; if False nothing is drawn or allocated beyond the shard, which
+        holds NaN until it is loaded
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     """
 
@@ -34,6 +36,7 @@ class VocabParallelEmbedding(ParallelModule):
         padding_idx: int | None = None,
         divisible_by: int = 1,
         sequence_parallel: bool = False,
+        perform_initialization: bool = True,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -55,7 +58,10 @@ class VocabParallelEmbedding(ParallelModule):
         self.sequence_parallel = sequence_parallel and self.world.size > 1
         split = Attributes(tensor_model_parallel=True, partition_dim=0)
         self.add_parameter("weight", (len(rows), embedding_dim), split, device=device, dtype=dtype)
-        self.reset_parameters()
+        if perform_initialization:
+            self.reset_parameters()
+        else:
+            leave_unset(self.weight, rows=len(self.split.ids_of(self.world.rank)))
 
     def reset_parameters(self) -> None:
         """Draw the table, the same for every number of ranks.

@@ -46,6 +46,17 @@ def fill_shard(
     return master
 
 
+@torch.no_grad()
+def leave_unset(shard: Tensor, rows: int | None = None) -> None:
+    """NaN instead of a weight: what is not loaded afterwards shows in the first loss. Nothing is drawn.
+
+    rows: how many of the shard's rows are of the weight; the others are padding, and zero
+    """
+    shard[:rows].fill_(torch.nan)
+    if rows is not None:
+        shard[rows:].zero_()
+
+
 def whole_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.device) -> Tensor:
     """What `init_method` makes of an fp32 tensor, the same on all ranks that share the default stream."""
     master = torch.zeros(shape, dtype=torch.float32, device=device)

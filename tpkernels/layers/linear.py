@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.init import InitMethod, fill_shard
+from tpkernels.layers.init import InitMethod, fill_shard, leave_unset
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, require_activation
@@ -76,6 +76,14 @@ class _ParallelLinear(ParallelModule):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def initialize(self, perform: bool) -> None:
+        """Draw the parameters, or leave them unset."""
+        if perform:
+            self.reset_parameters()
+            return
+        for parameter in self.parameters(recurse=False):
+            leave_unset(parameter)
+
     def extra_repr(self) -> str:
         held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
         return (
@@ -97,7 +105,7 @@ class _ParallelLinear(ParallelModule):
 class ColumnParallelLinear(_ParallelLinear):
     """Y = act(X Aᵀ + b), of which each rank computes its columns: A is split along its out_features.
 
-    gather_output: all ranks get the whole Y; otherwise each gets its columns
+    gather_output: all ranks get the whole Y, of all tokens; otherwise each gets its columns
     init_method: fills the whole (output_size, input_size) weight; the bias starts at zero
     stride: of the split, where several weights are stacked in one: see `topology/shard.py`
     keep_master_weight_for_test: keep the whole initial weight as `master_weight`
@@ -107,6 +115,8 @@ class ColumnParallelLinear(_ParallelLinear):
     sequence_parallel: X is this rank's tokens, of dimension 0, and is gathered; no effect on one rank
     gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
     overlap: move pieces while others are computed
+    perform_initialization: draw the weight; if False nothing is drawn or allocated beyond the shard, which
+        holds NaN until it is loaded
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     """
 
@@ -126,6 +136,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
+        perform_initialization: bool = True,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -144,11 +155,6 @@ class ColumnParallelLinear(_ParallelLinear):
             state=state,
         )
         require_activation("ColumnParallelLinear", activation or "none")
-        if gather_output and self.sequence_parallel:
-            raise ValueError(
-                "ColumnParallelLinear: expected gather_output=False with sequence_parallel, after which all "
-                "tokens go on with this rank's features; pass gather_output=False"
-            )
         if skip_bias_add and bias and activation not in (None, "none"):
             raise ValueError(
                 f"ColumnParallelLinear: expected no activation with skip_bias_add, got {activation!r}: it "
@@ -167,7 +173,7 @@ class ColumnParallelLinear(_ParallelLinear):
             self.add_parameter("bias", (self.output_size_per_partition,), split, device=device, dtype=dtype)
         else:
             self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.initialize(perform_initialization)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(output, output_bias)
@@ -217,6 +223,8 @@ class RowParallelLinear(_ParallelLinear):
     sequence_parallel: Y is this rank's tokens, of dimension 0; no effect on one rank
     gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
     overlap: move pieces while others are computed
+    perform_initialization: draw the weight; if False nothing is drawn or allocated beyond the shard, which
+        holds NaN until it is loaded
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
 
     The bias is the same on all ranks, and is added once, after the sum. Its gradient is whole on each rank,
@@ -238,6 +246,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
+        perform_initialization: bool = True,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -270,7 +279,7 @@ class RowParallelLinear(_ParallelLinear):
             self.add_parameter("bias", (output_size,), copied, device=device, dtype=dtype)
         else:
             self.register_parameter("bias", None)
-        self.reset_parameters()
+        self.initialize(perform_initialization)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, output_bias)

@@ -24,6 +24,7 @@ class ParallelMLP(ParallelModule):
     sequence_parallel: X and the output are this rank's tokens, of dimension 0; no effect on one rank
     gradient_accumulation_fusion: add the weights' gradients to their `main_grad`
     overlap: move pieces while others are computed
+    perform_initialization: as in `ColumnParallelLinear`
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
 
     Gate and up are two weights, `gate.weight` and `up.weight`, so that one that is saved whole can be split
@@ -44,6 +45,7 @@ class ParallelMLP(ParallelModule):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
+        perform_initialization: bool = True,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -69,6 +71,7 @@ class ParallelMLP(ParallelModule):
                 init_method=init_method,
                 sequence_parallel=sequence_parallel,
                 gradient_accumulation_fusion=gradient_accumulation_fusion,
+                perform_initialization=perform_initialization,
                 state=state,
                 device=device,
                 dtype=dtype,
@@ -85,6 +88,7 @@ class ParallelMLP(ParallelModule):
             skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            perform_initialization=perform_initialization,
             state=state,
             device=device,
             dtype=dtype,

@@ -89,6 +89,11 @@ def new_group(
     return group
 
 
+def takes_cpu_tensors_by_gloo(group: ProcessGroup) -> bool:
+    """Whether collectives of `group` on CPU tensors go through gloo."""
+    return "cpu:gloo" in distributed_c10d._world.pg_backend_config[group].split(",")
+
+
 def destroy_group(group: ProcessGroup) -> None:
     """Destroy `group`, unless that happened already (with the default group, say)."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:

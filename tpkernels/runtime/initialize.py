@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, SupportsIndex, TypeGuard
@@ -45,7 +45,7 @@ def initialize_model_parallel(
     Every rank calls it with the same arguments, after `torch.distributed.init_process_group`. Ranks that
     disagree all get the same error, which says what two of them asked for.
 
-    virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 3 or more pipeline stages
+    virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 2 or more pipeline stages
     pipeline_model_parallel_split_rank: the first stage of the decoder, in a model that has an encoder too
     order: axes from the fastest varying to the slowest
     timeout: for the agreement and for every group's collectives; default: the default process group's
@@ -53,7 +53,7 @@ def initialize_model_parallel(
     group_options: backend options by kind, such as {"tp": ProcessGroupNCCL.Options(...)} for high-priority
         streams; a kind that is named here shares no communicator with other kinds or the default group
     """
-    request = _as_text(
+    request = as_text(
         initialize_model_parallel,
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
@@ -66,6 +66,31 @@ def initialize_model_parallel(
         backend,
         sorted(map(repr, group_options)) if group_options else None,
     )
+
+    def plan() -> GroupPlan:
+        return plan_groups(
+            world_size=dist.get_world_size(),
+            tensor=tensor_model_parallel_size,
+            pipeline=pipeline_model_parallel_size,
+            context=context_parallel_size,
+            expert=expert_model_parallel_size,
+            virtual_pipeline=virtual_pipeline_model_parallel_size,
+            split_rank=pipeline_model_parallel_split_rank,
+            order=order,
+        )
+
+    return start(request, plan, timeout, backend, group_options or {}, KINDS)
+
+
+def start(
+    request: str,
+    plan: Callable[[], GroupPlan],
+    timeout: timedelta | None,
+    backend: str | None,
+    group_options: Mapping[Kind, Any],
+    kinds: Sequence[Kind],
+) -> ParallelState:
+    """Agree on `request`; then check, by making the plan; then create groups and install the state."""
     if current_or_none() is not None:
         request += " while its model parallel groups are already initialized"
     # before any check, so that a rank with a bad argument refuses together with all the others
@@ -75,17 +100,7 @@ def initialize_model_parallel(
             "model parallel groups are already initialized: call destroy_model_parallel() first, or "
             "create_parallel_state(plan) for a second state beside this one"
         )
-    plan = plan_groups(
-        world_size=dist.get_world_size(),
-        tensor=tensor_model_parallel_size,
-        pipeline=pipeline_model_parallel_size,
-        context=context_parallel_size,
-        expert=expert_model_parallel_size,
-        virtual_pipeline=virtual_pipeline_model_parallel_size,
-        split_rank=pipeline_model_parallel_split_rank,
-        order=order,
-    )
-    state = _create(plan, request, call, timeout, backend, group_options or {})
+    state = _create(plan(), request, call, timeout, backend, group_options, kinds)
     install(state)
     return state
 
@@ -102,7 +117,7 @@ def create_parallel_state(
     Every rank calls it with an equal plan. Ends with `destroy_parallel_state(state)`.
     """
     options = sorted(map(repr, group_options)) if group_options else None
-    request = _as_text(create_parallel_state, plan, timeout, backend, options)
+    request = as_text(create_parallel_state, plan, timeout, backend, options)
     call = _agree(request, timeout)
     if not isinstance(plan, GroupPlan):
         raise TypeError(f"plan: expected a GroupPlan, as plan_groups(...) makes it, got {plan!r}")
@@ -110,7 +125,7 @@ def create_parallel_state(
         raise ValueError(
             f"the plan is for {plan.world_size} ranks, but this world has {dist.get_world_size()}"
         )
-    return _create(plan, request, call, timeout, backend, group_options or {})
+    return _create(plan, request, call, timeout, backend, group_options or {}, KINDS)
 
 
 def destroy_model_parallel() -> None:
@@ -165,14 +180,15 @@ def _create(
     timeout: timedelta | None,
     backend: str | None,
     group_options: Mapping[Kind, Any],
+    kinds: Sequence[Kind],
 ) -> ParallelState:
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
     if timeout is not None and not _is_timeout(timeout):
         raise ValueError(f"timeout must be positive, got {timeout!r}")
     for kind in group_options:
-        if kind not in KINDS:
-            raise ValueError(f"group_options has an unknown kind {kind!r}; known are {', '.join(KINDS)}")
+        if kind not in kinds:
+            raise ValueError(f"group_options has an unknown kind {kind!r}; known are {', '.join(kinds)}")
     rank = dist.get_rank()
     groups, problem = None, ""
     try:
@@ -183,6 +199,7 @@ def _create(
             timeout=timeout,
             backend=backend,
             options=group_options,
+            kinds=kinds,
         )
     except ParallelStateError as error:
         problem = str(error)
@@ -198,7 +215,7 @@ def _create(
     return ParallelState(rank=rank, plan=plan, process_groups=groups)
 
 
-def _as_text(function: Callable[..., object], *values: object) -> str:
+def as_text(function: Callable[..., object], *values: object) -> str:
     """A call as one would write it. What is left out is exactly an argument's own default."""
     parameters = inspect.signature(function).parameters.values()
     said = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -67,6 +67,7 @@ def create_process_groups(
     timeout: timedelta | None,
     backend: str | None,
     options: Mapping[Kind, Any],
+    kinds: Sequence[Kind] = KINDS,
 ) -> ProcessGroups:
     """The process groups of `rank`, made in the same order of kinds on every rank.
 
@@ -75,7 +76,7 @@ def create_process_groups(
     A group of all ranks is the default group itself, as in torch's DeviceMesh, unless it is to differ by
     time-out, backend or options: a second communicator over the whole world is the dearest of all.
     """
-    first_alike = kinds_alike(plan, options)
+    first_alike = kinds_alike(plan, options, kinds)
     groups = ProcessGroups({kind: first for kind, first in first_alike.items() if plan.is_member(rank, kind)})
     everyone = c10d.splits_the_world(backend)
     for kind in dict.fromkeys(first_alike.values()):
@@ -99,15 +100,18 @@ def create_process_groups(
     return groups
 
 
-def kinds_alike(plan: GroupPlan, options: Mapping[Kind, Any]) -> dict[Kind, Kind]:
+def kinds_alike(
+    plan: GroupPlan, options: Mapping[Kind, Any], kinds: Sequence[Kind] = KINDS
+) -> dict[Kind, Kind]:
     """For each kind the first kind with the same groups. A kind with options of its own is like no other.
 
     Judged at rank 0, which is in a group of every kind: so all ranks share the same kinds, whether or not
-    they are members, and take part in the same creations.
+    they are members, and take part in the same creations. Embedding kinds come last, for some ranks are in
+    none: no other kind can share theirs.
     """
     alike: dict[Kind, Kind] = {}
     seen: dict[Ranks, Kind] = {}
-    for kind in KINDS:
+    for kind in sorted(kinds, key=lambda kind: "embedding" in kind):
         alike[kind] = kind if kind in options else seen.setdefault(plan.group_of(0, kind), kind)
     return alike
 

@@ -6,7 +6,8 @@
     expert-parallel-rng     different for each expert shard
 
 The generators are torch's own global ones, for the CPU and for the current CUDA device: whatever draws from
-them inside `fork(name)` draws from that stream.
+either inside `fork(name)` draws from that stream. Megatron's streams leave the CPU's generator alone; so do
+these after `manual_seed(seed, cuda_only=True)`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_RANK_STRIDE = 100
 
 Generators = dict[str, Tensor]  # device type -> state of that device's generator
+# What a stream's state may be given as: by device type, or as Megatron keeps it, of one device
+GivenState = Mapping[str, Tensor] | Tensor | torch.Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +45,43 @@ class Snapshot:
 
     live: str
     states: Mapping[str, Generators]
+    cpu: Tensor  # of torch's generator, which streams of CUDA alone do not have
+
+
+def _checked_cuda_only(cuda_only: bool) -> bool:
+    if cuda_only and not torch.cuda.is_available():
+        raise RuntimeError(
+            "cuda_only=True: expected a CUDA device, whose generator alone the streams are of, found none; "
+            "leave it out, and they are of the CPU's"
+        )
+    return cuda_only
 
 
 class RngTracker:
-    """Streams by name. One is live in torch's generators; the states of the others wait here."""
+    """Streams by name. One is live in torch's generators; the states of the others wait here.
 
-    def __init__(self) -> None:
+    cuda_only: the CPU's generator belongs to no stream, and forks do not touch it
+    """
+
+    def __init__(self, *, cuda_only: bool = False) -> None:
         self._waiting: dict[str, Generators] = {}
         self._seeds: set[int] = set()
         self._live = DEFAULT_STREAM
+        self._cuda_only = _checked_cuda_only(cuda_only)
 
-    def reset(self) -> None:
-        """Forget every named stream. The default stream goes on."""
+    @property
+    def _devices(self) -> list[str]:
+        """Of which devices a stream has generators."""
+        found = ["cuda"] if torch.cuda.is_available() else []
+        return found if self._cuda_only else ["cpu", *found]
+
+    def reset(self, *, cuda_only: bool | None = None) -> None:
+        """Forget every named stream. The default stream goes on.
+
+        cuda_only: whether streams are of the CUDA device alone from now on; None: as before
+        """
         self._check_not_forked("reset")
+        self._cuda_only = _checked_cuda_only(self._cuda_only if cuda_only is None else cuda_only)
         self._waiting.clear()
         self._seeds.clear()
 
@@ -65,7 +92,9 @@ class RngTracker:
         seed = checked_seed(seed)
         if seed in self._seeds:
             raise ValueError(f"seed {seed} is taken by another random stream: the two would draw alike")
-        self._waiting[name] = _started_from(seed)
+        self._waiting[name] = {
+            device: _generator(device).manual_seed(seed).get_state() for device in self._devices
+        }
         self._seeds.add(seed)
 
     @contextmanager
@@ -89,21 +118,48 @@ class RngTracker:
 
     def get_states(self) -> dict[str, Generators]:
         """Every stream's state, the default stream's too: what a checkpoint keeps."""
-        return {**self._waiting, self._live: _read()}
+        return {**self._waiting, self._live: _read(self._devices)}
 
-    def set_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from what `get_states` gave. Streams that are not among `states` are forgotten."""
-        if not isinstance(states, Mapping) or not {DEFAULT_STREAM, self._live} <= states.keys():
-            needed = sorted({DEFAULT_STREAM, self._live})
-            raise ValueError(f"expected the states that get_states() gave, among them those of {needed}")
-        for name, generators in states.items():
-            _check_state(name, generators)
-        self._waiting = {name: dict(generators) for name, generators in states.items()}
-        _write(self._waiting[self._live])
+    def set_states(self, states: Mapping[str, GivenState]) -> None:
+        """Go on from what `get_states` gave. Streams that are not among `states` are forgotten.
+
+        states: or what Megatron's tracker gave, a tensor or generator for each stream but the default one.
+            That stream goes on, and so does the CPU's part of each, of which Megatron knows nothing.
+        """
+        needed = sorted({DEFAULT_STREAM, self._live})
+        if isinstance(states, Mapping) and _is_megatrons(states) and needed == [DEFAULT_STREAM]:
+            present = self.get_states()
+            given = {name: self._sorted(state) for name, state in states.items()}
+            for name, state in given.items():
+                _check_devices(name, state, self._devices)
+            given = {name: present.get(name, {}) | state for name, state in given.items()}
+            given[DEFAULT_STREAM] = present[DEFAULT_STREAM]
+        elif isinstance(states, Mapping) and set(needed) <= states.keys():
+            given = {name: self._sorted(state) for name, state in states.items()}
+        else:
+            raise ValueError(
+                f"expected the states that get_states() gave, among them those of {needed}; outside of any "
+                "fork also those of Megatron's tracker, a tensor or generator for each named stream"
+            )
+        for name, generators in given.items():
+            _check_state(name, generators, self._devices[0])
+        self._waiting = given
+        _write(given[self._live], self._devices)
+
+    def _sorted(self, state: object) -> Generators:
+        """A stream's state by device type."""
+        if isinstance(state, Mapping):
+            return dict(state)
+        if isinstance(state, torch.Generator):
+            return {state.device.type: state.get_state()}
+        if not isinstance(state, Tensor):
+            return {}  # which is refused by name
+        is_cpus = "cpu" in self._devices and state.numel() == torch.Generator().get_state().numel()
+        return {"cpu" if is_cpus else "cuda": state}
 
     def snapshot(self) -> Snapshot:
         """All streams as they are, and which is live: what `replay` goes back to."""
-        return Snapshot(self._live, self.get_states())
+        return Snapshot(self._live, self.get_states(), torch.get_rng_state())
 
     @contextmanager
     def replay(self, moment: Snapshot) -> Iterator[None]:
@@ -118,11 +174,12 @@ class RngTracker:
     def _return_to(self, moment: Snapshot) -> None:
         self._live = moment.live
         self._waiting = dict(moment.states)
-        _write(moment.states[moment.live])
+        torch.set_rng_state(moment.cpu)
+        _write(moment.states[moment.live], self._devices)
 
     def _switch(self, name: str) -> None:
-        self._waiting[self._live] = _read()
-        _write(self._waiting[name])
+        self._waiting[self._live] = _read(self._devices)
+        _write(self._waiting[name], self._devices)
         self._live = name
 
     def _check_not_forked(self, action: str) -> None:
@@ -138,18 +195,25 @@ def get_rng_tracker() -> RngTracker:
     return _TRACKER
 
 
-def manual_seed(seed: int) -> None:
-    """Seed torch's generators and the named streams for this rank of the current parallel state."""
+def manual_seed(seed: int, *, cuda_only: bool = False) -> None:
+    """Seed torch's generators and the named streams for this rank of the current parallel state.
+
+    cuda_only: only the CUDA device's generator, as Megatron's `model_parallel_cuda_manual_seed` does; the
+        CPU's is neither seeded nor forked
+    """
     state, changed = current(), on_the_fly()
     seed = checked_seed(seed)
     tensor_rank = state.rank_in("tp") if changed.tensor_rank is None else changed.tensor_rank
     model_seed = checked_seed(seed + _MODEL_PARALLEL_OFFSET + tensor_rank)
-    expert_seed = checked_seed(
-        seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * state.rank_in("ep") + tensor_rank
-    )
+    expert_rank = state.rank_in("ep") if changed.expert_rank is None else changed.expert_rank
+    in_expert = tensor_rank if changed.expert_tensor_rank is None else changed.expert_tensor_rank
+    expert_seed = checked_seed(seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * expert_rank + in_expert)
     tracker = get_rng_tracker()
-    tracker.reset()
-    torch.manual_seed(seed)
+    tracker.reset(cuda_only=cuda_only)
+    if cuda_only:
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     tracker.add(DATA_PARALLEL_STREAM, seed)
     tracker.add(MODEL_PARALLEL_STREAM, model_seed)
     tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
@@ -165,36 +229,61 @@ def checked_seed(seed: int) -> int:
     return number
 
 
-def _started_from(seed: int) -> Generators:
-    states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.Generator("cuda").manual_seed(seed).get_state()
-    return states
+def _generator(device: str) -> torch.Generator:
+    return torch.Generator(device)
 
 
-def _check_state(name: str, generators: object) -> None:
+def _is_megatrons(states: Mapping[str, object]) -> bool:
+    """Whether each state is of one device, and none of the default stream."""
+    return (
+        bool(states)
+        and DEFAULT_STREAM not in states
+        and all(isinstance(state, Tensor | torch.Generator) for state in states.values())
+    )
+
+
+def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
+    """Of Megatron's states, which say of no device that they are its."""
+    for device, state in given.items():
+        if device not in devices:
+            raise ValueError(
+                f"the state of random stream {name!r} is of a generator of {device}, which these streams "
+                f"have no generator of: theirs are of {', '.join(devices)}"
+            )
+        _try(name, device, state)
+
+
+def _check_state(name: str, generators: Generators, device: str) -> None:
     """Before anything is replaced: a state that torch would not take leaves the streams as they are."""
-    if not isinstance(generators, Mapping) or "cpu" not in generators:
-        raise ValueError(f"the state of random stream {name!r} holds no state of the CPU's generator")
+    if device not in generators:
+        raise ValueError(
+            f"the state of random stream {name!r} holds no state of the {device.upper()}'s generator, and "
+            "there is none to go on from; manual_seed(seed) adds the usual streams, and "
+            "manual_seed(seed, cuda_only=True) has Megatron's, of a CUDA device alone"
+        )
+    _try(name, device, generators[device])
+
+
+def _try(name: str, device: str, state: Tensor) -> None:
     try:
-        torch.Generator().set_state(generators["cpu"])
+        _generator(device).set_state(state)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"the state of random stream {name!r} is not one of a generator: {error}") from None
+        raise ValueError(
+            f"the state of random stream {name!r} is not one of a generator of {device}: {error}"
+        ) from None
 
 
-def _read() -> Generators:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _read(devices: list[str]) -> Generators:
+    read = {"cpu": torch.get_rng_state, "cuda": torch.cuda.get_rng_state}
+    return {device: read[device]() for device in devices}
 
 
-def _write(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available():
-        if "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"])
+def _write(states: Mapping[str, Tensor], devices: list[str]) -> None:
+    write = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+    for device in devices:
+        if device in states:
+            write[device](states[device])
         else:
             warnings.warn(
-                "these random states were saved without CUDA: the CUDA generator stays as it is", stacklevel=3
+                "these random states were saved without CUDA: the CUDA generator stays as it is", stacklevel=4
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch.distributed import ProcessGroup
 
 from tpkernels.topology.grid import Ranks
-from tpkernels.topology.plan import GroupPlan, Kind
+from tpkernels.topology.plan import COMBINED_KINDS, GroupPlan, Kind
 
 
 class ParallelStateError(RuntimeError, AssertionError):
@@ -47,19 +47,32 @@ class ParallelState:
                 f"{kind.replace('_', ' ')} group is not initialized on rank {self.rank}: it is pipeline "
                 f"stage {self.plan.stage_of(self.rank)} of {self.plan.pipeline}, which is not in that group"
             )
+        if kind in COMBINED_KINDS and kind not in self.process_groups:
+            raise ParallelStateError(
+                f"this state has no {kind.replace('_', ' ')} group: such groups are made by "
+                "tpkernels.parallel_state.initialize_model_parallel(...), not by "
+                "tpkernels.initialize_model_parallel(...) or create_parallel_state(...)"
+            )
         return self.process_groups[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class OnTheFly:
-    """What callers change while a program runs. None: as the plan has it."""
+    """What callers change while a program runs. None: as the plan has it, but for the virtual pipeline."""
 
     tensor_size: int | None = None
     pipeline_size: int | None = None
+    expert_size: int | None = None
+    expert_tensor_size: int | None = None
     tensor_rank: int | None = None
     pipeline_rank: int | None = None
+    data_rank: int | None = None
+    expert_rank: int | None = None
+    expert_tensor_rank: int | None = None
     split_rank: int | None = None
+    virtual_size: int | None = None  # None: no virtual pipeline
     virtual_rank: int | None = None  # the virtual pipeline stage being worked on
+    virtual_rank_said: bool = False  # by a caller, rather than at the start
 
 
 class _Slot:
@@ -95,7 +108,12 @@ def install(state: ParallelState) -> None:
     """Make `state` current. A virtual pipeline starts at its first stage."""
     _Slot.state = state
     if state.plan.virtual_pipeline is not None:
-        _Slot.on_the_fly = replace(_Slot.on_the_fly, virtual_rank=0)
+        _Slot.on_the_fly = replace(
+            _Slot.on_the_fly,
+            virtual_size=state.plan.virtual_pipeline,
+            virtual_rank=0,
+            virtual_rank_said=False,
+        )
 
 
 def uninstall() -> None:

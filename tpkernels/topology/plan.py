@@ -33,8 +33,18 @@ Kind = Literal[
     "expert_dp",  # the same experts, other samples: gradients of experts are summed here
     "embedding",  # stages of one pipeline that hold the word embedding
     "position_embedding",  # stages of one pipeline that hold the position embedding
+    # Megatron's combinations of these
+    "tp_cp",
+    "tp_dp",
+    "tp_dp_cp",
+    "expert_tp",  # one expert's weights are split over these ranks: those of tp
+    "expert_tp_ep",
+    "expert_tp_ep_pp",
+    "world",
+    "alone",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+COMBINED_KINDS: tuple[Kind, ...] = get_args(Kind)[10:]  # made where Megatron's names are asked for
+KINDS: tuple[Kind, ...] = get_args(Kind)[:10]
 
 _AXES_OF: Mapping[Kind, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -43,9 +53,20 @@ _AXES_OF: Mapping[Kind, tuple[str, ...]] = {
     "pp": ("pp",),
     "model": ("tp", "pp"),
     "dp_cp": ("dp", "cp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "world": ("tp", "dp", "cp", "pp"),
+    "alone": (),
 }
 # Experts lie on a grid of their own, where what was data and context is expert and data.
-_EXPERT_AXES_OF: Mapping[Kind, tuple[str, ...]] = {"ep": ("ep",), "expert_dp": ("dp",)}
+_EXPERT_AXES_OF: Mapping[Kind, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expert_dp": ("dp",),
+    "expert_tp": ("tp",),
+    "expert_tp_ep": ("tp", "ep"),
+    "expert_tp_ep_pp": ("tp", "ep", "pp"),
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +152,9 @@ class GroupPlan:
             return self._dense, _AXES_OF[kind]
         if self.expert > 1:
             return self._experts, _EXPERT_AXES_OF[kind]
-        return self._dense, () if kind == "ep" else _AXES_OF["dp_cp"]
+        if kind == "expert_dp":
+            return self._dense, _AXES_OF["dp_cp"]
+        return self._dense, tuple(axis for axis in _EXPERT_AXES_OF[kind] if axis != "ep")
 
     def _embedding_stages(self, kind: Kind) -> list[int]:
         stages = {0} if kind == "position_embedding" else {0, self.pipeline - 1}
@@ -160,7 +183,7 @@ class GroupPlan:
         return grid.groups(axes)
 
     def _check(self, rank: int, kind: Kind) -> None:
-        if kind not in KINDS:
+        if kind not in (*KINDS, *COMBINED_KINDS):
             raise ValueError(f"unknown kind of group {kind!r}; known are {', '.join(KINDS)}")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in this world: expected 0 to {self.world_size - 1}")
@@ -172,7 +195,7 @@ class _Groups(Mapping[Kind, tuple[Ranks, ...]]):
         self._known: dict[Kind, tuple[Ranks, ...]] = {}
 
     def __getitem__(self, kind: Kind) -> tuple[Ranks, ...]:
-        if kind not in KINDS:
+        if kind not in (*KINDS, *COMBINED_KINDS):
             raise KeyError(f"unknown kind of group {kind!r}; known are {', '.join(KINDS)}")
         if kind not in self._known:
             self._known[kind] = tuple(self._plan._each_group(kind))

@@ -66,11 +66,11 @@ def check_expert(world_size: int, *, tensor: int, pipeline: int, expert: int) ->
 def check_virtual(virtual_pipeline: int | None, pipeline: int) -> int | None:
     if virtual_pipeline is None:
         return None
-    if pipeline <= 2:
+    if pipeline < 2:
         raise InvalidSizes(
-            "pipeline-model-parallel size should be greater than 2 with interleaved schedule: "
+            "pipeline-model-parallel size should be greater than 1 with interleaved schedule: "
             f"got pipeline {pipeline} with virtual_pipeline {virtual_pipeline}; "
-            "use 3 or more stages, or leave virtual_pipeline out"
+            "use 2 or more stages, or leave virtual_pipeline out"
         )
     return positive(virtual_pipeline, "virtual_pipeline")
 
@@ -79,7 +79,12 @@ def check_split(split_rank: int | None, pipeline: int) -> int | None:
     if split_rank is None:
         return None
     if isinstance(split_rank, bool) or not hasattr(split_rank, "__index__"):
-        raise TypeError(f"split_rank must be an integer, got {split_rank!r}")
+        raise TypeError(
+            f"split_rank must be an integer, got {split_rank!r}: the fourth argument of "
+            "initialize_model_parallel is pipeline_model_parallel_split_rank, the decoder's first stage; "
+            "in today's Megatron it is pipeline_model_parallel_comm_backend, for which there is backend=..., "
+            "of every group"
+        )
     if not 0 <= split_rank < pipeline:
         raise InvalidSizes(
             f"split_rank ({split_rank}) is not a pipeline stage: expected 0 to {pipeline - 1} "

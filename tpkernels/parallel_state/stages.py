@@ -1,0 +1,177 @@
+"""Where this rank stands in its pipeline, and who its neighbours are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+from tpkernels.parallel_state.asking import state_for
+from tpkernels.parallel_state.dense import (
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_world_size,
+)
+from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
+from tpkernels.topology.grid import Ranks
+from tpkernels.topology.sizes import not_negative, positive
+
+
+def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
+    rank = None if rank is None else not_negative(rank, "rank")
+    set_on_the_fly(replace(on_the_fly(), split_rank=rank))
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    rank = None if rank is None else not_negative(rank, "rank")
+    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank, virtual_rank_said=True))
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """How many virtual stages there are; None: no virtual pipeline."""
+    world_size = None if world_size is None else positive(world_size, "world_size")
+    set_on_the_fly(replace(on_the_fly(), virtual_size=world_size))
+
+
+def get_pipeline_model_parallel_split_rank() -> int | None:
+    """The first stage of the decoder, or None in a model without one."""
+    state, changed = current_or_none(), on_the_fly().split_rank
+    return changed if changed is not None or state is None else state.plan.split_rank
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    return on_the_fly().virtual_rank
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return on_the_fly().virtual_size
+
+
+def is_pipeline_first_stage(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+    """Whether this is the first stage, and of a virtual pipeline also its first virtual stage.
+
+    ignore_virtual: the virtual stage does not count. To be said where it matters: today's Megatron takes True
+        for granted, early ones False, and one that was set by `set_virtual_pipeline_model_parallel_rank`.
+    vp_stage: the virtual stage asked about; by default the one being worked on
+    """
+    whole = get_pipeline_model_parallel_rank() == 0
+    return _at(whole, lambda stage, stages: stage == 0, ignore_virtual, vp_stage, "is_pipeline_first_stage")
+
+
+def is_pipeline_last_stage(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+    """Whether this is the last stage, and of a virtual pipeline also its last virtual stage.
+
+    ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
+    """
+    whole = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+    return _at(
+        whole, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage, "is_pipeline_last_stage"
+    )
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the word embedding, and of a virtual pipeline in this virtual stage.
+
+    ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
+    """
+    state = state_for("embedding group")
+    ranks = state.plan.members_near(state.rank, "embedding")
+
+    def holds(stage: int | None, stages: int) -> bool:
+        if state.rank == ranks[0]:
+            return get_pipeline_model_parallel_rank() == 0 and stage == 0
+        if state.rank == ranks[-1]:
+            last = get_pipeline_model_parallel_world_size() - 1
+            return get_pipeline_model_parallel_rank() == last and stage == stages - 1
+        return True
+
+    return _at(state.rank in ranks, holds, ignore_virtual, vp_stage, "is_rank_in_embedding_group")
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    return state_for("position embedding group").is_member("position_embedding")
+
+
+def _at(
+    whole: bool,
+    at: Callable[[int | None, int], bool],
+    ignore_virtual: bool | None,
+    vp_stage: int | None,
+    name: str,
+) -> bool:
+    """`whole`, the answer for all virtual stages, and of one `at(stage, stages)`.
+
+    Where the caller has not said which of both is wanted, and they differ, sources of Megatron differ, too.
+    """
+    stages = get_virtual_pipeline_model_parallel_world_size()
+    if vp_stage is not None and stages is not None and not 0 <= vp_stage < stages:
+        raise ValueError(f"vp_stage: expected a virtual stage from 0 to {stages - 1}, got {vp_stage}")
+    if not whole or ignore_virtual or stages is None:
+        return whole
+    stage = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
+    answer = at(stage, stages)
+    if answer or ignore_virtual is not None:
+        return answer
+    differs = (
+        f"{name}(): with a virtual pipeline, at virtual stage {stage} of {stages}, early sources of Megatron "
+        "answer False and today's True, for ignore_virtual is False there and True here unless it is said; "
+        "pass ignore_virtual=True, or ignore_virtual=False with vp_stage=..."
+    )
+    if vp_stage is None and on_the_fly().virtual_rank_said:  # as early sources do at each virtual stage
+        warnings.warn(f"{differs}. The virtual stage was set: the answer is False", stacklevel=3)
+        return False
+    raise ParallelStateError(differs)
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Whether a stage (default: this rank's) belongs to the encoder. True in a model without a split."""
+    if get_pipeline_model_parallel_world_size() == 1:
+        return True
+    stage = get_pipeline_model_parallel_rank() if rank is None else rank
+    split = get_pipeline_model_parallel_split_rank()
+    return split is None or stage < split
+
+
+def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
+    """Whether a stage (default: this rank's) belongs to the decoder. True in a model without a split."""
+    if get_pipeline_model_parallel_world_size() == 1:
+        return True
+    stage = get_pipeline_model_parallel_rank() if rank is None else rank
+    split = get_pipeline_model_parallel_split_rank()
+    return split is None or stage >= split
+
+
+def is_pipeline_stage_at_split() -> bool:
+    """Whether this stage is the encoder's last: the next one belongs to the decoder."""
+    stage = get_pipeline_model_parallel_rank()
+    return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    return _pipeline()[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    return _pipeline()[get_pipeline_model_parallel_world_size() - 1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The global rank of the next stage; after the last comes the first."""
+    stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
+    return _pipeline()[(stage + 1) % stages]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The global rank of the previous stage; before the first comes the last."""
+    stage, stages = get_pipeline_model_parallel_rank(), get_pipeline_model_parallel_world_size()
+    return _pipeline()[(stage - 1) % stages]
+
+
+def _pipeline() -> Ranks:
+    ranks = state_for("Pipeline parallel group").ranks("pp")
+    if get_pipeline_model_parallel_world_size() > len(ranks):
+        raise ParallelStateError(
+            f"the pipeline size was set to {get_pipeline_model_parallel_world_size()} on the fly, but this "
+            f"rank's pipeline group has {len(ranks)} ranks; take it back by "
+            "set_pipeline_model_parallel_world_size(None)"
+        )
+    return ranks

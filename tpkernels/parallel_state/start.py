@@ -1,0 +1,120 @@
+"""`initialize_model_parallel` with the arguments of today's Megatron besides ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tpkernels.runtime.initialize import as_text, start
+from tpkernels.runtime.state import ParallelState
+from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
+from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
+
+Choice = Callable[..., Any] | None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    order: str = DEFAULT_ORDER,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    group_options: Mapping[Kind, Any] | None = None,
+    distributed_timeout_minutes: float | None = None,
+    create_gloo_process_groups: bool = True,
+    expert_tensor_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    sharp_enabled_group: str | None = None,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    nccl_communicator_config_path: str | None = None,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    get_embedding_ranks: Choice = None,
+    get_position_embedding_ranks: Choice = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+) -> ParallelState:
+    """As `tpkernels.initialize_model_parallel`, which makes no combined groups, such as tensor x data.
+
+    distributed_timeout_minutes: `timeout` in minutes; by default that of the default process group, too
+    create_gloo_process_groups: without effect, see `get_data_parallel_group_gloo`
+    expert_tensor_parallel_size: the tensor-parallel size, if any
+
+    The others are Megatron's. Only their defaults are supported; `docs/megatron.md` says what is instead.
+    """
+    given = dict(locals())  # a call with one of Megatron's many arguments is compared between ranks, too
+    given["group_options"] = sorted(map(repr, group_options)) if group_options else None
+    call = as_text(initialize_model_parallel, *(_shown(value) for value in given.values()))
+    request = f"parallel_state.{call}"  # which makes other groups than tpkernels.initialize_model_parallel
+    limit = timeout if distributed_timeout_minutes is None else _from_minutes(distributed_timeout_minutes)
+
+    def plan() -> GroupPlan:
+        for name, default in _ONLY.items():
+            if given[name] != default and (given[name] or default):
+                raise InvalidSizes(
+                    f"{name}: expected {default!r}, got {_shown(given[name])!r}: it is not supported; "
+                    "docs/megatron.md says what to use instead"
+                )
+        if expert_tensor_parallel_size not in (None, tensor_model_parallel_size):
+            raise InvalidSizes(
+                f"expert_tensor_parallel_size: expected {tensor_model_parallel_size}, the "
+                f"tensor_model_parallel_size, whose groups experts use, got {expert_tensor_parallel_size!r}"
+            )
+        if distributed_timeout_minutes is not None and (timeout is not None or limit is None):
+            raise InvalidSizes(
+                "distributed_timeout_minutes: expected a positive number, and no timeout= beside it, got "
+                f"{distributed_timeout_minutes!r} and timeout={timeout!r}"
+            )
+        return plan_groups(
+            world_size=dist.get_world_size(),
+            tensor=tensor_model_parallel_size,
+            pipeline=pipeline_model_parallel_size,
+            context=context_parallel_size,
+            expert=expert_model_parallel_size,
+            virtual_pipeline=virtual_pipeline_model_parallel_size,
+            split_rank=pipeline_model_parallel_split_rank,
+            order=order,
+        )
+
+    return start(request, plan, limit, backend, group_options or {}, (*KINDS, *COMBINED_KINDS))
+
+
+# Of these only Megatron's default, or another empty value, is supported.
+_ONLY: Mapping[str, object] = {
+    "pipeline_model_parallel_comm_backend": None,
+    "use_sharp": False,
+    "sharp_enabled_group": None,
+    "hierarchical_context_parallel_sizes": None,
+    "hybrid_context_parallel": False,
+    "gtp_remat_size": 1,
+    "expert_gtp_remat_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "nccl_communicator_config_path": None,
+    "high_priority_stream_groups": None,
+    "get_embedding_ranks": None,
+    "get_position_embedding_ranks": None,
+    "rank_offset": 0,
+    "local_world_size": None,
+}
+
+
+def _shown(value: object) -> object:
+    """The same on all ranks, where a function's address is not."""
+    return getattr(value, "__qualname__", "a function") if callable(value) else value
+
+
+def _from_minutes(minutes: float) -> timedelta | None:
+    is_number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
+    return timedelta(minutes=minutes) if is_number and 0 < minutes < 1e6 else None
