@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from tpkernels.interop.swaps import Swap, Work
-from tpkernels.interop.twins import Inputs, aside, call, cast, dtype_of, floating_tensors
+from tpkernels.interop.twins import Inputs, aside, call, floating_tensors
 
 Names = frozenset[str]
 
@@ -69,12 +69,12 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
         module.register_forward_hook(lambda *_: running.pop() and None)
     try:
         with aside(twin):
-            output = floating_tensors(call(twin, cast(inputs, dtype_of(twin))))[:1]
+            output = floating_tensors(call(twin, inputs))[:1]
     except Exception as error:
         raise ValueError(
-            f"plan: with this rank's features, '{running[-1] if running else ''}' fails, which with full "
-            f"features does not: {type(error).__name__}: {error}. It works on all features, or the number of "
-            "them stands in an attribute (Divided); split it, or what gives it its input, in another way"
+            f"plan: '{running[-1] if running else type(twin).__name__}' does not take this rank's features, "
+            f"though it takes all of them: {type(error).__name__}: {error}. If it reads their number from an "
+            "attribute, give the plan a Divided; otherwise split it, or what feeds it, in another way"
         ) from error
     found = _walk([*output, *roots], entering, leaving)
     names = {id(p): name for name, p in twin.named_parameters()}

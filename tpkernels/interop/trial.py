@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -12,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.interop.plan import Plan
 from tpkernels.interop.probe import Names, graph_of_rank, partial_parameters
 from tpkernels.interop.swaps import planned
-from tpkernels.interop.twins import Inputs, aside, call, cast, dtype_of, made_up_inputs, twin_of
-from tpkernels.interop.verify import TOLERANCE, Reference, difference, reference_of
+from tpkernels.interop.twins import Inputs, aside, call, made_up_inputs, twin_of
+from tpkernels.interop.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
 
@@ -44,38 +46,47 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
     if given is not None:
         _require_same(given, world)
     inputs = made_up_inputs(model, world.size) if verify == "auto" else given
+    size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+    fits = given is not None or size <= VERIFIED_PARAMETERS
     seen: dict[str, bool] | None = None
     partial: Names = frozenset()
     problem: ValueError | None = None
     try:
         if inputs is not None:
-            seen = _probed(model, plan, inputs, world)
+            seen = _probed(model, plan, inputs, world, fits)
         if seen is None and given is not None:
             raise ValueError("verify: the unsharded model does not run with these inputs")
         partial = partial_parameters(model, planned(model, plan, world), seen or {})
     except ValueError as error:
         problem = error
     _raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
-    if inputs is None or seen is None or not _verifiable(model, world, given):
+    if verify is False or dist.get_backend(world.group) == "fake":
         return partial
-    reference = _reference(model, inputs, world, given)
-    if reference is not None:
-        said: list[str | None] = [None] * world.size
-        own = difference(reference, plan, partial, world, state)
-        dist.all_gather_object(said, own, group=world.group)
-        for rank, found in enumerate(said):
-            if found is not None:
-                raise ValueError(
-                    f"plan: the split model does not do what the unsharded one does: on tensor rank {rank}, "
-                    f"{found} ({TOLERANCE:.0e} is allowed, in float64). Mend the plan; the model is as it was"
-                )
+    found: Reference | str
+    if inputs is None or seen is None:
+        found = "no inputs with which it runs could be made up"
+    elif not fits:
+        found = f"it has {size} numbers, and a comparison takes 16 bytes for each"
+    else:
+        found = _reference(model, inputs, given is not None, world)
+    if isinstance(found, Reference):
+        _compare(found, plan, partial, world, state)
+    elif world.rank == 0:
+        warnings.warn(
+            f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
+            "verify=example inputs, or verify=False",
+            stacklevel=3,
+        )
     return partial
 
 
-def _probed(model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld) -> dict[str, bool] | None:
+def _probed(
+    model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld, fits: bool
+) -> dict[str, bool] | None:
     """Whether each parameter sees this rank's features only; None where the unsharded model does not run."""
+    device = _device(world) if fits else None
     try:
-        twin = twin_of(model)
+        twin = twin_of(model, device=device)
     except Exception:  # a module that cannot be copied
         return None
     try:
@@ -83,35 +94,40 @@ def _probed(model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld) ->
     except ValueError:
         try:
             with aside(model):
-                call(twin_of(model), cast(inputs, dtype_of(model)))
+                call(twin_of(model, device=device), inputs)
         except Exception:
             return None
         raise
 
 
-def _verifiable(model: nn.Module, world: TensorWorld, given: Inputs | None) -> bool:
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_meta for tensor in tensors) or dist.get_backend(world.group) == "fake":
-        return False
-    return given is not None or sum(tensor.numel() for tensor in tensors) <= VERIFIED_PARAMETERS
-
-
-def _reference(
-    model: nn.Module, inputs: Inputs, world: TensorWorld, given: Inputs | None
-) -> Reference | None:
-    """None where the unsharded model does not run in float64, and nobody asked for it."""
-    reference: Reference | None = None
-    problem: ValueError | None = None
+def _reference(model: nn.Module, inputs: Inputs, asked: bool, world: TensorWorld) -> Reference | str:
+    """Or why there is none, which is an error where somebody asked for it."""
+    found: Reference | str
     try:
-        reference = reference_of(model, inputs)
+        found = reference_of(model, inputs, _device(world))
     except Exception as error:
-        if given is not None:
-            problem = ValueError(
-                "verify: the unsharded model does not run with these inputs in float64: "
-                f"{type(error).__name__}: {error}"
+        found = f"in float64 and float32 it raises {type(error).__name__}: {error}"
+    refused = isinstance(found, str) and asked
+    problem = ValueError(f"verify: the unsharded model cannot be compared with: {found}") if refused else None
+    _raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
+    return found
+
+
+def _compare(found: Reference, plan: Plan, partial: Names, world: TensorWorld, state: State) -> None:
+    said: list[str | None] = [None] * world.size
+    dist.all_gather_object(said, difference(found, plan, partial, world, state), group=world.group)
+    for rank, different in enumerate(said):
+        if different is not None:
+            raise ValueError(
+                f"plan: the split model does not do what the unsharded one does: on tensor rank {rank}, "
+                f"{different} ({found.tolerance:.0e} is allowed, in {found.dtype}). Mend the plan; the model "
+                "is as it was"
             )
-    _raise_alike(problem, f"compared: {reference is not None}", world)
-    return reference
+
+
+def _device(world: TensorWorld) -> torch.device:
+    """Where a model is run that is on the meta device."""
+    return torch.device("cuda" if dist.get_backend(world.group) == "nccl" else "cpu")
 
 
 def _raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:

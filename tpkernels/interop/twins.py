@@ -17,19 +17,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
-def twin_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def twin_of(
+    model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> nn.Module:
     """A copy in eval mode, all of whose floating weights require gradients.
 
     dtype: of its floating tensors; by default its weights are the model's own memory
+    device: where what is on the meta device becomes zeros, if given
     """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        floating = tensor.is_floating_point()
-        value = tensor.detach().to(dtype, copy=True) if floating and dtype else tensor.detach()
-        if isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(value, requires_grad=floating)
-        else:
-            memo[id(tensor)] = value.clone()
+        value, floating = tensor.detach(), tensor.is_floating_point()
+        if value.is_meta and device is not None:
+            value = torch.zeros_like(value, device=device)
+        if floating and dtype:
+            value = value.to(dtype, copy=True)
+        elif not isinstance(tensor, nn.Parameter):
+            value = value.clone()
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(value, requires_grad=floating) if is_weight else value
     return deepcopy(model, memo).eval()
 
 
@@ -40,38 +46,28 @@ def made_up_inputs(model: nn.Module, ranks: int) -> tuple[Tensor] | None:
     batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            ids = torch.arange(batch * tokens).view(batch, tokens) * 7 + 1
-            return ((ids % module.num_embeddings).to(module.weight.device),)
+            ids = torch.arange(batch * tokens, device="cpu").view(batch, tokens) * 7 + 1
+            return (ids % module.num_embeddings,)
         if isinstance(module, nn.Linear):
-            weight = module.weight
-            features = torch.arange(batch * tokens * module.in_features).cos()
-            shaped = features.view(batch, tokens, module.in_features)
-            return (shaped.to(device=weight.device, dtype=weight.dtype),)
+            features = torch.arange(batch * tokens * module.in_features, device="cpu").cos()
+            return (features.view(batch, tokens, module.in_features),)
     return None
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Of the first floating weight."""
-    found = (p.dtype for p in model.parameters() if p.is_floating_point())
-    return next(found, torch.get_default_dtype())
-
-
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    """Tensors of the inputs are moved to the model's device; floating ones take its dtype."""
+    weights = [p for p in model.parameters() if p.is_floating_point()]
 
-
-def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Floating tensors in `dtype`, and none that requires gradients."""
-
-    def each(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+    def fitting(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not weights:
             return value
-        return value.detach().to(dtype) if value.is_floating_point() else value
+        dtype = weights[0].dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(device=weights[0].device, dtype=dtype)
 
-    found: Inputs = tree_map(each, inputs)
-    return found
+    fitted = tree_map(fitting, inputs)
+    if isinstance(fitted, Mapping):
+        return model(**fitted)
+    return model(*fitted) if isinstance(fitted, tuple) else model(fitted)
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
@@ -81,7 +77,9 @@ def floating_tensors(output: Any) -> list[Tensor]:
 
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
-    """With gradients, and without a trace in random streams."""
+    """With gradients and with memory, whatever the caller is in, and without a trace in random streams."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.enable_grad(), torch.inference_mode(False):
+    default = torch.get_default_device()
+    default = torch.device("cpu") if default.type == "meta" else default
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.inference_mode(False), default:
         yield
