@@ -58,6 +58,15 @@ class _Later:
             buffer.fill_(torch.nan)
         self.unset[name] = owner, buffer, buffer._version
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, whose tensors count anew."""
+        empty = {n: where for n, where in self.unset.items() if self.holds_nothing(where[0], n)}
+        return vars(self) | {"unset": empty}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.unset = {n: (owner, buffer, buffer._version) for n, (owner, buffer, _) in self.unset.items()}
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def require_set(self, *_: Any) -> None:
         names = [name for name, (owner, _, _) in self.unset.items() if self.holds_nothing(owner, name)]
