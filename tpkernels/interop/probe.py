@@ -66,7 +66,7 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
             swap.old.register_forward_pre_hook(_filled_up(swap, entering))
             swap.old.register_forward_hook(lambda _, __, output: roots.append(output))
     for module in twin.modules():
-        module.register_forward_hook(lambda *_: running.pop() and None)
+        module.register_forward_hook(lambda *_: running.__delitem__(-1))
     try:
         with aside(twin):
             output = floating_tensors(call(twin, inputs))[:1]
