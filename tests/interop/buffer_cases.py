@@ -56,8 +56,8 @@ class Configured(Scaled):
 
 
 class Turned(Toy):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
+    def __init__(self, kind: str, tied: bool = False) -> None:
+        super().__init__(tied, bias=not tied)
         made = {"alone": Scaled, "reset": Reset, "half": Half, "told": Scaled}
         self.scaled = made[kind](WIDTH) if kind in made else Configured(SimpleNamespace(width=WIDTH))
         if kind == "told":
@@ -76,12 +76,12 @@ class Turned(Toy):
         return y
 
 
-def whole_and_split(kind: str) -> tuple[Turned, Turned]:
+def whole_and_split(kind: str, tied: bool = False) -> tuple[Turned, Turned]:
     """One on the CPU; one from the meta device with its weights, as `safetensors.load` would load them."""
     torch.manual_seed(3)
-    whole = Turned(kind).double()
+    whole = Turned(kind, tied).double()
     with torch.device("meta"):
-        split = Turned(kind).double()
+        split = Turned(kind, tied).double()
     parallelize(split, plan=PLAN)
     split.to_empty(device="cpu")
     load_whole(split, whole.state_dict())
@@ -92,6 +92,17 @@ def computed_again(kind: str) -> list[str]:
     initialize_model_parallel(2)
     whole, split = whole_and_split(kind)
     return differences(split, whole) + differences(deepcopy(split), whole)
+
+
+def tied_again() -> list[str]:
+    """Under one name in the file, and one tensor in memory."""
+    initialize_model_parallel(2)
+    whole, split = whole_and_split("reset", tied=True)
+    wrong = differences(split, whole) + differences(deepcopy(split).to(torch.float64), whole)
+    for model in (split, deepcopy(split)):
+        wrong += [] if model.head.weight is model.embed.weight else ["tie"]
+    split.head.weight = nn.Parameter(split.head.weight.detach().clone())
+    return wrong + (["untied"] if split.double().head.weight is split.embed.weight else [])
 
 
 def set_by_hand(kind: str) -> list[Any]:

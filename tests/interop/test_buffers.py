@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interop.buffer_cases import computed_again, set_by_hand
+from tests.interop.buffer_cases import computed_again, set_by_hand, tied_again
 
 
 @pytest.mark.parametrize("kind", ["reset", "configured", "told"])
@@ -22,3 +22,7 @@ def test_buffers_that_nobody_can_compute_are_named(kind, ranks2):
         assert "expected the numbers of 'scaled.factors', 'scaled.shift', which the model was built" in text
     assert "expected the numbers of 'scaled.shift', which" in one[1]
     assert differs == []
+
+
+def test_tied_weights_stay_tied(ranks2):
+    assert ranks2.run(tied_again) == [[], []]

@@ -10,6 +10,7 @@ from tpkernels.interop.buffers import remember_buffers
 from tpkernels.interop.partial import sum_gradients
 from tpkernels.interop.plan import Plan
 from tpkernels.interop.swaps import carry_out, planned
+from tpkernels.interop.ties import keep_ties
 from tpkernels.interop.trial import Verify, require_verify, tried
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
@@ -59,6 +60,7 @@ def parallelize(
     carry_out(model, planned(model, plan, world), state)
     sum_gradients(model, partial, world)
     remember_buffers(model)
+    keep_ties(model)
     return model
 
 
