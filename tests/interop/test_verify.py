@@ -40,7 +40,7 @@ def test_it_says_when_it_could_not_compare(ranks2):
     assert second == {case: [] for case in first}
     assert [len(first[case]) for case in ("no inputs", "off", "large", "large, asked")] == [1, 0, 1, 0]
     assert "was not compared with the unsharded one: no inputs with which it runs" in first["no inputs"][0]
-    assert "numbers, and a comparison takes 16 bytes for each; pass verify=" in first["large"][0]
+    assert "numbers, and a comparison takes 26 bytes for each; pass verify=" in first["large"][0]
 
 
 def test_it_sees_what_zeros_hide_and_models_without_numbers(ranks2):
