@@ -94,6 +94,26 @@ def computed_again(kind: str) -> list[str]:
     return differences(split, whole) + differences(deepcopy(split), whole)
 
 
+def carried_over() -> list[str]:
+    """Only parameters are on the meta device, as `accelerate` builds models; there are no other numbers."""
+    initialize_model_parallel(2)
+    torch.manual_seed(3)
+    whole = Turned("alone").double()
+    split = deepcopy(whole)
+    for owner in split.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                owner._parameters[name] = meta
+    parallelize(split, plan=PLAN)
+    wrong = []
+    for model in (split, deepcopy(split)):
+        model.to_empty(device="cpu")
+        load_whole(model, whole.state_dict())
+        wrong += differences(model, whole)
+    return wrong
+
+
 def tied_again() -> list[str]:
     """Under one name in the file, and one tensor in memory."""
     initialize_model_parallel(2)

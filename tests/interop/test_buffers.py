@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interop.buffer_cases import computed_again, set_by_hand, tied_again
+from tests.interop.buffer_cases import carried_over, computed_again, set_by_hand, tied_again
 
 
 @pytest.mark.parametrize("kind", ["reset", "configured", "told"])
@@ -26,3 +26,7 @@ def test_buffers_that_nobody_can_compute_are_named(kind, ranks2):
 
 def test_tied_weights_stay_tied(ranks2):
     assert ranks2.run(tied_again) == [[], []]
+
+
+def test_buffers_that_are_there_are_not_emptied(ranks2):
+    assert ranks2.run(carried_over) == [[], []]

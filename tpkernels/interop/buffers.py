@@ -17,16 +17,20 @@ from torch import Tensor, nn
 
 def remember_buffers(model: nn.Module) -> None:
     """Have non-persistent buffers on the meta device filled once they get memory, or refuse to run."""
+    filled: dict[nn.Module, list[str]] = {}
     for prefix, owner in model.named_modules():
         names = [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
         names = [name for name in names if name in owner._non_persistent_buffers_set]
         if not names:
             continue
+        filled[owner] = names
         later = _Later(prefix, {name: None for name in names} | _computed(model, prefix, owner, names))
         owner._apply = partial(_apply, owner, later)
         if None in later.values.values():
             for module in {model, owner}:
                 module.register_forward_pre_hook(later.require_set)
+    if any(p.is_meta for p in model.parameters()) and not all(b.is_meta for b in model.buffers()):
+        model.to_empty = partial(_to_empty, model, filled)  # type: ignore[method-assign]
 
 
 class _Later:
@@ -96,6 +100,28 @@ def _apply(
         if buffer is not None and not buffer.is_meta:
             later.fill(owner, name)
     return owner
+
+
+def _to_empty(
+    model: nn.Module, filled: dict[nn.Module, list[str]], *, device: Any, recurse: bool = True
+) -> nn.Module:
+    """torch's, which would empty buffers, too, that are there already.
+
+    filled: buffers that are not, by module: `_apply` sees to them
+    """
+    there = [
+        (owner, name, buffer)
+        for owner in model.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and not buffer.is_meta and name not in filled.get(owner, ())
+    ]
+    type(model).to_empty(model, device=device, recurse=recurse)
+    with torch.no_grad():
+        for owner, name, buffer in there:
+            emptied = owner._buffers[name]
+            assert emptied is not None
+            emptied.copy_(buffer)
+    return model
 
 
 def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str]) -> dict[str, Tensor]:
