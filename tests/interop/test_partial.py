@@ -32,7 +32,7 @@ def test_plan_may_say_it_and_is_checked(ranks2):
         kind, text = first[case]
         assert kind == "ValueError"
         assert f"{name}' is off by" in text, text
-    assert "ran without gradients" in first["reentrant"][1]
+    assert "'attentions.0.scale' stands beside layers that are split" in first["reentrant"][1]
 
 
 def test_what_cannot_be_right_is_refused(ranks2):

@@ -38,8 +38,9 @@ def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> N
         if key not in said and name not in seen and key in beside:
             raise ValueError(
                 f"'{name}' stands beside layers that are split, and it cannot be told whether it works on "
-                "full features or on this rank's; pass verify=example inputs that use it, or give the plan "
-                "an entry for its module: 'replicated' or 'partial'"
+                "full features or on this rank's; pass verify=example inputs that use it, and turn "
+                "checkpointing on afterwards, or give the plan an entry for its module: 'replicated' or "
+                "'partial'"
             )
         if said.get(key, seen.get(name, False)):
             names.append(name)
@@ -71,10 +72,11 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
         with aside(twin):
             output = floating_tensors(call(twin, inputs))[:1]
     except Exception as error:
+        place = (running or [""])[-1] or type(twin).__name__
         raise ValueError(
-            f"plan: '{running[-1] if running else type(twin).__name__}' does not take this rank's features, "
-            f"though it takes all of them: {type(error).__name__}: {error}. If it reads their number from an "
-            "attribute, give the plan a Divided; otherwise split it, or what feeds it, in another way"
+            f"plan: '{place}' does not take this rank's features, though it takes all of them: "
+            f"{type(error).__name__}: {error}. If it reads their number from an attribute, give the plan a "
+            "Divided; otherwise split it, or what feeds it, in another way"
         ) from error
     found = _walk([*output, *roots], entering, leaving)
     names = {id(p): name for name, p in twin.named_parameters()}
@@ -93,7 +95,8 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
 def _cut_to_rank(swap: Swap, leaving: set[Node]) -> Any:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         part = swap.part(output, output.ndim - 1)
-        _note(part, leaving, swap)
+        if part.grad_fn is not None:  # in no_grad, as checkpointing may be: nothing is seen
+            leaving.add(part.grad_fn)
         return part
 
     return hook
@@ -108,19 +111,11 @@ def _filled_up(swap: Swap, entering: set[Node]) -> Any:
         if x.shape[-1] != features:
             raise ValueError(f"expected this rank's {features} of {full} features, got {tuple(x.shape)}")
         whole = F.pad(x, (0, full - features))
-        _note(whole, entering, swap)
+        if whole.grad_fn is not None:
+            entering.add(whole.grad_fn)
         return (whole, *args[1:])
 
     return hook
-
-
-def _note(x: Tensor, nodes: set[Node], swap: Swap) -> None:
-    if x.grad_fn is None:
-        raise ValueError(
-            f"'{swap.name}' ran without gradients, so that parameters before it cannot be judged; turn "
-            "checkpointing (use_reentrant=True) on after parallelize"
-        )
-    nodes.add(x.grad_fn)
 
 
 def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> dict[int, set[bool]]:
