@@ -54,7 +54,10 @@ def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
         ("ValueError", "'blocks.*.gates' fits no module; there are embed, blocks, blocks.0"),
         ("TypeError", "'blocks.0.norm': expected an nn.Linear for 'column', got LayerNorm"),
         ("ValueError", "'blocks.0.up' fits both 'blocks.*.up' and 'blocks.0.up'"),
-        ("ValueError", "'blocks.*.up': expected one of column, row, head, embedding, got"),
+        (
+            "ValueError",
+            "'blocks.*.up': expected one of column, row, head, embedding, partial, rep",
+        ),
         ("ValueError", "expected a positive unit, and stacked > 1 for a column only"),
         ("TypeError", "'embed': expected an nn.Linear for 'head', got Embedding"),
         ("ValueError", "'a': expected out_features that 2 ranks x unit 1 x stacked 1 = 2 divides, got 7"),

@@ -4,6 +4,8 @@
     row         nn.Linear whose input features are split already; its output is whole
     head        nn.Linear whose output features are split and gathered: any number of them
     embedding   nn.Embedding whose rows are split: any number of them
+    partial     any module that is kept and works on this rank's features: gradients are summed over ranks
+    replicated  any module that is kept and works on full features, wherever it stands
 
 Patterns are those of `fnmatch`: * stands for anything, dots too.
 """
@@ -19,6 +21,7 @@ from torch import nn
 
 Kind = Literal["column", "row", "head", "embedding"]
 KINDS = ("column", "row", "head", "embedding")
+KEPT = ("partial", "replicated")
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,24 @@ class Divided:
     attribute: str
 
 
-Plan = Mapping[str, Kind | Split | Divided]
+@dataclass(frozen=True)
+class Kept:
+    """A module whose parameters every rank keeps: "partial" or "replicated".
+
+    partial: each rank's gradient is a term of the sum, for it sees this rank's features only
+    """
+
+    partial: bool
+
+
+Plan = Mapping[str, Kind | Literal["partial", "replicated"] | Split | Divided | Kept]
 
 
 @dataclass(frozen=True)
 class Match:
     name: str
     module: nn.Module
-    entry: Split | Divided
+    entry: Split | Divided | Kept
 
 
 def matches(model: nn.Module, plan: Plan) -> list[Match]:
@@ -71,13 +84,13 @@ def matches(model: nn.Module, plan: Plan) -> list[Match]:
     return [match for _, match in found.values()]
 
 
-def _entry(pattern: str, said: object) -> Split | Divided:
+def _entry(pattern: str, said: object) -> Split | Divided | Kept:
     if isinstance(said, str):
-        said = Split(said)  # type: ignore[arg-type]
-    if isinstance(said, Divided):
+        said = Kept(said == "partial") if said in KEPT else Split(said)  # type: ignore[arg-type]
+    if isinstance(said, Divided | Kept):
         return said
     if not isinstance(said, Split) or said.kind not in KINDS:
-        raise ValueError(f"plan: {pattern!r}: expected one of {', '.join(KINDS)}, got {said!r}")
+        raise ValueError(f"plan: {pattern!r}: expected one of {', '.join((*KINDS, *KEPT))}, got {said!r}")
     if said.unit < 1 or said.stacked < 1 or (said.stacked > 1 and said.kind != "column"):
         raise ValueError(
             f"plan: {pattern!r}: expected a positive unit, and stacked > 1 for a column only, got {said}"

@@ -1,0 +1,138 @@
+"""Models with buffers that no checkpoint holds, built on the meta device."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.checks import error_of
+from tests.interop.split_cases import PLAN, Toy, differences
+from tests.models.small import IDS
+from tpkernels import initialize_model_parallel, parallelize
+from tpkernels.interop.whole import load_whole
+
+WIDTH = 16
+
+
+def factors(width: int) -> Tensor:
+    return 1 + torch.arange(width) / width
+
+
+class Scaled(nn.Module):
+    """Its buffers are made by its constructor alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.register_buffer("factors", factors(width), persistent=False)
+        self.register_buffer("shift", torch.tensor(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x * self.factors + self.shift
+        return y
+
+
+class Reset(Scaled):
+    def reset_parameters(self) -> None:
+        self.factors.copy_(factors(self.width))
+        self.shift.fill_(3)
+
+
+class Half(Scaled):
+    """What it says that it resets is not all."""
+
+    def reset_parameters(self) -> None:
+        self.factors.copy_(factors(self.width))
+
+
+class Configured(Scaled):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.width)
+        self.config = config
+
+
+class Turned(Toy):
+    def __init__(self, kind: str, tied: bool = False) -> None:
+        super().__init__(tied, bias=not tied)
+        made = {"alone": Scaled, "reset": Reset, "half": Half, "told": Scaled}
+        self.scaled = made[kind](WIDTH) if kind in made else Configured(SimpleNamespace(width=WIDTH))
+        if kind == "told":
+            self._init_weights = self.tell
+
+    def tell(self, module: nn.Module) -> None:
+        if isinstance(module, Scaled):
+            module.factors.copy_(factors(module.width))
+            module.shift.fill_(3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.scaled(self.embed(ids))
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def whole_and_split(kind: str, tied: bool = False) -> tuple[Turned, Turned]:
+    """One on the CPU; one from the meta device with its weights, as `safetensors.load` would load them."""
+    torch.manual_seed(3)
+    whole = Turned(kind, tied).double()
+    with torch.device("meta"):
+        split = Turned(kind, tied).double()
+    parallelize(split, plan=PLAN)
+    split.to_empty(device="cpu")
+    load_whole(split, whole.state_dict())
+    return whole, split
+
+
+def computed_again(kind: str) -> list[str]:
+    initialize_model_parallel(2)
+    whole, split = whole_and_split(kind)
+    return differences(split, whole) + differences(deepcopy(split), whole)
+
+
+def carried_over() -> list[str]:
+    """Only parameters are on the meta device, as `accelerate` builds models; there are no other numbers."""
+    initialize_model_parallel(2)
+    torch.manual_seed(3)
+    whole = Turned("alone").double()
+    split = deepcopy(whole)
+    for owner in split.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                owner._parameters[name] = meta
+    parallelize(split, plan=PLAN)
+    wrong = []
+    for model in (split, deepcopy(split)):
+        model.to_empty(device="cpu")
+        load_whole(model, whole.state_dict())
+        wrong += differences(model, whole)
+    return wrong
+
+
+def tied_again() -> list[str]:
+    """Under one name in the file, and one tensor in memory."""
+    initialize_model_parallel(2)
+    whole, split = whole_and_split("reset", tied=True)
+    wrong = differences(split, whole) + differences(deepcopy(split).to(torch.float64), whole)
+    for model in (split, deepcopy(split)):
+        wrong += [] if model.head.weight is model.embed.weight else ["tie"]
+    split.head.weight = nn.Parameter(split.head.weight.detach().clone())
+    return wrong + (["untied"] if split.double().head.weight is split.embed.weight else [])
+
+
+def set_by_hand(kind: str) -> list[Any]:
+    """Errors of a model whose buffers hold nothing, and then what differs."""
+    initialize_model_parallel(2)
+    whole, split = whole_and_split(kind)
+    found: list[Any] = [error_of(split, IDS), error_of(split.scaled, torch.ones(WIDTH))]
+    found.append(error_of(split.double(), IDS))
+    found.append(error_of(deepcopy(split), IDS))
+    split.scaled.factors.copy_(whole.scaled.factors)
+    found.append(error_of(split, IDS))
+    split.scaled.shift = torch.tensor(3)
+    return [*found, differences(split, whole)]

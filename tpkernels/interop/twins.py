@@ -1,0 +1,85 @@
+"""A second model to try a plan on, and something to call it with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import count, islice
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+# A tensor, positional arguments, or arguments by name.
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+def twin_of(
+    model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> nn.Module:
+    """A copy in eval mode, all of whose floating weights require gradients.
+
+    dtype: of its floating tensors; by default its weights are the model's own memory
+    device: where what is on the meta device becomes zeros, if given
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        value, floating = tensor.detach(), tensor.is_floating_point()
+        if value.is_meta and device is not None:
+            value = torch.zeros_like(value, device=device)
+        if floating and dtype:
+            value = value.to(dtype, copy=True)
+        elif not isinstance(tensor, nn.Parameter):
+            value = value.clone()
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(value, requires_grad=floating) if is_weight else value
+    return deepcopy(model, memo).eval()
+
+
+def made_up_inputs(model: nn.Module, ranks: int) -> tuple[Tensor] | None:
+    """Ids, or features, if the first layer is a table, or linear; numbers of sequences and tokens that no
+    rank divides, so that features folded into them do not go unnoticed.
+    """
+    batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            ids = torch.arange(batch * tokens, device="cpu").view(batch, tokens) * 7 + 1
+            return (ids % module.num_embeddings,)
+        if isinstance(module, nn.Linear):
+            features = torch.arange(batch * tokens * module.in_features, device="cpu").cos()
+            return (features.view(batch, tokens, module.in_features),)
+    return None
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Tensors of the inputs are moved to the model's device; floating ones take its dtype."""
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+
+    def fitting(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not weights:
+            return value
+        dtype = weights[0].dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(device=weights[0].device, dtype=dtype)
+
+    fitted = tree_map(fitting, inputs)
+    if isinstance(fitted, Mapping):
+        return model(**fitted)
+    return model(*fitted) if isinstance(fitted, tuple) else model(fitted)
+
+
+def floating_tensors(output: Any) -> list[Tensor]:
+    """Of what a module returned, in order."""
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@contextmanager
+def aside(model: nn.Module) -> Iterator[None]:
+    """With gradients and with memory, whatever the caller is in, and without a trace in random streams."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    default = torch.get_default_device()
+    default = torch.device("cpu") if default.type == "meta" else default
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.inference_mode(False), default:
+        yield
