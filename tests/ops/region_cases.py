@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -124,14 +125,16 @@ def written_into_differ() -> list[str]:
 
 
 def compiled_regions_differ() -> list[str]:
-    """Which regions compute other bits under torch.compile than eagerly."""
+    """Which regions compute other bits under torch.compile than eagerly, before a product or a view."""
     wrong = []
-    for name in MEANING:
+    for name, then in product(MEANING, (lambda y: y * 2, lambda y: y.view(-1))):
         region = getattr(mappings, name)
         torch._dynamo.reset()
 
-        def run(x: Tensor, region: Callable[..., Tensor] = region) -> Tensor:
-            return region(x, dist.group.WORLD) * 2
+        def run(
+            x: Tensor, region: Callable[..., Tensor] = region, then: Callable[[Tensor], Tensor] = then
+        ) -> Tensor:
+            return then(region(x, dist.group.WORLD))
 
         compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
         for rows in (4, 8):

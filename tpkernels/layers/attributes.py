@@ -4,13 +4,13 @@ tensor_model_parallel   ranks hold different parts of one weight; otherwise they
 partition_dim           the dimension that is split; -1: none
 partition_stride        of the split, see `topology/shard.py`
 sequence_parallel       each rank's gradient is of its tokens only: gradients are summed over the ranks
+tensor_parallel_ranks   ours: the global ranks of the tensor group; empty where they are not known
 
 Kept for Megatron's optimizers and buckets, as callers set them:
 
 allreduce               False: of an expert, whose gradient is summed over the expert data-parallel ranks
 expert_tp               split over the expert tensor-parallel ranks
 is_qkv                  rows of queries, keys and values, in groups of `qkv_split_shapes` rows
-tensor_parallel_ranks   ours: the global ranks of the tensor group; empty where they are not known
 """
 
 from __future__ import annotations

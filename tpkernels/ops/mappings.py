@@ -105,7 +105,8 @@ class _Region(torch.autograd.Function):
 
 def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     if move == "keep":
-        return x.view_as(x)
+        # where compiled code returns a view of a view of an input, it is taken anew of the input, without us
+        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
     if compiling(op):
         moved: Tensor = registered_move(op, x, name_of(group), move)
         return moved
