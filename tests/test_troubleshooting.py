@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE, CAUGHT = (ROOT / "docs" / "troubleshooting.md").read_text().split("\n## What is caught\n")
 ROWS = re.findall(r"^\| (?!message|---)(.*) \|$", PAGE, re.MULTILINE)
+CAUGHT_ROWS = re.findall(r"^\| (?!what is caught|---)(.*) \|$", CAUGHT, re.MULTILINE)
 VALUE = "\0"  # stands for what differs from case to case
 
 
@@ -40,6 +41,28 @@ def test_quoted_message_exists(row):
     assert is_known(message.strip("`"), MESSAGES)
     assert cause
     assert cure
+
+
+def is_tested(name):
+    """Whether `file::function` is a test."""
+    path, _, function = name.partition("::")
+    if not (ROOT / path).is_file():
+        return False
+    body = ast.parse((ROOT / path).read_text()).body
+    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in body)
+
+
+@pytest.mark.parametrize("row", CAUGHT_ROWS)
+def test_what_is_caught_is_shown_by_a_test(row):
+    what, when, cost, shown_by = row.split(" | ")
+    assert all((what, when, cost))
+    assert is_tested(shown_by)
+
+
+def test_a_test_that_is_not_there_is_noticed():
+    assert not is_tested("tests/test_troubleshooting.py::test_of_nothing")
+    assert not is_tested("tests/test_nothing.py::test_of_nothing")
+    assert len(CAUGHT_ROWS) > 20
 
 
 def test_misquoted_message_is_noticed():

@@ -158,6 +158,15 @@ def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(transport, backend
     assert survivor.startswith(tuple(f"column_linear: {what}" for what in lost))
 
 
+def test_a_rank_that_dies_while_an_exchange_opens_is_named_with_op_and_group():
+    with RankPool(2) as own, pytest.raises(RankFailure) as failure:
+        own.run(cases.peer_dies_while_an_exchange_opens)
+    survivor = str(failure.value.exceptions[0])
+    assert survivor.startswith("column_linear: r")
+    assert "rank 1" in survivor
+    assert "process group '" in survivor
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("op", ["column_linear", "row_linear"])
 def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(ranks2, op, backend):

@@ -268,6 +268,16 @@ def peer_dies(transport: str, backend: str) -> None:
         block(*operands, sequence_parallel=True)
 
 
+def peer_dies_while_an_exchange_opens() -> None:
+    def die() -> str:
+        os._exit(7)
+
+    with using("shared"):
+        if dist.get_rank() == 1:
+            shared.machine = die
+        block(*operands_of(7), sequence_parallel=True)
+
+
 def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
     """What one says whose peer comes too late for a second call, and after how many seconds."""
     group = dist.group.WORLD

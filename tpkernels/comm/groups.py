@@ -64,6 +64,7 @@ class LiveGroup:
             raise RuntimeError(
                 f"process group '{self.name}' was destroyed; make a new group and new GradientBuckets"
             )
+        calls_of(group).require_usable("GradientBuckets")
         return group
 
     def averages(self, device: torch.device) -> bool:

@@ -31,9 +31,7 @@ class SummedGradients:
             parameter = module._parameters[name]
             if parameter is not None:
                 copied = copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)
-                # a clone: where a compiled graph returns a view of its input, torch 2.13 takes the view anew
-                # from the input, and what the region does in backward would be lost
-                object.__setattr__(module, name, copied.clone())
+                object.__setattr__(module, name, copied)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         for name in self.names:
