@@ -16,7 +16,7 @@ help: ## this list
 
 setup: $(READY) ## make .venv: pinned packages, this package, its C++ extension
 
-$(READY): constraints.txt pyproject.toml setup.py $(wildcard csrc/*)
+$(READY): constraints.txt pyproject.toml setup.py $(wildcard csrc/*.*)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, found " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	@# Debian's Python comes without ensurepip: virtualenv does the same job
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(VENV)/.bootstrap virtualenv && PYTHONPATH=$(VENV)/.bootstrap $(PYTHON) -m virtualenv -q $(VENV); }
@@ -65,7 +65,7 @@ check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv o
 	PYTHONPATH=. $(VENV)-triton36/bin/python -m tpkernels check
 
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB)
-	$(PIP) install -q -c constraints.txt safetensors transformers
+	$(PIP) install -q -c constraints.txt safetensors transformers accelerate
 	$(BIN)/python -m pytest tests/interop
 
 docs: $(READY) ## run the code blocks and commands of README and docs

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ops.transport_cases import using
 from tpkernels.comm import bucketed, calls, watch
 from tpkernels.comm.calls import GroupCalls, calls_of
+from tpkernels.comm.transfers import Transfers
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,
@@ -278,3 +279,40 @@ def failed_group_is_one_of_many(transports: Sequence[str]) -> list[bool]:
             assert not calls_of(sound).failure
         dist.barrier()
     return going_on
+
+
+def interrupted_while_opening() -> tuple[str, str, float]:
+    """What is said of a call in which one rank runs out of memory while it opens an exchange; of the next."""
+    group, started = dist.new_group(), time.monotonic()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("planted")
+
+    broken = patch.object(os, "ftruncate", fail) if dist.get_rank() == 0 else nullcontext()
+    with using("shared"), hasty():
+        with broken:
+            during = said_by(lambda: STEPS["row"](group, torch.randn(TOKENS, WIDTH)))
+        after = said_by(lambda: STEPS["row"](group, torch.randn(TOKENS, WIDTH)))
+        dist.barrier()
+        return during, after, time.monotonic() - started
+
+
+def interrupted_while_agreeing() -> tuple[str, str]:
+    """What is said of the step in which one rank is interrupted while ranks compare; of the next."""
+    group = dist.new_group()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x, w = torch.randn(TOKENS, WIDTH), torch.ones(4, WIDTH)
+    broken = patch.object(Transfers, "await_rows", interrupt) if dist.get_rank() == 0 else nullcontext()
+    with hasty():
+        try:
+            with broken:
+                row_linear(x, w, None, group)
+            during = "no error"
+        except (KeyboardInterrupt, RuntimeError) as error:
+            during = f"{type(error).__name__}: {error}"
+        after = said_by(lambda: row_linear(x, w, None, group))
+        dist.barrier()
+        return during, after

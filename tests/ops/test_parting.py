@@ -111,3 +111,16 @@ def test_a_forked_child_may_not_use_the_groups_of_its_parent(ranks2):
         assert len(messages) == 2
         for message in messages:
             assert "make process groups after the fork" in message, messages
+
+
+def test_a_rank_that_cannot_open_an_exchange_tells_all(ranks2):
+    for during, after, seconds in ranks2.run(cases.interrupted_while_opening):
+        assert "rank 0 cannot take part: MemoryError: planted" in during
+        assert after == "no error"  # all refused alike: nothing was on its way
+        assert seconds < 20
+
+
+def test_an_interruption_while_ranks_compare_ends_the_group(ranks2):
+    for rank, (during, after) in enumerate(ranks2.run(cases.interrupted_while_agreeing)):
+        assert during.startswith("KeyboardInterrupt" if rank == 0 else "RuntimeError"), during
+        assert "has failed and cannot be used any more: rank 0: KeyboardInterrupt" in after

@@ -74,7 +74,7 @@ def map_shared(
         count = sum(Mailbox.sizes(ranks, shape, dtype, splits))
         descriptor = os.memfd_create(f"tpkernels {name}", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, count)
-    except (AttributeError, ValueError, OSError) as error:  # AttributeError: only Linux has such files
+    except Exception as error:  # whatever it is, the others wait to be told
         problem = f"{type(error).__name__}: {error}"
     opening = handshake(op or "open_shared", f"opening {name}", group)
     # a rank that cannot go on says so here: nobody waits for it below
@@ -100,6 +100,6 @@ def _mapped(paths: list[str], count: int) -> tuple[list[Tensor], str]:
         for path in paths:
             with open(path, "r+b", buffering=0) as file:
                 memories.append(torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8))
-    except (OSError, ValueError) as error:
+    except Exception as error:
         return [], f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
     return memories, ""

@@ -15,6 +15,14 @@ def gather_small(call: Call, part: Tensor) -> Tensor:
     In one collective, but where tags can keep a rank in another call from being taken for one in this: gloo
     aborts a process that gets a message of another length than it expects.
     """
+    try:
+        return _gathered(call, part)
+    except BaseException as error:  # Ctrl-C, too: the others do not know
+        call.calls.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _gathered(call: Call, part: Tensor) -> Tensor:
     calls = call.calls
     if calls.matches_tags(part.device):
         return Gathering(call, part.reshape(1, -1), calls.ranks).wait().view(calls.ranks, *part.shape)

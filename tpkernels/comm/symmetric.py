@@ -239,7 +239,7 @@ def open_symmetric(
         handle = _rendezvous(
             memory, group.group_name if len(near) == ranks else name_of_neighbours(group, near)
         )
-    except RuntimeError as error:
+    except Exception as error:  # whatever it is, the others wait to be told
         problem = f"torch's symmetric memory refused: {error}"
     require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
     assert handle is not None
@@ -266,10 +266,10 @@ def why_not(device: torch.device) -> str:
 
 def require_gpu_each(name: str, gpus: list[str], rank: int) -> None:
     """Ranks that share a GPU are for tests, which ask torch for it by name."""
-    shared = [peer for peer, gpu in enumerate(gpus) if peer != rank and gpu == gpus[rank]]
+    shared = [peer for peer, gpu in enumerate(gpus) if gpus.count(gpu) > 1]  # the same on all ranks
     if shared and os.environ.get(_OVERLAPPING, "0") != "1":
         raise RuntimeError(
-            f"{name} on rank {rank}: expected a GPU for each rank, got one for {sorted([rank, *shared])}: "
+            f"{name} on rank {rank}: expected a GPU for each rank, got one for {shared}: "
             f"call torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
         )
 
