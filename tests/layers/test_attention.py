@@ -277,9 +277,9 @@ def gathers_of_a_forward():
     started = []
 
     class Counted(parallel.Gathering):
-        def __init__(self, op, *arguments):
-            started.append(op)
-            super().__init__(op, *arguments)
+        def __init__(self, call, *arguments):
+            started.append(call.op)
+            super().__init__(call, *arguments)
 
     with patch.object(parallel, "Gathering", Counted):
         layer(torch.randn(TOKENS // torch.distributed.get_world_size(), BATCH, HIDDEN))

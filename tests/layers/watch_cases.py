@@ -131,7 +131,7 @@ def two_models() -> list[tuple[str, str]]:
     """Each optimizer is counted by itself; only the second drifts. A parallelized model tells of itself."""
     block = built()
     torch.manual_seed(3)
-    model = parallelize(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)), plan={"1": "column"})
+    model = parallelize(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)), plan={"1": "head"})
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (block, model))
     said = []
     with every(2):
@@ -191,7 +191,7 @@ def shards_of_data_ranks() -> list[tuple[str, str]]:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = parallelize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), mesh, plan={"1": "column"})
+    model = parallelize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), mesh, plan={"1": "head"})
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.ops import parting_cases as cases
+from tests.ranks import RankFailure, RankPool
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="failures are planted among operators of the CPU"
@@ -64,8 +65,12 @@ def test_ranks_that_ask_for_different_things_are_told_and_live_on(ranks2, transp
         assert seconds < 30
 
 
-def test_without_tags_that_tell_calls_apart_the_fault_shows(ranks2):
-    messages = ranks2.run(cases.watched_without_tags_that_tell)
+def test_without_tags_that_tell_calls_apart_the_fault_shows():
+    with RankPool(2) as own:
+        try:
+            messages = own.run(cases.watched_without_tags_that_tell)
+        except RankFailure:  # gloo has aborted a rank
+            return
     assert not all("have left the common order" in message for message in messages)
 
 

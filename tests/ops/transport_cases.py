@@ -137,7 +137,7 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
         with nullcontext() if with_barrier or not call else patch.object(exchange, "barrier"):
             delivery = exchange.start([exchanges.shard_of(rank, call, rows)] * ranks)
         time.sleep(0.1 * rank)  # the first rank is far ahead
-        results.append(exchanges.gathered_product(delivery))
+        results.append(exchanges.gathered_product(delivery, None if with_barrier else 5_000))
     dist.barrier()
     exchange.close()
     return exchanges.gathered_exactly(rank, ranks, rows, results)

@@ -9,7 +9,7 @@ from typing import Protocol, SupportsIndex
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state import *  # noqa: F403
+from tpkernels.parallel_state.names import *  # noqa: F403
 from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.sizes import InvalidSizes
@@ -30,7 +30,7 @@ def is_unitialized() -> bool:
     return not parallel_state.model_parallel_is_initialized()
 
 
-def initialize_model_parallel(  # type: ignore[no-redef]
+def initialize_model_parallel(
     tensor_model_parallel_size_: int = 1,
     pipeline_model_parallel_size_: int = 1,
     virtual_pipeline_model_parallel_size_: int | None = None,
