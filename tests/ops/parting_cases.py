@@ -96,7 +96,7 @@ def _run(step: Step, group: dist.ProcessGroup, seed: int, requires_grad: bool = 
 @contextmanager
 def hasty() -> Iterator[None]:
     """Ranks look after each other at once."""
-    with patch.object(calls, "PATIENCE", 0.3), patch.object(watch, "INTERVAL", 0.1):
+    with patch.object(watch, "INTERVAL", 0.1):
         yield
 
 
@@ -132,13 +132,13 @@ def _points(step: Step) -> tuple[int, int]:
     group, begins = dist.new_group(), []
     _run(step, group, 0)
     with Planted(None) as mode:
-        original = GroupCalls.next
+        original = GroupCalls.begin
 
-        def noting(self: GroupCalls, what: str) -> int:
+        def noting(self: GroupCalls, *arguments: Any) -> calls.Call:
             begins.append(mode.seen)
-            return original(self, what)
+            return original(self, *arguments)
 
-        with patch.object(GroupCalls, "next", noting):
+        with patch.object(GroupCalls, "begin", noting):
             _run(step, group, 0)
     dist.barrier()
     return begins[0] + 1, mode.seen
@@ -228,7 +228,7 @@ def slow_is_not_wrong(transport: str) -> bool:
 
 def watched_without_tags_that_tell() -> str:
     """The planted fault: if all calls had one tag, a rank would take the other's x for its dx."""
-    with patch.object(calls, "tag_of", lambda described, number: 1):
+    with patch.object(calls, "tag_of", lambda checksum, number: 1):
         return different("the weight needs a gradient", "c10d", seconds=2.0)[0]
 
 

@@ -19,43 +19,61 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from time import monotonic
-from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary, ref
+from itertools import count
+from typing import NamedTuple, ParamSpec, TypeVar
+from weakref import finalize, ref
 
 import torch
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 
 from tpkernels.comm.lifetime import note_use
-from tpkernels.comm.watch import PATIENCE, Watcher, parting, shown
+from tpkernels.comm.watch import Watcher, parting, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 REMEMBERED = 64  # calls, which ranks compare
-MOST_COMPARED = 256  # descriptions of calls, each before it is first made
+MOST_DESCRIBED = 1024  # kinds of calls
 LONGEST_CAUSE = 2000  # characters
 _FAILURE, _RECENT = "tpkernels failure", "tpkernels calls of rank "
 _NEVER_SENT = 2**31 - 1  # a tag
 
 
+Key = tuple[str, str, tuple[int, ...], torch.dtype | None]  # operator, what moves, of which shape and dtype
+
+_clock = count()  # of calls that begin, in any group
+
+
+class Kind(NamedTuple):
+    """Calls that differ in their number only."""
+
+    described: str
+    checksum: int
+
+
+def kind_of(key: Key) -> Kind:
+    op, what, shape, dtype = key
+    described = f"{op}: {what}" if dtype is None else f"{op}: {what} {tuple(shape)} {dtype}"
+    return Kind(described, zlib.crc32(described.encode()))
+
+
 class GroupCalls:
-    """What this rank knows of the calls of one group."""
+    """What this rank knows of the calls of one group. An operator should cost little: so do calls."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._registered_name = group.group_name
         self.name, self.rank, self.ranks = str(group.group_name), group.rank(), group.size()
         self.failure = ""  # why nobody may use the group any more
-        self.waiting_since: float | None = None  # on the monotonic clock, while this rank is blocked
+        self.waiting = 0  # the number of the call that this rank is blocked in
+        self.waited = 0  # the one that it was blocked in at the last look of the thread that watches
+        self.begun_at = -1  # when the last call began in which rows travel, on our clock
+        self.begun_by = 0  # which thread
         self._number = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._group = ref(group)  # its threads end with it, see `lifetime`
         self._matches_tags: dict[str, bool] = {}
-        self._made: set[str] = set()
+        self._kinds: dict[Key, Kind] = {}
 
     def require_usable(self, op: str) -> None:
         """An error if the group was destroyed, has failed, or is another process's."""
@@ -67,11 +85,29 @@ class GroupCalls:
         if not self._is_alive():
             raise RuntimeError(f"{op}: process group '{self.name}' was destroyed; make a new one")
 
-    def next(self, what: str) -> int:
-        """The number of a call that begins."""
-        self._number += 1
-        self._recent.append((self._number, what))
-        return self._number
+    def kind(self, key: Key) -> Kind | None:
+        """What calls with this key are; None if there was none yet."""
+        return self._kinds.get(key)
+
+    def add_kind(self, key: Key, kind: Kind) -> None:
+        """All ranks add the same, and forget them alike."""
+        if len(self._kinds) >= MOST_DESCRIBED:
+            self._kinds.clear()
+        self._kinds[key] = kind
+
+    def handshake(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
+        """The next call, in which ranks tell each other what they want: all succeed, or none."""
+        if self.failure or group not in distributed_c10d._world.pg_map:
+            self.require_usable(op)
+        self._number = number = self._number + 1
+        self._recent.append((number, kind.described))
+        return Call(op, group, self, number, tag_of(kind.checksum, number))
+
+    def begin(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
+        """The next call, in which rows travel."""
+        call = self.handshake(op, kind, group)
+        self.begun_at, self.begun_by = next(_clock), threading.get_ident()
+        return call
 
     def matches_tags(self, device: torch.device) -> bool:
         """Whether the backend delivers a message only to who asks for its tag. NCCL goes by order alone."""
@@ -79,13 +115,6 @@ class GroupCalls:
         if kind not in self._matches_tags:
             self._matches_tags[kind] = self._required_group()._get_backend(device).name() == "gloo"
         return self._matches_tags[kind]
-
-    def is_new(self, described: str) -> bool:
-        """Whether a call of this description is made for the first time; of too many nobody keeps count."""
-        new = described not in self._made and len(self._made) < MOST_COMPARED
-        if new:
-            self._made.add(described)
-        return new
 
     def fail(self, cause: str) -> None:
         """Let nobody use the group any more, here and on other ranks; the first cause stays."""
@@ -132,10 +161,7 @@ class GroupCalls:
                 received.wait(timedelta(milliseconds=1))
 
     def _is_alive(self) -> bool:
-        try:
-            return c10d._resolve_process_group(self._registered_name) is self._group()
-        except RuntimeError:
-            return False
+        return self._group() in distributed_c10d._world.pg_map
 
     def _store(self) -> Store | None:
         group = self._group()
@@ -147,64 +173,65 @@ class GroupCalls:
         return group
 
 
-_of_group: WeakKeyDictionary[ProcessGroup, GroupCalls] = WeakKeyDictionary()
+_of_group: dict[
+    int, GroupCalls
+] = {}  # by id, which takes a third of a WeakKeyDictionary's time; see `_added`
 
 
 def calls_of(group: ProcessGroup) -> GroupCalls:
-    found = _of_group.get(group)
+    found = _of_group.get(id(group))
     if found is None:
-        found = _of_group[group] = GroupCalls(group)
-        note_use(group)
+        found = _added(group)
         if found.ranks > 1:
             _watcher.start()
     return found
 
 
+def _added(group: ProcessGroup) -> GroupCalls:
+    found = _of_group[id(group)] = GroupCalls(group)
+    note_use(group)
+    finalize(group, _of_group.pop, id(group), None)  # another group may get the id
+    return found
+
+
 def _look_at_those_that_wait() -> None:
     for calls in list(_of_group.values()):
-        since = calls.waiting_since
-        if since is not None and monotonic() - since > PATIENCE:
+        if calls.waiting and calls.waiting == calls.waited:
             with suppress(RuntimeError):  # a store may have died with its rank
                 calls.compare()
+        calls.waited = calls.waiting
 
 
 _watcher = Watcher(_look_at_those_that_wait)
 atexit.register(_watcher.end)
 
 
-@dataclass(frozen=True, slots=True)
 class Call:
     """One call in a group."""
 
-    op: str
-    group: ProcessGroup
-    calls: GroupCalls
-    tag: int  # of its messages: 31 bits that hardly another call has
+    __slots__ = ("calls", "group", "number", "op", "tag")
+
+    def __init__(self, op: str, group: ProcessGroup, calls: GroupCalls, number: int, tag: int) -> None:
+        """tag: of its messages"""
+        self.op, self.group, self.calls, self.number, self.tag = op, group, calls, number, tag
 
     def wait_for(self, wait: Callable[[], R]) -> R:
         """Block in `wait`, watched."""
-        self.calls.waiting_since = monotonic()
-        try:
-            return wait()
-        finally:
-            self.calls.waiting_since = None
+        calls = self.calls
+        calls.waiting = self.number
+        result = wait()
+        calls.waiting = 0  # not after an exception: then the group fails, and nobody looks
+        return result
 
 
-class _Begun(threading.local):
-    """The groups of the calls begun by the function that `all_or_fail` runs in this thread."""
-
-    groups: list[GroupCalls] | None = None
-
-
-_begun = _Begun()
+def tag_of(checksum: int, number: int) -> int:
+    """A number below 2**31 - 1 that calls of another kind or number hardly share."""
+    return (checksum ^ number * 0x9E3779B1) % _NEVER_SENT
 
 
 def begin(op: str, what: str, group: ProcessGroup) -> Call:
     """The next call of the group, in which rows travel."""
-    call = _next(op, f"{op}: {what}", group)
-    if _begun.groups is not None:
-        _begun.groups.append(call.calls)
-    return call
+    return calls_of(group).begin(op, kind_of((op, what, (), None)), group)
 
 
 def handshake(op: str, what: str, group: ProcessGroup) -> Call:
@@ -212,18 +239,7 @@ def handshake(op: str, what: str, group: ProcessGroup) -> Call:
 
     op: for errors; ranks may be there for different ones
     """
-    return _next(op, what, group)
-
-
-def _next(op: str, described: str, group: ProcessGroup) -> Call:
-    calls = calls_of(group)
-    calls.require_usable(op)
-    return Call(op, group, calls, tag_of(described, calls.next(described)))
-
-
-def tag_of(described: str, number: int) -> int:
-    """A number below 2**31 - 1 that calls of another description or number hardly share."""
-    return (zlib.crc32(described.encode()) ^ number * 0x9E3779B1) % _NEVER_SENT
+    return calls_of(group).handshake(op, kind_of(("ranks tell each other", what, (), None)), group)
 
 
 def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
@@ -231,26 +247,22 @@ def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> R:
-        begun: list[GroupCalls] = []
-        outer, _begun.groups = _begun.groups, begun
+        began = next(_clock)
         try:
             return function(*args, **options)
         except BaseException as error:
-            for calls in begun:
-                calls.fail(f"{type(error).__name__}: {error}")
+            for calls in list(_of_group.values()):
+                if calls.begun_at > began and calls.begun_by == threading.get_ident():
+                    calls.fail(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            if outer is not None:
-                outer.extend(begun)
-            _begun.groups = outer
 
     return run
 
 
 def _disown_groups_of_parent() -> None:
     """A forked child has none of the threads that move rows."""
-    for group in {*_of_group, *distributed_c10d._world.pg_map}:
-        calls = _of_group[group] = GroupCalls(group)
+    for group in distributed_c10d._world.pg_map:
+        calls = _of_group[id(group)] = GroupCalls(group)
         calls.failure = (
             f"it was made in process {os.getppid()}, of which this process {os.getpid()} is a fork; make "
             "process groups after the fork"

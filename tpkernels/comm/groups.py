@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.lifetime import is_alive
@@ -25,7 +25,9 @@ def required_group(group: object, argument: str = "group", op: str = "") -> Proc
             "torch.distributed.group.WORLD holds all ranks"
         )
     if not torch.compiler.is_compiling():  # that is, when it runs
-        calls_of(group).require_usable(op or argument)
+        calls = calls_of(group)
+        if calls.failure or group not in distributed_c10d._world.pg_map:
+            calls.require_usable(op or argument)
     return group
 
 

@@ -43,15 +43,21 @@ class Transfers:
     def await_rows(self, received: Work | None, source: int) -> None:
         try:
             if received is not None:
-                self._call.wait_for(received.wait)
+                self._wait(received)
         except RuntimeError as error:
             raise self._failure(f"rows of rank {source} did not arrive", error) from error
+
+    def _wait(self, work: Work) -> None:
+        calls = self._call.calls
+        calls.waiting = self._call.number  # for who watches
+        work.wait()
+        calls.waiting = 0
 
     def await_sends(self) -> None:
         """Until then nobody may overwrite what was sent."""
         for work, to, _ in self._sends:
             try:
-                self._call.wait_for(work.wait)
+                self._wait(work)
             except RuntimeError as error:
                 raise self._failure(f"rank {to} did not take its rows", error) from error
         self._sends.clear()

@@ -1,7 +1,7 @@
 """A thread that looks after ranks which have waited for long: have all of them made the same calls?
 
-It costs nothing while nobody waits for over PATIENCE seconds. Then it compares calls through the group's
-store, about once a second. Ranks whose calls of one number differ will wait for ever: the group fails, with
+It costs nothing while no rank is seen in one call twice, about a second apart. Then it compares calls through
+the group's store. Ranks whose calls of one number differ will wait for ever: the group fails, with
 an error on all of them that names both calls.
 """
 
@@ -11,8 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-PATIENCE = 2.0  # seconds
-INTERVAL = 1.0
+INTERVAL = 1.0  # seconds between two looks
 
 
 def shown(recent: Sequence[tuple[int, str]]) -> str:

@@ -82,7 +82,9 @@ class HeadGradients:
 def whole_hidden(call: HeadCall, hidden: Tensor) -> Tensor:
     """All tokens."""
     return (
-        start_rows(OP, "hidden", hidden, call.loss.shard.group).wait() if call.sequence_parallel else hidden
+        start_rows(OP, "gather of hidden", hidden, call.loss.shard.group).wait()
+        if call.sequence_parallel
+        else hidden
     )
 
 

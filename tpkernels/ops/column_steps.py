@@ -94,7 +94,7 @@ def column_forward(
 ) -> list[Tensor]:
     """y of each weight, then z of each if it is kept, then the gathered x if it is."""
     steps = steps_on(x.device)
-    gathering = start_rows("column_linear", "x", x, call.group) if call.gathers else Done(x)
+    gathering = start_rows("column_linear", "gather of x", x, call.group) if call.gathers else Done(x)
     if multiplying(gathering, call.overlap):
         products = gathering.products(
             weights, biases, call.activation, call.keep_z, keep_rows=call.saves_gathered
@@ -138,7 +138,7 @@ def column_gradients(
     op = "column_linear backward"
     compare_in_backward(op, call.group, needs)
     gathers = call.gathers and not call.saves_gathered and any(needs_dw)
-    gathering = start_rows(op, "x", x, call.group) if gathers else Done(x)
+    gathering = start_rows(op, "gather of x", x, call.group) if gathers else Done(x)
     dzs = [act_grad_ref(dy, z, call.activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     summing = None
     if needs_dx:

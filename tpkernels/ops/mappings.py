@@ -154,7 +154,7 @@ def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _begin(op: str, x: Tensor, group: ProcessGroup) -> Call:
-    return begin_call(op, f"{tuple(x.shape)} {x.dtype}", x, group)
+    return begin_call(op, "x", x.shape, x, group)
 
 
 def _rows(x: Tensor) -> Tensor:

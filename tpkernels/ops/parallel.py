@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import Call, begin, calls_of
+from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of
 from tpkernels.comm.exchange import Gathering, Pending, Reducing, all_reducing
 from tpkernels.comm.groups import refuse_other_devices, required_group
 from tpkernels.comm.small import gather_small
@@ -59,32 +59,38 @@ def compare_in_backward(op: str, group: ProcessGroup, needs: Sequence[object]) -
         agree(Claim(op, (f"gradients: {[bool(need) for need in needs]}",)), group)
 
 
-def begin_call(op: str, what: str, like: Tensor, group: ProcessGroup) -> Call:
+def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: ProcessGroup) -> Call:
     """The next call of the group.
+
+    what: moves, of which shape; like: a tensor of its dtype and device
 
     A backend that delivers by order alone takes another call's message for this one's. There ranks compare
     calls of one description, once, before the first.
     """
-    calls = calls_of(group)
+    calls, key = calls_of(group), (op, what, shape, like.dtype)
+    kind = calls.kind(key)
+    if kind is None:
+        kind = kind_of(key)
+        _compare_new_kind(op, kind, like, calls, group)
+        calls.add_kind(key, kind)
+    return calls.begin(op, kind, group)
+
+
+def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, group: ProcessGroup) -> None:
     try:
         has_tags = calls.matches_tags(like.device)
     except RuntimeError:
         refuse_other_devices(op, group, like.device)
         raise
-    if not has_tags and calls.is_new(f"{op}: {what}") and not _is_capturing(like):
-        agree(Claim(f"{op}: {what}", ()), group)
-    return begin(op, what, group)
-
-
-def _is_capturing(like: Tensor) -> bool:
-    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not has_tags and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        agree(Claim(kind.described, ()), group)
 
 
 def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Tensor:
     """(ranks, *shape of part): a few numbers of all ranks."""
     if group.size() == 1:
         return part[None]
-    return gather_small(begin_call(op, f"{what} {tuple(part.shape)} {part.dtype}", part, group), part)
+    return gather_small(begin_call(op, what, part.shape, part, group), part)
 
 
 def name_of(group: ProcessGroup) -> str:
@@ -147,8 +153,8 @@ def start_sum(
         assert not scatter, "the caller refuses rows that the ranks do not divide"
         reduces = gathers = None
     waits = None if reduces is None else waits_for(op, reduces)
-    what = f"{'shards' if scatter else 'all'} of the sum {(rows, cols)} {like.dtype}"
-    call = begin_call(op, what, like, group)
+    what = "shards of the sum" if scatter else "all of the sum"
+    call = begin_call(op, what, (rows, cols), like, group)
     if not overlap:
         partial_of = partial_of(slice(0, rows)).__getitem__
     if reduces is not None and waits is not None:
@@ -162,13 +168,13 @@ Rows = Gathering | FlaggedRows | Done
 
 
 def start_rows(op: str, name: str, shard: Tensor, group: ProcessGroup) -> Rows:
-    """All ranks' shards, which have as many rows each. name: of the tensor that is gathered"""
+    """All ranks' shards, which have as many rows each. name: of the tensor"""
     ranks = group.size()
     if ranks == 1:
         return Done(shard)
     gathers = exchange_for(op, "gathers", shard, shard.shape[0], shard.shape[1], group)
     waits = None if gathers is None else waits_for(op, gathers)
-    call = begin_call(op, f"gather of {name} {tuple(shard.shape)} {shard.dtype}", shard, group)
+    call = begin_call(op, name, shard.shape, shard, group)
     if gathers is None or waits is None:
         return Gathering(call, shard, ranks * shard.shape[0])
     return FlaggedRows(call, shard, gathers, waits)

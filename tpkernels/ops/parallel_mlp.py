@@ -207,7 +207,7 @@ def _up(
     steps: Steps, call: MlpCall, x: Tensor, ups: Sequence[Tensor], b_up: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """(h, what backward needs of it: z, or g and u)"""
-    gathering = start_rows("parallel_mlp", "x", x, call.group) if call.gathers else Done(x)
+    gathering = start_rows("parallel_mlp", "gather of x", x, call.group) if call.gathers else Done(x)
     if multiplying(gathering, call.overlap) and not call.gated:
         activation = cast("Activation", call.activation)
         ((h, z),) = gathering.products(ups, [b_up], activation, call.keep, keep_rows=False)
@@ -240,8 +240,8 @@ def _gradients(ctx: Any, steps: Steps, dy_shard: Tensor) -> list[Tensor | None]:
     *needs_ups, needs_down = needs
 
     compare_in_backward(op, call.group, ctx.needs_input_grad[1:])
-    gathering_dy = start_rows(op, "dy", dy_shard, call.group) if call.gathers else Done(dy_shard)
-    gathering_x = start_rows(op, "x", x, call.group) if call.gathers and any(needs_ups) else Done(x)
+    gathering_dy = start_rows(op, "gather of dy", dy_shard, call.group) if call.gathers else Done(dy_shard)
+    gathering_x = start_rows(op, "gather of x", x, call.group) if call.gathers and any(needs_ups) else Done(x)
     tokens = kept[0].shape[0]
     dzs = [torch.empty_like(part) for part in kept]
     h = torch.empty_like(kept[0])

@@ -171,7 +171,7 @@ def _gradients(
     *_, needs_db = needs  # x and weight are None where nobody needs what they are for
     dx = dw = None
     if call.sequence_parallel and call.group.size() > 1:
-        gathering = start_rows("row_linear backward", "dy", dy_shard, call.group)
+        gathering = start_rows("row_linear backward", "gather of dy", dy_shard, call.group)
         if multiplying(gathering, call.overlap) and weight is not None:
             ((dx, _),) = gathering.products([weight.t()], [None], "none", False, keep_rows=True)
             dy = gathering.wait()

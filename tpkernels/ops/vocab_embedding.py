@@ -147,7 +147,7 @@ def embedding_forward(call: EmbeddingCall, ids: Tensor, weight: Tensor) -> Tenso
 def embedding_gradient(call: EmbeddingCall, ids: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
     shard = call.shard
     if call.sequence_parallel:
-        dy = start_rows("vocab_embedding backward", "dy", dy, shard.group).wait()
+        dy = start_rows("vocab_embedding backward", "gather of dy", dy, shard.group).wait()
     if call.padding_idx is not None:
         ids = torch.where(ids == call.padding_idx, NOWHERE, ids)
     return vocabulary_steps_on(dy).lookup_grad(dy, ids, shard.width, shard.first_id, dtype)
