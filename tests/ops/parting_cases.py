@@ -316,3 +316,21 @@ def interrupted_while_agreeing() -> tuple[str, str]:
         after = said_by(lambda: row_linear(x, w, None, group))
         dist.barrier()
         return during, after
+
+
+def woken_by_a_rank_whose_neighbour_is_gone() -> float:
+    """Seconds that rank 0 waits for rank 2, which fails after rank 3 has: the connection to that is closed."""
+    rank, group = dist.get_rank(), dist.new_group()
+    started = time.monotonic()
+    if rank == 3:
+        calls_of(group).fail("planted")
+    dist.barrier()
+    if rank == 2:
+        time.sleep(0.5)
+        calls_of(group).fail("planted later")
+    if rank == 0:
+        said = said_by(group.recv([torch.empty(1)], 2, 5).wait)
+        assert said.startswith("RuntimeError"), said
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return seconds

@@ -129,3 +129,7 @@ def test_an_interruption_while_ranks_compare_ends_the_group(ranks2):
     for rank, (during, after) in enumerate(ranks2.run(cases.interrupted_while_agreeing)):
         assert during.startswith("KeyboardInterrupt" if rank == 0 else "RuntimeError"), during
         assert "has failed and cannot be used any more: rank 0: KeyboardInterrupt" in after
+
+
+def test_a_group_that_fails_wakes_ranks_also_where_others_have_failed_before(ranks4):
+    assert max(ranks4.run(cases.woken_by_a_rank_whose_neighbour_is_gone)) < 15

@@ -155,10 +155,13 @@ class GroupCalls:
         if group is None or self.ranks == 1 or not self._is_alive():
             return
         with suppress(RuntimeError):
-            if self.matches_tags(cpu):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                received = group.recv([nothing], (self.rank + 1) % self.ranks, _NEVER_SENT)
-                received.wait(timedelta(milliseconds=1))
+            if not self.matches_tags(cpu):
+                return
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.ranks):
+            if peer != self.rank:  # all of them: from a rank that is gone an error comes, and closes nothing
+                with suppress(RuntimeError):
+                    group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _is_alive(self) -> bool:
         return self._group() in distributed_c10d._world.pg_map
