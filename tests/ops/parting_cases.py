@@ -319,7 +319,7 @@ def interrupted_while_agreeing() -> tuple[str, str]:
 
 
 def woken_by_a_rank_whose_neighbour_is_gone() -> float:
-    """Seconds that rank 0 waits for rank 2, which fails after rank 3 has: the connection to that is closed."""
+    """Seconds that rank 0 waits for rank 2, which fails after rank 3, its own neighbour, has closed all."""
     rank, group = dist.get_rank(), dist.new_group()
     started = time.monotonic()
     if rank == 3:
