@@ -21,7 +21,7 @@ from bench.measure import (
     slowest,
 )
 from tests.ranks import RankPool
-from tpkernels.tuning import steps
+from tpkernels.dispatch import steps
 
 SHORTEST_ROUND = 2e-3  # seconds on a CPU: below, the clock and interruptions are what is seen
 SHORT_ON_GPU = 200e-6  # seconds: below, launches may take longer than kernels

@@ -10,11 +10,11 @@ import torch
 
 from bench.case import Case, Work
 from bench.measure import Seconds
-from tests.tuning.conftest import CPU, VERSIONS, FakeTimer
+from tests.dispatch.conftest import CPU, VERSIONS, FakeTimer
+from tpkernels.dispatch.cache import Cache
+from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.gpus import Gpu
 from tpkernels.kernels.target import H100
-from tpkernels.tuning.cache import Cache
-from tpkernels.tuning.chooser import Chooser
-from tpkernels.tuning.gpus import Gpu
 
 
 @pytest.mark.smoke

@@ -13,7 +13,7 @@ from bench.cases.linear_overlap import LinearOverlap, measure
 from bench.cases.linear_timeline import write
 from bench.measure import Seconds
 from bench.slow_link import SlowLink, why_not
-from tpkernels.comm.engine import EngineChoice
+from tpkernels.buckets.engine import EngineChoice
 
 Record = Callable[[Work, Seconds], None]
 

@@ -1,6 +1,7 @@
 """What is installed, and what importing it costs."""
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tpkernels
+from tpkernels import _renamed
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,6 +41,15 @@ def test_every_public_name_can_be_imported():
         assert name in dir(tpkernels)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = tpkernels.nonsense
+
+
+@pytest.mark.parametrize(("former", "today"), _renamed._TODAY.items())
+def test_modules_are_found_under_their_former_names(former, today):
+    with pytest.warns(DeprecationWarning, match=f"tpkernels.{former} is tpkernels.{today} now"):
+        module = importlib.import_module(f"tpkernels.{former}")
+    del sys.modules[f"tpkernels.{former}"]
+    assert module is importlib.import_module(f"tpkernels.{today}")
+    assert module.__name__ == module.__spec__.name == f"tpkernels.{today}"
 
 
 def test_type_checkers_see_the_same_public_names():

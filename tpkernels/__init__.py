@@ -8,17 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tpkernels._renamed import keep_former_names
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels import interop as interop
     from tpkernels import ops as ops
     from tpkernels import parallel_state as parallel_state
-    from tpkernels.comm.bucketed import bucketed_all_gather as bucketed_all_gather
-    from tpkernels.comm.bucketed import bucketed_all_reduce_ as bucketed_all_reduce_
-    from tpkernels.comm.bucketed import bucketed_broadcast_ as bucketed_broadcast_
-    from tpkernels.comm.bucketed import bucketed_reduce_scatter as bucketed_reduce_scatter
-    from tpkernels.comm.buckets import GradientBuckets as GradientBuckets
+    from tpkernels.buckets.collectives import bucketed_all_gather as bucketed_all_gather
+    from tpkernels.buckets.collectives import bucketed_all_reduce_ as bucketed_all_reduce_
+    from tpkernels.buckets.collectives import bucketed_broadcast_ as bucketed_broadcast_
+    from tpkernels.buckets.collectives import bucketed_reduce_scatter as bucketed_reduce_scatter
+    from tpkernels.buckets.gradients import GradientBuckets as GradientBuckets
     from tpkernels.interop.parallelize import parallelize as parallelize
     from tpkernels.layers.attention import ParallelAttention as ParallelAttention
     from tpkernels.layers.block import TransformerBlock as TransformerBlock
@@ -76,11 +78,11 @@ _HOME = {
     "interop": "tpkernels",
     "ops": "tpkernels",
     "parallel_state": "tpkernels",
-    "bucketed_all_gather": "tpkernels.comm.bucketed",
-    "bucketed_all_reduce_": "tpkernels.comm.bucketed",
-    "bucketed_broadcast_": "tpkernels.comm.bucketed",
-    "bucketed_reduce_scatter": "tpkernels.comm.bucketed",
-    "GradientBuckets": "tpkernels.comm.buckets",
+    "bucketed_all_gather": "tpkernels.buckets.collectives",
+    "bucketed_all_reduce_": "tpkernels.buckets.collectives",
+    "bucketed_broadcast_": "tpkernels.buckets.collectives",
+    "bucketed_reduce_scatter": "tpkernels.buckets.collectives",
+    "GradientBuckets": "tpkernels.buckets.gradients",
     "parallelize": "tpkernels.interop.parallelize",
     "ParallelAttention": "tpkernels.layers.attention",
     "TransformerBlock": "tpkernels.layers.block",
@@ -122,6 +124,8 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
+
+keep_former_names()
 
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name

@@ -18,7 +18,7 @@ from bench.case import Case, Work
 from bench.measure import Way
 from bench.slow_link import throttle
 from tpkernels import GradientBuckets
-from tpkernels.comm.engine import EngineChoice
+from tpkernels.buckets.engine import EngineChoice
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.case import Case, Work
 from tpkernels import GradientBuckets, bucketed_all_reduce_
-from tpkernels.comm.engine import EngineChoice
+from tpkernels.buckets.engine import EngineChoice
 
 Step = Callable[[], Sequence[Tensor]]
 Shapes = list[tuple[int, ...]]

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from bench.case import Case, Work
 from bench.shapes import Shape
 from tpkernels import ops
+from tpkernels.dispatch import library_steps
+from tpkernels.dispatch.steps import steps_on
 from tpkernels.kernels.activations import Activation
-from tpkernels.tuning import library_steps
-from tpkernels.tuning.steps import steps_on
 
 Operands = Callable[[int, int], Tensor]  # random matrices of the case's dtype and device
 Describe = Callable[..., Work]  # what remains to be said of a case: op, pass, naive, flops, bytes

@@ -26,9 +26,9 @@ from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, chrome_trace, pieces_received
 from tpkernels.comm.schedule import gather_swaps, parts_of_shard
+from tpkernels.dispatch import torch_steps
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.pictures.lanes import Span, lanes
-from tpkernels.tuning import torch_steps
 
 PANELS = {"one after the other": False, "at once, in pieces": True}
 SAMPLE_SECONDS = 0.5e-3

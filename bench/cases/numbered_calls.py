@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.comm import calls, groups
-from tpkernels.comm.transfers import Transfers
-from tpkernels.ops import column_linear, column_steps, parallel
+from tpkernels.comm.transports.transfers import Transfers
+from tpkernels.ops import column_linear
+from tpkernels.ops.tensor_parallel import column_steps, parallel
 
 BLOCKS, CALLS = 200, 25
 
@@ -30,7 +31,7 @@ BLOCKS, CALLS = 200, 25
 def unnumbered(group: dist.ProcessGroup) -> Iterator[None]:
     """Calls as they would be without numbers."""
     one = calls.begin("column_linear", "all calls", group)
-    module = import_module("tpkernels.ops.column_linear")
+    module = import_module("tpkernels.ops.tensor_parallel.column_linear")
     with ExitStack() as stack:
         for where, name, instead in (
             (parallel, "begin_call", lambda *_: one),

@@ -21,7 +21,7 @@ from bench.case import Case, Work
 from bench.cases.plain_llama import PlainLlama, split_by_torch
 from tpkernels import GPTConfig, create_parallel_state, plan_groups
 from tpkernels.cli.train import SMALL
-from tpkernels.interop.whole import whole_state_dict
+from tpkernels.interop.full_state_dict import whole_state_dict
 from tpkernels.training.schedule import learning_rate
 from tpkernels.training.trainer import TrainConfig, Trainer
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.comm.hostile import run_programs
-from tests.comm.test_ext_arguments import arranged, ended_at_once
+from tests.buckets.hostile import run_programs
+from tests.buckets.test_ext_arguments import arranged, ended_at_once
 from tpkernels.comm import _ext
 
 ROUNDS = 600

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tpkernels.kernels import budgets
-from tpkernels.kernels.budgets import REGISTER_UNIT
+from tpkernels.gate import budgets
+from tpkernels.gate.budgets import REGISTER_UNIT
 
 PAGE = Path(__file__).parents[2] / "docs" / "measured-kernels.md"
 MINORS = ("3.6", "3.7")  # in the order of the page's columns

@@ -16,7 +16,7 @@ import triton
 
 import tpkernels
 from tpkernels.cli import main
-from tpkernels.kernels.budgets import minor_version, read
+from tpkernels.gate.budgets import minor_version, read
 
 SOUND = "linear/pointer/bf16/16x64x64/gelu_tanh+bias+z"  # and not gather_linear/..., which ends alike
 
@@ -163,7 +163,7 @@ WRONG = {
         "written outside an output",
     ),
     "interpreter_that_talks_and_dies": (
-        "cli/numerics.py",
+        "gate/numerics.py",
         "if has_parts(case.name, only):",
         "if has_parts(case.name, only) and not (print('[1]'), sys.exit('no more')):",
         "dgrad/pointer/fp32",

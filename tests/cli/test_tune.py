@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from tests.tuning.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
+from tests.dispatch.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_interpreter
 from tpkernels.cli import main, tune
+from tpkernels.dispatch import candidates
+from tpkernels.dispatch.cache import Cache, parse
+from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.gpus import Gpu
 from tpkernels.kernels.target import INTERPRETER
-from tpkernels.tuning import candidates
-from tpkernels.tuning.cache import Cache, parse
-from tpkernels.tuning.chooser import Chooser
-from tpkernels.tuning.gpus import Gpu
 
 DRY = ["tune", "--dry-run", "--shapes", "8192x4096x4096"]
 

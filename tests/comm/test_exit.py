@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.comm.golden import SMALL
+from tests.buckets.golden import SMALL
 from tpkernels import GradientBuckets
 
 TRAIN = """

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.buckets.golden import chain, on_both_engines
 from tests.checks import error_of
-from tests.comm.golden import chain, on_both_engines
 from tpkernels import GradientBuckets
 from tpkernels.comm.shards import problem_over
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpkernels.comm import symmetric
-from tpkernels.comm.loopback import VirtualHandle, open_symmetric_loopback
-from tpkernels.comm.opening import machine, ranks_beside
+from tests.loopback import VirtualHandle, open_symmetric_loopback
 from tpkernels.comm.schedule import flag_of
-from tpkernels.comm.symmetric import require_gpu_each, why_not
+from tpkernels.comm.transports.handshake import machine, ranks_beside
+from tpkernels.comm.transports.select import symmetric
+from tpkernels.comm.transports.symmetric import require_gpu_each, why_not
 
 
 def test_it_says_what_is_lacking():

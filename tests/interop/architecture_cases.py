@@ -15,7 +15,7 @@ from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop import safetensors
 from tpkernels.interop.huggingface import gpt2_plan, llama_plan
-from tpkernels.interop.plan import Divided, Split
+from tpkernels.interop.parallelize.plan import Divided, Split
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,

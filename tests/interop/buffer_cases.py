@@ -13,7 +13,7 @@ from tests.checks import error_of
 from tests.interop.split_cases import PLAN, Toy, differences
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.interop.whole import load_whole
+from tpkernels.interop.full_state_dict import load_whole
 
 WIDTH = 16
 

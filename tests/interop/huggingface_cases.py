@@ -12,7 +12,7 @@ from tests.interop.models import built
 from tests.models.small import IDS
 from tpkernels import GPT, initialize_model_parallel
 from tpkernels.interop import huggingface, safetensors
-from tpkernels.interop.whole import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
 
 
 def logits_of_folder(folder: str) -> torch.Tensor:

@@ -24,8 +24,8 @@ from tpkernels import (
     initialize_model_parallel,
     parallelize,
 )
-from tpkernels.interop import verify as module
-from tpkernels.interop.plan import Split
+from tpkernels.interop.parallelize import verify as module
+from tpkernels.interop.parallelize.plan import Split
 
 STEPS = 5
 

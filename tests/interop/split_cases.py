@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.checks import error_of
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
+from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.parallelize.plan import Divided, Split
 from tpkernels.interop.parts import parts_of, unwrapped
-from tpkernels.interop.plan import Divided, Split
-from tpkernels.interop.whole import load_whole, whole_state_dict
 
 
 class Block(nn.Module):

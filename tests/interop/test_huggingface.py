@@ -13,7 +13,7 @@ from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS
 from tpkernels import GPT
 from tpkernels.interop import huggingface
-from tpkernels.interop.whole import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 try:

@@ -14,9 +14,9 @@ from tests.checks import error_of
 from tests.interop.split_cases import PLAN, Toy, toy
 from tests.models.small import IDS
 from tpkernels import RowParallelLinear, initialize_model_parallel, parallelize
-from tpkernels.interop import trial
-from tpkernels.interop.plan import Divided, Split
-from tpkernels.interop.swapped import RowLinear
+from tpkernels.interop.parallelize import trial
+from tpkernels.interop.parallelize.hf_modules import RowLinear
+from tpkernels.interop.parallelize.plan import Divided, Split
 
 
 class Folding(nn.Module):

@@ -20,7 +20,7 @@ from tpkernels import (
     plan_groups,
 )
 from tpkernels.interop import safetensors
-from tpkernels.interop.whole import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
 
 KINDS = ("llama", "gpt2", "odd")
 

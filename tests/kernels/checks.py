@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
+from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.kernels.tiles import MatmulTile
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,45 +1,13 @@
 """Kernels run on a GPU, or else in Triton's interpreter, which the root conftest switches on."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.checks import assert_framed
+from tpkernels.gate.accuracy import Frames
 from tpkernels.kernels import launch
-from tpkernels.kernels.accuracy import Frames
-from tpkernels.kernels.catalog import catalog
-from tpkernels.kernels.tiles import KERNELS
-
-
-@pytest.fixture(scope="session")
-def compiled() -> dict[str, dict[str, Any]]:
-    """What the compiler made of each kernel's largest tile, by architecture: at once, on a core each."""
-    starts = {
-        "sm_90": [f"{kernel}/descriptor/bf16" for kernel in (*KERNELS, "gather_linear")],
-        "sm_80": [f"{kernel}/pointer/bf16" for kernel in KERNELS],
-    }
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-m", "tests.kernels.compile_entries"]
-    running = {}
-    for architecture, stems in starts.items():
-        names = [next(e.name for e in catalog() if e.name.startswith(stem)) for stem in stems]
-        running[architecture] = subprocess.Popen(
-            [*program, architecture, *names],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    told = {architecture: process.communicate() for architecture, process in running.items()}
-    for architecture, process in running.items():
-        assert process.returncode == 0, told[architecture][1][-2000:]
-    return {architecture: json.loads(printed) for architecture, (printed, _) in told.items()}
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
 from tpkernels.kernels import reference
-from tpkernels.kernels.cross_entropy import softmax_statistics
-from tpkernels.kernels.cross_entropy_backward import cross_entropy_grad
+from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.reference import cross_entropy_grad_ref, softmax_statistics_ref
 
 # (tokens, columns, of which padding); the interpreter's tile has 32 columns

@@ -13,7 +13,7 @@ from tests.kernels.checks import (
     dense,
     normal,
 )
-from tpkernels.kernels.accuracy import BOUND, relative_error
+from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.reference import dgrad_act_ref, dgrad_ref

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.kernels.ahead_of_time import Facts
+from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.kernels.disk_cache import DiskCache, cache_folder
 
 FACTS = Facts(

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
-from tpkernels.kernels.embedding import embedding_fwd
-from tpkernels.kernels.embedding_backward import embedding_bwd
+from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.reference import embedding_bwd_ref, embedding_ref
 
 # (tokens, ids of the whole table, features)

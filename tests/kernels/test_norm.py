@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
-from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_fwd
-from tpkernels.kernels.norm_backward import layer_norm_bwd, rms_norm_bwd
+from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.reference import (
     layer_norm_bwd_ref,
     layer_norm_ref,

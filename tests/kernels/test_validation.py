@@ -5,16 +5,13 @@ import torch
 
 from tests.kernels.checks import TILE
 from tpkernels.kernels.bias_grad import bias_grad
-from tpkernels.kernels.cross_entropy import softmax_statistics
-from tpkernels.kernels.cross_entropy_backward import cross_entropy_grad
+from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
-from tpkernels.kernels.embedding import embedding_fwd
-from tpkernels.kernels.embedding_backward import embedding_bwd
+from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.norm import layer_norm_fwd, rms_norm_fwd
-from tpkernels.kernels.norm_backward import layer_norm_bwd, rms_norm_bwd
+from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, RowTile
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 

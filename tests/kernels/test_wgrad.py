@@ -13,7 +13,7 @@ from tests.kernels.checks import (
     dense,
     normal,
 )
-from tpkernels.kernels.accuracy import BOUND, Frames, relative_error
+from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.kernels.reference import wgrad_accumulate_ref_, wgrad_ref
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 

@@ -26,7 +26,8 @@ from tpkernels import (
     plan_groups,
     reduce_from_tensor_model_parallel_region,
 )
-from tpkernels.comm import schedule, transfers
+from tpkernels.comm import schedule
+from tpkernels.comm.transports.select import transfers
 from tpkernels.layers.world import State
 
 

@@ -12,7 +12,7 @@ from tests.ops.parallel_cases import compare, same, shard
 from tpkernels import ParallelAttention, initialize_model_parallel
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.rotary import rotation
-from tpkernels.ops import parallel
+from tpkernels.ops.tensor_parallel import parallel
 
 HIDDEN = 32
 TOKENS, BATCH = 8, 2

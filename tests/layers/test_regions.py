@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tpkernels
 from tpkernels import initialize_model_parallel, parallel_state
-from tpkernels.ops import mappings
+from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.runtime.state import ParallelStateError
 
 REGIONS = {

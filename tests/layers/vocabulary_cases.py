@@ -21,7 +21,7 @@ from tpkernels import (
     vocab_parallel_cross_entropy,
 )
 from tpkernels.comm import schedule
-from tpkernels.ops.mappings import gather_from_sequence_region
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 VOCAB, FEATURES, STEPS = 11, 8, 3
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.tuning import steps
+from tpkernels.dispatch import steps
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.comm.host import HostExchange
-from tpkernels.comm.shared import open_shared
-from tpkernels.comm.transport import Delivery, Exchange
+from tpkernels.comm.transports.base import Delivery, Exchange
+from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots

@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.loopback import VirtualHandle
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.transport_cases import CPU, open_exchanges, using
-from tpkernels.comm import shared, symmetric, transfers
 from tpkernels.comm.calls import begin
-from tpkernels.comm.loopback import VirtualHandle
-from tpkernels.comm.neighbours import name_of_neighbours
-from tpkernels.comm.transfers import Transfers
-from tpkernels.ops.column_linear import column_linear
-from tpkernels.ops.row_linear import row_linear
+from tpkernels.comm.transports.neighbours import name_of_neighbours
+from tpkernels.comm.transports.select import shared, symmetric, transfers
+from tpkernels.comm.transports.transfers import Transfers
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 
 def peers_by_way() -> tuple[list[int], list[int], list[int]]:

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
-from tpkernels.comm import transfers
 from tpkernels.comm.calls import begin
-from tpkernels.comm.exchange import AllReducing, Swapping
-from tpkernels.comm.host import HostExchange
 from tpkernels.comm.schedule import bounds
-from tpkernels.ops import column_linear, parallel, row_linear
-from tpkernels.ops.parallel_mlp import parallel_mlp
+from tpkernels.comm.transports.c10d import AllReducing, Swapping
+from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.select import transfers
+from tpkernels.ops import column_linear, row_linear
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
 
 def block(x: Tensor, w: Tensor, w2: Tensor, group: dist.ProcessGroup | None = None, **options: Any) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.ops.cases import ACT
 from tpkernels.comm import schedule
 from tpkernels.comm.schedule import LEAST_BYTES
-from tpkernels.ops.column_linear import column_linear
-from tpkernels.ops.parallel_mlp import parallel_mlp
-from tpkernels.ops.row_linear import row_linear
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 # ‖ours - truth‖ / ‖truth‖ in float64: twice the kernels' own, for each rank's part of a sum is rounded, too
 BOUND = {torch.float32: 6e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3, torch.float64: 1e-14}

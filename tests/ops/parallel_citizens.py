@@ -11,10 +11,17 @@ from torch.library import opcheck
 
 from tests.ops.parallel_behaviour import operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
-from tpkernels.ops.column_linear import column_linear
-from tpkernels.ops.parallel_mlp import parallel_mlp
-from tpkernels.ops.registered_column import registered_column_linear, registered_column_linear_backward
-from tpkernels.ops.row_linear import registered_row_linear, registered_row_linear_backward, row_linear
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
+from tpkernels.ops.tensor_parallel.registered_column import (
+    registered_column_linear,
+    registered_column_linear_backward,
+)
+from tpkernels.ops.tensor_parallel.row_linear import (
+    registered_row_linear,
+    registered_row_linear_backward,
+    row_linear,
+)
 
 K, N, TOKENS = 8, 12, 4
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.comm import schedule
-from tpkernels.ops import mappings
+from tpkernels.ops.tensor_parallel import mappings
 
 
 def _everybody(shape: tuple[int, ...], seed: int) -> list[Tensor]:

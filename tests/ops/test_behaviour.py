@@ -7,11 +7,11 @@ from torch.library import opcheck
 
 from tests.ops.cases import CASES, FFN, K, N, gradients
 from tpkernels import ops
+from tpkernels.dispatch import steps
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.ops import registered
 from tpkernels.ops.gated_mlp import registered_gated_mlp
 from tpkernels.ops.mlp import registered_mlp
-from tpkernels.tuning import steps
 
 OPS = ["linear_None", "linear_gelu", "mlp_gelu_tanh", "swiglu", "mlp_swiglu"]
 
@@ -243,7 +243,7 @@ def test_unknown_backend_is_refused(monkeypatch):
 
 
 def test_automatic_backend_on_the_cpu_is_torch(monkeypatch):
-    from tpkernels.tuning import torch_steps
+    from tpkernels.dispatch import torch_steps
 
     monkeypatch.setattr(steps, "backend", "auto")
     assert steps.steps_on(torch.device("cpu")) is torch_steps

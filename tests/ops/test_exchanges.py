@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
+from tests.loopback import open_loopback, open_symmetric_loopback
 from tests.ops import exchanges
 from tests.ops.exchanges import CALLS, FAULTS, K, gathered_exactly, gathered_product, shard_of
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm.loopback import open_loopback, open_symmetric_loopback
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from tests.ops.cases import gradients
 from tests.ops.test_values import error
 from tpkernels import ops
+from tpkernels.dispatch import steps, torch_steps
 from tpkernels.ops import registered
-from tpkernels.tuning import steps, torch_steps
 
 K = 40
 OPS = {

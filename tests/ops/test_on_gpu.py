@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.loopback import open_symmetric_loopback
 from tests.ops import gpu_cases
 from tests.ranks import RankPool
-from tpkernels.comm.loopback import open_symmetric_loopback
-from tpkernels.comm.symmetric import SymmetricExchange
-from tpkernels.comm.transport import Delivery
+from tpkernels.comm.transports.base import Delivery
+from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref
-from tpkernels.ops.flag_waits import KernelWaits
+from tpkernels.ops.tensor_parallel.flag_waits import KernelWaits
 
 pytestmark = pytest.mark.gpu
 

@@ -19,14 +19,15 @@ from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ranks import COLLECTIVE_SECONDS
-from tpkernels.comm import shared, symmetric, transports
-from tpkernels.comm.host import HostExchange
-from tpkernels.comm.shared import map_shared
-from tpkernels.comm.transport import Exchange
+from tpkernels.comm.transports.base import Exchange
+from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.select import select as transports
+from tpkernels.comm.transports.select import shared, symmetric
+from tpkernels.comm.transports.shared import map_shared
+from tpkernels.dispatch import steps
 from tpkernels.kernels import gather_linear
-from tpkernels.ops.column_linear import column_linear
-from tpkernels.ops.row_linear import row_linear
-from tpkernels.tuning import steps
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

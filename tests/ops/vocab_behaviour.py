@@ -17,11 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.vocab_cases import computed_by, our_part
-from tpkernels.comm import small, transfers
-from tpkernels.ops import chunked_head, linear_cross_entropy, parallel, vocab_cross_entropy, vocab_embedding
-from tpkernels.ops.registered_head import registered_reduced_loss, registered_token_losses
-from tpkernels.ops.vocab_cross_entropy import registered_vocab_cross_entropy
-from tpkernels.ops.vocab_embedding import registered_vocab_embedding
+from tpkernels.comm import gather_small as small
+from tpkernels.comm.transports.select import transfers
+from tpkernels.ops import linear_cross_entropy
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.vocab import chunked_head
+from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
+from tpkernels.ops.vocab import embedding as vocab_embedding
+from tpkernels.ops.vocab.cross_entropy import registered_vocab_cross_entropy
+from tpkernels.ops.vocab.embedding import registered_vocab_embedding
+from tpkernels.ops.vocab.registered_head import registered_reduced_loss, registered_token_losses
 
 VOCAB, FEATURES = 14, 6
 

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from tests.ops.parallel_cases import BOUND
 from tpkernels.comm import schedule
-from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
-from tpkernels.tuning import steps
+from tpkernels.dispatch import steps
+from tpkernels.ops import linear_cross_entropy
+from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
+from tpkernels.ops.vocab import embedding as vocab_embedding
 
 FEATURES = 20
 

@@ -20,8 +20,8 @@ from tpkernels.cli import OneLineParser, written_to
 from tpkernels.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from tpkernels.cli.check_compile import Compiled, Job
-    from tpkernels.cli.check_numerics import Computed
+    from tpkernels.gate.check_compile import Compiled, Job
+    from tpkernels.gate.check_numerics import Computed
 
 PROCESSES = 2
 PACKAGES = ("triton", "torch", "numpy")
@@ -69,9 +69,9 @@ class UsageError(Exception):
 
 
 def _jobs(wanted: str | None, only: str) -> list[Job]:
-    from tpkernels.cli.check_compile import jobs_of
-    from tpkernels.kernels.ahead_of_time import ARCHITECTURES
-    from tpkernels.kernels.catalog import catalog
+    from tpkernels.gate.ahead_of_time import ARCHITECTURES
+    from tpkernels.gate.catalog import catalog
+    from tpkernels.gate.check_compile import jobs_of
 
     architectures = ARCHITECTURES if wanted is None else tuple(dict.fromkeys(wanted.split(",")))
     unknown = [name for name in architectures if name not in ARCHITECTURES]
@@ -86,10 +86,11 @@ def _compile(jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[st
     """What came of the jobs, and notes on the table of budgets."""
     import triton
 
-    from tpkernels.cli.check_compile import compile_all, judge
-    from tpkernels.kernels import budgets
-    from tpkernels.kernels.ahead_of_time import Facts
-    from tpkernels.kernels.catalog import catalog
+    from tpkernels.gate import budgets
+    from tpkernels.gate.ahead_of_time import Facts
+    from tpkernels.gate.catalog import catalog
+    from tpkernels.gate.check_compile import compile_all, judge
+    from tpkernels.kernels.footprints import TABLE
 
     try:
         table = budgets.read()
@@ -111,7 +112,7 @@ def _compile(jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[st
             budgets.write(table)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
-        notes.append(f"{len(facts)} budgets for Triton {minor} written into {budgets.TABLE}")
+        notes.append(f"{len(facts)} budgets for Triton {minor} written into {TABLE}")
     elif minor not in table:
         known = ", ".join(sorted(table)) or "none"
         notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
@@ -122,7 +123,7 @@ def _compile(jobs: Sequence[Job], update: bool) -> tuple[list[Compiled], list[st
 
 
 def _compute(only: str) -> list[Computed]:
-    from tpkernels.cli.check_numerics import run_numerics
+    from tpkernels.gate.check_numerics import run_numerics
 
     with Progress("computing") as step:
         return run_numerics(only, step)
@@ -135,7 +136,7 @@ def _report(
     notes: Sequence[str],
     seconds: float,
 ) -> int:
-    from tpkernels.cli import check_report
+    from tpkernels.gate import check_report
 
     modules = {name: import_module(name) for name in PACKAGES}
     versions = {"tpkernels": __version__} | {name: module.__version__ for name, module in modules.items()}

@@ -88,7 +88,7 @@ def probe_triton() -> list[Finding]:
 
 
 def probe_backend() -> list[Finding]:
-    from tpkernels.tuning import steps
+    from tpkernels.dispatch import steps
 
     if steps.backend not in steps.BACKENDS:
         return [

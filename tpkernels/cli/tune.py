@@ -13,15 +13,15 @@ import torch
 
 from tpkernels.cli import OneLineParser, written_to
 from tpkernels.cli.progress import Progress
+from tpkernels.dispatch.cache import Choice, render
+from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.gpus import GPUS, Gpu
+from tpkernels.dispatch.problem import STEPS, Step, problem_of
+from tpkernels.dispatch.sample import Layer
+from tpkernels.dispatch.tuned_steps import chooser_on
+from tpkernels.dispatch.versions import versions_for
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
-from tpkernels.tuning.cache import Choice, render
-from tpkernels.tuning.candidates import candidates
-from tpkernels.tuning.chooser import Chooser
-from tpkernels.tuning.gpus import GPUS, Gpu
-from tpkernels.tuning.problem import STEPS, Step, problem_of
-from tpkernels.tuning.sample import Layer
-from tpkernels.tuning.tuned_steps import chooser_on
-from tpkernels.tuning.versions import versions_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, handshake
+from tpkernels.comm.gather_small import gather_small
 from tpkernels.comm.groups import exchange_device
-from tpkernels.comm.small import gather_small
 from tpkernels.comm.supported import Problem
 
 _DIGEST_BYTES = 16

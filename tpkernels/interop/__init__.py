@@ -9,22 +9,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for type checkers: the same names as in _MODULES
     from tpkernels.interop import dcp as dcp
     from tpkernels.interop import dtensor as dtensor
+    from tpkernels.interop import full_state_dict as full_state_dict
     from tpkernels.interop import huggingface as huggingface
     from tpkernels.interop import megatron as megatron
     from tpkernels.interop import mpu as mpu
-    from tpkernels.interop import plan as plan
     from tpkernels.interop import safetensors as safetensors
-    from tpkernels.interop import whole as whole
+    from tpkernels.interop.parallelize import plan as plan
 
-_MODULES = ("dcp", "dtensor", "huggingface", "megatron", "mpu", "plan", "safetensors", "whole")
+_HOME = {
+    "dcp": "tpkernels.interop",
+    "dtensor": "tpkernels.interop",
+    "full_state_dict": "tpkernels.interop",
+    "huggingface": "tpkernels.interop",
+    "megatron": "tpkernels.interop",
+    "mpu": "tpkernels.interop",
+    "plan": "tpkernels.interop.parallelize",
+    "safetensors": "tpkernels.interop",
+}
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
     def __getattr__(name: str) -> ModuleType:
-        if name not in _MODULES:
+        if name not in _HOME:
             raise AttributeError(f"module 'tpkernels.interop' has no attribute {name!r}")
-        return import_module(f"tpkernels.interop.{name}")
+        return import_module(f"{_HOME[name]}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted(_MODULES)
+    return sorted(_HOME)

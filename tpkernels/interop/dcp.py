@@ -35,8 +35,8 @@ from tpkernels.interop import checksums
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
 from tpkernels.interop.parts import Part, parts_of, require_one_stage, world_of
+from tpkernels.interop.raise_on_all_ranks import together
 from tpkernels.interop.saved import Planner, Reader, files_of, read_metadata
-from tpkernels.interop.together import together
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
 from tpkernels.runtime.random import get_rng_tracker

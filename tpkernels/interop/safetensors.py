@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.files import clear, parsed, read_text
-from tpkernels.interop.together import together
-from tpkernels.interop.whole import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.raise_on_all_ranks import together
 from tpkernels.layers.world import State
 
 

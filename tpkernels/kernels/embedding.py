@@ -5,19 +5,32 @@ T tokens, H features; this rank's rows of the table are those of ids first_id ..
     y[t] = weight[ids[t] - first_id]    (T, H)    zeros where another rank has the row
 
 So the sum of the ranks' y is the lookup in the whole table, exactly.
+
+Gradient of a vocabulary-parallel table, deterministic. The oracle is `reference.embedding_bwd_ref`.
+
+T tokens, H features, V rows of this rank:
+
+    dweight[v] = Σ of dy[t] over the tokens t with ids[t] - first_id = v    (V, H)    in fp32, rounded once
+
+Tokens are sorted by id, so those of a row are neighbours, in the order in which they came. One program sums
+them for some features of one row, and writes zeros for a row without tokens: no atomics, no table to clear
+first. Ids of other ranks lie before the first row's tokens or after the last one's, and are never read.
+
+torch's own backward would need them masked, and on the CPU it sums 16-bit gradients in 16 bits.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
-from tpkernels.kernels.operands import require_ids, require_matrices
+from tpkernels.kernels.operands import DTYPES, require_ids, require_matrices
 from tpkernels.kernels.target import launching_on, target_of
-from tpkernels.kernels.tiles import EMBEDDING, INTERPRETED_EMBEDDING, EmbeddingTile
+from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, INTERPRETED_EMBEDDING, EmbeddingTile
 
 mend()
 
@@ -82,3 +95,77 @@ def embedding_fwd(
                 num_warps=tile.num_warps,
             )
     return y
+
+
+@triton.jit
+def _embedding_bwd_kernel(
+    dy_ptr,  # (T, H)
+    tokens_ptr,  # (T,) contiguous: sorted by id
+    starts_ptr,  # (V + 1,) contiguous: where each row's tokens start among them
+    dweight_ptr,  # (V, H) contiguous
+    H,
+    stride_dt,
+    stride_dh,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program sums BLOCK_COLS features of one row, BLOCK_ROWS tokens at a time."""
+    # int64: V * H passes 2**31 at 512k rows of width 4096
+    v = tl.program_id(0).to(tl.int64)
+    h = (tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+    start, stop = tl.load(starts_ptr + v), tl.load(starts_ptr + v + 1)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for first in tl.range(start, stop, BLOCK_ROWS):
+        place = first + tl.arange(0, BLOCK_ROWS)
+        there = place < stop
+        t = tl.load(tokens_ptr + place, there, 0)
+        rows = dy_ptr + t[:, None] * stride_dt + h[None, :] * stride_dh
+        acc += tl.load(rows, there[:, None] & (h < H)[None, :], 0.0).to(tl.float32)
+    dweight = tl.sum(acc, axis=0).to(dweight_ptr.dtype.element_ty)
+    tl.store(dweight_ptr + v * H + h, dweight, h < H)
+
+
+def embedding_bwd(
+    dy: Tensor,
+    ids: Tensor,
+    *,
+    rows: int,
+    first_id: int = 0,
+    dtype: torch.dtype | None = None,
+    tile: EmbeddingTile | None = None,
+) -> Tensor:
+    """The gradient of this rank's part of a table.
+
+    dy: (tokens, features), of the whole lookup
+    ids: (tokens,) of the whole table
+    rows: how many of the table this rank has
+    first_id: the id of the first
+    dtype: of the result, by default that of dy
+    returns: (rows, features)
+    """
+    require_matrices("embedding_bwd", ("dy", dy))
+    require_ids("embedding_bwd", "ids", ids, dy, dy.shape[0])
+    if dtype not in (None, *DTYPES):
+        raise TypeError(f"embedding_bwd: expected bfloat16, float16 or float32 as dtype, got {dtype}")
+    target = target_of(dy.device)
+    tile = tile or (INTERPRETED_EMBEDDING if target.backend == "interpreter" else EMBEDDING_GRAD)
+    H = dy.shape[1]
+    dweight = launch.empty((rows, H), dtype or dy.dtype, dy.device)
+    if dweight.numel():
+        sorted_ids, tokens = torch.sort(ids, stable=True)
+        starts = torch.searchsorted(
+            sorted_ids, torch.arange(first_id, first_id + rows + 1, dtype=ids.dtype, device=ids.device)
+        )
+        with launching_on(dy.device):
+            _embedding_bwd_kernel[(rows, launch.ceil_div(H, tile.block_cols))](
+                dy,
+                tokens,
+                starts,
+                dweight,
+                H,
+                *dy.stride(),
+                BLOCK_ROWS=tile.block_rows,
+                BLOCK_COLS=tile.block_cols,
+                num_warps=tile.num_warps,
+            )
+    return dweight

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tpkernels.env_flag import switched_on
 from tpkernels.kernels.operands import Layout
-from tpkernels.kernels.switch import switched_on
 from tpkernels.kernels.tiles import Kernel
 
 USUAL_ROWS = 4096

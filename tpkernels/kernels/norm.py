@@ -8,6 +8,18 @@ T tokens, K features; sums over the features of a token, in fp32:
     y    = (s - mean) * rstd * weight + bias       (T, K)
 
 A program holds whole rows, so s is read once and the variance is that of centred values.
+
+Backward, deterministic; n = (s - mean) * rstd is what the forward multiplied by the weight:
+
+    dn      = dy * weight
+    ds      = rstd * (dn - n * Σ (dn * n) / K - Σ dn / K) + dsummed    (T, K)    sums over features;
+                                                                                 the last only for LayerNorm
+    dweight = Σ over tokens of dy * n                                  (K,)      fp32
+    dbias   = Σ over tokens of dy                                      (K,)      fp32, LayerNorm
+
+ds is the gradient of x and of the residual alike; dsummed is what reaches s past the norm, along the residual
+stream. Each program sums dweight over a fixed number of tokens, and `sum_partials` adds those up; dbias is
+left to `bias_grad`, as a second accumulator would not fit beside rows of 16k features.
 """
 
 from __future__ import annotations
@@ -20,8 +32,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tpkernels.kernels import launch
+from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.interpret import mend
-from tpkernels.kernels.operands import require_matrices, require_parameter
+from tpkernels.kernels.operands import require_matrices, require_parameter, require_statistic
 from tpkernels.kernels.target import launching_on, target_of
 from tpkernels.kernels.tiles import RowTile, row_tile
 
@@ -172,3 +185,160 @@ def _norm_fwd(
                 num_warps=tile.num_warps,
             )
     return NormForward(y, summed, mean, rstd)
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy_ptr,  # (T, K)
+    s_ptr,  # (T, K)
+    dsummed_ptr,  # (T, K), unread unless HAS_DSUMMED
+    weight_ptr,  # (K,)
+    mean_ptr,  # (T,), unread unless CENTRE
+    rstd_ptr,  # (T,)
+    ds_ptr,  # (T, K) contiguous
+    dweight_ptr,  # (programs, K) contiguous, fp32
+    T,
+    K,
+    stride_dyt,
+    stride_dyk,
+    stride_st,
+    stride_sk,
+    stride_dt,
+    stride_dk,
+    stride_wk,
+    CENTRE: tl.constexpr,
+    HAS_DSUMMED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # at least K
+):
+    """One program takes CHUNK tokens, BLOCK_ROWS at a time."""
+    program = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_COLS)
+    in_cols = k < K
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for step in range(0, CHUNK, BLOCK_ROWS):
+        # int64: T * K passes 2**31 at 512k tokens of width 4096
+        t = program * CHUNK + step + tl.arange(0, BLOCK_ROWS)
+        in_rows = t < T
+        mask = in_rows[:, None] & in_cols[None, :]
+        n = tl.load(s_ptr + t[:, None] * stride_st + k.to(tl.int64)[None, :] * stride_sk, mask, 0.0).to(
+            tl.float32
+        )
+        dy = tl.load(dy_ptr + t[:, None] * stride_dyt + k.to(tl.int64)[None, :] * stride_dyk, mask, 0.0).to(
+            tl.float32
+        )
+        rstd = tl.load(rstd_ptr + t, in_rows, 0.0)
+        if CENTRE:
+            mean = tl.load(mean_ptr + t, in_rows, 0.0)
+            n = tl.where(mask, n - mean[:, None], 0.0)
+        n *= rstd[:, None]
+        dweight += dy * n
+        # read again for each block: held across the loop it would take the registers of a fourth row
+        weight = tl.load(weight_ptr + k.to(tl.int64) * stride_wk, in_cols, 0.0).to(tl.float32)
+        dn = dy * weight[None, :]
+        scale = tl.sum(dn * n, axis=1) / K
+        shift = tl.sum(dn, axis=1) / K if CENTRE else tl.zeros((BLOCK_ROWS,), tl.float32)
+        ds = (dn - n * scale[:, None] - shift[:, None]) * rstd[:, None]
+        if HAS_DSUMMED:
+            along = dsummed_ptr + t[:, None] * stride_dt + k.to(tl.int64)[None, :] * stride_dk
+            ds += tl.load(along, mask, 0.0).to(tl.float32)
+        tl.store(ds_ptr + t[:, None] * K + k[None, :], ds.to(ds_ptr.dtype.element_ty), mask)
+    tl.store(dweight_ptr + program * K + k, tl.sum(dweight, axis=0), in_cols)
+
+
+class NormBackward(NamedTuple):
+    """What the backwards of the norms return."""
+
+    dx: Tensor  # (tokens, features), the gradient of x and of the residual
+    dweight: Tensor  # (features,) in fp32
+    dbias: Tensor | None  # (features,) in fp32; RMSNorm has none
+
+
+def rms_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    dsummed: Tensor | None = None,
+    tile: RowTile | None = None,
+) -> NormBackward:
+    """The gradients of `rms_norm_fwd`.
+
+    dy: (tokens, features)
+    x: (tokens, features), the forward's `summed`
+    weight: (features,)
+    rstd: (tokens,), the forward's
+    dsummed: (tokens, features), the gradient that reaches `summed` by other ways
+    """
+    return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, dsummed, tile)
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    dsummed: Tensor | None = None,
+    tile: RowTile | None = None,
+) -> NormBackward:
+    """The gradients of `layer_norm_fwd`; arguments as in `rms_norm_bwd`.
+
+    mean: (tokens,), the forward's
+    """
+    return _norm_bwd("layer_norm_bwd", dy, x, weight, mean, rstd, dsummed, tile)
+
+
+def _norm_bwd(
+    launcher: str,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dsummed: Tensor | None,
+    tile: RowTile | None,
+) -> NormBackward:
+    require_matrices(launcher, ("dy", dy), ("x", x), ("dsummed", dsummed))
+    for name, tensor in (("dy", dy), ("dsummed", dsummed)):
+        if tensor is not None and tensor.shape != x.shape:
+            raise ValueError(
+                f"{launcher}: expected {name} of the shape of x {tuple(x.shape)}, got {tuple(tensor.shape)}"
+            )
+    require_parameter(launcher, "weight", weight, x)
+    require_statistic(launcher, "rstd", rstd, x)
+    if mean is not None:
+        require_statistic(launcher, "mean", mean, x)
+    T, K = x.shape
+    tile = tile or row_tile(launcher, K)
+    target_of(x.device)
+    programs = max(1, launch.ceil_div(T, tile.chunk))  # no tokens: one program, which leaves zeros
+    dx = launch.empty((T, K), x.dtype, x.device)
+    dweight = launch.empty((programs, K), torch.float32, x.device)
+    with launching_on(x.device):
+        _norm_bwd_kernel[(programs,)](
+            dy,
+            x,
+            x if dsummed is None else dsummed,
+            weight,
+            rstd if mean is None else mean,
+            rstd,
+            dx,
+            dweight,
+            T,
+            K,
+            *dy.stride(),
+            *x.stride(),
+            *(x if dsummed is None else dsummed).stride(),
+            weight.stride(0),
+            CENTRE=mean is not None,
+            HAS_DSUMMED=dsummed is not None,
+            CHUNK=tile.chunk,
+            BLOCK_ROWS=tile.block_rows,
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
+    return NormBackward(dx, sum_partials(dweight), None if mean is None else bias_grad(dy))

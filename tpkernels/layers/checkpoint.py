@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
 from tpkernels.layers.world import TensorWorld, tensor_world
-from tpkernels.ops import mappings
+from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.runtime.random import get_rng_tracker
 
 T = TypeVar("T")

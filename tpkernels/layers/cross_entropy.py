@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tpkernels import ops
 from tpkernels.layers.world import State, group_of
-from tpkernels.ops.chunked_head import Reduction
 from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.vocab.chunked_head import Reduction
 
 
 def vocab_parallel_cross_entropy(

@@ -21,7 +21,7 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
-from tpkernels.ops.mappings import gather_from_region, scatter_to_region
+from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
 from tpkernels.topology.shard import pieces_of, shard_size
 from tpkernels.topology.sizes import positive
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.linear import ColumnParallelLinear
-from tpkernels.ops.mappings import gather_from_sequence_region
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 
 class ParallelQKV(nn.Module):

@@ -1,6 +1,6 @@
 """The seven regions under Megatron's names, over the current tensor-parallel group unless another is given.
 
-What each does to activations and to gradients: `tpkernels/ops/mappings.py`.
+What each does to activations and to gradients: `tpkernels/ops/tensor_parallel/mappings.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels.layers.world import State, group_of
-from tpkernels.ops import mappings
+from tpkernels.ops.tensor_parallel import mappings
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:

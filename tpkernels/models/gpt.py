@@ -23,7 +23,7 @@ from tpkernels.layers.norm import LayerNorm, RMSNorm
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
-from tpkernels.ops.mappings import gather_from_sequence_region
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 INITIAL_SPREAD = (
     0.02  # standard deviation of weights; of those that add to the residual 1 / sqrt(2 layers) of it

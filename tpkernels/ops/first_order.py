@@ -77,7 +77,7 @@ def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Te
 def _message(op: str) -> str:
     return (
         f"{op}: expected to be differentiated once, got a second derivative, which it does not have; leave "
-        "out create_graph=True, or use torch's own layers between the regions of tpkernels.ops.mappings"
+        "out create_graph=True, or use torch's own layers between tpkernels' region functions"
     )
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from tpkernels.dispatch import torch_steps
+from tpkernels.dispatch.steps import Steps, steps_on
 from tpkernels.kernels.activations import Glu, require_glu
 from tpkernels.ops import registered
 from tpkernels.ops.inputs import (
@@ -34,8 +36,6 @@ from tpkernels.ops.inputs import (
 )
 from tpkernels.ops.region import follow_autocast
 from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
-from tpkernels.tuning import torch_steps
-from tpkernels.tuning.steps import Steps, steps_on
 
 
 def gated_mlp(

@@ -21,6 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch import torch_steps
+from tpkernels.dispatch.steps import Steps, steps_on
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
 from tpkernels.ops import registered
 from tpkernels.ops.inputs import (
@@ -36,8 +38,6 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.region import follow_autocast
-from tpkernels.tuning import torch_steps
-from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 

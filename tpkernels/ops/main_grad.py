@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.tuning.steps import Steps
+from tpkernels.dispatch.steps import Steps
 
 
 def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from tpkernels.dispatch import torch_steps
+from tpkernels.dispatch.steps import Steps, steps_on
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation
 from tpkernels.ops import registered
 from tpkernels.ops.gated_mlp import gated_mlp
@@ -36,8 +38,6 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.region import follow_autocast
-from tpkernels.tuning import torch_steps
-from tpkernels.tuning.steps import Steps, steps_on
 
 
 def mlp(

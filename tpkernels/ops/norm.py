@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from tpkernels.dispatch.steps import Norm, Steps, steps_on
 from tpkernels.kernels.reference import (
     layer_norm_bwd_ref,
     layer_norm_ref,
@@ -29,7 +30,6 @@ from tpkernels.kernels.reference import (
 )
 from tpkernels.ops import registered
 from tpkernels.ops.inputs import as_dtype, compiling, features_of, like_tokens, tokens_of
-from tpkernels.tuning.steps import Norm, Steps, steps_on
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:

@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.steps import Norm, steps_on
 from tpkernels.kernels.activations import Activation, Glu
-from tpkernels.tuning.steps import Norm, steps_on
 
 
 def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:

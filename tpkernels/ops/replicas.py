@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.buckets.collectives import bucketed_broadcast_
 from tpkernels.comm.agreement import Claim, agree, describe
-from tpkernels.comm.bucketed import bucketed_broadcast_
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.shards import mixing_of as mixing_of
-from tpkernels.ops.mappings import gather_from_sequence_region, reduce_from_region
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, reduce_from_region
 
 
 def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: ProcessGroup) -> None:

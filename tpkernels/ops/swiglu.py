@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
+from tpkernels.dispatch import torch_steps
+from tpkernels.dispatch.steps import Steps, steps_on
 from tpkernels.kernels.activations import GATE_OF, Glu, act_grad_ref, act_ref, require_glu
 from tpkernels.ops import registered
 from tpkernels.ops.inputs import (
@@ -35,8 +37,6 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.region import follow_autocast
-from tpkernels.tuning import torch_steps
-from tpkernels.tuning.steps import Steps, steps_on
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tpkernels.files import unused
-from tpkernels.interop.together import together
+from tpkernels.interop.raise_on_all_ranks import together
 
 _ABANDONED = ".abandoned"
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from tpkernels.comm.buckets import GradientBuckets
+from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.layers.attributes import Attributes
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.interop import dcp
-from tpkernels.interop.together import together
+from tpkernels.interop.raise_on_all_ranks import together
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state

@@ -1,0 +1,117 @@
+"""Buckets with more than one collective: marked ones, which two groups sum, and ones looked at first."""
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from tests.buckets.golden import (
+    SMALL,
+    WIDTH,
+    assert_gradients,
+    chain,
+    expected_gradients,
+    loss_of,
+    on_both_engines,
+    own_batch,
+)
+from tests.buckets.test_bucket_options import Fail
+from tests.checks import error_of
+from tpkernels import GradientBuckets
+
+
+def collectives_so_far(group):
+    return group._get_sequence_number_for_group()
+
+
+def marked_in_backward(engine):
+    """How many collectives of each group backward starts, where every bucket needs one of each."""
+    rank = dist.get_rank()
+    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    tensor_group, data_group = tensor_groups[rank // 2], data_groups[rank % 2]
+    module = nn.Sequential(*[nn.LayerNorm(WIDTH).double() for _ in range(6)])
+    for parameter in module.parameters():
+        parameter.sequence_parallel = True
+    buckets = GradientBuckets(
+        module, data_group, bucket_bytes=256, tensor_parallel_group=tensor_group, engine=engine
+    )
+    for step in range(3):
+        buckets.zero()
+        before = collectives_so_far(tensor_group), collectives_so_far(data_group)
+        loss_of(module(own_batch(step))).backward()
+        started = (
+            collectives_so_far(tensor_group) - before[0],
+            collectives_so_far(data_group) - before[1],
+        )
+        buckets.finish()
+        assert_gradients(module, [gradient * 2 for gradient in expected_gradients(module, (step,))])
+    return len(buckets.buckets), *started
+
+
+@on_both_engines
+def test_marked_buckets_go_on_to_the_second_group_in_backward(ranks4, engine):
+    for count, over_tensor_group, over_data_group in ranks4.run(marked_in_backward, engine):
+        assert count > 3
+        assert over_tensor_group == count
+        assert over_data_group == count - 1  # the last has no launch after it, and goes on in finish()
+
+
+def given_up_in_first_step(engine):
+    """Rank 1 fails in the middle of the first backward, from which the others would learn."""
+    module = chain()
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, engine=engine)
+    for step in range(4):
+        buckets.zero()
+        fails = step == 0 and dist.get_rank() == 1
+        hidden = module[1](module[0](own_batch(step)))
+        output = module[3](module[2](Fail.apply(hidden) if fails else hidden))
+        try:
+            loss_of(output).backward()
+            buckets.finish()
+        except ValueError:
+            continue
+        if step == 0:
+            assert any(parameter.grad.isnan().any() for parameter in module.parameters())
+        else:
+            assert_gradients(module, expected_gradients(module, (step,)))
+    return buckets.launched_in_backward
+
+
+@on_both_engines
+def test_half_a_first_step_teaches_nothing(ranks2, engine):
+    assert ranks2.run(given_up_in_first_step, engine) == [4, 4]
+
+
+def given_up_under_check(engine, when):
+    """Rank 1 fails in the middle of backward, while the other looks for NaN in what both should send."""
+    module = chain()
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, check_nan=True, engine=engine)
+    message = ""
+    for step in range(4):
+        buckets.zero()
+        fails = step == when and dist.get_rank() == 1
+        hidden = module[1](module[0](own_batch(step)))
+        output = module[3](module[2](Fail.apply(hidden) if fails else hidden))
+        try:
+            loss_of(output).backward()
+            buckets.finish()
+        except ValueError:
+            continue
+        except RuntimeError as error:
+            message = str(error)
+            if step:  # told in backward, so the step is still open
+                assert error_of(buckets.finish)[1].endswith("this step has been refused; call zero()")
+            continue
+        assert_gradients(module, expected_gradients(module, (step,)))
+    return message
+
+
+@on_both_engines
+@pytest.mark.parametrize("when", [0, 1], ids=["first_step", "later"])
+def test_rank_that_gave_up_is_named_where_all_look_for_nan(ranks2, engine, when):
+    other, failed = ranks2.run(given_up_under_check, engine, when)
+    assert failed == ""
+    assert other.startswith(
+        "GradientBuckets: rank 1 has given up this step, by an exception in backward, say; bucket"
+    )
+    assert other.endswith("was not sent")

@@ -1,0 +1,373 @@
+"""No call of what the C++ extension registers crashes, whatever it is given; what it refuses, it names."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.buckets.hostile import GOOD, LAYOUT, PROGRAMS, Calling, parameters, run_programs
+from tests.buckets.test_ext import needs_extension
+from tests.checks import error_of
+from tests.ranks import RankFailure, RankPool
+from tpkernels.comm import _ext
+
+pytestmark = needs_extension
+
+PROGRAMS_OF = {"engine": 150, "threads": 30, "layout": 150, "end": 30}
+METHODS = {"arrange", "expect", "zero", "finish", "set_synchronizing"}
+BOTH_WAYS = {  # which calls are accepted, and which refused, at least
+    "engine": {"BucketEngine", "backward", *METHODS},
+    "threads": {"backward", *METHODS},
+    "layout": {"bucket_layout"},
+    "end": {"end_backends"},
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_no_call_crashes(kind, tmp_path):
+    log = tmp_path / "calls.txt"
+    with RankPool(1) as own:
+        try:
+            (outcome,) = own.run(run_programs, kind, range(PROGRAMS_OF[kind]), str(log), timeout=120)
+        except RankFailure as failure:
+            pytest.fail(f"the last call was {log.read_text().splitlines()[-1]}\n{failure}")
+    assert outcome.problems == []
+    assert {*outcome.accepted} >= BOTH_WAYS[kind]
+    assert {*outcome.refused} >= BOTH_WAYS[kind]
+
+
+def crashing():
+    os.abort()
+
+
+def test_crash_would_be_seen():
+    with RankPool(1) as own, pytest.raises(RankFailure, match="killed by signal 6"):
+        own.run(crashing)
+
+
+def engine(**changes: Any) -> Any:
+    assert _ext.available()
+    values = {**GOOD, "parameters": parameters(), "group": dist.group.WORLD.group_name, **changes}
+    return torch.classes.tpkernels.BucketEngine(*values.values())
+
+
+def arranged(*layout: list[int], **changes: Any) -> Any:
+    made = engine(**changes)
+    made.arrange(*(layout or LAYOUT))
+    return made
+
+
+def with_first(parameter: Any) -> dict[str, Any]:
+    return {"parameters": [parameter, *parameters()[1:]]}
+
+
+def backward_of(tensors: list[torch.Tensor]) -> None:
+    torch.stack([tensor.sum() for tensor in tensors]).sum().backward()
+
+
+def backward_before_arrange() -> None:
+    tensors = parameters()
+    kept = engine(parameters=tensors)
+    backward_of(tensors)
+    kept.detach()
+
+
+def backward_after_a_failed_construction() -> None:
+    """Hooks of an engine that never was."""
+    tensors = parameters()
+    loss = torch.stack([tensor.sum() for tensor in tensors]).sum()  # keeps autograd's nodes
+    with pytest.raises(ValueError, match="requires none"):
+        engine(parameters=[*tensors[:2], torch.ones(())])
+    loss.backward()
+    raise RuntimeError(f"gradients {[tensor.grad.sum().item() for tensor in tensors]}")
+
+
+def call_from_within() -> None:
+    made = arranged()
+
+    with Calling(made.views):
+        made.finish()
+
+
+def arrange_midway() -> None:
+    tensors = parameters()
+    made = arranged(parameters=tensors)
+    backward_of(tensors)
+    made.arrange(*LAYOUT)
+
+
+def replaced_parameter() -> None:
+    tensors = parameters()
+    made = arranged(parameters=tensors)
+    tensors[0].data = torch.ones(1)
+    tensors[0].grad = torch.ones(1)
+    made.finish()
+
+
+def after_detach(method: str, *args: Any) -> Callable[[], object]:
+    def call() -> None:
+        made = arranged()
+        made.detach()
+        getattr(made, method)(*args)
+
+    return call
+
+
+def end(group: str, seconds: float) -> Callable[[], object]:
+    def call() -> None:
+        assert _ext.available()
+        made = dist.new_group([0])
+        if group == "destroyed":
+            dist.destroy_process_group(made)
+        torch.ops.tpkernels.end_backends(made.boxed(), seconds)
+
+    return call
+
+
+def layout(
+    *lists: list[int], bucket: int = 400, alignment: int = 1, padding: int = 1
+) -> Callable[[], object]:
+    def call() -> object:
+        assert _ext.available()
+        options = {"bucket_bytes": bucket, "first_bucket_bytes": bucket}
+        return torch.ops.tpkernels.bucket_layout(*lists, **options, alignment=alignment, padding=padding)
+
+    return call
+
+
+CASES: dict[str, tuple[Callable[[], object], str, str]] = {
+    "no parameters": (
+        lambda: engine(parameters=[], names=[], marked=[]),
+        "ValueError",
+        "expected at least one parameter, got none",
+    ),
+    "names": (
+        lambda: engine(names=["a"]),
+        "ValueError",
+        "expected a name and a mark for each of 3 parameters, got 1 names and 3 marks",
+    ),
+    "marks": (lambda: engine(marked=[True] * 4), "ValueError", "3 parameters, got 3 names and 4 marks"),
+    "no gradient": (
+        lambda: engine(**with_first(torch.ones(4, 3))),
+        "ValueError",
+        "'a': expected a leaf that requires a gradient, got one that requires none",
+    ),
+    "computed": (
+        lambda: engine(**with_first(nn.Parameter(torch.ones(4, 3)) * 2)),
+        "ValueError",
+        "'a': expected a leaf that requires a gradient, got one that is computed from others",
+    ),
+    "sparse": (
+        lambda: engine(**with_first(torch.ones(4, 3).to_sparse().requires_grad_())),
+        "TypeError",
+        "'a': expected a dense tensor, got a sparse one",
+    ),
+    "meta": (
+        lambda: engine(**with_first(nn.Parameter(torch.ones(4, 3, device="meta")))),
+        "ValueError",
+        "'a': expected a tensor with data, got one on the meta device",
+    ),
+    "complex": (
+        lambda: engine(**with_first(nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)))),
+        "TypeError",
+        "'a': expected float64, float32, float16 or bfloat16, got ComplexFloat",
+    ),
+    "twice": (
+        lambda: engine(parameters=[parameters()[0]] * 3),
+        "ValueError",
+        "'b': expected each parameter once, got one again under another name",
+    ),
+    "dtype": (
+        lambda: engine(grad_dtype=torch.int32),
+        "TypeError",
+        "grad_dtype: expected float64, float32, float16 or bfloat16, got Int",
+    ),
+    "dtype number": (lambda: engine(wire_dtype=99), "TypeError", "expected a dtype, got number 99"),
+    "rank": (
+        lambda: engine(rank=2**31),
+        "ValueError",
+        "expected a rank from 0 that fits 31 bits, got 2147483648",
+    ),
+    "time-out": (
+        lambda: engine(timeout_ms=2**63 - 1),
+        "ValueError",
+        "expected a time-out of 1 ms to a year, or -1 for the group's own, got 9223372036854775807",
+    ),
+    "group": (lambda: engine(group="nobody's"), "RuntimeError", "registered under the name nobody's"),
+    "marked without a group": (
+        lambda: engine(marked=[True] * 3),
+        "ValueError",
+        "expected a tensor-parallel group for the parameters that are marked, got none",
+    ),
+    "too few": (
+        lambda: arranged([0, 0], *LAYOUT[1:]),
+        "ValueError",
+        "expected a bucket and an offset for each of 3 parameters, got 2 and 3",
+    ),
+    "bucket": (
+        lambda: arranged([0, 0, 2], *LAYOUT[1:]),
+        "IndexError",
+        "'c': expected a bucket from 0 below 2, got 2",
+    ),
+    "negative bucket": (lambda: arranged([-1, 0, 1], *LAYOUT[1:]), "IndexError", "from 0 below 2, got -1"),
+    "empty bucket": (
+        lambda: arranged([0, 0, 0], [0, 16, 24], [32, 16]),
+        "ValueError",
+        "expected parameters in each of 2 buckets, but bucket 1 has none",
+    ),
+    "offset": (
+        lambda: arranged([0, 0, 1], [0, 28, 0], [32, 16]),
+        "IndexError",
+        "'b': expected an offset from 0 that leaves room for 5 of the 32 elements of bucket 0, got 28",
+    ),
+    "negative size": (
+        lambda: arranged([0, 0, 1], [0, 16, 0], [32, -(2**63)]),
+        "ValueError",
+        "expected no less than 0 elements in bucket 1, got -9223372036854775808",
+    ),
+    "overlap": (
+        lambda: arranged([0, 0, 1], [0, 11, 0], [32, 16]),
+        "ValueError",
+        "expected memory of its own for each parameter, but 'a' and 'b' overlap in bucket 0",
+    ),
+    "two dtypes in a bucket": (
+        lambda: arranged(**with_first(nn.Parameter(torch.ones(4, 3).double()))),
+        "ValueError",
+        "expected one dtype in bucket 0, and all marked or none, but 'a' and 'b' differ",
+    ),
+    "too few counts": (
+        lambda: engine().expect([1]),
+        "ValueError",
+        "expected a count for each of 3 parameters, got 1",
+    ),
+    "count": (
+        lambda: engine().expect([1, 1, 0]),
+        "ValueError",
+        "'c': expected at least one gradient in a step, got 0",
+    ),
+    "backward first": (
+        backward_before_arrange,
+        "RuntimeError",
+        "expected arrange() before the first gradient",
+    ),
+    "finish first": (
+        lambda: engine().finish(),
+        "RuntimeError",
+        "expected arrange() before the first gradient",
+    ),
+    "arrange midway": (
+        arrange_midway,
+        "RuntimeError",
+        "got a change within one; call finish() or zero() first",
+    ),
+    "from within": (call_from_within, "RuntimeError", "called from within a call of their own"),
+    "failed construction": (
+        backward_after_a_failed_construction,
+        "RuntimeError",
+        "gradients [12.0, 5.0, 1.0]",
+    ),
+    "replaced": (replaced_parameter, "RuntimeError", "the gradient of 'a' is of shape [1]; expected [4, 3]"),
+    "zero after detach": (after_detach("zero"), "RuntimeError", "expected a call before detach()"),
+    "finish after detach": (after_detach("finish"), "RuntimeError", "expected a call before detach()"),
+    "arrange after detach": (
+        after_detach("arrange", *LAYOUT),
+        "RuntimeError",
+        "expected a call before detach()",
+    ),
+    "live group": (end("live", 1.0), "ValueError", "end_backends: expected a destroyed process group, but"),
+    "seconds": (end("destroyed", float("nan")), "ValueError", "expected 0 to 86400 seconds, got nan"),
+    "layout of too much": (
+        layout([2**62, 1], [0, 0], [4, 4]),
+        "ValueError",
+        "tensor 0: expected a size in bytes of at most 63 bits, got 4611686018427387904 elements of 4",
+    ),
+}
+
+
+def error_in(case: str) -> tuple[str, str]:
+    return error_of(CASES[case][0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusal_says_what_was_expected(ranks1, case):
+    _, kind, words = CASES[case]
+    ((raised, text),) = ranks1.run(error_in, case)
+    assert raised == kind, text
+    assert words in text
+
+
+def ended_at_once() -> list[bool]:
+    """A destroyed group, ended by several threads."""
+    assert _ext.available()
+    group = dist.new_group([0])
+    group.allreduce([torch.ones(1)]).wait()
+    dist.destroy_process_group(group)
+    boxed = group.boxed()
+    return [torch.ops.tpkernels.end_backends(boxed, seconds) for seconds in (0.0, 0.0, 0.0, 5.0, 5.0)][3:]
+
+
+def test_group_is_ended_once(ranks1):
+    for _ in range(20):
+        assert ranks1.run(ended_at_once) == [[True, True]]
+
+
+def gone_before_backward() -> list[float]:
+    tensors = parameters()
+    made = arranged(parameters=tensors)
+    loss = torch.stack([tensor.sum() for tensor in tensors]).sum()
+    del made
+    loss.backward()
+    return [tensor.grad.sum().item() for tensor in tensors]
+
+
+def test_backward_outlives_its_engine(ranks1):
+    assert ranks1.run(gone_before_backward) == [[12.0, 5.0, 1.0]]
+
+
+NUMBERS = (-(2**63), -1, 0, 1, 3, 2**31, 2**61, 2**62, 2**63 - 1)
+
+
+def test_layout_errs_alike_in_both_languages():
+    from tpkernels.buckets.layout import LayoutRules, lay_out_buckets
+
+    def found(native: bool, lists: tuple[list[int], list[int]], rules: LayoutRules) -> object:
+        try:
+            return lay_out_buckets(lists[0], [0] * len(lists[0]), lists[1], rules, native=native)
+        except Exception as error:
+            return type(error), str(error)
+
+    tried = [
+        ([3, 5], [4, 4], bucket, alignment, 1) for bucket, alignment in itertools.product(NUMBERS, NUMBERS)
+    ]
+    tried += [([3, 5], [4, 4], 400, 4, padding) for padding in NUMBERS]
+    tried += [
+        ([a, b, 5], [1, width, 1], 2**63 - 1, 1, 8) for a, b, width in itertools.product(NUMBERS, repeat=3)
+    ]
+    outcomes = set()
+    for numels, widths, bucket, alignment, padding in tried:
+        rules = LayoutRules(bucket, bucket, alignment, padding)
+        native = found(True, (numels, widths), rules)
+        assert native == found(False, (numels, widths), rules)
+        outcomes.add(type(native).__name__)
+    assert outcomes == {"tuple", "BucketLayout"}
+
+
+def test_every_entry_point_is_tried():
+    """A new operator or method belongs into tests/comm/hostile.py."""
+    source = (Path(__file__).parents[2] / "csrc/module.cpp").read_text()
+    defined = {
+        part.split('"')[1].split("(")[0] for part in source.split("def(") if part.strip().startswith('"')
+    }
+    tried = (Path(__file__).parent / "hostile.py").read_text()
+    assert len(defined) == 14
+    assert {name for name in defined if f'"{name}"' not in tried} <= {
+        "built_with_torch"
+    }  # which takes nothing

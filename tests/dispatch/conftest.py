@@ -1,0 +1,70 @@
+"""Choices made on the CPU: a fake clock, and kernels in the interpreter."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.gpus import Gpu
+from tpkernels.dispatch.versions import Versions
+from tpkernels.kernels.target import INTERPRETER
+
+CPU = torch.device("cpu")
+VERSIONS = Versions("Test GPU 1", "2.13.0", "3.7.1", "0123456789ab")
+
+
+@dataclass
+class FakeTimer:
+    """Says what it is told to of each candidate, and remembers what it was asked to run."""
+
+    milliseconds: Mapping[str, float]  # by the beginning of a name
+    asked: list[list[str]] = field(default_factory=list)
+
+    def __call__(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        self.asked.append(list(runs))
+        return {name: self._of(name) for name in runs}
+
+    def _of(self, name: str) -> float:
+        return next(ms for beginning, ms in self.milliseconds.items() if name.startswith(beginning))
+
+
+MakeChooser = Callable[..., Chooser]
+TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
+
+
+def need_interpreter() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TPKERNELS_TUNE", "TPKERNELS_LOG", "TPKERNELS_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(20261121)
+
+
+@pytest.fixture
+def make_chooser(tmp_path: Path) -> MakeChooser:
+    """A chooser whose process has just begun, on the cache of this test."""
+    need_interpreter()
+
+    def make(
+        timer: FakeTimer | None = None,
+        shipped: Mapping[str, Choice] | None = None,
+        obstacle: str | None = None,
+    ) -> Chooser:
+        return Chooser(
+            CPU,
+            Gpu(VERSIONS.gpu, INTERPRETER, shared_memory=2**31),
+            timer or FakeTimer(TRITON_WINS),
+            Cache(tmp_path, VERSIONS),
+            shipped or {},
+            lambda device: obstacle,
+        )
+
+    return make

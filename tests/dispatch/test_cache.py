@@ -1,0 +1,240 @@
+"""Choices on disk: what survives, and what is ignored."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="any input needs hypothesis")  # a bare GPU machine has none
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.dispatch.conftest import VERSIONS
+from tpkernels.dispatch import cache as module
+from tpkernels.dispatch.cache import Cache, Choice, ForeignFile, parse, render
+from tpkernels.dispatch.shipped import shipped_choices
+from tpkernels.dispatch.versions import source_hash, versions_for
+
+A = Choice("triton/a", {"torch": 2.0, "triton/a": 1.0})
+B = Choice("torch", {"torch": 1.0})
+
+
+def test_choice_survives_the_process(tmp_path):
+    Cache(tmp_path / "new" / "folder", VERSIONS).put("k", A)
+    again = Cache(tmp_path / "new" / "folder", VERSIONS)
+    assert again.get("k") == A
+    assert again.get("other") is None
+    assert again.path.name == "test-gpu-1_torch-2.13.0_triton-3.7.1_kernels-0123456789ab.json"
+
+
+def test_others_may_read_what_they_may_read_elsewhere(tmp_path):
+    """A folder may be shared by users, say of a cluster that was tuned beforehand."""
+    (tmp_path / "usual").write_text("")
+    cache = Cache(tmp_path, VERSIONS)
+    cache.put("k", A)
+    assert cache.path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_newest_choice_replaces_an_older_one(tmp_path):
+    Cache(tmp_path, VERSIONS).put("k", A)
+    Cache(tmp_path, VERSIONS).put("k", B)
+    assert Cache(tmp_path, VERSIONS).get("k") == B
+
+
+def test_writers_take_over_what_others_wrote(tmp_path):
+    first, second = Cache(tmp_path, VERSIONS), Cache(tmp_path, VERSIONS)
+    first.put("a", A)
+    second.put("b", B)
+    assert second.get("a") == A
+    assert Cache(tmp_path, VERSIONS).get("b") == B
+
+
+def test_writers_do_not_undo_what_others_chose_anew(tmp_path):
+    Cache(tmp_path, VERSIONS).put("k", A)
+    training = Cache(tmp_path, VERSIONS)  # reads the old choice, and runs on
+    Cache(tmp_path, VERSIONS).put("k", B)  # `tune --again`
+    training.put("another", A)
+    assert Cache(tmp_path, VERSIONS).get("k") == B
+
+
+@pytest.mark.parametrize("field", ["gpu", "torch", "triton", "kernels"])
+def test_other_versions_have_a_file_of_their_own(field, tmp_path):
+    Cache(tmp_path, VERSIONS).put("k", A)
+    assert Cache(tmp_path, replace(VERSIONS, **{field: "other"})).get("k") is None
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.dispatch.conftest import VERSIONS
+from tpkernels.dispatch import cache as module
+from tpkernels.dispatch.cache import Cache, Choice
+cache = Cache(Path(sys.argv[1]), VERSIONS)
+for i in range(40):
+    cache.put(f"{sys.argv[2]}-{i}", Choice("torch", {"torch": float(i)}))
+"""
+
+
+def test_concurrent_processes_lose_nothing(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(i)], env=environment)
+        for i in range(3)
+    ]
+    reader = Cache(tmp_path, VERSIONS)
+    while any(writer.poll() is None for writer in writers):
+        if reader.path.exists():
+            parse(reader.path.read_text())  # never half a file
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    final = Cache(tmp_path, VERSIONS)
+    for writer in range(3):
+        for i in range(40):
+            assert final.get(f"{writer}-{i}") == Choice("torch", {"torch": float(i)})
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_writer_that_is_stuck_does_not_stop_the_others(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.05)
+    cache = Cache(tmp_path, VERSIONS)
+    with cache.path.with_suffix(".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache.put("k", A)
+    assert Cache(tmp_path, VERSIONS).get("k") == A
+
+
+GOOD = render(VERSIONS, {"k": A})
+BAD = {
+    "empty": "",
+    "cut_off": GOOD[: len(GOOD) // 2],
+    "not_json": "choices: torch",
+    "a_list": "[]",
+    "other_format": GOOD.replace('"format": 1', '"format": 2'),
+    "other_versions": render(replace(VERSIONS, torch="2.12.0"), {"k": A}),
+    "no_choices": json.dumps({"format": 1, "versions": {}}),
+    "name_is_a_number": GOOD.replace('"triton/a",', "7,"),
+    "time_is_a_word": GOOD.replace("2.0", '"fast"'),
+    "time_is_too_large": GOOD.replace("2.0", "1" + 400 * "0"),
+    "deeply_nested": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
+def test_bad_file_is_ignored_with_one_warning_and_replaced(text, tmp_path, caplog):
+    path = Cache(tmp_path, VERSIONS).path
+    path.write_text(text)
+    cache = Cache(tmp_path, VERSIONS)
+    assert cache.get("k") is None
+    cache.put("new", B)
+    cache.put("newer", B)
+    assert [f"ignoring {path}" in record.getMessage() for record in caplog.records] == [True]
+    assert Cache(tmp_path, VERSIONS).get("new") == B
+
+
+def test_bytes_that_are_no_text_are_ignored(tmp_path, caplog):
+    Cache(tmp_path, VERSIONS).path.write_bytes(b"\xff\xfe\x00")
+    assert Cache(tmp_path, VERSIONS).get("k") is None
+    assert "ignoring" in caplog.text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["format", "versions", "choices", "name", "milliseconds"]), inner)
+    ),
+)
+
+
+@settings(derandomize=True, deadline=None, database=None)
+@given(JSON | st.builds(lambda choices: {"format": 1, "versions": {}, "choices": choices}, JSON))
+def test_any_json_is_read_or_refused(content):
+    with suppress(ForeignFile):
+        parse(json.dumps(content))
+
+
+@pytest.mark.parametrize("place", ["a_file", "under_a_file", "a_folder_in_its_place"])
+def test_unwritable_folder_costs_one_warning(place, tmp_path, caplog):
+    """Root may write anywhere, so folders are made impossible instead of read-only."""
+    (tmp_path / "file").write_text("")
+    folder = tmp_path
+    if place == "a_folder_in_its_place":
+        Cache(tmp_path, VERSIONS).path.mkdir()
+    else:
+        folder = tmp_path / "file" / ("" if place == "a_file" else "deeper")
+    cache = Cache(folder, VERSIONS)
+    cache.put("a", A)
+    cache.put("b", B)
+    assert cache.get("a") == A
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".lock"])
+def test_fifo_in_place_of_a_file_is_no_hang_and_costs_one_warning(suffix, tmp_path, caplog):
+    path = Cache(tmp_path, VERSIONS).path.with_suffix(suffix)
+    os.mkfifo(path)
+    cache = Cache(tmp_path, VERSIONS)
+    cache.put("a", A)
+    cache.put("b", B)
+    assert cache.get("a") == A
+    assert [str(path.with_suffix("")) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, caplog):
+    cache = Cache(tmp_path, VERSIONS)
+    cache.put("k", A)
+
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    cache.put("l", B)
+    assert "no space left" in caplog.text
+    assert cache.get("l") == B
+    assert Cache(tmp_path, VERSIONS).get("k") == A
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_without_a_folder_choices_live_in_memory(caplog):
+    cache = Cache(None, VERSIONS)
+    cache.put("k", A)
+    assert cache.get("k") == A
+    assert not caplog.records
+
+
+def test_versions_change_with_the_source(tmp_path):
+    versions = versions_for("GPU")
+    assert versions == versions_for("GPU")
+    (tmp_path / "kernel.py").write_text("x = 1")
+    before = source_hash.__wrapped__(tmp_path)
+    (tmp_path / "kernel.py").write_text("x = 2")
+    assert source_hash.__wrapped__(tmp_path) != before
+    assert len(before) == 12
+
+
+def test_shipped_choices_are_those_of_the_gpu(tmp_path, caplog):
+    (tmp_path / "test-gpu-1.json").write_text(GOOD)
+    (tmp_path / "other.json").write_text(GOOD)
+    assert shipped_choices("Test GPU 1", tmp_path) == {"k": A}
+    assert shipped_choices("absent", tmp_path) == {}
+    assert not caplog.records
+    assert shipped_choices("Other", tmp_path) == {}
+    assert "it was written for Test GPU 1" in caplog.text
+
+
+def test_every_shipped_file_can_be_read():
+    from tpkernels.dispatch.shipped import FOLDER
+
+    shipped = list(FOLDER.glob("*.json"))
+    if not shipped:
+        pytest.skip("nothing is shipped yet: nobody has timed a GPU")
+    for path in shipped:
+        versions, choices = parse(path.read_text())
+        assert choices
+        assert shipped_choices(versions["gpu"]) == choices

@@ -1,0 +1,132 @@
+"""Which candidates a problem has on which GPU."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tpkernels.dispatch import candidates as module
+from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.gpus import GPUS, Gpu
+from tpkernels.dispatch.problem import STEPS, problem_of
+from tpkernels.dispatch.sample import Layer
+from tpkernels.gate import budgets
+from tpkernels.kernels.footprints import least_shared_memory, stem_of
+from tpkernels.kernels.tiles import candidates as shipped_tiles
+
+BIG = Layer(8192, 4096, 4096)
+
+
+def names(step, layer, gpu="h100"):
+    return [candidate.name for candidate in candidates(problem_of(step, layer.arguments(step)), GPUS[gpu])]
+
+
+def forms(found):
+    return {name.split("/")[1] for name in found if name.startswith("triton/")}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("step", STEPS)
+def test_torch_comes_first_and_names_are_unique(step, gpu):
+    found = names(step, BIG, gpu)
+    assert found[0] == "torch"
+    assert len(set(found)) == len(found) > 1
+
+
+def test_descriptors_are_for_hopper_and_aligned_16_bit_operands():
+    assert forms(names("linear", BIG)) == {"descriptor", "pointer"}
+    assert forms(names("linear", BIG, "a100")) == {"pointer"}
+    assert forms(names("linear", Layer(8192, 4096, 4096, torch.float32))) == {"pointer"}
+    assert forms(names("linear", Layer(8192, 4097, 4096))) == {"pointer"}
+
+
+def test_a_dtype_without_kernels_leaves_torch():
+    assert names("linear", Layer(64, 64, 64, torch.float64)) == ["torch"]
+
+
+def test_an_empty_problem_leaves_torch():
+    for sizes in ((0, 64, 64), (64, 0, 64), (64, 64, 0)):
+        assert names("wgrad", Layer(*sizes)) == ["torch"]
+
+
+def test_without_triton_torch_is_left(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert names("glu", BIG) == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "gpu", "offered"),
+    [
+        (Layer(64, 64, 64, activation="gelu_tanh", training=False), "h100", True),
+        (Layer(64, 64, 64, activation="relu", training=False), "h100", True),
+        (Layer(64, 64, 64, activation="gelu_tanh", training=False), "mi300x", False),  # the erf form there
+        (Layer(64, 64, 64, activation="gelu_tanh"), "h100", False),  # z is wanted
+        (Layer(64, 64, 64, activation="gelu_tanh", training=False, bias=False), "h100", False),
+        (Layer(64, 64, 64, activation="silu", training=False), "h100", False),
+    ],
+)
+def test_fused_activation_is_offered_where_it_is_the_same(layer, gpu, offered):
+    assert ("addmm_activation" in names("linear", layer, gpu)) == offered
+
+
+def test_fused_accumulation_is_offered_by_dtype():
+    assert "addmm_dtype_out" in names("wgrad_accumulate_", BIG)
+    assert "addmm_" in names("wgrad_accumulate_", Layer(64, 64, 64, torch.float32))
+
+
+def test_absent_operators_are_not_offered(monkeypatch):
+    monkeypatch.delattr(torch, "_addmm_activation")
+    assert "addmm_activation" not in names("linear", Layer(64, 64, 64, activation="relu", training=False))
+
+
+def test_tiles_that_do_not_fit_the_gpu_are_left_out():
+    h100 = GPUS["h100"]
+    problem = problem_of("linear", BIG.arguments("linear"))
+    small = Gpu("small", h100.target, shared_memory=120_000)
+    ours = [c for c in candidates(problem, small) if c.tile]
+    assert ours
+    for candidate in ours:
+        assert least_shared_memory(problem.kernel, candidate.form, problem.dtype, candidate.tile) <= 120_000
+    assert "triton/descriptor/128x256x64-w8-s4" in names("linear", BIG)
+    assert "triton/descriptor/128x256x64-w8-s4" not in [c.name for c in ours]
+
+
+ARCHITECTURE = {
+    "a100": "sm_80",
+    "l40s": "sm_89",
+    "h100": "sm_90",
+    "h200": "sm_90",
+    "b200": "sm_100",
+    "mi300x": "gfx942",
+}
+LAYERS = {"bf16": BIG, "ragged": Layer(8192, 4097, 4095), "fp32": Layer(8192, 4096, 4096, torch.float32)}
+
+
+@pytest.mark.parametrize("minor", ["3.6", "3.7"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_the_gate_knows_of_shipped_tiles_leaves_none_of_them_out(gpu, minor):
+    """They can all be launched, and none spills by more than a handful: which is slow, timing says."""
+    target, limit = GPUS[gpu].target, GPUS[gpu].shared_memory
+    rows = budgets.read()[minor].rows[ARCHITECTURE[gpu]]
+    for step, (kind, layer) in product(STEPS, LAYERS.items()):
+        problem = problem_of(step, layer.arguments(step))
+        ragged = kind == "ragged"
+        has_descriptors = target.has_tma and target.backend == "cuda" and kind == "bf16"
+        for form in ("descriptor", "pointer") if has_descriptors else ("pointer",):
+            for tile in shipped_tiles(problem.kernel, form, problem.dtype, target, ragged):
+                stem = f"/{stem_of(problem.kernel, form, problem.dtype, tile)}/"
+                figures = [figure for name, figure in rows.items() if stem in f"/{name}/"]
+                assert figures, f"{problem.kernel}/{form}/{tile} is not compiled for {gpu}"
+                least = least_shared_memory(problem.kernel, form, problem.dtype, tile)
+                for figure in figures:
+                    assert 0 < least <= figure.shared <= limit, tile
+                    assert figure.registers * 32 * tile.num_warps <= 2**16 or target.backend == "hip", tile
+                    assert figure.spills <= 16, tile
+
+
+def test_tiles_far_from_the_size_of_the_result_are_left_out():
+    one_row, large = (names("linear", Layer(tokens, 8192, 4096))[1:] for tokens in (1, 65536))
+    assert one_row
+    assert not [name for name in one_row if name.split("/")[2].startswith("128x")]
+    assert large
+    assert not [name for name in large if name.split("/")[2].startswith("16x")]

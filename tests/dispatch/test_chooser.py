@@ -1,0 +1,219 @@
+"""How a choice is made, remembered, refused and told."""
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from tests.dispatch.conftest import CPU, TRITON_WINS, FakeTimer
+from tpkernels.dispatch import log, torch_steps
+from tpkernels.dispatch.cache import Choice
+from tpkernels.dispatch.chooser import obstacle, winner
+from tpkernels.kernels import linear as linear_kernel
+
+X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
+LINEAR = ("linear", X, W, B, "none", False)
+KEY = "linear float32 16x48x32 none+bias rows,rows,rows"
+POINTER = "triton/pointer/32x32x32-w4-s1"
+
+
+def test_fastest_is_chosen_and_remembered(make_chooser):
+    timer = FakeTimer(TRITON_WINS)
+    chooser = make_chooser(timer)
+    for _ in range(3):
+        y, z = chooser.call(*LINEAR)
+        torch.testing.assert_close(y, torch_steps.linear(*LINEAR[1:])[0])
+        assert z is None
+    assert timer.asked == [["torch", POINTER]]
+    assert chooser.known("linear", LINEAR[1:]).candidate.name == POINTER
+
+
+def test_next_process_reads_it_from_disk(make_chooser):
+    make_chooser().call(*LINEAR)
+    timer = FakeTimer(TRITON_WINS)
+    later = make_chooser(timer)
+    assert later.known("linear", LINEAR[1:]).source == "cached"
+    later.call(*LINEAR)
+    assert not timer.asked
+
+
+def test_shipped_choice_saves_timing_but_the_users_own_comes_first(make_chooser):
+    shipped = {KEY: Choice(POINTER, {"torch": 2.0, POINTER: 1.0})}
+    assert make_chooser(shipped=shipped).known("linear", LINEAR[1:]).source == "shipped"
+    make_chooser(FakeTimer({"": 1.0})).call(*LINEAR)
+    known = make_chooser(shipped=shipped).known("linear", LINEAR[1:])
+    assert (known.source, known.candidate.name) == ("cached", "torch")
+
+
+def test_choice_that_is_no_candidate_any_more_is_forgotten(make_chooser):
+    assert (
+        make_chooser(shipped={KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}).known("linear", LINEAR[1:])
+        is None
+    )
+
+
+def test_winner_must_beat_torch_by_a_margin():
+    assert winner({"torch": 1.0, "a": 0.99, "b": 1.5}) == "torch"
+    assert winner({"torch": 1.0, "a": 0.97, "b": 0.96}) == "b"
+    assert winner({"torch": 1.0}) == "torch"
+
+
+@pytest.mark.parametrize("failing", ["wrong", "nan", "raises"])
+def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_chooser, monkeypatch, caplog):
+    real = linear_kernel.linear_fwd
+
+    def broken(*args, **kwargs):
+        if failing == "raises":
+            raise RuntimeError("out of registers")
+        y, z = real(*args, **kwargs)
+        return (y * 1.1 if failing == "wrong" else y * float("nan")), z
+
+    monkeypatch.setattr(linear_kernel, "linear_fwd", broken)
+    timer = FakeTimer(TRITON_WINS)
+    y, _ = make_chooser(timer).call(*LINEAR)
+    assert timer.asked == [["torch"]]
+    torch.testing.assert_close(y, torch_steps.linear(*LINEAR[1:])[0])
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"{POINTER} dropped for {KEY}: " in record.getMessage()
+
+
+def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
+    def out_of_memory(runs):
+        raise torch.OutOfMemoryError("no room")
+
+    chooser = make_chooser(out_of_memory)
+    chooser.call(*LINEAR)
+    chooser.call(*LINEAR)
+    assert "no room" in caplog.text
+    assert caplog.text.count("torch computes it") == 1
+    assert make_chooser().known("linear", LINEAR[1:]) is None
+
+
+def test_what_torch_refuses_is_refused_in_its_words(make_chooser):
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied|must have same reduction dim"):
+        make_chooser().call("dgrad", torch.ones(3, 4), torch.ones(5, 6))
+
+
+def test_disabled_tuning_means_torch_for_the_whole_process(make_chooser, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_TUNE", "0")
+    timer = FakeTimer(TRITON_WINS)
+    chooser = make_chooser(timer)
+    chooser.call(*LINEAR)
+    assert not timer.asked
+    assert len(chooser._functions) == 1
+
+
+def test_disabled_tuning_still_reads_what_is_known(make_chooser, monkeypatch):
+    make_chooser().call(*LINEAR)
+    monkeypatch.setenv("TPKERNELS_TUNE", "0")
+    assert make_chooser().known("linear", LINEAR[1:]).candidate.name == POINTER
+
+
+def test_nothing_is_timed_while_something_stands_in_the_way_but_afterwards(make_chooser):
+    standing = ["a CUDA graph is being captured"]
+    timer = FakeTimer(TRITON_WINS)
+    chooser = make_chooser(timer)
+    chooser._obstacle = lambda device: standing[0] if standing else None
+    chooser.call(*LINEAR)
+    assert not timer.asked
+    standing.clear()
+    chooser.call(*LINEAR)
+    assert len(timer.asked) == 1
+
+
+def test_capture_and_tracing_stand_in_the_way(monkeypatch):
+    assert obstacle(CPU) is None
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert obstacle(cuda) == "a CUDA graph is being captured"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert obstacle(cuda) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert obstacle(cuda) == "torch.compile is tracing"
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_accumulation_is_timed_on_scratch(main_dtype, make_chooser):
+    """The user's main_grad is added to once, however often candidates ran."""
+
+    class RunningTimer(FakeTimer):
+        def __call__(self, runs):
+            for run in runs.values():
+                for _ in range(3):
+                    run()
+            return super().__call__(runs)
+
+    dy, x = torch.randn(16, 48).bfloat16(), torch.randn(16, 32).bfloat16()
+    main_grad = torch.ones(48, 32, dtype=main_dtype)
+    make_chooser(RunningTimer(TRITON_WINS)).call("wgrad_accumulate_", main_grad, dy, x)
+    exact = 1 + dy.double().T @ x.double()
+    assert (main_grad - exact).norm() < 3e-3 * exact.norm()
+
+
+def test_operands_are_timed_apart_from_their_values(make_chooser):
+    """Operands that are all NaN or zero neither drop a candidate nor prove one."""
+    for value in (float("nan"), 0.0):
+        timer = FakeTimer(TRITON_WINS)
+        make_chooser(timer).timed("linear", (torch.full_like(X, value), W, B, "none", False))
+        assert timer.asked == [["torch", POINTER]]
+
+
+def test_random_stream_is_left_alone(make_chooser):
+    before = torch.get_rng_state()
+    make_chooser().call(*LINEAR)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_each_choice_is_told_with_its_reason_once(make_chooser, caplog):
+    caplog.set_level(logging.INFO, "tpkernels.choices")
+    chooser = make_chooser()
+    for _ in range(3):
+        chooser.call(*LINEAR)
+    make_chooser().call(*LINEAR)
+    make_chooser(obstacle="a CUDA graph is being captured").call("dgrad", X, torch.ones(32, 16))
+    make_chooser().call("wgrad", X[:0], X[:0])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{KEY}: {POINTER} (timed: {POINTER} 2 ms, torch 3 ms)",
+        f"{KEY}: {POINTER} (cached: {POINTER} 2 ms, torch 3 ms)",
+        "dgrad float32 16x32x16 rows,rows,rows: torch (not timed now: a CUDA graph is being captured)",
+        "wgrad float32 0x32x32 ragged,ragged,rows: torch (only candidate)",
+    ]
+
+
+def test_variable_that_is_neither_on_nor_off_is_refused(make_chooser, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_TUNE", "off")
+    with pytest.raises(ValueError, match="TPKERNELS_TUNE is 'off'; expected 0 or 1"):
+        make_chooser().call(*LINEAR)
+
+
+@pytest.mark.parametrize(("asked", "shown"), [("choices", True), ("choice", False), ("", False)])
+def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys, caplog):
+    monkeypatch.setenv("TPKERNELS_LOG", asked)
+    for name, value in (("handlers", []), ("level", logging.NOTSET), ("propagate", True)):
+        monkeypatch.setattr(log.choices, name, value)
+    log.choices.manager._clear_cache()
+    for _ in range(2):
+        log.show_choices_if_asked()
+    make_chooser().call(*LINEAR)
+    log.choices.manager._clear_cache()
+    assert capsys.readouterr().err.count(f"{KEY}: {POINTER} (timed") == shown
+    assert ("TPKERNELS_LOG is 'choice'; expected choices" in caplog.text) == (asked == "choice")
+
+
+def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):
+
+    class SlowTimer(FakeTimer):
+        def __call__(self, runs):
+            assert not chooser._lock.acquire(blocking=False)
+            return super().__call__(runs)
+
+    timer = SlowTimer({"": 1.0})  # torch wins: the interpreter is not for threads
+    chooser = make_chooser(timer)
+    threads = [threading.Thread(target=chooser.call, args=LINEAR) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(timer.asked) == 1

@@ -1,0 +1,88 @@
+"""What a choice depends on, and what it does not."""
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="any input needs hypothesis")  # a bare GPU machine has none
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpkernels.dispatch.problem import STEPS, layout_class, problem_of, token_class
+from tpkernels.dispatch.sample import Layer
+
+LAYER = Layer(4096, 1024, 512, activation="gelu_tanh")
+KEYS = {
+    "linear": "linear bfloat16 4096x1024x512 gelu_tanh+bias+z rows,rows,rows",
+    "glu": "glu bfloat16 4096x1024x512 swiglu+gu rows,rows,rows,rows",
+    "dgrad": "dgrad bfloat16 4096x1024x512 rows,rows,rows",
+    "dgrad_act": "dgrad_act bfloat16 4096x1024x512 gelu_tanh+db rows,rows,rows,rows",
+    "dglu": "dglu bfloat16 4096x1024x512 swiglu rows,rows,rows,rows,rows",
+    "wgrad": "wgrad bfloat16 4096x1024x512 rows,rows,rows",
+    "wgrad_accumulate_": "wgrad_accumulate_ bfloat16 4096x1024x512 float32 rows,rows,rows",
+}
+PRODUCT = {
+    "linear": (4096, 1024),
+    "glu": (4096, 1024),
+    "wgrad": (1024, 512),
+    "wgrad_accumulate_": (1024, 512),
+}
+DEPTH = {"linear": 512, "glu": 512, "wgrad": 4096, "wgrad_accumulate_": 4096}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_key_names_all_that_matters(step):
+    assert problem_of(step, LAYER.arguments(step)).key == KEYS[step]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_product_and_depth_are_those_of_the_step(step):
+    problem = problem_of(step, LAYER.arguments(step))
+    assert problem.product == PRODUCT.get(step, (4096, 512))
+    assert problem.depth == DEPTH.get(step, 1024)
+
+
+def test_tf32_is_another_problem():
+    arguments = Layer(64, 32, 16, torch.float32).arguments("dgrad")
+    before = torch.backends.cuda.matmul.fp32_precision
+    assert problem_of("dgrad", arguments).key == "dgrad float32 64x32x16 rows,rows,rows"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert problem_of("dgrad", arguments).key == "dgrad float32/tf32 64x32x16 rows,rows,rows"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _layout(tensor):
+    return layout_class(problem_of("dgrad", (tensor, torch.empty(tensor.shape[1], 8))).layouts[0])
+
+
+def test_layouts_are_told_apart():
+    x = torch.empty(64, 32)
+    assert _layout(x) == "rows"
+    assert _layout(x[:, :30]) == "rows"  # a wider matrix around it leaves its rows aligned
+    assert _layout(x[:, 1:]) == "ragged"
+    assert _layout(torch.empty(64, 31)) == "ragged"
+    assert _layout(x.T) == "columns"
+    assert _layout(torch.empty(31, 64).T[1:]) == "ragged-columns"
+    assert _layout(x[:, ::2]) == "strided"
+    assert _layout(x[:1].expand(8, 32)) == "ragged"
+
+
+@given(st.integers(1, 2**40))
+def test_token_class_is_an_upper_bound_within_a_quarter(tokens):
+    rounded = token_class(tokens)
+    assert tokens <= rounded < 1.25 * tokens + 1
+    assert token_class(rounded) == rounded
+
+
+def test_token_counts_of_a_class_are_one_problem():
+    """Or the same key would have other candidates from one batch to the next."""
+    for tokens in (4097, 4500, 5120):
+        problem = problem_of("linear", Layer(tokens, 64, 64).arguments("linear"))
+        assert problem.key.startswith("linear bfloat16 5120x64x64")
+        assert problem.product == (5120, 64)
+
+
+def test_token_classes_are_few():
+    assert len({token_class(tokens) for tokens in range(1, 2**17)}) < 70

@@ -1,0 +1,153 @@
+"""What the compiler tells of sound kernels, and that each planted fault breaks a rule.
+
+Kernels of this process are interpreted, so that what compiles runs in a process of its own, once for all.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Facts, compile_entry
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.expectations import violations
+
+ENTRIES = {entry.name: entry for entry in catalog()}
+LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+POINTER = ENTRIES["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
+FAULTS = {  # name -> (entry with a fault planted, architecture)
+    "sound": (LINEAR, "sm_90"),
+    "sound_pointer": (POINTER, "sm_90"),
+    "spilling_tile": (replace(LINEAR, num_warps=4), "sm_90"),
+    "shared_memory_overflow": (replace(LINEAR, num_stages=5), "sm_90"),
+    "lost_alignment": (replace(POINTER, aligned=frozenset()), "sm_90"),
+    "lost_alignment_of_one": (replace(POINTER, aligned=POINTER.aligned - {"stride_xt"}), "sm_90"),
+    "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
+    "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
+    "sound_amd": (ENTRIES["sum_rows/pointer/bf16/512x128"], "gfx942"),
+}
+PROGRAM = """
+import json, sys
+from tests.gate.test_ahead_of_time import FAULTS
+from tpkernels.gate.ahead_of_time import CompileError, compile_entry, compile_key
+for name in sys.argv[1:]:
+    entry, architecture = FAULTS[name]
+    try:
+        told = compile_entry(entry, architecture).as_json()
+    except CompileError as error:
+        told = str(error)
+    print(json.dumps([name, told, compile_key(entry, architecture)]))
+"""
+KEYS = """
+from tests.gate.test_ahead_of_time import FAULTS
+from tpkernels.gate.ahead_of_time import compile_key
+print(*(compile_key(*fault) for fault in FAULTS.values()))
+"""
+
+
+def compiling(program: str, *arguments: str, **variables: str) -> subprocess.Popen:
+    """A program where kernels are compiled, not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program, *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment | variables, **streams)
+
+
+def printed(process: subprocess.Popen) -> str:
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    return output
+
+
+@pytest.fixture(scope="module")
+def told_with_keys() -> dict[str, tuple[object, str]]:
+    """What the compiler told of each of FAULTS, and its key: from two processes, on a core each."""
+    names = list(FAULTS)
+    halves = [compiling(PROGRAM, *names[half::2], PYTHONHASHSEED=str(half)) for half in range(2)]
+    lines = [json.loads(line) for half in halves for line in printed(half).splitlines()]
+    return {name: (what, key) for name, what, key in lines}
+
+
+@pytest.fixture
+def told(told_with_keys) -> dict:
+    return {name: what for name, (what, _) in told_with_keys.items()}
+
+
+def broken(told: dict, name: str) -> list[str]:
+    entry, architecture = FAULTS[name]
+    return [*violations(entry, architecture, Facts.from_json(told[name]))]
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("sound")])
+def test_rules_are_kept_by_what_is_sound(told, name):
+    assert broken(told, name) == []
+
+
+def test_facts_of_a_descriptor_kernel(told):
+    facts = Facts.from_json(told["sound"])
+    assert 0 < facts.registers <= 255
+    assert facts.stack == facts.spills == 0
+    assert 128 * 256 * 2 < facts.shared <= SHARED_LIMIT["sm_90"]
+    assert facts.in_flight == 1
+    assert all(facts.count(name) for name in ("HGMMA", "UTMALDG", "UTMASTG", "FFMA", "all"))
+    assert facts.count("HMMA") == 0
+    assert facts.aligned == LINEAR.aligned
+    assert facts.seconds > 0
+
+
+def test_facts_of_an_amd_kernel(told):
+    facts = Facts.from_json(told["sound_amd"])
+    assert 0 < facts.registers <= 512
+    assert facts.count("global_load")
+
+
+def test_rules_see_a_spilling_tile(told):
+    spilled = [failure for failure in broken(told, "spilling_tile") if failure.startswith("spills: ")]
+    assert len(spilled) == 1
+
+
+def test_rules_see_a_shared_memory_overflow(told):
+    assert any(
+        failure.startswith("shared memory ") and failure.endswith("> 232,448 bytes: cannot be launched")
+        for failure in broken(told, "shared_memory_overflow")
+    )
+
+
+def test_rules_see_a_lost_alignment_by_its_cause_and_by_its_effect(told):
+    assert broken(told, "lost_alignment_of_one")[0] == "16-byte alignment lost: stride_xt"
+    failures = broken(told, "lost_alignment")
+    assert "16-byte alignment lost: K, N, T, b_ptr, stride_wn, stride_xt, w, x, y, z" in failures
+    assert "no LDGSTS.128" in failures
+
+
+def test_rules_see_serialised_wgmma(told):
+    assert any(failure.startswith("wgmma serialised") for failure in broken(told, "serialised_wgmma"))
+
+
+def test_failed_compilation_names_its_cause(told):
+    assert "unknown activation" in told["unknown_constant"]
+
+
+def test_key_is_the_same_in_every_process_and_differs_between_entries(told_with_keys):
+    elsewhere = printed(compiling(KEYS, PYTHONHASHSEED="2")).split()
+    assert elsewhere == [told_with_keys[name][1] for name in FAULTS]
+    assert len(set(elsewhere)) == len(FAULTS)
+
+
+def test_compiling_is_refused_where_kernels_are_interpreted():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("this process compiles: there is a GPU")
+    with pytest.raises(RuntimeError, match="unset it"):
+        compile_entry(LINEAR, "sm_90")
+
+
+def test_unknown_architecture_is_refused():
+    with pytest.raises(ValueError, match=r"expected an architecture of sm_80, .*; got 'sm_42'"):
+        compile_entry(LINEAR, "sm_42")
+
+
+def test_every_architecture_compiles_something():
+    assert {gpu for entry in ENTRIES.values() for gpu in entry.architectures} == set(ARCHITECTURES)

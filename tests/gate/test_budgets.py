@@ -1,0 +1,91 @@
+"""The table of budgets: what counts as over, and how it is kept."""
+
+from dataclasses import replace
+
+import pytest
+
+from tpkernels.gate import budgets, check_compile
+from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.gate.budgets import Budget
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.check_compile import Job, judge
+
+FACTS = Facts(
+    registers=163,
+    stack=0,
+    spills=0,
+    shared=1000,
+    in_flight=1,
+    instructions={"HGMMA": 4},
+    aligned=frozenset({"x", "w"}),
+    narrow_offsets=("%1",),
+    seconds=1.0,
+)
+
+
+def test_budget_is_exact_but_for_the_unit_of_registers():
+    budget = Budget.of(FACTS)
+    assert budget == Budget(registers=168, shared=1000, instructions={"HGMMA": 4})
+    assert [*budget.excesses(replace(FACTS, registers=168))] == []
+    assert [*budget.excesses(replace(FACTS, registers=191, shared=1001, spills=2))] == [
+        "registers 191 > 168",
+        "shared 1,001 > 1,000",
+        "spills 2 > 0",
+    ]
+
+
+def test_any_other_count_of_instructions_is_told():
+    budget = Budget.of(FACTS)
+    assert [*budget.changes(FACTS)] == []
+    assert [*budget.changes(replace(FACTS, instructions={"HGMMA": 2, "HMMA": 1_000}))] == [
+        "HGMMA 2, was 4",
+        "HMMA 1,000, was 0",
+    ]
+
+
+def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
+    monkeypatch.setattr(check_compile, "violations", lambda *_: [])
+    job = Job(catalog()[0], "sm_80")
+    measured = {("sm_80", job.entry.name): FACTS}
+    table = budgets.updated(None, measured, measured, {"triton": "3.7.1"})
+    other = replace(FACTS, instructions={"HGMMA": 8})
+    assert judge(job, FACTS, table, "3.7.1").failures == ()
+    assert judge(job, other, table, "3.7.1").failures == (
+        "other instructions: HGMMA 8, was 4; record them with --update if that is meant",
+    )
+    assert judge(job, other, table, "3.7.2").failures == ()
+    assert judge(job, replace(other, shared=2000), table, "3.7.1").failures == ("shared 2,000 > 1,000",)
+
+
+def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):
+    path = tmp_path / "budgets.json"
+    measured = {("sm_90", name): FACTS for name in ("one", "two")}
+    table = {"3.7": budgets.updated(None, measured, set(measured), {"triton": "3.7.1"})}
+    budgets.write(table, path)
+    assert budgets.read(path) == table
+    assert sum("registers" in line for line in path.read_text().splitlines()) == 2  # a line an entry
+    later = budgets.updated(table["3.7"], {}, {("sm_90", "two")}, {})
+    assert list(later.rows["sm_90"]) == ["two"]
+
+
+def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
+    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
+    table = budgets.read()
+    assert set(table) == {"3.6", "3.7"}
+    for minor, rows in table.items():
+        assert rows.keys() == current, f"run `check --update` on Triton {minor}"
+
+
+DAMAGE = {
+    "not_json": "<<<<<<< HEAD",
+    "deeply_nested": "[" * 100_000,
+    "a_list": "[]",
+    "other_numbers": '{"3.7": {"provenance": {}, "rows": {"sm_90": {"a": 1}}}}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_table_is_refused_by_name(text, tmp_path):
+    (tmp_path / "budgets.json").write_text(text)
+    with pytest.raises(ValueError, match=r"budgets\.json is no table of budgets"):
+        budgets.read(tmp_path / "budgets.json")

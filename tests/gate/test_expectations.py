@@ -1,0 +1,82 @@
+"""Each rule for compiled kernels, broken alone. Nothing is compiled."""
+
+from dataclasses import replace
+
+import pytest
+
+from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.expectations import violations
+
+ENTRIES = {entry.name: entry for entry in catalog()}
+LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+TRUE_FP32 = ENTRIES["linear/pointer/fp32/64x64x16/gelu_tanh+bias+z"]
+POINTER = ENTRIES["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
+FACTS = Facts(
+    registers=163,
+    stack=0,
+    spills=0,
+    shared=1000,
+    in_flight=1,
+    instructions={"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
+    aligned=LINEAR.aligned,
+    narrow_offsets=(),
+    seconds=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"instructions": {"UTMALDG": 2, "UTMASTG": 2, "HMMA": 9}}, "no HGMMA"),
+        ({"instructions": {"HGMMA": 4, "UTMASTG": 2}}, "no UTMALDG"),
+        ({"instructions": {"HGMMA": 4, "UTMALDG": 2}}, "no UTMASTG"),
+        ({"instructions": dict(FACTS.instructions) | {"HMMA": 9}}, "9 HMMA, expected none"),
+        ({"in_flight": 0}, "wgmma serialised"),
+        ({"stack": 8}, "spills: 0 loads and stores of local memory, 8 bytes"),
+        ({"narrow_offsets": ("%o = arith.muli %a, %b : i32",)}, "32-bit product in an address"),
+    ],
+)
+def test_each_rule_can_be_broken(change, expected):
+    assert [*violations(LINEAR, "sm_90", FACTS)] == []
+    assert any(
+        failure.startswith(expected) for failure in violations(LINEAR, "sm_90", replace(FACTS, **change))
+    )
+
+
+def test_true_fp32_may_not_use_tensor_cores():
+    facts = replace(FACTS, aligned=TRUE_FP32.aligned, instructions={"LDGSTS.128": 1, "FFMA": 5})
+    assert [*violations(TRUE_FP32, "sm_80", facts)] == []
+    cheating = replace(facts, instructions={"LDGSTS.128": 1, "FFMA": 5, "HMMA": 1})
+    assert [*violations(TRUE_FP32, "sm_80", cheating)] == ["1 HMMA, expected none (products in true fp32)"]
+    pairs = replace(facts, instructions={"LDGSTS.128": 1, "FFMA2": 5})
+    assert [*violations(TRUE_FP32, "sm_100", pairs)] == []
+    idle = replace(facts, instructions={"LDGSTS.128": 1})
+    assert [*violations(TRUE_FP32, "sm_100", idle)] == ["no FFMA or FFMA2"]
+
+
+def test_true_fp32_on_amd_may_use_the_matrix_units_but_not_their_short_form():
+    facts = replace(FACTS, aligned=TRUE_FP32.aligned, instructions={"v_mfma": 24})
+    assert [*violations(TRUE_FP32, "gfx942", facts)] == []
+    short = replace(facts, instructions={"v_mfma": 24, "v_mfma.xf32": 24})
+    assert [*violations(TRUE_FP32, "gfx942", short)] == [
+        "24 v_mfma.xf32, expected none (products in true fp32)"
+    ]
+    assert [*violations(TRUE_FP32, "gfx942", replace(facts, instructions={}))] == ["no v_mfma"]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90", "sm_100"])
+def test_pointer_kernels_multiply_on_some_tensor_core(architecture):
+    facts = replace(FACTS, aligned=POINTER.aligned, instructions={"LDGSTS.128": 1, "HMMA": 4})
+    assert [*violations(POINTER, architecture, facts)] == []
+    plain = replace(facts, instructions={"LDGSTS.128": 1, "FFMA": 4})
+    assert [*violations(POINTER, architecture, plain)] == ["no HGMMA or UTCHMMA or HMMA"]
+
+
+def test_blackwell_descriptors_have_rules_of_their_own():
+    entry = ENTRIES["sm_100/linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+    facts = replace(FACTS, instructions={"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2})
+    assert [*violations(entry, "sm_100", facts)] == []
+    for name in facts.instructions:
+        without = {other: count for other, count in facts.instructions.items() if other != name}
+        assert f"no {name}" in violations(entry, "sm_100", replace(facts, instructions=without))

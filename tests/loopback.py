@@ -1,0 +1,73 @@
+"""Exchanges among virtual ranks of one process: for tests of kernels that wait, and to time them on one GPU.
+
+One thread may serve them all: it starts a call on every end before it computes on any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm.transports.base import Mailbox, require_shape
+from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.symmetric import SymmetricExchange
+
+
+def open_loopback(
+    name: str,
+    ranks: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    splits: int = 1,
+    timeout: float = 60.0,
+) -> list[HostExchange]:
+    """The ends of an exchange in CPU memory.
+
+    shape: (rows, cols) of a piece
+    """
+    memories = _memories(name, ranks, shape, dtype, torch.device("cpu"), splits)
+    mailboxes = [Mailbox.over(memory, ranks, shape, dtype, splits) for memory in memories]
+    return [HostExchange(name, rank, mailboxes, splits, timeout) for rank in range(ranks)]
+
+
+def open_symmetric_loopback(
+    name: str,
+    ranks: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    splits: int = 1,
+    timeout: float = 60.0,
+) -> list[SymmetricExchange]:
+    """The ends of an exchange on one device, by the code of `symmetric`."""
+    memories = _memories(name, ranks, shape, dtype, torch.device(device), splits)
+    handles = [VirtualHandle(memories, rank) for rank in range(ranks)]
+    return [
+        SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout)
+        for handle, memory in zip(handles, memories, strict=True)
+    ]
+
+
+class VirtualHandle:
+    """Stands for torch's `_SymmetricMemory` where all ranks are virtual."""
+
+    def __init__(self, memories: Sequence[Tensor], rank: int) -> None:
+        self._memories, self.rank, self.world_size = memories, rank, len(memories)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._memories[rank].view(dtype).view(sizes)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Nothing to wait for: all ranks compute in one stream, which pushes wait for."""
+
+
+def _memories(
+    name: str, ranks: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, splits: int
+) -> list[Tensor]:
+    require_shape(name, ranks, shape, splits)
+    count = sum(Mailbox.sizes(ranks, shape, dtype, splits))
+    return [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(ranks)]

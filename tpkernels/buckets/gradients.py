@@ -1,0 +1,384 @@
+"""`GradientBuckets`: gradients in flat buckets, reduced over ranks while backward goes on.
+
+buckets = GradientBuckets(model, state.process_group("dp"))
+for batch in batches:
+    buckets.zero()
+    loss(model(batch)).backward()
+    buckets.finish()
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.utils.hooks import RemovableHandle
+
+from tpkernels.buckets import parameters as protocol
+from tpkernels.buckets.collectives import bucketed_all_gather
+from tpkernels.buckets.engine import (
+    LONGEST_TIMEOUT,
+    Engine,
+    EngineChoice,
+    EngineOptions,
+    make_engine,
+    runs_native,
+)
+from tpkernels.buckets.layout import LayoutRules, lay_out_buckets
+from tpkernels.buckets.parameters import trainable
+from tpkernels.buckets.sizes import (
+    ALIGNMENT,
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    GATHERED_BYTES,
+    runs_within,
+)
+from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.comm.groups import (
+    LiveGroup,
+    exchange_device,
+    required_group,
+    start_all_reduce,
+    start_broadcast,
+)
+from tpkernels.comm.shards import problem_over
+from tpkernels.comm.supported import FLOATING, Problem, problem_of
+
+
+class GradientBuckets:
+    """Gradients of parameters, averaged (or summed) over the ranks of `group` in flat buckets.
+
+    After `finish`, each `grad` is a view of its bucket and holds the result. The order of buckets is learnt
+    in the first step, in which nothing overlaps yet.
+
+    module_or_named_parameters: a module, or pairs of name and parameter; frozen ones are left alone
+    group: the data-parallel one; ranks that hold other shards of a parameter are refused
+    bucket_bytes: size of a bucket; the first is smaller
+    reduce: "reduce_scatter" leaves each rank only its shard of the result: `gradient_shards`
+    grad_dtype: of the buckets and of `grad`, if not the parameters' own: float32 sums of bfloat16 gradients
+    wire_dtype: of what is sent; by default the buckets' own, but float32 for halves where the backend would
+        add them as halves (gloo)
+    check_nan: look at each bucket before it is sent; slow, for debugging
+    tensor_parallel_group: where gradients of parameters marked `sequence_parallel` are summed first
+    main_grad: Megatron's protocol: gradients are summed in `parameter.main_grad` and `grad` stays None
+    timeout: of each collective, if not the group's own
+    engine: "cpp", "python", or "auto" for the first that is there
+    """
+
+    def __init__(
+        self,
+        module_or_named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        group: ProcessGroup,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        reduce: Literal["all_reduce", "reduce_scatter"] = "all_reduce",
+        average: bool = True,
+        grad_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        check_nan: bool = False,
+        tensor_parallel_group: ProcessGroup | None = None,
+        main_grad: bool = False,
+        timeout: timedelta | None = None,
+        engine: EngineChoice = "auto",
+    ) -> None:
+        native = runs_native(engine)
+        options = EngineOptions(
+            group=LiveGroup(required_group(group)),
+            tensor_parallel_group=None
+            if tensor_parallel_group is None
+            else LiveGroup(required_group(tensor_parallel_group, "tensor_parallel_group")),
+            rank=dist.get_rank(),
+            reduce_scatter=reduce == "reduce_scatter",
+            average=average,
+            main_grad=main_grad,
+            check_nan=check_nan,
+            grad_dtype=grad_dtype,
+            wire_dtype=wire_dtype,
+            timeout=timeout,
+        )
+        named, problem = trainable(module_or_named_parameters)
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._marked = [
+            tensor_parallel_group is not None and bool(getattr(parameter, "sequence_parallel", False))
+            for parameter in self._parameters
+        ]
+        self._options, self._native = options, native
+        self._agree(
+            f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
+            f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
+            f"tensor_parallel_group={_size(options.tensor_parallel_group)}, main_grad={main_grad})",
+            problem
+            or problem_of(named, FLOATING, written=True)
+            or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
+            or problem_over(
+                named,
+                dist.get_process_group_ranks(group),
+                tensor_parallel_ranks=dist.get_process_group_ranks(tensor_parallel_group)
+                if tensor_parallel_group is not None
+                else (),
+                average=average,
+            ),
+        )
+        parts = group.size() if options.reduce_scatter else 1
+        self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * parts)
+        self._learning = True  # how many gradients each parameter receives, and in which order
+        self._engine: Engine | None = None
+        self._no_sync_depth = 0
+        if named:
+            self._attach()
+
+    def zero(self) -> None:
+        """Forget all gradients: the next backward starts anew. Also after an exception in backward."""
+        if self._engine is None:
+            return
+        gave_up = self._engine.zero()
+        if gave_up and self._learning and not self._options.check_nan:  # others learn in finish()
+            self._learn(self._engine, gave_up=True)
+
+    def finish(self) -> tuple[str, ...]:
+        """Wait until all gradients are reduced; the names of parameters that received none on this rank.
+
+        Called by every rank after each backward (or the last of several); a second call changes nothing.
+        """
+        if self._engine is None:
+            return ()
+        unused = self._engine.finish()
+        if self._learning:
+            self._learn(self._engine)
+        return tuple(self._names[index] for index in unused)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only add to the gradients: for all but the last of several."""
+        if self._engine is None:
+            yield
+            return
+        self._no_sync_depth += 1
+        self._engine.set_synchronizing(False)
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+            if self._engine is not None:  # not detached in the meantime
+                self._engine.set_synchronizing(self._no_sync_depth == 0)
+
+    def detach(self) -> None:
+        """Leave the parameters alone from now on. Their gradients stay."""
+        if self._engine is not None:
+            self._engine = None
+            self._release()
+
+    @property
+    def buckets(self) -> tuple[Tensor, ...]:
+        """The flat buckets, in the order in which they are sent."""
+        return tuple(self._engine.buckets()) if self._engine is not None else ()
+
+    @property
+    def launched_in_backward(self) -> int:
+        """How many buckets of the last step did not have to wait for `finish`."""
+        return self._engine.launched_in_backward() if self._engine is not None else 0
+
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's part of each bucket: what reduce="reduce_scatter" leaves after `finish`."""
+        return [self._own_part(bucket) for bucket in self.buckets]
+
+    def parameter_shards(self) -> list[Tensor]:
+        """Copies of the parameters' values, cut like the gradients: what a sharded optimizer works on."""
+        return self.cut(self._parameters)
+
+    def gather_parameters(self, shards: Sequence[Tensor]) -> None:
+        """Bring all ranks' `parameter_shards` back into the parameters."""
+        kinds = [self._parameters[self._members(bucket)[0]].dtype for bucket in range(len(self.buckets))]
+        with torch.no_grad():
+            for index, value in self._gathered(shards, kinds):  # cast first: less to send
+                self._parameters[index].copy_(value)
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each bucket, as if buckets held these: one of the shape of each parameter."""
+        if [tensor.shape for tensor in tensors] != [parameter.shape for parameter in self._parameters]:
+            raise ValueError(
+                f"tensors: expected one for each of {len(self._parameters)} parameters, of its shape"
+            )
+        with torch.no_grad():
+            shards = []
+            for bucket in range(len(self.buckets)):
+                flat, parts = self._flat_like(
+                    bucket, [tensors[index].dtype for index in self._members(bucket)]
+                )
+                for index, part in parts.items():
+                    part.copy_(tensors[index])
+                shards.append(self._own_part(flat).clone())
+            return shards
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What all ranks' parts stand for, as `cut` gives them: a tensor of the shape of each parameter."""
+        with torch.no_grad():
+            joined = dict(self._gathered(shards, [shard.dtype for shard in shards]))
+        return [joined[index] for index in range(len(self._parameters))]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RuntimeError(
+            "GradientBuckets cannot be copied or pickled; make new ones for the copied parameters"
+        )
+
+    def _attach(self) -> None:
+        self._engine = make_engine(
+            self._parameters, self._names, self._marked, self._options, native=self._native
+        )
+        if self._options.grad_dtype is not None and not self._options.main_grad:
+            protocol.set_grad_dtype(self._parameters, self._options.grad_dtype)
+        # Autograd reaches parameters about in the reverse order of their use: a first guess.
+        self._arrange(self._engine, list(range(len(self._parameters)))[::-1])
+        protocol.refuse_copies(self._parameters)
+        handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
+        # not left to the engine's end, which would wait for what is in flight with Python's lock in its hand
+        self._release = weakref.finalize(self, _let_go, self._engine, self._parameters, handles)
+        self._release.atexit = False
+
+    def _arrange(self, engine: Engine, order: list[int]) -> None:
+        """Make buckets of the parameters in this order."""
+        kinds: dict[tuple[bool, torch.dtype], int] = {}  # what may share a bucket
+        ordered = [self._parameters[index] for index in order]
+        layout = lay_out_buckets(
+            [parameter.numel() for parameter in ordered],
+            [
+                kinds.setdefault((self._marked[index], self._parameters[index].dtype), len(kinds))
+                for index in order
+            ],
+            [(self._options.grad_dtype or parameter.dtype).itemsize for parameter in ordered],
+            self._rules,
+            native=self._native,
+        )
+        position_of = {index: position for position, index in enumerate(order)}
+        positions = [position_of[index] for index in range(len(order))]
+        self._bucket_of = [layout.bucket_of[position] for position in positions]
+        engine.arrange(
+            self._bucket_of, [layout.offset_of[position] for position in positions], layout.elements
+        )
+        if self._options.main_grad:
+            protocol.publish_main_grads(self._parameters, engine.views())
+
+    def _learn(self, engine: Engine, *, gave_up: bool = False) -> None:
+        """Order buckets as gradients arrived in this step, on all ranks as on the first."""
+        times = engine.last_arrivals()
+        guess = list(range(len(times)))[::-1]
+        # those that never came go last, for they hold back what comes after them
+        observed = sorted(guess, key=lambda index: times[index] or float("inf"))
+        device = exchange_device(self._options.group.get())
+        order = torch.tensor(observed, device=device)
+        arrivals = torch.tensor([*engine.arrivals(), int(gave_up)], device=device)
+        for group in (self._options.tensor_parallel_group, self._options.group):
+            if group is not None:
+                start_broadcast(group.get(), order, 0).wait()
+                start_all_reduce(group.get(), arrivals, ReduceOp.MAX, self._options.timeout).wait()
+        *counts, given_up = arrivals.tolist()
+        if given_up or not any(counts):  # half a step, or one without backward, teaches nothing
+            return
+        self._learning = False
+        # Shards stay where a sharded optimizer has seen them.
+        if not self._options.reduce_scatter and order.tolist() != guess:
+            self._arrange(engine, order.tolist())
+        engine.expect([max(1, count) for count in counts])
+
+    def _gathered(
+        self, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each parameter's index and value by all ranks' shards, cast first; of a few buckets at once."""
+        if [shard.numel() for shard in shards] != [shard.numel() for shard in self.gradient_shards()]:
+            raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
+        if self._engine is None:
+            return
+        views = self._engine.views()
+        sizes = [flat.numel() * dtype.itemsize for flat, dtype in zip(self.buckets, dtypes, strict=True)]
+        for some in runs_within(sizes, GATHERED_BYTES):
+            cast = [shards[bucket].detach().to(dtypes[bucket]) for bucket in some]
+            wholes = bucketed_all_gather(cast, self._options.group.get())
+            for bucket, whole in zip(some, wholes, strict=True):
+                for index in self._members(bucket):
+                    view = views[index]
+                    start = whole.storage_offset() + view.storage_offset()
+                    yield index, whole.as_strided(view.shape, view.stride(), start)
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        group = self._options.group.get()
+        return flat.tensor_split(group.size())[group.rank()]
+
+    def _members(self, bucket: int) -> list[int]:
+        return [index for index, place in enumerate(self._bucket_of) if place == bucket]
+
+    def _flat_like(self, bucket: int, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, dict[int, Tensor]]:
+        """A tensor like this bucket, in the widest of these dtypes, and its parts by index of parameter."""
+        assert self._engine is not None, "there are buckets"
+        flat = torch.zeros_like(self.buckets[bucket], dtype=functools.reduce(torch.promote_types, dtypes))
+        views = self._engine.views()
+        parts = {}
+        for index in self._members(bucket):
+            view = views[index]
+            parts[index] = flat.as_strided(view.shape, view.stride(), view.storage_offset())
+        return flat, parts
+
+    def _agree(self, request: str, problem: Problem | None) -> None:
+        """All ranks of both groups make the same buckets, or all raise the same error."""
+        pairs = list(zip(self._names, self._parameters, self._marked, strict=True))
+        if problem is not None:
+            pairs = []  # what cannot be used may be impossible to describe
+        over_data = tuple(
+            describe(name, parameter) + " summed over tensor-parallel ranks" * marked
+            for name, parameter, marked in pairs
+        )
+        # Shards of one parameter may differ in shape between tensor-parallel ranks, but for the marked.
+        over_tensor = tuple(
+            describe(name, parameter) if marked else f"'{name}'" for name, parameter, marked in pairs
+        )
+        group, tensor_parallel_group = self._options.group, self._options.tensor_parallel_group
+        if tensor_parallel_group is None:
+            agree(Claim(request, over_data, problem), group.get())
+            return
+        try:
+            agree(Claim(request, over_data, problem), group.get())
+        except (TypeError, ValueError) as error:  # other data-parallel groups have to hear of it
+            heard = dist.get_process_group_ranks(group.get())
+            if set(dist.get_process_group_ranks(tensor_parallel_group.get())) <= set(heard):
+                raise
+            problem = type(error).__name__, str(error)
+        agree(Claim(request, over_tensor, problem), tensor_parallel_group.get())
+
+
+def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:
+    engine.detach()
+    protocol.release(parameters, handles)
+
+
+def _size(group: LiveGroup | None) -> str:
+    return "None" if group is None else f"of {group.size} ranks"
+
+
+def _option_problem(
+    bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
+) -> Problem | None:
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        return (
+            "ValueError",
+            f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}",
+        )
+    if timeout is not None and not isinstance(timeout, timedelta):
+        return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
+    if timeout is not None and not timedelta(0) < timeout < LONGEST_TIMEOUT:
+        return "ValueError", f"timeout: expected more than zero and less than a year, got {timeout}"
+    if reduce not in ("all_reduce", "reduce_scatter"):
+        return "ValueError", f"reduce: expected 'all_reduce' or 'reduce_scatter', got {reduce!r}"
+    for option, dtype in {"grad_dtype": grad_dtype, "wire_dtype": wire_dtype}.items():
+        if dtype is not None and dtype not in FLOATING:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+            return "TypeError", f"{option}: expected one of {names}, got {dtype}"
+    return None

@@ -1,0 +1,132 @@
+"""Which transport moves the rows of an op, and the exchanges that each group has open.
+
+TPKERNELS_TRANSPORT, read when this module is imported, says which:
+
+    auto        c10d (the default): the others have not been timed on a GPU
+    c10d        point to point over torch.distributed
+    shared      memory of the CPU that processes of one machine share
+    symmetric   torch's symmetric memory: GPUs of one machine that reach each other's memory
+
+The last two go point to point, too, where ranks of a group run on several machines: between those.
+The ranks of a group agree on it before the first transfer. What it cannot serve is an error; only a tensor
+without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
+
+An exchange is opened when a shape is first moved, which all ranks do together, and is kept for the next call.
+A group keeps MOST_OPEN of them, and closes the one that was used longest ago; all ranks make the same calls
+in the same order, hence close the same. They end with the group, or with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.groups import timeout_of
+from tpkernels.comm.lifetime import is_alive
+from tpkernels.comm.schedule import even_parts, parts_of_shard
+from tpkernels.comm.transports.base import Exchange
+from tpkernels.comm.transports.shared import open_shared
+from tpkernels.comm.transports.symmetric import open_symmetric
+
+Transport = Literal["c10d", "shared", "symmetric"]
+WISHES = ("auto", "c10d", "shared", "symmetric")
+MOST_OPEN = 16  # the ops of one layer need about six
+
+# Read once: looking into the environment takes as long as a tenth of a tiny product.
+wish = os.environ.get("TPKERNELS_TRANSPORT", "auto")
+
+
+class Open(Protocol):
+    """Opens an exchange; all ranks of the group call it at once."""
+
+    def __call__(
+        self,
+        name: str,
+        group: ProcessGroup,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        splits: int,
+        timeout: float,
+        op: str,
+    ) -> Exchange: ...
+
+
+openers: dict[str, Open] = {"shared": open_shared, "symmetric": open_symmetric}
+
+Key = tuple[str, tuple[int, int], torch.dtype, torch.device]
+
+
+class _Exchanges:
+    """Those that one group has open, the one used last at the end."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._open: OrderedDict[Key, Exchange] = OrderedDict()
+
+    def get(self, op: str, key: Key, group: ProcessGroup) -> Exchange:
+        if key not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                self._open.popitem(last=False)[1].close()
+            purpose, shape, dtype, device = key
+            shard_bytes = shape[0] * shape[1] * dtype.itemsize
+            with torch.inference_mode(False):  # its memory outlives a region that may be active now
+                self._open[key] = openers[self.transport](
+                    f"the {purpose} of process group '{group.group_name}'",
+                    group,
+                    shape,
+                    dtype,
+                    device,
+                    splits=even_parts(shape[0], parts_of_shard(shard_bytes)),
+                    timeout=timeout_of(group, device),
+                    op=op,
+                )
+        self._open.move_to_end(key)
+        return self._open[key]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+_of_group: weakref.WeakKeyDictionary[ProcessGroup, _Exchanges] = weakref.WeakKeyDictionary()
+
+
+def exchange_for(
+    op: str, purpose: str, piece: Tensor, rows: int, cols: int, group: ProcessGroup
+) -> Exchange | None:
+    """Our end of the exchange for pieces of (rows, cols), or None if they go over c10d.
+
+    piece: a tensor of their dtype and device
+    """
+    exchanges = _of_group.get(group) or _agreed(op, group)
+    if exchanges.transport == "c10d" or not (rows and cols):
+        return None
+    if not is_alive(group):
+        exchanges.close()
+        raise RuntimeError(f"{op}: process group '{group.group_name}' was destroyed; make a new one")
+    return exchanges.get(op, (purpose, (rows, cols), piece.dtype, piece.device), group)
+
+
+def _agreed(op: str, group: ProcessGroup) -> _Exchanges:
+    """What all ranks of the group ask for, or the same error on all of them."""
+    chosen = "c10d" if wish == "auto" else wish
+    problem = None
+    if wish not in WISHES:
+        problem = "ValueError", f"TPKERNELS_TRANSPORT is {wish!r}; expected one of {', '.join(WISHES)}"
+    agree(Claim(f"{op} with TPKERNELS_TRANSPORT={chosen}", (), problem), group)
+    for other, left in list(_of_group.items()):
+        if not is_alive(other):  # destroyed, and held by somebody
+            left.close()
+    exchanges = _Exchanges(cast("Transport", chosen))
+    _of_group[group] = exchanges
+    weakref.finalize(group, exchanges.close)  # also at exit
+    return exchanges

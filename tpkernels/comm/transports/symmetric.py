@@ -1,0 +1,288 @@
+"""The `symmetric` transport: GPUs of one machine write into each other's memory, by torch's symmetric memory.
+
+Copy engines push the rows on a stream beside the one that computes; a flag is a copy of one word of the call,
+behind its rows in that stream. The epoch in it is counted on the device, so that a captured graph can be
+replayed.
+
+The hazards of writing after reading, and what excludes each:
+
+- Rows land in a buffer that its owner still reads: a call begins with a barrier of all ranks in the computing
+  stream, and pushes wait for it. Every rank has then done all that it enqueued before, also in a replay that
+  uses one buffer each time. Two calls may be begun before the first is read: they have different buffers.
+- A flag is seen before its rows: it is copied behind them in one stream.
+- The epoch is counted up before it has been copied: each call has its own copy of it.
+- A piece is changed while it is being pushed: `wait()` lets the current stream wait for the pushes.
+
+Ranks on other machines are sent to, see `far`, in a stream for them alone: a push to a neighbour does not
+queue behind a slow link. There a flag is raised behind the arrival of its rows.
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.calls import Call, handshake
+from tpkernels.comm.schedule import flag_of, slot_of
+from tpkernels.comm.side_stream import SideStream
+from tpkernels.comm.transports.base import Delivery, Exchange, Mailbox, code_of, require_shape
+from tpkernels.comm.transports.handshake import (
+    described,
+    exchanged,
+    machine,
+    ranks_beside,
+    require_equal,
+    require_none,
+)
+from tpkernels.comm.transports.inter_node import FarCall
+from tpkernels.comm.transports.neighbours import name_of_neighbours
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
+_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+# Processors that a waiting kernel leaves free. A copy between ranks that share a GPU takes some; what NCCL
+# sends takes one a channel, and has to get them while the kernel waits for its rows.
+_COPIES, _TRANSFERS = 4, 16
+
+
+class Handle(Protocol):
+    """What is used of torch's `_SymmetricMemory`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The memory of a rank, as a tensor of ours."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """All ranks, in their current streams."""
+
+
+class SymmetricExchange(Exchange):
+    """One rank's end in memory that all ranks of its machine can write."""
+
+    def __init__(
+        self,
+        name: str,
+        handle: Handle,
+        memory: Tensor,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        splits: int,
+        timeout: float,
+        *,
+        near: Sequence[int] = (),
+        ranks: int | None = None,
+    ) -> None:
+        """One rank's end.
+
+        handle: of the ranks on this machine
+        memory: our own, zeroed bytes
+        near: the numbers of those ranks among all, needed, like the count `ranks` of all, if there are others
+        """
+        near = near or range(handle.world_size)
+        ranks = ranks or len(near)
+        mailboxes: list[Mailbox | None] = [None] * ranks
+        for number, peer in enumerate(near):
+            view = handle.get_buffer(number, (memory.numel(),), torch.uint8)
+            mailboxes[peer] = Mailbox.over(view, ranks, shape, dtype, splits)
+        super().__init__(name, near[handle.rank], mailboxes, splits, timeout)
+        self.margin = (_COPIES if len(near) == ranks else _TRANSFERS) if memory.is_cuda else 0
+        self._handle, self._memory = handle, memory
+        self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
+        self._read = 0
+        self.side, self.far_side = SideStream(memory.device), SideStream(memory.device)
+        self.in_flight: set[SymmetricDelivery] = set()
+        self.barrier()  # nobody raises a flag before it has been zeroed
+
+    def read(self) -> int:
+        return self._read
+
+    def late(self) -> int:
+        """On a GPU what was left by calls that are done: an error comes with one of the next calls."""
+        self._seen.copy_(self.status, non_blocking=True)
+        return int(self._seen)
+
+    def close(self) -> None:
+        if self._memory.is_cuda:
+            torch.accelerator.synchronize(self._memory.device)  # memory goes at once
+        self.in_flight.clear()
+        self._mailboxes = ()
+
+    def barrier(self) -> None:
+        self._handle.barrier(0, int(1000 * self.timeout))
+
+    def released(self, number: int) -> None:
+        self._read = max(self._read, number)
+
+    def mailbox(self, peer: int) -> Mailbox:
+        return self._mailbox(peer)
+
+    def _delivery(self, epoch: int, own: Mailbox, call: Call | None) -> SymmetricDelivery:
+        if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
+            self.far_side.let_current_wait()
+        self.barrier()
+        awaited = self._word.add_(flag_of(1, 0)).bitwise_or(flag_of(0, code_of(call)))
+        return SymmetricDelivery(self, epoch, own, awaited, call)
+
+
+class SymmetricDelivery(Delivery):
+    """One call in the memory of GPUs."""
+
+    exchange: SymmetricExchange
+
+    def __init__(
+        self, exchange: SymmetricExchange, number: int, own: Mailbox, awaited: Tensor, call: Call | None
+    ) -> None:
+        super().__init__(exchange, number, own, awaited, call)
+        self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
+        exchange.in_flight.add(self)
+
+    def push(self, peer: int, part: int, rows: Tensor) -> None:
+        exchange = self.exchange
+        if peer == exchange.rank:
+            self._write(peer, part, rows)
+            return
+        computing: list[torch.Stream] = []
+        exchange.side.note_current(computing)
+        if peer in exchange.near:
+            exchange.side.wait_for(computing)
+            with exchange.side.entered():
+                self._write(peer, part, rows)
+        if self._far is not None:
+            exchange.far_side.wait_for(computing)
+            with exchange.far_side.entered():
+                self._swap(self._far, peer, part, rows)
+        self._held.append(rows)
+
+    def _swap(self, far: FarCall, to: int, part: int, rows: Tensor) -> None:
+        source, received = far.swap(to, self.exchange.part_rows(part), rows)
+        if received is not None:
+            received.wait()  # holds up this stream, not the host
+            self._raise_flag(self.flags, source, part)
+        far.await_sends()  # likewise
+
+    def _write(self, peer: int, part: int, rows: Tensor) -> None:
+        exchange = self.exchange
+        mailbox = exchange.mailbox(peer)
+        there = mailbox.buffers[slot_of(self.number), exchange.rank, exchange.part_rows(part)]
+        there.copy_(rows, non_blocking=True)
+        self._raise_flag(mailbox.flags[slot_of(self.number)], exchange.rank, part)
+
+    def _raise_flag(self, flags: Tensor, source: int, part: int) -> None:
+        flag = source * self.exchange.splits + part
+        flags[flag : flag + 1].copy_(self.awaited, non_blocking=True)
+
+    def wait(self) -> None:
+        self.exchange.side.let_current_wait()
+        self.exchange.far_side.let_current_wait()
+        self._held.clear()
+        self.exchange.in_flight.discard(self)
+
+    def release(self) -> None:
+        readers: list[torch.Stream] = []
+        self.exchange.side.note_current(readers)
+        self.exchange.side.wait_for(readers)
+        self.exchange.far_side.wait_for(readers)
+        self.exchange.released(self.number)
+
+
+def open_symmetric(
+    name: str,
+    group: ProcessGroup,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    splits: int = 1,
+    timeout: float = 60.0,
+    op: str = "",
+) -> SymmetricExchange:
+    """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
+
+    shape: (rows, cols) of a piece
+    timeout: seconds until a rank that does not come is an error
+    op: who needs it, for errors
+    """
+    rank, ranks = group.rank(), group.size()
+    problem, gpu = why_not(device), ""
+    try:
+        require_shape(name, ranks, shape, splits)
+    except ValueError as error:
+        problem = problem or str(error)
+    if not problem:
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    opening = handshake(op or "open_symmetric", f"opening {name}", group)
+    offers = exchanged((described(shape, dtype, splits), machine(), gpu, problem), opening)
+    require_equal(name, [wanted for wanted, *_ in offers], rank)
+    require_none(name, [problem for *_, problem in offers], rank)
+    near = ranks_beside([place for _, place, *_ in offers], rank)
+    require_gpu_each(name, [gpu for *_, gpu, _ in offers], rank)
+    handle: Handle | None = None
+    try:
+        memory = _memory(sum(Mailbox.sizes(ranks, shape, dtype, splits)), device)
+        handle = _rendezvous(
+            memory, group.group_name if len(near) == ranks else name_of_neighbours(group, near)
+        )
+    except Exception as error:  # whatever it is, the others wait to be told
+        problem = f"torch's symmetric memory refused: {error}"
+    require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
+    assert handle is not None
+    own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
+    assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
+    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout, near=near, ranks=ranks)
+
+
+def why_not(device: torch.device) -> str:
+    """What this rank lacks; nothing if it can take part."""
+    if device.type != "cuda":
+        return f"TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs, got {device}; use shared or c10d"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU here"
+    try:
+        memory = import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
+    backend = memory.get_backend(device)
+    if backend in ("NVSHMEM", "NCCL"):  # whose memory of other ranks is not always a tensor of ours
+        return f"torch's symmetric memory is set to {backend}; call its set_backend('CUDA') before it is used"
+    return ""
+
+
+def require_gpu_each(name: str, gpus: list[str], rank: int) -> None:
+    """Ranks that share a GPU are for tests, which ask torch for it by name."""
+    shared = [peer for peer, gpu in enumerate(gpus) if gpus.count(gpu) > 1]  # the same on all ranks
+    if shared and os.environ.get(_OVERLAPPING, "0") != "1":
+        raise RuntimeError(
+            f"{name} on rank {rank}: expected a GPU for each rank, got one for {shared}: "
+            f"call torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
+        )
+
+
+def _memory(count: int, device: torch.device) -> Tensor:
+    """Zeroed bytes, an allocation of their own: a pool would hand out a part of a larger one."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device).zero_()
+
+
+def _rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
+    from torch.distributed import _symmetric_memory
+
+    handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
+    return handle

@@ -1,0 +1,157 @@
+"""Choices on disk: a JSON file for each GPU and set of versions, shared by the processes of a user.
+
+    {"format": 1, "versions": {"gpu": ..., ...}, "choices": {key: {"name": ..., "milliseconds": {...}}}}
+
+A file is only ever replaced as a whole, under a lock, by the union of what it held and what is new: readers
+never see half of one, and writers lose nothing of each other's. Where there is no lock to be had (on some
+network file systems) two writers at one moment may lose a choice, which is then timed again one day.
+
+A cache is a help, not a need: whatever is wrong with it costs one warning and the choices that it held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from tpkernels.dispatch.log import warnings
+from tpkernels.dispatch.versions import Versions
+from tpkernels.files import parsed, read_text
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 1
+LOCK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who computes a problem, and what was measured when that was decided."""
+
+    name: str
+    milliseconds: Mapping[str, float]
+
+
+class ForeignFile(ValueError):
+    """A file that holds no choices for us."""
+
+
+def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
+    """The versions and choices in the text of a file."""
+    try:
+        content = parsed(text)
+    except ValueError as error:
+        raise ForeignFile(f"it is not JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ForeignFile(f"it is not of format {FORMAT}")
+    versions, entries = content.get("versions"), content.get("choices")
+    if not isinstance(versions, dict) or not isinstance(entries, dict):
+        raise ForeignFile("it has no versions or no choices")
+    return versions, {key: _choice(entry) for key, entry in entries.items()}
+
+
+def _choice(entry: object) -> Choice:
+    if isinstance(entry, dict):
+        name, milliseconds = entry.get("name"), entry.get("milliseconds")
+        if isinstance(name, str) and isinstance(milliseconds, dict):
+            with suppress(TypeError, ValueError, OverflowError):
+                return Choice(name, {str(k): float(v) for k, v in milliseconds.items()})
+    raise ForeignFile(f"{entry!r:.60} is not a choice")
+
+
+def render(versions: Versions, choices: Mapping[str, Choice]) -> str:
+    entries = {key: asdict(choices[key]) for key in sorted(choices)}
+    return json.dumps({"format": FORMAT, "versions": asdict(versions), "choices": entries}, indent=1) + "\n"
+
+
+class Cache:
+    """The choices of one set of versions; in memory only if `folder` is None or turns out not to work."""
+
+    def __init__(self, folder: Path | None, versions: Versions) -> None:
+        self._versions = versions
+        self._path = None if folder is None else folder / f"{versions.slug}.json"
+        self._warned = False
+        self._choices = self._read()
+
+    @property
+    def path(self) -> Path | None:
+        return self._path
+
+    def get(self, key: str) -> Choice | None:
+        return self._choices.get(key)
+
+    def put(self, key: str, choice: Choice) -> None:
+        """Keep a choice, and take over what other processes have written since."""
+        self._choices[key] = choice
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self._path.with_suffix(".lock")):
+                # what others wrote is newer than what was read before; this choice is newer still
+                self._choices = self._choices | self._read() | {key: choice}
+                _replace(self._path, render(self._versions, self._choices))
+        except OSError as error:
+            self._warn(f"cannot write {self._path} ({error}): choices live as long as this process")
+            self._path = None
+
+    def _read(self) -> dict[str, Choice]:
+        if self._path is None:
+            return {}
+        try:
+            versions, choices = parse(read_text(self._path))
+            if versions != asdict(self._versions):
+                raise ForeignFile(f"it was written for {versions}")
+            return choices
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self._warn(f"ignoring {self._path}: {error}")
+            return {}
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            warnings.warning(message)
+        self._warned = True
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that at every moment there is the old one or the new one."""
+    temporary = path.with_name(f"{path.stem}-{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other writers out, but for no longer than a write can take: a stuck one must not stop training."""
+    with open(path, "a", opener=_without_waiting) as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while fcntl is not None and time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:  # a file system without locks
+                break
+        yield  # closing the file unlocks it
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A FIFO that nobody reads is an error."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)

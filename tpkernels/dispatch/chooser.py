@@ -1,0 +1,184 @@
+"""Which candidate computes a problem: remembered, read, shipped, or timed; else plain torch.
+
+    1. what this process has chosen before
+    2. the user's cache on disk
+    3. what the package ships for this GPU
+    4. timing now: on random operands of the same layout, each candidate checked against plain torch first
+    5. plain torch, where timing is not allowed
+
+A candidate other than torch must win by MARGIN, and plain torch is always among those timed: nobody is made
+slower than with `F.linear`. Timing is not allowed while a CUDA graph is captured or torch.compile traces,
+since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
+
+Ranks choose for themselves, and may choose differently: no choice made here changes what is communicated,
+when, or in which shape, only who computes a product on this rank. What does change communication is decided
+elsewhere, from global shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch import log
+from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.candidates import TORCH, Candidate, candidates
+from tpkernels.dispatch.gpus import Gpu
+from tpkernels.dispatch.problem import Problem, Step, problem_of
+from tpkernels.dispatch.scratch import scratch_like
+from tpkernels.dispatch.soundness import flaw, results_of
+from tpkernels.dispatch.timing import Runs, Timer
+from tpkernels.env_flag import switched_on
+
+MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
+
+Source = Literal[
+    "only candidate", "cached", "shipped", "timed", "not timed", "not timed now", "timing failed"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who computes a problem, and why."""
+
+    key: str
+    candidate: Candidate
+    source: Source
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+    def __str__(self) -> str:
+        times = sorted(self.milliseconds.items(), key=lambda item: item[1])
+        words = self.detail or ", ".join(f"{name} {ms:.4g} ms" for name, ms in times)
+        return f"{self.key}: {self.candidate.name} ({self.source}{': ' * bool(words)}{words})"
+
+
+def winner(milliseconds: Mapping[str, float]) -> str:
+    """The fastest, if it beats torch by MARGIN."""
+    fastest = min(milliseconds, key=milliseconds.__getitem__)
+    return fastest if milliseconds[fastest] < (1 - MARGIN) * milliseconds[TORCH.name] else TORCH.name
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why nothing can be timed at this moment; None if it can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return None
+
+
+class Chooser:
+    """The choices for one device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        gpu: Gpu,
+        timer: Timer,
+        cache: Cache,
+        shipped: Mapping[str, Choice],
+        obstacle: Callable[[torch.device], str | None] = obstacle,
+    ) -> None:
+        self.gpu = gpu
+        self._device = device
+        self._timer = timer
+        self._cache = cache
+        self._shipped = shipped
+        self._obstacle = obstacle
+        self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._lock = Lock()  # forward and backward run in two threads, which must not time at once
+
+    def call(self, step: Step, *arguments: Any) -> Any:
+        """Compute a step by whoever is chosen for it."""
+        signature = _signature(step, arguments)
+        function = self._functions.get(signature)
+        if function is None:
+            with self._lock:
+                function = self._functions.get(signature) or self._choose(step, arguments, signature)
+        return function(*arguments)
+
+    def _choose(
+        self, step: Step, arguments: tuple[Any, ...], signature: tuple[object, ...]
+    ) -> Callable[..., Any]:
+        decision = self.known(step, arguments) or self._torch_or_timed(step, arguments)
+        log.choices.info("%s", decision)
+        function = decision.candidate.bind(step)
+        if decision.source != "not timed now":
+            self._functions[signature] = function
+        return function
+
+    def _torch_or_timed(self, step: Step, arguments: tuple[Any, ...]) -> Decision:
+        key = problem_of(step, arguments).key
+        if not switched_on("TPKERNELS_TUNE", default=True):
+            return Decision(key, TORCH, "not timed", detail="TPKERNELS_TUNE=0")
+        if why := self._obstacle(self._device):
+            return Decision(key, TORCH, "not timed now", detail=why)
+        return self.timed(step, arguments)
+
+    def known(self, step: Step, arguments: tuple[Any, ...]) -> Decision | None:
+        """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
+        problem = problem_of(step, arguments)
+        by_name = {candidate.name: candidate for candidate in candidates(problem, self.gpu)}
+        if len(by_name) == 1:
+            return Decision(problem.key, TORCH, "only candidate")
+        sources: dict[Source, Choice | None] = {
+            "cached": self._cache.get(problem.key),
+            "shipped": self._shipped.get(problem.key),
+        }
+        for source, choice in sources.items():
+            if choice is not None and choice.name in by_name:
+                return Decision(problem.key, by_name[choice.name], source, choice.milliseconds)
+        return None
+
+    def timed(self, step: Step, arguments: tuple[Any, ...]) -> Decision:
+        """The fastest now, kept on disk.
+
+        Tensors among the arguments are looked at, never read or written: they may be on the meta device.
+        """
+        problem = problem_of(step, arguments)
+        by_name = {candidate.name: candidate for candidate in candidates(problem, self.gpu)}
+        try:
+            milliseconds = self._timer(self._sound_runs(problem, by_name, arguments))
+        except Exception as error:  # out of memory, most likely: a comparison takes more than torch alone
+            log.warnings.warning("cannot time %s (%s): torch computes it", problem.key, error)
+            return Decision(problem.key, TORCH, "timing failed", detail=str(error))
+        name = winner(milliseconds)
+        self._cache.put(problem.key, Choice(name, milliseconds))
+        return Decision(problem.key, by_name[name], "timed", milliseconds)
+
+    def _sound_runs(
+        self, problem: Problem, by_name: Mapping[str, Candidate], arguments: tuple[Any, ...]
+    ) -> Runs:
+        """The candidates that agree with torch, each bound to the same scratch operands."""
+        scratch = scratch_like(arguments, problem.depth, self._device)
+        expected = results_of(problem.step, TORCH.bind(problem.step), scratch)
+        runs = {}
+        for name, candidate in by_name.items():
+            function = candidate.bind(problem.step)
+            try:
+                found = flaw(results_of(problem.step, function, scratch), expected, problem)
+            except Exception as error:  # whatever a compiler or a launch raises: torch is there
+                found = f"{type(error).__name__}: {error}"
+            if found:
+                log.warnings.warning("%s dropped for %s: %s", name, problem.key, found)
+            else:
+                runs[name] = partial(function, *scratch)
+        return runs
+
+
+def _signature(step: Step, arguments: tuple[Any, ...]) -> tuple[object, ...]:
+    """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
+    signature: list[object] = [step]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
+        else:
+            signature.append(argument)
+    return tuple(signature)

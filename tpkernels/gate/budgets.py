@@ -1,0 +1,144 @@
+"""The table of what each entry may use, per Triton version and architecture: `kernels/budgets.json`.
+
+Compiling is deterministic, so a budget has no tolerance: shared memory to the byte, registers to the next
+multiple of 8, in which the hardware hands them out. Another minor version of Triton allocates registers
+differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
+The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpkernels.files import parsed, read_text
+from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.kernels.footprints import TABLE
+
+REGISTER_UNIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    registers: int
+    shared: int
+    spills: int = 0
+    instructions: Mapping[str, int] = field(default_factory=dict)  # absent is zero
+
+    @staticmethod
+    def of(facts: Facts) -> Budget:
+        """What the facts need, and no more."""
+        registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
+        return Budget(registers, facts.shared, facts.spills, facts.instructions)
+
+    def as_json(self) -> dict[str, int | str]:
+        """Counts of instructions as one text, so that an entry has a line."""
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.instructions.items()))
+        numbers: dict[str, int | str] = {"registers": self.registers, "shared": self.shared}
+        return numbers | ({"spills": self.spills} if self.spills else {}) | {"instructions": counts}
+
+    @staticmethod
+    def from_json(registers: int, shared: int, instructions: str, spills: int = 0) -> Budget:
+        counts = (text.split() for text in instructions.split(", ") if text)
+        return Budget(registers, shared, spills, {name: int(count) for name, count in counts})
+
+    def excesses(self, facts: Facts) -> Iterator[str]:
+        """Each number that is over its budget, as "registers 191 > 168"."""
+        for name in ("registers", "shared", "spills"):
+            used, ceiling = getattr(facts, name), getattr(self, name)
+            if used > ceiling:
+                yield f"{name} {used:,} > {ceiling:,}"
+
+    def changes(self, facts: Facts) -> Iterator[str]:
+        """Each count of instructions that is another, as "HGMMA 8, was 4"."""
+        for name in sorted(self.instructions.keys() | facts.instructions.keys()):
+            count, was = facts.count(name), self.instructions.get(name, 0)
+            if count != was:
+                yield f"{name} {count:,}, was {was:,}"
+
+
+@dataclass(slots=True)
+class Budgets:
+    """The budgets of one minor version of Triton, with where they come from."""
+
+    provenance: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, dict[str, Budget]] = field(default_factory=dict)  # architecture -> entry -> budget
+
+    def of(self, architecture: str, entry: str) -> Budget | None:
+        return self.rows.get(architecture, {}).get(entry)
+
+    def keys(self) -> set[tuple[str, str]]:
+        """(architecture, entry) of every row."""
+        return {(architecture, name) for architecture, entries in self.rows.items() for name in entries}
+
+
+def minor_version(triton_version: str) -> str:
+    """ "3.7" of "3.7.1"."""
+    return ".".join(triton_version.split(".")[:2])
+
+
+def read(path: Path = TABLE) -> dict[str, Budgets]:
+    """The whole table: minor version of Triton -> budgets. ValueError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        return _parsed(parsed(read_text(path)))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of budgets ({error!r}): restore it") from error
+
+
+def _parsed(table: Any) -> dict[str, Budgets]:
+    return {
+        minor: Budgets(
+            part["provenance"],
+            {
+                architecture: {name: Budget.from_json(**numbers) for name, numbers in entries.items()}
+                for architecture, entries in part["rows"].items()
+            },
+        )
+        for minor, part in table.items()
+    }
+
+
+def updated(
+    old: Budgets | None,
+    facts: Mapping[tuple[str, str], Facts],
+    current: Container[tuple[str, str]],
+    provenance: dict[str, str],
+) -> Budgets:
+    """The old budgets with those of `facts` in place of theirs, without rows that are no longer current.
+
+    facts, current: by (architecture, name of the entry)
+    """
+    flat = {
+        (architecture, name): budget
+        for architecture, entries in (old.rows if old else {}).items()
+        for name, budget in entries.items()
+        if (architecture, name) in current
+    }
+    flat |= {key: Budget.of(measured) for key, measured in facts.items()}
+    rows: dict[str, dict[str, Budget]] = {}
+    for (architecture, name), budget in flat.items():
+        rows.setdefault(architecture, {})[name] = budget
+    return Budgets(provenance, rows)
+
+
+def write(table: Mapping[str, Budgets], path: Path = TABLE) -> None:
+    """In a fixed order and one line an entry, so that a change of the table reads well in review."""
+    plain = {
+        minor: {
+            "provenance": budgets.provenance,
+            "rows": {
+                architecture: {name: budget.as_json() for name, budget in entries.items()}
+                for architecture, entries in budgets.rows.items()
+            },
+        }
+        for minor, budgets in table.items()
+    }
+    text = json.dumps(plain, indent=1, sort_keys=True)
+    innermost = re.compile(r"\{[^{}]*\}")
+    path.write_text(innermost.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")

@@ -1,0 +1,78 @@
+"""A model of torch's own layers, split over tensor-parallel ranks in place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from tpkernels.interop.parallelize.buffers import remember_buffers
+from tpkernels.interop.parallelize.partial import sum_gradients
+from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.swaps import carry_out, planned
+from tpkernels.interop.parallelize.ties import keep_ties
+from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
+from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
+
+
+def parallelize(
+    model: nn.Module,
+    state: State = None,
+    *,
+    plan: Plan,
+    weights: Literal["check", "broadcast"] = "check",
+    verify: Verify = "auto",
+) -> nn.Module:
+    """Swap layers for those that hold this rank's part of the weights; returns the same model.
+
+    Called by all ranks of the tensor-parallel group. Before anything is swapped, ranks compare names, shapes
+    and plan, and a twin of the model is split and compared with the model; a plan that does not fit is an
+    error that names the module, on all of them. Build the optimizer, and register hooks, afterwards: the
+    parameters are new ones.
+
+    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    plan: what becomes of which module: see `.plan`; `tpkernels.interop.huggingface` has some
+    weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; those on
+        the meta device are neither
+    verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
+        Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
+        few ids or features where these will do, and for models of up to 2**27 parameters. False: not at all
+    """
+    world = tensor_world(state)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    request = f"parallelize(plan={plan}, weights={weights!r})"
+    problem: Exception | None = None
+    try:
+        if weights not in ("check", "broadcast"):
+            raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
+        require_verify(verify)
+        planned(model, plan, world)
+    except (ValueError, TypeError) as error:
+        problem = error
+    agree_on(f"{request}: {problem}" if problem else request, named, world.group)
+    if problem:  # the same on all ranks
+        raise problem
+    real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
+    if world.size > 1:
+        (_require_equal if weights == "check" else _make_equal)(real, world)
+    partial = tried(model, plan, verify, world, state)
+    carry_out(model, planned(model, plan, world), state)
+    sum_gradients(model, partial, world)
+    remember_buffers(model)
+    keep_ties(model)
+    return model
+
+
+def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:
+    for name, tensor in named:  # one by one: each is copied for a moment
+        if bool(unlike_first_rank([tensor.detach()], world.group).any()):
+            raise ValueError(
+                f"'{name}': expected the same weights on all tensor-parallel ranks, got others; load or draw "
+                "them alike, or pass weights='broadcast'"
+            )
+
+
+def _make_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:
+    for _, tensor in named:
+        copy_first_rank_([tensor.detach()], world.group)

@@ -1,0 +1,156 @@
+"""Which parameters that all ranks keep see only this rank's features, found by a few tokens.
+
+Gradients of a parameter between a column and a row, such as a norm of queries or keys, are terms of a sum. An
+unsharded model is called with a twin's columns cut to this rank's features, and rows given zeros for those of
+other ranks: nothing is sent. The graph that autograd records then tells which parameters lead to a row
+without passing a column. A model whose graph cannot be had is judged by where its modules stand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from tpkernels.interop.parallelize.swaps import Swap, Work
+from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors
+
+Names = frozenset[str]
+
+
+def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> Names:
+    """Names of parameters whose gradients must be summed; an error names one that cannot be judged.
+
+    seen: what `graph_of_rank` found
+    """
+    swapped = {id(p) for swap in work.swaps for p in swap.old.parameters()}
+    said = {id(p): partial for module, partial in work.kept.items() for p in module.parameters()}
+    beside = {id(p) for module in _beside_split(model, work.swaps) for p in module._parameters.values()}
+    names = []
+    for name, parameter in model.named_parameters():
+        key = id(parameter)
+        if key in swapped or not parameter.is_floating_point():
+            continue
+        if key not in said and name not in seen and key in beside:
+            raise ValueError(
+                f"'{name}' stands beside layers that are split, and it cannot be told whether it works on "
+                "full features or on this rank's; pass verify=example inputs that use it, and turn "
+                "checkpointing on afterwards, or give the plan an entry for its module: 'replicated' or "
+                "'partial'"
+            )
+        if said.get(key, seen.get(name, False)):
+            names.append(name)
+    return frozenset(names)
+
+
+def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool]:
+    """Of each parameter that the twin uses, whether it sees this rank's features only.
+
+    work: of the twin; its numbers are divided by this call
+    """
+    entering: set[Node] = set()  # from the last to the first: into what ranks split, and out of it
+    leaving: set[Node] = set()
+    roots: list[Tensor] = []
+    running: list[str] = []
+    for module, attribute, part in work.divisions:
+        setattr(module, attribute, part)
+    for name, module in twin.named_modules():
+        module.register_forward_pre_hook(lambda _, __, name=name: running.append(name))
+    for swap in work.swaps:
+        if swap.kind == "column":
+            swap.old.register_forward_hook(_cut_to_rank(swap, leaving))
+        elif swap.kind == "row":
+            swap.old.register_forward_pre_hook(_filled_up(swap, entering))
+            swap.old.register_forward_hook(lambda _, __, output: roots.append(output))
+    for module in twin.modules():
+        module.register_forward_hook(lambda *_: running.__delitem__(-1))
+    try:
+        with aside(twin):
+            output = floating_tensors(call(twin, inputs))[:1]
+    except Exception as error:
+        place = (running or [""])[-1] or type(twin).__name__
+        raise ValueError(
+            f"plan: '{place}' does not take this rank's features, though it takes all of them: "
+            f"{type(error).__name__}: {error}. If it reads their number from an attribute, give the plan a "
+            "Divided; otherwise split it, or what feeds it, in another way"
+        ) from error
+    found = _walk([*output, *roots], entering, leaving)
+    names = {id(p): name for name, p in twin.named_parameters()}
+    swapped = {id(p) for swap in work.swaps for p in swap.old.parameters()}
+    said = {id(p) for module in work.kept for p in module.parameters()}
+    both = [names[p] for p, where in found.items() if len(where) == 2 and p in names and p not in said]
+    if both:
+        raise ValueError(
+            f"plan: '{both[0]}' reaches both full features and, past no column, those that ranks split"
+            f"{f'; so do {len(both) - 1} more parameters' if len(both) > 1 else ''}: their gradients would "
+            "be neither full nor partial. Let what it computes enter through a column, or split less"
+        )
+    return {names[p]: True in where for p, where in found.items() if p in names and p not in swapped}
+
+
+def _cut_to_rank(swap: Swap, leaving: set[Node]) -> Any:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        part = swap.part(output, output.ndim - 1)
+        if part.grad_fn is not None:  # in no_grad, as checkpointing may be: nothing is seen
+            leaving.add(part.grad_fn)
+        return part
+
+    return hook
+
+
+def _filled_up(swap: Swap, entering: set[Node]) -> Any:
+    features = sum(len(piece) for piece in swap.pieces)
+    full = swap.features
+
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        if x.shape[-1] != features:
+            raise ValueError(f"expected this rank's {features} of {full} features, got {tuple(x.shape)}")
+        whole = F.pad(x, (0, full - features))
+        if whole.grad_fn is not None:
+            entering.add(whole.grad_fn)
+        return (whole, *args[1:])
+
+    return hook
+
+
+def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> dict[int, set[bool]]:
+    """Parameters by id, nearest to a row first, and whether paths to them end among split features."""
+    todo = deque((x.grad_fn, False) for x in roots)
+    visited: set[tuple[Node, bool]] = set()
+    found: dict[int, set[bool]] = {}
+    while todo:
+        node, split = todo.popleft()
+        if node is None or (node, split) in visited:
+            continue
+        visited.add((node, split))
+        split = node in entering or (split and node not in leaving)
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
+            found.setdefault(id(variable), set()).add(split)
+        todo.extend((parent, split) for parent, _ in node.next_functions)
+    return found
+
+
+def _beside_split(model: nn.Module, swaps: list[Swap]) -> set[nn.Module]:
+    """Modules whose nearest ancestor with a split layer in it has one among its children."""
+    split = {swap.old for swap in swaps if swap.kind in ("column", "row")}
+
+    def children(module: nn.Module) -> Iterable[nn.Module]:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                yield from children(child)
+            yield child
+
+    found = set()
+    for parent in model.modules():
+        if split.isdisjoint(children(parent)) or parent in split:
+            continue
+        found.add(parent)
+        for child in children(parent):
+            if split.isdisjoint(child.modules()):
+                found.update(child.modules())
+    return found

@@ -1,0 +1,202 @@
+"""The seven regions of tensor parallelism: what is done to activations, and what that means for gradients.
+
+    region                                    forward                         backward
+    copy_to_region                            as it is                        all-reduce
+    reduce_from_region                        all-reduce                      as it is
+    scatter_to_region                         our part of the features        all-gather features
+    gather_from_region                        all-gather features             our part of the features
+    scatter_to_sequence_region                our part of the tokens          all-gather tokens
+    gather_from_sequence_region               all-gather tokens               reduce-scatter tokens
+    reduce_scatter_to_sequence_region         reduce-scatter tokens           all-gather tokens
+
+Features are the last dimension, tokens the first; a size that the ranks do not divide is refused. Inputs are
+never changed, and a rank alone gets its input back. Sums are taken in fp32 in the order of ranks.
+
+Under torch.compile what moves is an operator, which names its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.calls import Call, all_or_fail
+from tpkernels.comm.transports.c10d import Gathering, Reducing, all_reducing
+from tpkernels.ops.inputs import compiling
+from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group, group_named, name_of
+
+Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
+
+
+def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's x; gradients are summed over ranks."""
+    return _region("copy_to_region", x, group, "keep", "sum")
+
+
+def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of the ranks' x."""
+    return _region("reduce_from_region", x, group, "sum", "keep")
+
+
+def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the features of x, which is the same on all ranks."""
+    return _region("scatter_to_region", x, group, "our_features", "all_features")
+
+
+def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """All features; each rank brings its part."""
+    return _region("gather_from_region", x, group, "all_features", "our_features")
+
+
+def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the tokens of x, which is the same on all ranks."""
+    return _region("scatter_to_sequence_region", x, group, "our_tokens", "all_tokens")
+
+
+def gather_from_sequence_region(
+    x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
+) -> Tensor:
+    """All tokens; each rank brings its part.
+
+    tensor_parallel_output_grad: what follows is split over the ranks: each has a part of the gradient, and
+        parts are summed; if False, all ranks have the whole gradient, and each takes its tokens
+    """
+    backward: Move = "sum_of_tokens" if tensor_parallel_output_grad else "our_tokens"
+    return _region("gather_from_sequence_region", x, group, "all_tokens", backward)
+
+
+def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's tokens of the sum of the ranks' x."""
+    return _region("reduce_scatter_to_sequence_region", x, group, "sum_of_tokens", "all_tokens")
+
+
+def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
+    if x.ndim < 1:
+        raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
+    options = forward, backward
+    group = checked_group(
+        group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1], tensors=[x], options=options
+    )
+    if group.size() == 1:
+        return x
+    moved: Tensor = _Region.apply(op, x, group, forward, backward)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
+        ctx.op, ctx.group, ctx.moves = op, group, (backward, forward)
+        return _move(op, x, group, forward)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        op = f"{ctx.op} backward"
+        if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
+            dx = _Region.apply(op, dy, ctx.group, *ctx.moves)  # type: ignore[no-untyped-call]
+        else:
+            dx = _move(op, dy, ctx.group, ctx.moves[0])
+        return None, dx, None, None, None
+
+
+def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
+    if move == "keep":
+        # where compiled code returns a view of a view of an input, it is taken anew of the input, without us
+        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+    if compiling(op):
+        moved: Tensor = registered_move(op, x, name_of(group), move)
+        return moved
+    return _moved(op, x, group, move)
+
+
+@all_or_fail
+def _moved(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
+    return _MOVES[move](op, x, group)
+
+
+def _our_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, -1, group)
+    return x.chunk(group.size(), -1)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+
+def _our_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, 0, group)
+    return x.chunk(group.size(), 0)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+
+def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    whole = Gathering(_begin(op, x, group), _rows(x), group.size() * x.shape[0]).wait()
+    return _shaped(whole, group.size() * x.shape[0], *x.shape[1:])
+
+
+def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    # rows of a gather are contiguous: ranks become the first dimension, and then part of the last
+    parts = Gathering(_begin(op, x, group), x.reshape(1, x.numel()), group.size()).wait()
+    parts = parts.view(group.size(), *x.shape).movedim(0, -2)
+    return parts.reshape(*x.shape[:-1], group.size() * x.shape[-1])
+
+
+def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, 0, group)
+    rows = _rows(x)
+    ours = Reducing(_begin(op, x, group), rows.__getitem__, rows.shape[0], rows.shape[1], rows).wait()
+    return _shaped(ours, x.shape[0] // group.size(), *x.shape[1:])
+
+
+def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    rows = x.reshape(x.numel(), 1)  # any number of them will do
+    summing = all_reducing(_begin(op, x, group), rows.__getitem__, rows.shape[0], 1, rows)
+    return _shaped(summing.wait(), *x.shape)
+
+
+def _begin(op: str, x: Tensor, group: ProcessGroup) -> Call:
+    return begin_call(op, "x", x.shape, x, group)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A row for each token."""
+    return x.reshape(x.shape[0], x[0].numel() if len(x) else 0)
+
+
+def _shaped(moved: Tensor, *shape: int) -> Tensor:
+    """What was moved, in the caller's shape; to autograd no view, which callers could not write into."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(moved, shape)
+    return shaped
+
+
+def _require_even(op: str, x: Tensor, dim: int, group: ProcessGroup) -> None:
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"{op}: expected dimension {dim} divisible by the {group.size()} ranks of the group, got "
+            f"{tuple(x.shape)}; pad it to a multiple of {group.size()}"
+        )
+
+
+_MOVES: Mapping[Move, Callable[[str, Tensor, ProcessGroup], Tensor]] = {
+    "sum": _sum,
+    "our_features": _our_features,
+    "all_features": _all_features,
+    "our_tokens": _our_tokens,
+    "all_tokens": _all_tokens,
+    "sum_of_tokens": _sum_of_tokens,
+}
+
+
+@torch.library.custom_op("tpkernels::move", mutates_args=())
+def registered_move(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
+    return _moved(op, x, group_named(group_name), cast("Move", move))
+
+
+@registered_move.register_fake
+def _(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
+    ranks, shape = group_named(group_name).size(), list(x.shape)
+    dim = -1 if move.endswith("features") else 0
+    if move.startswith("all"):
+        shape[dim] *= ranks
+    elif move != "sum":
+        shape[dim] //= ranks
+    return x.new_empty(shape)

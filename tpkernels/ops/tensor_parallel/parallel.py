@@ -1,0 +1,194 @@
+"""What every op over a group does first: look at the group, and agree on shapes where that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName
+
+from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of
+from tpkernels.comm.gather_small import gather_small
+from tpkernels.comm.groups import refuse_other_devices, required_group
+from tpkernels.comm.transports.c10d import Gathering, Pending, Reducing, all_reducing
+from tpkernels.comm.transports.select import exchange_for
+from tpkernels.env_flag import switched_on
+from tpkernels.ops.tensor_parallel.flag_waits import waits_for
+from tpkernels.ops.tensor_parallel.flagged import FlaggedAllSum, FlaggedRows, FlaggedSum
+
+# TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
+debug = switched_on("TPKERNELS_DEBUG", default=False)
+
+
+def checked_group(
+    group: object,
+    op: str,
+    *,
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    width: int,
+    tensors: Sequence[Tensor | None] = (),
+    options: Sequence[object] = (),
+) -> ProcessGroup:
+    """`group`, if this rank is a member; with TPKERNELS_DEBUG=1 only if all ranks ask for the same.
+
+    rows: the leading dimensions of what is moved; width: its features; dtype: before autocast
+    tensors: whose gradients may be asked for
+    options: all else that ranks must have alike
+    """
+    group = required_group(group, op=op)
+    if debug and group.size() > 1 and not torch.compiler.is_compiling():
+        device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu")).type
+        if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        grad = torch.is_grad_enabled()
+        needs = [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
+        moved = f"what is moved: {(*rows, width)} {dtype}"
+        agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {tuple(options)}")), group)
+    return group
+
+
+def compare_in_backward(op: str, group: ProcessGroup, needs: Sequence[object]) -> None:
+    """With TPKERNELS_DEBUG=1: all ranks are in the same backward, and ask for the same gradients."""
+    if debug and group.size() > 1:
+        agree(Claim(op, (f"gradients: {[bool(need) for need in needs]}",)), group)
+
+
+def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: ProcessGroup) -> Call:
+    """The next call of the group.
+
+    what: moves, of which shape; like: a tensor of its dtype and device
+
+    A backend that delivers by order alone takes another call's message for this one's. There ranks compare
+    calls of one description, once, before the first.
+    """
+    calls, key = calls_of(group), (op, what, shape, like.dtype)
+    kind = calls.kind(key)
+    if kind is None:
+        kind = kind_of(key)
+        _compare_new_kind(op, kind, like, calls, group)
+        calls.add_kind(key, kind)
+    return calls.begin(op, kind, group)
+
+
+def _compare_new_kind(op: str, kind: Kind, like: Tensor, calls: GroupCalls, group: ProcessGroup) -> None:
+    try:
+        has_tags = calls.matches_tags(like.device)
+    except RuntimeError:
+        refuse_other_devices(op, group, like.device)
+        raise
+    if not has_tags and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        agree(Claim(kind.described, ()), group)
+
+
+def gather_numbers(op: str, what: str, part: Tensor, group: ProcessGroup) -> Tensor:
+    """(ranks, *shape of part): a few numbers of all ranks."""
+    if group.size() == 1:
+        return part[None]
+    return gather_small(begin_call(op, what, part.shape, part, group), part)
+
+
+def name_of(group: ProcessGroup) -> str:
+    """For an operator under torch.compile. It tells the size, too: compiled code is kept on disk, and that of
+    a group with as many ranks fewer would be taken for a group of the same name.
+    """
+    return f"{group.group_name} of {group.size()} ranks"
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group that an operator under torch.compile was given by `name_of`, or by its name alone."""
+    return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
+
+
+def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
+    """Dimension 0 of x can be split over the ranks."""
+    if x.shape[0] % group.size():
+        raise ValueError(
+            f"{op}: expected dimension 0 of x divisible by the {group.size()} ranks of the group, got "
+            f"{tuple(x.shape)}; pad the sequence to a multiple of {group.size()}"
+        )
+
+
+class Done:
+    """A result that needed no transfer."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+def start_sum(
+    op: str,
+    partial_of: Callable[[slice], Tensor],
+    rows: int,
+    cols: int,
+    like: Tensor,
+    group: ProcessGroup,
+    *,
+    scatter: bool,
+    overlap: bool,
+    bias: Tensor | None = None,
+) -> Pending:
+    """Sums over ranks of `partial_of(rows)`: of this rank's rows, or of all.
+
+    Without overlap all is computed before the first row travels. A rank alone touches no transfer.
+    The call begins before anything is computed: if that fails, no rank takes a later call for this one.
+    """
+    if group.size() == 1:
+        alone = partial_of(slice(0, rows))
+        return Done(alone if bias is None else alone + bias)
+    ranks = group.size()
+    if not rows % ranks:
+        shard = rows // ranks
+        reduces = exchange_for(op, "reduces", like, shard, cols, group)
+        gathers = None if scatter else exchange_for(op, "gathers", like, shard, cols, group)
+    else:
+        assert not scatter, "the caller refuses rows that the ranks do not divide"
+        reduces = gathers = None
+    waits = None if reduces is None else waits_for(op, reduces)
+    what = "shards of the sum" if scatter else "all of the sum"
+    call = begin_call(op, what, (rows, cols), like, group)
+    if not overlap:
+        partial_of = partial_of(slice(0, rows)).__getitem__
+    if reduces is not None and waits is not None:
+        summing = FlaggedSum(call, partial_of, reduces, waits, bias)
+        return summing if gathers is None else FlaggedAllSum(call, summing, gathers, waits)
+    sums = Reducing if scatter else all_reducing
+    return sums(call, partial_of, rows, cols, like, bias)
+
+
+Rows = Gathering | FlaggedRows | Done
+
+
+def start_rows(op: str, name: str, shard: Tensor, group: ProcessGroup) -> Rows:
+    """All ranks' shards, which have as many rows each. name: of the tensor"""
+    ranks = group.size()
+    if ranks == 1:
+        return Done(shard)
+    gathers = exchange_for(op, "gathers", shard, shard.shape[0], shard.shape[1], group)
+    waits = None if gathers is None else waits_for(op, gathers)
+    call = begin_call(op, name, shard.shape, shard, group)
+    if gathers is None or waits is None:
+        return Gathering(call, shard, ranks * shard.shape[0])
+    return FlaggedRows(call, shard, gathers, waits)
+
+
+def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Rows as they arrive, or all at once."""
+    if overlap and not isinstance(gathering, Done):
+        yield from gathering.arrivals()
+    else:
+        full = gathering.wait()
+        yield slice(0, full.shape[0]), full
+
+
+def multiplying(gathering: Rows, overlap: bool) -> TypeGuard[FlaggedRows]:
+    """Whether a kernel multiplies the rows as they arrive, all of them in one launch."""
+    return overlap and isinstance(gathering, FlaggedRows) and gathering.multiplies

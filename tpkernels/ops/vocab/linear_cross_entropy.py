@@ -1,0 +1,184 @@
+"""Cross-entropy of a column-parallel linear layer, of whose logits only a chunk of tokens ever exists.
+
+R ranks, T tokens, H features, V columns a rank:
+
+    hidden_shard   (T / R, H)   our tokens under sequence parallelism, else hidden (T, H) on every rank
+    weight_shard   (V, H)       our ids             target   (T,)    the same on all ranks
+
+    forward, for each chunk of tokens
+        logits   = hidden @ weight_shard.T          (chunk, V)
+        loss     = as in `vocab_cross_entropy`
+        dlogits  = p - q                            in the place of the logits
+        dhidden  = dlogits @ weight_shard           our part of it
+        dweight += dlogits.T @ hidden               in fp32 or wider
+    backward
+        dhidden  = all_reduce(dhidden * dloss), or reduce_scatter under sequence parallelism
+        dweight  = dweight * dloss
+
+This takes a reduction that weighs tokens alike: "mean", over tokens that are not ignored, or "sum". With
+"none" forward computes losses alone, and backward the logits again, chunk by chunk, with the gradient of each
+loss: four products instead of three, for any weights of tokens.
+
+Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and three numbers a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import (
+    any_requires_grad,
+    autocast,
+    casting,
+    check_linear,
+    compiling,
+    features_of,
+    tokens_of,
+)
+from tpkernels.ops.main_grad import check_main_grad
+from tpkernels.ops.tensor_parallel.parallel import checked_group
+from tpkernels.ops.vocab.chunked_head import (
+    OP,
+    HeadCall,
+    Reduction,
+    reduced_loss,
+    scaled,
+    token_gradients,
+    token_losses,
+)
+from tpkernels.ops.vocab.cross_entropy import loss_call
+from tpkernels.ops.vocab.registered_head import (
+    accumulating_reduced_loss,
+    accumulating_token_losses,
+    registered_reduced_loss,
+    registered_token_losses,
+)
+from tpkernels.ops.vocab.vocabulary import require_ids, vocab_shard
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    group: ProcessGroup,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the whole weight.
+
+    hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
+    weight_shard: (columns of this rank, features), as many on every rank
+    target: (tokens, ...) ids, the same on all ranks
+    reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
+    vocab_size: of the whole vocabulary, if rows of weight past it are padding
+    chunk_tokens: whose logits are there at a time, by default as many as hidden has elements
+    main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
+    returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
+    """
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"{OP}: expected reduction of {', '.join(get_args(Reduction))}; got {reduction!r}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"{OP}: expected chunk_tokens of at least 1, got {chunk_tokens}")
+    features = features_of(OP, hidden)
+    group = checked_group(
+        group,
+        OP,
+        dtype=hidden.dtype,
+        rows=hidden.shape[:-1],
+        width=features,
+        tensors=[hidden, weight_shard],
+        options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
+    )
+    if casting(hidden):
+        hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
+    check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
+    check_main_grad(OP, main_grad, weight_shard)
+    shard = vocab_shard(OP, group, weight_shard.shape[0], vocab_size)
+    rows = list(hidden.shape[:-1])
+    if sequence_parallel:
+        if not rows:
+            raise ValueError(f"{OP}: expected hidden (tokens, ..., features) with sequence_parallel, got 1-D")
+        rows[0] *= group.size()
+    if list(target.shape) != rows:
+        raise ValueError(
+            f"{OP}: expected target {tuple(rows)} for hidden {tuple(hidden.shape)}"
+            f"{f' of each of {group.size()} ranks' * sequence_parallel}, got {tuple(target.shape)}"
+        )
+    require_ids(OP, "target", target, hidden)
+    loss = loss_call(OP, shard, label_smoothing, ignore_index, overwrite_logits=True)
+    call = HeadCall(loss, sequence_parallel, chunk_tokens or 0, main_grad)
+    arguments = (tokens_of(hidden), weight_shard, target.reshape(-1))
+    y: Tensor
+    if reduction == "none":
+        if not compiling(OP):
+            y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
+        elif main_grad is None:
+            y = registered_token_losses(*arguments, *call.as_options())[0]
+        else:
+            y = accumulating_token_losses(*arguments, *call.as_options(), main_grad)
+        return y.view(target.shape)
+    needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
+    if not compiling(OP):
+        y = _ReducedLoss.apply(call, reduction, needs, *arguments)[0]  # type: ignore[no-untyped-call]
+    elif main_grad is None:
+        y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]
+    else:
+        y = accumulating_reduced_loss(*arguments, reduction, needs, *call.as_options(), main_grad)
+    return y
+
+
+class _ReducedLoss(torch.autograd.Function):
+    """Losses that weigh alike: their gradients up to a factor are there when forward is done."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: HeadCall,
+        reduction: Reduction,
+        needs: list[bool],
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        loss, share, dhidden, dweight = reduced_loss(call, reduction, hidden, weight, target, *needs)
+        ctx.call, ctx.dtype = call, weight.dtype
+        ctx.save_for_backward(share, dhidden, dweight)
+        return loss, share  # as an output share is connected with the inputs, which are not saved
+
+    @staticmethod
+    @first_order(OP, reads_intermediates=True)
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        share, dhidden, dweight = ctx.saved_tensors
+        return None, None, None, *scaled(ctx.call, dloss * share, dhidden, dweight, ctx.dtype), None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """A loss of each token: their gradients wait for those of the losses."""
+
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss, *statistics = token_losses(call, hidden, weight, target)
+        ctx.call = call
+        ctx.save_for_backward(hidden, weight, *statistics)
+        return loss
+
+    @staticmethod
+    @first_order(OP)
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, maximum, total = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:3]
+        gradients = token_gradients(
+            ctx.call, dloss, hidden, weight, target, maximum, total, *needs, dtype=weight.dtype
+        )
+        return None, *gradients, None

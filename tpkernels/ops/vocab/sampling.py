@@ -1,0 +1,167 @@
+"""Choosing ids by logits whose vocabulary is split over ranks: the same on all ranks, however many there are.
+
+R ranks, T tokens, V columns a rank:
+
+    argmax    each rank's best, gathered: 16 bytes a token and rank
+    sample    each rank's top_k candidates, gathered; all columns without top_k
+    gather    all columns
+
+What is gathered is the same on all ranks, in the order of ids, and what is done with it has the bits of an
+unsharded computation. Columns past `vocab_size` are padding and never chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.calls import all_or_fail
+from tpkernels.ops.inputs import tokens_of
+from tpkernels.ops.tensor_parallel.mappings import gather_from_region
+from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers
+from tpkernels.ops.vocab.vocabulary import VocabShard, vocab_shard
+
+
+def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
+    """All logits of each token on every rank, without padding; differentiable.
+
+    logits_shard: (..., columns of this rank)
+    vocab_size: of the whole vocabulary, if columns past it are padding
+    returns: (..., vocab_size)
+    """
+    group, shard = _checked("vocab_gather", logits_shard, group, vocab_size)
+    return gather_from_region(logits_shard, group)[..., : shard.size]
+
+
+@torch.no_grad()
+@all_or_fail
+def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
+    """The id of the largest logit of each token; the lowest of several.
+
+    logits_shard: (..., columns of this rank)
+    vocab_size: of the whole vocabulary, if columns past it are padding
+    returns: (...) int64
+    """
+    group, shard = _checked("vocab_argmax", logits_shard, group, vocab_size)
+    logits = _without_padding(tokens_of(logits_shard), shard)
+    column = logits.argmax(1)
+    best = logits.gather(1, column[:, None])[:, 0]
+    # float64 holds every logit and every id exactly: one message for both
+    ours = torch.stack([best.double(), (column + shard.first_id).double()])
+    bests, ids = gather_numbers("vocab_argmax", "best of each rank", ours, group).unbind(1)
+    chosen = ids.gather(0, bests.argmax(0, keepdim=True))[0].long()
+    return chosen.view(logits_shard.shape[:-1])
+
+
+@torch.no_grad()
+@all_or_fail
+def vocab_sample(
+    logits_shard: Tensor,
+    group: ProcessGroup,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+    uniform: Tensor | None = None,
+) -> Tensor:
+    """An id for each token, drawn with the probabilities softmax(logits / temperature).
+
+    logits_shard: (..., columns of this rank)
+    top_k: only of the so many largest logits; of equal ones those with lower ids
+    top_p: only of the fewest most probable ids that have this probability together, after top_k
+    vocab_size: of the whole vocabulary, if columns past it are padding
+    generator: of the one number that each token needs, by default torch's own; rank 0's numbers count
+    uniform: (...) those numbers, from 0 to less than 1, instead
+    returns: (...) int64
+    """
+    op = "vocab_sample"
+    _require_options(temperature, top_k, top_p)
+    options = temperature, top_k, top_p, uniform is None
+    group, shard = _checked(op, logits_shard, group, vocab_size, options)
+    logits = _without_padding(tokens_of(logits_shard), shard)
+    leading = logits_shard.shape[:-1]
+    if uniform is None:
+        uniform = torch.rand(leading, dtype=torch.float64, device=logits.device, generator=generator)
+    elif uniform.shape != leading or uniform.device != logits.device:
+        raise ValueError(
+            f"{op}: expected uniform {tuple(leading)} on {logits.device}, got {tuple(uniform.shape)} on "
+            f"{uniform.device}"
+        )
+    kept = shard.size if top_k is None else min(top_k, shard.size)
+    uniform = gather_numbers(op, "numbers to draw with", uniform.reshape(-1, 1).double(), group)[0]
+    if kept < shard.width:
+        values, columns = _largest_first(logits, kept)
+        ours = torch.stack([values.double(), (columns + shard.first_id).double()])
+        # ranks follow each other as ids do, so that of equal logits the lower id still comes first
+        values, ids = (
+            gather_numbers(op, f"{kept} best of each rank", ours, group)
+            .permute(1, 2, 0, 3)
+            .flatten(2)
+            .unbind()
+        )
+    else:
+        values = gather_numbers(op, "logits", logits, group).transpose(0, 1).flatten(1)
+        ids = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    values, places = _largest_first(values.double(), kept)
+    place = _drawn(values / temperature, top_p, uniform)
+    return ids.gather(1, places.gather(1, place))[:, 0].long().view(leading)
+
+
+def _drawn(scaled: Tensor, top_p: float | None, uniform: Tensor) -> Tensor:
+    """(tokens, 1): the place where the cumulative probability passes the uniform number; largest first."""
+    probability = scaled.softmax(1)
+    if top_p is not None:
+        before = probability.cumsum(1) - probability
+        probability = probability.masked_fill(before >= top_p, 0)
+    cumulative = probability.cumsum(1)
+    place = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return place.clamp_max((probability > 0).sum(1, keepdim=True) - 1).clamp_min(0)
+
+
+def _largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row and where they are, the first of equal ones first."""
+    ordered, places = values.sort(dim=1, descending=True, stable=True)
+    return ordered[:, :count], places[:, :count]
+
+
+def _without_padding(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Padding columns at minus infinity, behind all others."""
+    padding = torch.arange(shard.width, device=logits.device) >= shard.columns
+    return logits.masked_fill(padding, -torch.inf)
+
+
+def _checked(
+    op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
+) -> tuple[ProcessGroup, VocabShard]:
+    if logits.ndim < 1 or not logits.is_floating_point():
+        raise ValueError(
+            f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits.shape)} in "
+            f"{logits.dtype}"
+        )
+    rows, width = logits.shape[:-1], logits.shape[-1]
+    group = checked_group(
+        group,
+        op,
+        dtype=logits.dtype,
+        rows=rows,
+        width=width,
+        tensors=[logits],
+        options=[vocab_size, *options],
+    )
+    return group, vocab_shard(op, group, width, vocab_size)
+
+
+def _require_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not temperature > 0:
+        raise ValueError(
+            f"vocab_sample: expected a temperature above 0, got {temperature}; use vocab_argmax for the best"
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"vocab_sample: expected top_k of at least 1, got {top_k}; None keeps all ids")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"vocab_sample: expected top_p above 0 and at most 1, got {top_p}")

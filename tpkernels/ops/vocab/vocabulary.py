@@ -1,0 +1,93 @@
+"""What ops over a vocabulary have in common: which ids are this rank's, and whether ids are ids at all.
+
+R ranks hold as many rows (or columns) each, W. Rank r has those of ids r W ... r W + W - 1; what is past the
+last id, `size` - 1, is padding.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.agreement import Claim, agree
+from tpkernels.kernels.reference import surely_within
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel import group_named
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of a vocabulary."""
+
+    group: ProcessGroup
+    width: int  # rows or columns of each rank
+    size: int  # ids of the whole, padding left out
+
+    @property
+    def first_id(self) -> int:
+        return self.group.rank() * self.width
+
+    @property
+    def columns(self) -> int:
+        """How many of ours are no padding; they come first."""
+        return min(max(self.size - self.first_id, 0), self.width)
+
+    @staticmethod
+    def named(group_name: str, width: int, size: int) -> VocabShard:
+        """As an operator under torch.compile is told of it."""
+        return VocabShard(group_named(group_name), width, size)
+
+
+def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
+    """vocab_size: ids of the whole vocabulary; None: there is no padding"""
+    whole = group.size() * width
+    if vocab_size is None:
+        vocab_size = whole
+    if not isinstance(vocab_size, int) or not 0 < vocab_size <= whole:
+        raise ValueError(
+            f"{op}: expected a vocab_size from 1 to {whole}, what {group.size()} ranks of {width} hold, got "
+            f"{vocab_size}"
+        )
+    return VocabShard(group, width, vocab_size)
+
+
+def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
+    """Integers, where the other tensor lies."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: expected {name} of int64 or int32, got {ids.dtype}; convert it")
+    if ids.device != like.device:
+        raise ValueError(f"{op}: expected {name} on {like.device} like the other tensors, got {ids.device}")
+
+
+def require_in_vocabulary(
+    op: str, name: str, ids: Tensor, shard: VocabShard, ignored: int | None = None
+) -> None:
+    """Every id is one of the vocabulary, or the ignored one.
+
+    Ranks are given the same ids, so that all refuse, before anything is sent. To look at ids on a GPU would
+    hold up the host: there the GPU looks, and ends the program, as torch's F.embedding and F.cross_entropy
+    do. With TPKERNELS_DEBUG=1 the host looks everywhere, and ranks whose ids differ are told so.
+    """
+    if not parallel.debug and surely_within(ids, shard.size):  # none is ignored: one pass, for the usual case
+        return
+    inside = (ids >= 0) & (ids < shard.size)
+    if ignored is not None:
+        inside |= ids == ignored
+    wanted = f"{name} from 0 to {shard.size - 1}" + (
+        f", or {ignored} to be ignored" if ignored is not None else ""
+    )
+    if ids.device.type != "cpu" and not parallel.debug:
+        torch._assert_async(inside.all(), f"{op}: expected {wanted}")
+        return
+    problem = None
+    if not inside.all():
+        problem = f"expected {wanted}, got {int(ids[~inside][0])}; is the vocabulary larger than that?"
+    if parallel.debug and shard.group.size() > 1:
+        checksum = f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(str(ids.tolist()).encode()):08x}"
+        agree(Claim(op, (checksum,), ("ValueError", problem) if problem else None), shard.group)
+    if problem:
+        raise ValueError(f"{op}: {problem}")
