@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.vocab_cases import computed_by, our_part
 from tpkernels.comm import gather_small as small
-from tpkernels.comm.transports.select import transfers
+from tpkernels.comm.transports import transfers
 from tpkernels.ops import linear_cross_entropy
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.vocab import chunked_head
