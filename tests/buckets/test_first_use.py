@@ -19,6 +19,7 @@ from tpkernels.comm._ext import Extension, ExtensionState
 # Stand-ins for torch's build. Each notes its process in `builders`, beside the library.
 NOTE = """
 import os, sys, time
+from pathlib import Path
 folder = Path(sys.argv[-1])
 with (folder.parent / "builders").open("a") as file:
     file.write(f"{os.getpid()}\\n")

@@ -254,12 +254,9 @@ class GradientBuckets:
             [(self._options.grad_dtype or parameter.dtype).itemsize for parameter in ordered],
             self._rules,
         )
-        position_of = {index: position for position, index in enumerate(order)}
-        positions = [position_of[index] for index in range(len(order))]
-        self._bucket_of = [layout.bucket_of[position] for position in positions]
-        engine.arrange(
-            self._bucket_of, [layout.offset_of[position] for position in positions], layout.elements
-        )
+        placed = sorted(zip(order, layout.bucket_of, layout.offset_of, strict=True))  # by parameter
+        self._bucket_of = [bucket for _, bucket, _ in placed]
+        engine.arrange(self._bucket_of, [offset for _, _, offset in placed], layout.elements)
         if self._options.main_grad:
             protocol.publish_main_grads(self._parameters, engine.views())
 
@@ -367,10 +364,7 @@ def _option_problem(
     bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
 ) -> Problem | None:
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        return (
-            "ValueError",
-            f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}",
-        )
+        return "ValueError", f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}"
     if timeout is not None and not isinstance(timeout, timedelta):
         return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
     if timeout is not None and not timedelta(0) < timeout < LONGEST_TIMEOUT:
