@@ -46,10 +46,10 @@ def test_trains_proves_itself_and_writes(tmp_path):
     assert f"loss {reports[0]['loss']:.3f} -> {reports[-1]['loss']:.3f} in" in closing
     assert "losses of 2 steps agree with an unsharded run's within" in closing
     assert f"page      {page}\n" in closing
-    assert str(page.with_name("timeline.png")) in closing or "pip install pillow" in closing
+    assert str(page.with_name("timeline.png")) in closing or "no pictures: expected matplotlib" in closing
     html = page.read_text(encoding="utf-8")
-    assert html.count("<svg") == 3
-    assert "rank 3 computes" in html
+    assert html.count("<svg") in (1, 3)
+    assert "rank 3 computes" in html or html.count("<svg") == 1  # without matplotlib
 
 
 def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):

@@ -23,7 +23,7 @@ from tpkernels.topology.plan import plan_groups
 from tpkernels.training.capacity import require_room
 from tpkernels.training.folder import set_aside_after
 from tpkernels.training.metrics import opened_after
-from tpkernels.training.report import facts_of, pictures_of, write
+from tpkernels.training.report import write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
 from tpkernels.training.world import join_world
@@ -164,9 +164,11 @@ class Session:
 
     def write_page(self, path: Path, reports: Sequence[StepReport], sample: str) -> str:
         """A page about the run and its pictures beside it; returns what to say of these."""
-        plan, title = self._state.plan, f"Training from {self.config.data}"
-        known = [("run", self.describe()), *facts_of(reports), ("torch", str(torch.__version__))]
-        return write(path, title, known, pictures_of(reports, self._recorded, plan), plan, sample)
+        title, known = (
+            f"Training from {self.config.data}",
+            [("run", self.describe()), ("torch", torch.__version__)],
+        )
+        return write(path, title, reports, self._recorded, self._state.plan, known=known, sample=sample)
 
     def require_proof(self) -> None:
         """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
