@@ -15,11 +15,11 @@ from pathlib import Path
 from bench import comparison
 from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
 from tpkernels.cli import OneLineParser
+from tpkernels.gpus import RATED_GPUS
 from tpkernels.pictures.charts import FILLS, Bar, Work, bars, roofline
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, save
 from tpkernels.pictures.lanes import lanes
 from tpkernels.pictures.page import page, paragraph, table, verbatim
-from tpkernels.planning.gpus import GPUS
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one
@@ -148,7 +148,7 @@ def _in_parts(title: str, rows: Sequence[Bar], naive: str) -> Iterator[tuple[str
 
 
 def _rooflines(cases: Sequence[Case]) -> Iterator[tuple[str, Picture]]:
-    for name, gpu in GPUS.items():
+    for name, gpu in RATED_GPUS.items():
         works = [
             Work(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
             for case in cases

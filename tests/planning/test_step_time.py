@@ -7,15 +7,15 @@ import pytest
 
 from tests.planning.shapes import GPT2, LLAMA
 from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
-from tpkernels.planning.gpus import GPUS, Gpu, gpu_named
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
 from tpkernels.planning.work import Work, message_between_stages
 
-ROUND = Gpu("round numbers", flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
+ROUND = RatedGpu("round numbers", 1, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
@@ -164,7 +164,7 @@ def test_copies_of_a_table_are_summed_between_stages():
 
 def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
-    for gpu in GPUS.values():
+    for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
     assert MOST_CHUNKS > 1
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tpkernels.cli import OneLineParser
 from tpkernels.cli.sizes import require_ranks, size_of
+from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
-from tpkernels.planning.gpus import gpu_named
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage

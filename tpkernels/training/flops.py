@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tpkernels.gpus import RATED_GPUS
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import GATE_OF
-from tpkernels.planning.gpus import GPUS
 from tpkernels.training.trainer import StepReport, TrainConfig
 
 
@@ -36,7 +36,7 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((gpu.flops for gpu in GPUS.values() if gpu.name == name), None)
+    return next((gpu.flops for gpu in RATED_GPUS.values() if gpu.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
