@@ -21,7 +21,8 @@ from tpkernels.planning.memory import (
     memory_of,
     memory_of_stage,
 )
-from tpkernels.training.trainer import TrainConfig, Trainer
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 2
 

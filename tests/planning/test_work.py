@@ -16,7 +16,8 @@ from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import gradient_bytes, marked_bytes, update_bytes
 from tpkernels.planning.work import FlopsOfBlock, block_backward, block_forward, embedding_work, head_work
-from tpkernels.training.trainer import TrainConfig, Trainer
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 4
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import small
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
-from tpkernels.training.flops import Speed, flops_per_token, known_peak
+from tpkernels.training.measures import Speed, flops_per_token, known_peak
 from tpkernels.training.trainer import StepReport
 
 BATCH, TOKENS = 3, 16

@@ -5,7 +5,7 @@ import torch
 
 from tests.training.test_training import config_for
 from tpkernels import create_parallel_state, plan_groups
-from tpkernels.training.memory import _peak_of_process, largest_memory
+from tpkernels.training.measures import _peak_of_process, largest_memory
 from tpkernels.training.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tpkernels import files
-from tpkernels.training.metrics import opened_after
+from tpkernels.training.folder import opened_after
 
 GOOD = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
 

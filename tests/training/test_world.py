@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from tpkernels.training.world import join_world
+from tpkernels.training.launch import join_world
 
 
 @pytest.fixture

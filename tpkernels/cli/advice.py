@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser
-from tpkernels.cli.sizes import require_ranks, size_of
+from tpkernels.cli import OneLineParser, require_ranks, size_of
 from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise

@@ -17,7 +17,7 @@ from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.layers.attributes import Attributes
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState
-from tpkernels.training.phases import phase
+from tpkernels.training.profile import phase
 
 STATES = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # a parameter in fp32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -14,51 +13,16 @@ import torch
 
 from tpkernels.interop import dcp
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.block import Recompute
 from tpkernels.layers.watch import Copies, Watch
-from tpkernels.models.config import GPTConfig
 from tpkernels.models.gpt import GPT
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
+from tpkernels.training.config import TrainConfig, learning_rate
 from tpkernels.training.data import Batches, TokenFile
 from tpkernels.training.folder import checkpoint_of
 from tpkernels.training.optimizer import ShardedAdamW
-from tpkernels.training.phases import phase
-from tpkernels.training.schedule import learning_rate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """A run, but for the ranks that it runs on: they do not change what is learnt."""
-
-    model: GPTConfig
-    data: str
-    steps: int
-    batch: int  # excerpts a step, over all data ranks
-    tokens: int  # in an excerpt
-    accumulate: int = 1  # parts that a rank's batch is computed in
-    peak_rate: float = 1e-3
-    floor_rate: float = 1e-4
-    warmup: int = 10
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-    dropout: float = 0.0
-    seed: int = 1234
-    dtype: torch.dtype = torch.float32
-    recompute: Recompute = "none"
-    sequence_parallel: bool = False
-    overlap: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "tokens", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("warmup", "peak_rate", "floor_rate", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: expected a number of 0 or more, got {getattr(self, name)}")
-        if not self.max_norm > 0:
-            raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
+from tpkernels.training.profile import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +77,21 @@ class Trainer:
         self.optimizer = ShardedAdamW(self.model, state, weight_decay=config.weight_decay)
         self._watch = Watch()
         self.done = 0  # steps
-        self.around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+        self.step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+
+    @property
+    def around(self) -> Callable[[int], AbstractContextManager[None]]:
+        warnings.warn("Trainer.around is step_context now", DeprecationWarning, stacklevel=2)
+        return self.step_context
+
+    @around.setter
+    def around(self, context: Callable[[int], AbstractContextManager[None]]) -> None:
+        warnings.warn("Trainer.around is step_context now", DeprecationWarning, stacklevel=2)
+        self.step_context = context
 
     def step(self) -> StepReport:
-        with self.around(self.done + 1):
+        """The next step, within `step_context` of its number, from 1."""
+        with self.step_context(self.done + 1):
             return self._step()
 
     def _step(self) -> StepReport:
