@@ -3,7 +3,8 @@
 R tensor-parallel ranks, t tokens of h features in e bytes, s tokens in a sequence, a heads of d features of
 which g have keys and values, f features in the MLP (`ups` products into it, two of a gated unit), V rows of
 vocabulary a rank. U = t h e (R - 1) / R is what a rank sends in a gather of all tokens, or in a
-reduce-scatter; an all-reduce is one after the other. With and without sequence parallelism:
+reduce-scatter; an all-reduce is one after the other, or with little data t h e (R - 1) at once. With and
+without sequence parallelism:
 
     forward     queries, keys, values    2 t h (a + 2 g) d / R     U      -
                 attention                2 t s a d / R             -      -     half of the scores: causal
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.comm.schedule import parts_of_shard
+from tpkernels.comm.schedule import parts_of_shard, swaps_whole_parts
 from tpkernels.planning.job import Job
 
 
@@ -58,7 +59,9 @@ class _Transfers:
         """An all-reduce beside products, or under sequence parallelism so many of its halves."""
         if self.job.sequence_parallel:
             return self.gathers(flops, scatters)
-        return Work(flops, 2 * self._once, self._parts, ends_with_sum=True)
+        is_small = swaps_whole_parts(self._bytes, self.tensor)
+        sent = (self.tensor - 1) * self._bytes if is_small else 2 * self._once
+        return Work(flops, sent, self._parts, ends_with_sum=True)
 
     @property
     def _once(self) -> float:
