@@ -23,24 +23,24 @@ JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 @pytest.mark.parametrize(
     ("work", "products", "transfers", "seconds"),
     [
-        (Work(pieces=4), 8.0, 6.0, 0.0),  # all but the last quarter of the product hide it
-        (Work(pieces=4), 8.0, 7.0, 1.0),
-        (Work(pieces=1), 8.0, 7.0, 7.0),  # one after the other
-        (Work(pieces=4), 0.0, 7.0, 7.0),  # nothing to hide behind
-        (Work(pieces=4, ends_with_sum=True), 80.0, 8.0, 2.0),  # the last chunk, however long the product
-        (Work(pieces=4, ends_with_sum=True), 8.0, 12.0, 6.0),
-        (Work(pieces=4, ends_with_sum=True), 8.0, 0.0, 0.0),
+        (Work(chunks=4), 8.0, 6.0, 0.0),  # all but the last quarter of the product hide it
+        (Work(chunks=4), 8.0, 7.0, 1.0),
+        (Work(chunks=1), 8.0, 7.0, 7.0),  # one after the other
+        (Work(chunks=4), 0.0, 7.0, 7.0),  # nothing to hide behind
+        (Work(chunks=4, ends_with_sum=True), 80.0, 8.0, 2.0),  # the last chunk, however long the product
+        (Work(chunks=4, ends_with_sum=True), 8.0, 12.0, 6.0),
+        (Work(chunks=4, ends_with_sum=True), 8.0, 0.0, 0.0),
     ],
 )
 def test_products_hide_transfers_but_for_a_piece(work, products, transfers, seconds):
     assert exposed(work, products, transfers) == seconds
 
 
-def simulated(products, transfers, pieces, kind):
-    """A gather or a reduce-scatter, piece by piece: one at a time is computed, and one transferred."""
-    computing, moving = products / pieces, transfers / pieces
+def simulated(products, transfers, chunks, kind):
+    """A gather or a reduce-scatter, chunk by chunk: one at a time is computed, and one transferred."""
+    computing, moving = products / chunks, transfers / chunks
     computed = moved = 0.0
-    for _ in range(pieces):
+    for _ in range(chunks):
         if kind == "gather":
             moved += moving
             computed = max(computed, moved) + computing
@@ -54,9 +54,9 @@ def simulated(products, transfers, pieces, kind):
 @pytest.mark.parametrize(("products", "transfers"), [(4.0, 8.0), (1.0, 9.0), (3.0, 3.0)])
 def test_the_formula_is_what_pieces_do(kind, products, transfers):
     """Where transfers take no less than products. Where they take less, own rows hide the rest of them."""
-    for pieces in (1, 2, 8):
-        expected = products + exposed(Work(pieces=pieces), products, transfers)
-        assert simulated(products, transfers, pieces, kind) == pytest.approx(expected)
+    for chunks in (1, 2, 8):
+        expected = products + exposed(Work(chunks=chunks), products, transfers)
+        assert simulated(products, transfers, chunks, kind) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

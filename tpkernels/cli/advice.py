@@ -191,7 +191,7 @@ def _without_stages(advice: Advice) -> str:
 
 
 def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> str:
-    whole = {
+    report = {
         "model": options.model,
         "gpus": options.gpus,
         "job": asdict(job),
@@ -199,4 +199,4 @@ def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> 
         "layouts": [found.as_dict() for found in advice.fitting + advice.too_large],
         "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
     }
-    return json.dumps(whole, indent=1) + "\n"
+    return json.dumps(report, indent=1) + "\n"

@@ -88,7 +88,7 @@ class Job:
         return 2 if self.model.activation in GATE_OF else 1
 
     def kv_heads_of_rank(self, tensor: int) -> int:
-        """A rank attends with whole heads, even if it has computed a part of one."""
+        """A rank attends with full heads, even if it has computed a shard of one."""
         return max(1, self.kv_heads // tensor)
 
     def vocabulary_rows(self, tensor: int) -> int:

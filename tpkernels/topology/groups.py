@@ -24,7 +24,7 @@ Kind = Literal[
     "ep",  # expert: the experts are spread
     "dp",  # data: the same weights, other samples
     "pp",  # pipeline: the layers are split
-    "model",  # tensor x pipeline: together they hold one whole model
+    "model",  # tensor x pipeline: together they hold one full model
     "dp_cp",  # data x context: gradients of ordinary weights are summed here
     "expert_dp",  # the same experts, other samples: gradients of experts are summed here
     "embedding",  # stages of one pipeline that hold the word embedding
@@ -101,7 +101,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a whole world: a few integers until groups are asked for."""
+    """The groups of a world: a few integers until groups are asked for."""
 
     world_size: int
     tensor: int
@@ -142,7 +142,7 @@ class Groups:
         return rank in self._group_at(rank, kind)
 
     def members_near(self, rank: int, kind: Kind) -> Ranks:
-        """The `kind` group in `rank`'s part of the world, whether or not it holds `rank` itself.
+        """The `kind` group in `rank`'s region of the world, whether or not it holds `rank` itself.
 
         For the embedding kinds: the ranks of `rank`'s own pipeline that hold that embedding.
         """

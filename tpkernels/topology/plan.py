@@ -25,7 +25,7 @@ from tpkernels.topology.groups import Kind as Kind
 
 @dataclass(frozen=True)
 class GroupPlan(Groups):
-    """The groups of a whole world, and what they look like. Immutable."""
+    """The groups of a world, and what they look like. Immutable."""
 
     def describe(self, *, max_groups: int = 32) -> str:
         """The groups in words, as a lesson on Megatron prints them."""

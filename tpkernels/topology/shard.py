@@ -41,7 +41,7 @@ def shard_size(size: int, ranks: int, name: str = "size", stride: int = 1) -> in
 
 
 def pieces_of(rank: int, *, size: int, ranks: int, stride: int = 1, name: str = "size") -> tuple[range, ...]:
-    """The positions in the whole dimension that `rank` holds, in the order in which it holds them."""
+    """The positions in the full dimension that `rank` holds, in the order in which it holds them."""
     length = shard_size(size, ranks, name, stride) // stride
     if not 0 <= rank < ranks:
         raise InvalidSizes(f"rank {rank} is not in the tensor-parallel group: expected 0 to {ranks - 1}")
@@ -70,7 +70,7 @@ def head_size_of(
 
 
 def require_heads(num_heads: int, num_kv_heads: int, head_size: int, ranks: int) -> None:
-    """Each rank can have as many query heads, and whole heads of keys and values or a part of one."""
+    """Each rank can have as many query heads, and full heads of keys and values or a shard of one."""
     if num_heads % ranks:
         raise ValueError(
             f"num_heads: expected a multiple of the {ranks} tensor-parallel ranks, got {num_heads}"

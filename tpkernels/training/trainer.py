@@ -31,14 +31,14 @@ class StepReport:
 
     step: int  # from 1
     loss: float
-    norm: float  # of the gradients, before it was cut
+    norm: float  # of the gradients, before clipping
     rate: float
     seconds: float
     tokens: int  # over all ranks
 
 
 class Trainer:
-    """One rank's part of a run."""
+    """What one rank does of a run."""
 
     def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
         self.config, self.state, self.device = config, state, device
@@ -104,13 +104,13 @@ class Trainer:
             floor=config.floor_rate,
         )
         self.optimizer.zero()
-        ids, targets = (part.to(self.device) for part in self.batches.at(self.done))
+        ids, targets = (rows.to(self.device) for rows in self.batches.at(self.done))
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        parts = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
-        for number, (some_ids, some_targets) in enumerate(parts, start=1):
-            with nullcontext() if number == len(parts) else self.optimizer.no_sync():
+        microbatches = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
+        for number, (own_ids, own_targets) in enumerate(microbatches, start=1):
+            with nullcontext() if number == len(microbatches) else self.optimizer.no_sync():
                 with phase("forward"):
-                    loss = self.model(some_ids, some_targets) / len(parts)
+                    loss = self.model(own_ids, own_targets) / len(microbatches)
                 with phase("backward"):
                     loss.backward()
             total += loss.detach()
@@ -124,7 +124,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
-        self._watch.look(self._copies())  # it keeps one rank's
+        self._watch.look(self._copies())  # a checkpoint keeps one rank's
         path = checkpoint_of(folder, self.done)
         extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
@@ -132,12 +132,12 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, which any number of ranks may have written; called by all ranks."""
-        whole = self.optimizer.blank()
+        full = self.optimizer.blank()
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message=".*random streams stay as they are"
             )  # they do not: see below
-            extra = dcp.load(path, self.model, whole, state=self.state)
+            extra = dcp.load(path, self.model, full, state=self.state)
         ours = self._batches()
         if not isinstance(extra, dict) or not {"done", "ranks", *ours} <= extra.keys():
             raise ValueError(
@@ -150,13 +150,13 @@ class Trainer:
                     "go on with other batches"
                 )
         self.done = extra["done"]
-        self.optimizer.take(whole)
+        self.optimizer.take(full)
         if extra["ranks"] != self._ranks():
             with use(self.state):  # streams of other ranks cannot go on, and must not begin again
                 manual_seed((self.config.seed + 0x9E3779B1 * self.done) % 2**62)
 
     def _copies(self) -> Copies:
-        """What tensor-parallel ranks hold alike."""
+        """What is replicated over tensor-parallel ranks."""
         parameters = [p for p in self.model.parameters() if not Attributes.of(p).tensor_model_parallel]
         return self.state.ranks("tp"), parameters
 
