@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpkernels import __version__
-from tpkernels.cli import OneLineParser, written_to
-from tpkernels.cli.progress import Progress
+from tpkernels.cli import OneLineParser, Progress, written_to
 
 if TYPE_CHECKING:
     from tpkernels.gate.check_compile import Compiled, Job

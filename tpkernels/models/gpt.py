@@ -1,7 +1,7 @@
 """A decoder-only transformer over a tensor-parallel group, in the shapes of GPT-2 and of Llama.
 
 Ids come as (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension,
-and under sequence parallelism each rank has its part of them between the products.
+and under sequence parallelism each rank has its shard of them between the products.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PositionEmbedding(ParallelModule):
         fill_shard(self.weight, drawn, whole=whole, dim=0, pieces=[range(whole[0])])
 
     def forward(self, tokens: int) -> Tensor:
-        """(tokens, 1, hidden_size), of all tokens or of this rank's part of them"""
+        """(tokens, 1, hidden_size), of all tokens or of this rank's shard of them"""
         if tokens > self.weight.shape[0]:
             raise ValueError(
                 f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"

@@ -12,7 +12,7 @@ from tpkernels.parallel_state.dense import (
     get_pipeline_model_parallel_world_size,
 )
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 from tpkernels.topology.sizes import not_negative, positive
 
 

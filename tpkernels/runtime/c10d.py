@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 
 
 def default_group() -> ProcessGroup:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelStateError
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import KINDS, GroupPlan, Kind
 
 

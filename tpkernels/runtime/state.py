@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import COMBINED_KINDS, GroupPlan, Kind
 
 

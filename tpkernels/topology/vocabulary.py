@@ -1,15 +1,13 @@
 """Which ids of a vocabulary a rank holds, where the ranks need not divide it: the table is padded, then cut.
 
-Every rank holds as many rows of the padded table. Those past the last id are padding: they belong to nobody,
-and the last ranks may hold nothing else.
+Every rank holds as many rows of the padded table. Those past the last id are padding, and the
+last ranks may hold nothing else.
 
 >>> split = split_vocabulary(7, ranks=4)
 >>> split.padded_size, split.shard_size
 (8, 2)
 >>> [list(split.ids_of(rank)) for rank in range(4)]
 [[0, 1], [2, 3], [4, 5], [6]]
->>> split.rank_of(5)
-2
 >>> split_vocabulary(50257, ranks=2, divisible_by=128).padded_size
 50432
 """
@@ -31,11 +29,11 @@ class VocabularySplit:
 
     @property
     def padded_size(self) -> int:
-        """Rows of the whole table."""
+        """Rows of the full table."""
         return self.shard_size * self.ranks
 
     def rows_of(self, rank: int) -> range:
-        """The rows of the whole table that `rank` holds, padding among them."""
+        """The rows of the full table that `rank` holds, padding among them."""
         if not 0 <= rank < self.ranks:
             raise InvalidSizes(
                 f"rank {rank} is not in the tensor-parallel group: expected 0 to {self.ranks - 1}"
@@ -46,12 +44,6 @@ class VocabularySplit:
         """The ids that `rank` holds; none where it holds nothing but padding."""
         rows = self.rows_of(rank)
         return range(min(rows.start, self.size), min(rows.stop, self.size))
-
-    def rank_of(self, token: int) -> int:
-        """The rank that holds an id."""
-        if not 0 <= token < self.size:
-            raise InvalidSizes(f"id {token} is not in the vocabulary: expected 0 to {self.size - 1}")
-        return token // self.shard_size
 
 
 def split_vocabulary(size: int, *, ranks: int, divisible_by: int = 1) -> VocabularySplit:
