@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """In `Annotated[T, Packed(...)]`: an argument that goes through torch's dispatcher as something simpler.
+
+    schema: as what; pack: of a T; unpack: what `run` and `fake` are given there
+    """
+
+    schema: Any
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
 
 
 class Operator(Generic[P, R]):
@@ -28,10 +41,16 @@ class Operator(Generic[P, R]):
 
     def __init__(self, name: str, run: Callable[P, R], fake: Callable[P, R]) -> None:
         self.name, self.run, self.fake = name, run, fake
+        passed = {
+            name: _passed(hint)
+            for name, hint in get_type_hints(run, include_extras=True).items()
+            if name != "return"
+        }
+        self._packs = [packed.pack for packed in passed.values()]
         definition = torch.library.custom_op(
-            f"tpkernels::{name}", _listing(run, run, lambda t: t.contiguous()), mutates_args=()
+            f"tpkernels::{name}", _listing(run, passed, lambda t: t.contiguous()), mutates_args=()
         )
-        definition.register_fake(_listing(fake, run, lambda t: t))
+        definition.register_fake(_listing(fake, passed, lambda t: t))
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,7 +62,8 @@ class Operator(Generic[P, R]):
                 "reverse mode, or torch's own layers"
             )
         shapes: Any = self.fake(*args, **kwargs)
-        given = iter(self.overload(*args, **kwargs))
+        packed = [pack(arg) for pack, arg in zip(self._packs, args, strict=False)]
+        given = iter(self.overload(*packed, **kwargs))
         results: Any
         if isinstance(shapes, Tensor):
             results = next(given)
@@ -58,28 +78,30 @@ def in_forward_mode() -> bool:
 
 
 def _listing(
-    function: Callable[..., Any], signature: Callable[..., Any], prepared: Callable[[Tensor], Tensor]
+    function: Callable[..., Any], passed: dict[str, Packed], prepared: Callable[[Tensor], Tensor]
 ) -> Callable[..., list[Tensor]]:
     """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
 
     def listed(*args: Any) -> list[Tensor]:
-        results = function(*args)
+        results = function(*(packed.unpack(arg) for packed, arg in zip(passed.values(), args, strict=True)))
         results = (results,) if isinstance(results, Tensor) else results
         return [prepared(result) for result in results if result is not None]
 
-    hints = get_type_hints(signature)
     parameters = [
-        parameter.replace(annotation=_schema_type(hints[name]))
-        for name, parameter in inspect.signature(signature).parameters.items()
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=packed.schema)
+        for name, packed in passed.items()
     ]
     listed.__signature__ = inspect.Signature(parameters, return_annotation=list[Tensor])  # type: ignore[attr-defined]
     return listed
 
 
-def _schema_type(hint: Any) -> Any:
-    """Words are text to a schema, and all sequences are of one kind."""
-    if get_origin(hint) is Literal:
-        return str
-    if hint == list[Tensor]:
-        return Sequence[Tensor]
-    return hint
+def _passed(hint: Any) -> Packed:
+    """How an argument goes through the dispatcher, where words are text and all sequences of one kind."""
+    if get_origin(hint) is Annotated:
+        return next(extra for extra in get_args(hint) if isinstance(extra, Packed))
+    schema = str if get_origin(hint) is Literal else Sequence[Tensor] if hint == list[Tensor] else hint
+    return Packed(schema, _same, _same)
+
+
+def _same(argument: Any) -> Any:
+    return argument
