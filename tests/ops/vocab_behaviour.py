@@ -21,10 +21,8 @@ from tpkernels.comm import gather_small as small
 from tpkernels.comm.transports import transfers
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel import name_of
 from tpkernels.ops.vocab import chunked_head
-from tpkernels.ops.vocab.cross_entropy import registered_vocab_cross_entropy
-from tpkernels.ops.vocab.embedding import registered_vocab_embedding
-from tpkernels.ops.vocab.registered_head import registered_reduced_loss, registered_token_losses
 
 VOCAB, FEATURES = 14, 6
 
@@ -219,12 +217,12 @@ def frozen_and_forward_only() -> bool:
     def forbidden(*_: Any) -> None:
         raise AssertionError("nobody asks for gradients")
 
-    original, chunked_head.HeadGradients.add = chunked_head.HeadGradients.add, forbidden
+    original, chunked_head.PartialGradients.add = chunked_head.PartialGradients.add, forbidden
     try:
         with torch.no_grad():
             alone = model(table.requires_grad_(), weight.requires_grad_(), ids, target)
     finally:
-        chunked_head.HeadGradients.add = original
+        chunked_head.PartialGradients.add = original
     weight.requires_grad_(False)
     hidden = torch.randn(*target.shape, FEATURES)
     results = []
@@ -300,19 +298,32 @@ def peak_of_head(reduction: str, tokens: int, vocab: int, chunk: int) -> dict[st
 
 def pass_opcheck() -> None:
     table, weight, ids, target = operands(4)
-    name = str(dist.group.WORLD.group_name)
     flat, counted = ids.flatten(), target.flatten()
-    table.requires_grad_(), weight.requires_grad_()
-    hidden, logits = torch.randn(12, FEATURES, requires_grad=True), torch.randn(12, VOCAB, requires_grad=True)
-    opcheck(registered_vocab_embedding, (flat, table, name, VOCAB, False, None))
-    opcheck(registered_vocab_embedding, (flat, table, name, VOCAB, True, 3))
-    opcheck(registered_vocab_cross_entropy, (logits, counted, name, VOCAB, 0.1, -100))
-    options = (name, VOCAB, 0.1, -100, False, 5)
-    opcheck(registered_token_losses, (hidden, weight, counted, *options))
-    opcheck(registered_reduced_loss, (hidden, weight, counted, "mean", [True, True], *options))
-    # without the test of gradients, which would find that what is not needed is not there
-    frozen = (hidden.detach(), weight.detach(), counted, "sum", [False, False], *options)
-    opcheck(registered_reduced_loss, frozen)
+    hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
+    operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
+    loss = (group, VOCAB, 0.1, -100, False, 5)
+    calls: dict[str, list[tuple[Any, ...]]] = {
+        "vocab_embedding": [(flat, table, group, VOCAB, False), (flat, table, group, VOCAB, True)],
+        "vocab_embedding_backward": [(hidden, flat, VOCAB, torch.float32, group, VOCAB, True, 3)],
+        "vocab_cross_entropy": [(logits, counted, *loss)],
+        "vocab_cross_entropy_backward": [(logits, counted, tokens, tokens, tokens, *loss)],
+        "linear_cross_entropy": [
+            (hidden, weight, counted, *needs, "mean", *loss)
+            for needs in ((True, True), (False, True), (True, False), (False, False))
+        ],
+        "linear_cross_entropy_backward": [
+            (tokens[0], *gradients, torch.float32, *loss)
+            for gradients in ((hidden, weight), (None, weight), (hidden, None))
+        ],
+        "linear_token_losses": [(hidden, weight, counted, *loss)],
+        "linear_token_losses_backward": [
+            (tokens, hidden, weight, counted, tokens, tokens, *needs, torch.float32, *loss)
+            for needs in ((True, True), (False, True), (True, False))
+        ],
+    }
+    for name, ways in calls.items():
+        for arguments in ways:
+            opcheck(getattr(operators, name).default, arguments)
 
 
 def autocast_dtypes() -> list[torch.dtype]:

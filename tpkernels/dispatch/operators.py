@@ -9,7 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from itertools import islice
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -34,23 +46,28 @@ class Packed:
 class Operator(Generic[P, R]):
     """`run`, or in compiled code the operator `tpkernels::name` that runs it.
 
-    run: tensors, lists of them, numbers and words in; a tensor, or a tuple or list of tensors and None out; no
-        result is an input, no input is changed
+    run: tensors, lists of them, numbers, words and NamedTuples of these in; a tensor, or a tuple or list of
+        tensors and None out; no result is an input, no input is changed
     fake: the same signature; empty tensors of the same shapes, dtypes and contiguous strides
     """
 
     def __init__(self, name: str, run: Callable[P, R], fake: Callable[P, R]) -> None:
         self.name, self.run, self.fake = name, run, fake
+        hints = get_type_hints(run, include_extras=True)
+        del hints["return"]
+        self._records = [hint if _is_record(hint) else None for hint in hints.values()]
         passed = {
-            name: _passed(hint)
-            for name, hint in get_type_hints(run, include_extras=True).items()
-            if name != "return"
+            field: _passed(kind)
+            for name, hint in hints.items()
+            for field, kind in _fields(name, hint).items()
         }
         self._packs = [packed.pack for packed in passed.values()]
         definition = torch.library.custom_op(
-            f"tpkernels::{name}", _listing(run, passed, lambda t: t.contiguous()), mutates_args=()
+            f"tpkernels::{name}",
+            _listing(run, passed, self._records, lambda t: t.contiguous()),
+            mutates_args=(),
         )
-        definition.register_fake(_listing(fake, passed, lambda t: t))
+        definition.register_fake(_listing(fake, passed, self._records, lambda t: t))
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,7 +79,13 @@ class Operator(Generic[P, R]):
                 "reverse mode, or torch's own layers"
             )
         shapes: Any = self.fake(*args, **kwargs)
-        packed = [pack(arg) for pack, arg in zip(self._packs, args, strict=False)]
+        fields: list[Any] = []
+        for arg, record in zip(args, self._records, strict=False):
+            if record is None:
+                fields.append(arg)
+            else:
+                fields += cast("tuple[Any, ...]", arg)
+        packed = [pack(field) for pack, field in zip(self._packs, fields, strict=False)]
         given = iter(self.overload(*packed, **kwargs))
         results: Any
         if isinstance(shapes, Tensor):
@@ -78,12 +101,21 @@ def in_forward_mode() -> bool:
 
 
 def _listing(
-    function: Callable[..., Any], passed: dict[str, Packed], prepared: Callable[[Tensor], Tensor]
+    function: Callable[..., Any],
+    passed: dict[str, Packed],
+    records: Sequence[Any],
+    prepared: Callable[[Tensor], Tensor],
 ) -> Callable[..., list[Tensor]]:
     """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
 
     def listed(*args: Any) -> list[Tensor]:
-        results = function(*(packed.unpack(arg) for packed, arg in zip(passed.values(), args, strict=True)))
+        fields = iter([packed.unpack(arg) for packed, arg in zip(passed.values(), args, strict=True)])
+        results = function(
+            *(
+                next(fields) if record is None else record(*islice(fields, len(record._fields)))
+                for record in records
+            )
+        )
         results = (results,) if isinstance(results, Tensor) else results
         return [prepared(result) for result in results if result is not None]
 
@@ -93,6 +125,15 @@ def _listing(
     ]
     listed.__signature__ = inspect.Signature(parameters, return_annotation=list[Tensor])  # type: ignore[attr-defined]
     return listed
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and hasattr(hint, "_fields")
+
+
+def _fields(name: str, hint: Any) -> dict[str, Any]:
+    """What goes through the dispatcher for an argument: the fields of a NamedTuple, else itself."""
+    return get_type_hints(hint, include_extras=True) if _is_record(hint) else {name: hint}
 
 
 def _passed(hint: Any) -> Packed:

@@ -22,7 +22,7 @@ from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.inputs import tokens_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region
 from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers
-from tpkernels.ops.vocab.vocabulary import VocabShard, vocab_shard
+from tpkernels.ops.vocab.vocabulary import VocabShard, require_logits, vocab_shard
 
 
 def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
@@ -138,11 +138,7 @@ def _without_padding(logits: Tensor, shard: VocabShard) -> Tensor:
 def _checked(
     op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
 ) -> tuple[ProcessGroup, VocabShard]:
-    if logits.ndim < 1 or not logits.is_floating_point():
-        raise ValueError(
-            f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits.shape)} in "
-            f"{logits.dtype}"
-        )
+    require_logits(op, logits)
     rows, width = logits.shape[:-1], logits.shape[-1]
     group = checked_group(
         group,

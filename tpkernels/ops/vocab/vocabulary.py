@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
+from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.ops.tensor_parallel.parallel import group_named
+from tpkernels.ops.tensor_parallel.parallel import group_named, name_of
+
+Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,6 @@ class VocabShard:
         """How many of ours are no padding; they come first."""
         return min(max(self.size - self.first_id, 0), self.width)
 
-    @staticmethod
-    def named(group_name: str, width: int, size: int) -> VocabShard:
-        """As an operator under torch.compile is told of it."""
-        return VocabShard(group_named(group_name), width, size)
-
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
     """vocab_size: ids of the whole vocabulary; None: there is no padding"""
@@ -53,6 +52,14 @@ def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None
             f"{vocab_size}"
         )
     return VocabShard(group, width, vocab_size)
+
+
+def require_logits(op: str, logits: Tensor) -> None:
+    if logits.ndim < 1 or not logits.is_floating_point():
+        raise ValueError(
+            f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits.shape)} in "
+            f"{logits.dtype}"
+        )
 
 
 def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
