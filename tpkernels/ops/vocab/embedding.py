@@ -36,13 +36,12 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.vocab.vocabulary import (
     Group,
     VocabShard,
+    checked_size,
     require_ids,
     require_in_vocabulary,
-    vocab_shard,
 )
 
 OP = "vocab_embedding"
-NOWHERE = -1  # an id that no rank has
 
 
 def vocab_embedding(
@@ -77,7 +76,7 @@ def vocab_embedding(
         tensors=[weight_shard],
         options=(sequence_parallel, padding_idx, vocab_size),
     )
-    size = vocab_shard(OP, group, width, vocab_size).size
+    size = checked_size(OP, group, width, vocab_size)
     if padding_idx is not None:
         if not -size <= padding_idx < size:
             raise ValueError(f"{OP}: expected a padding_idx from {-size} to {size - 1}, got {padding_idx}")
@@ -87,8 +86,10 @@ def vocab_embedding(
         if not leading:
             raise ValueError(f"{OP}: expected ids (tokens, ...) with sequence_parallel, got a single id")
         require_divisible(OP, ids, group)
+    if len(leading) != 1:
+        ids = ids.reshape(-1)
     y: Tensor = _VocabEmbedding.apply(  # type: ignore[no-untyped-call]
-        ids.reshape(-1).contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
+        ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
     )
     if len(leading) == 1:
         return y
@@ -108,7 +109,7 @@ class _VocabEmbedding(torch.autograd.Function):
         sequence_parallel: bool,
         padding_idx: int | None,
     ) -> Tensor:
-        ctx.table = weight.shape[0], weight.dtype, group, vocab_size, sequence_parallel, padding_idx
+        ctx.table = weight.shape[0], weight.dtype, group, sequence_parallel, padding_idx
         ctx.save_for_backward(ids if ctx.needs_input_grad[1] else None)
         return _rows_of_ids(ids, weight, group, vocab_size, sequence_parallel)
 
@@ -121,16 +122,18 @@ class _VocabEmbedding(torch.autograd.Function):
 
 @all_or_fail
 def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_parallel: bool) -> Tensor:
-    shard, steps = VocabShard(group, weight.shape[0], vocab_size), vocabulary_steps_on(weight)
+    shard = VocabShard(group, weight.shape[0], vocab_size)
     require_in_vocabulary(OP, "ids", ids, shard)
-    first_id = shard.first_id
+    steps, first_id = vocabulary_steps_on(weight), shard.first_id
+    if group.size() == 1:
+        return steps.lookup(ids, weight, 0)
     return start_sum(
         OP,
         lambda rows: steps.lookup(ids[rows], weight, first_id),
         len(ids),
         weight.shape[1],
         weight,
-        shard.group,
+        group,
         scatter=sequence_parallel,
         overlap=True,
     ).wait()
@@ -150,16 +153,16 @@ def _gradient(
     rows: int,
     dtype: torch.dtype,
     group: Group,
-    vocab_size: int,
     sequence_parallel: bool,
     padding_idx: int | None,
 ) -> Tensor:
-    shard = VocabShard(group, rows, vocab_size)
+    first_id = group.rank() * rows
     if sequence_parallel:
-        dy = start_rows(f"{OP} backward", "gather of dy", dy, shard.group).wait()
-    if padding_idx is not None:
-        ids = torch.where(ids == padding_idx, NOWHERE, ids)
-    return vocabulary_steps_on(dy).lookup_grad(dy, ids, rows, shard.first_id, dtype)
+        dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
+    dweight = vocabulary_steps_on(dy).lookup_grad(dy, ids, rows, first_id, dtype)
+    if padding_idx is not None and 0 <= padding_idx - first_id < rows:
+        dweight[padding_idx - first_id] = 0
+    return dweight
 
 
 def _gradient_shape(
@@ -168,7 +171,6 @@ def _gradient_shape(
     rows: int,
     dtype: torch.dtype,
     group: Group,
-    vocab_size: int,
     sequence_parallel: bool,
     padding_idx: int | None,
 ) -> Tensor:

@@ -42,16 +42,21 @@ class VocabShard:
 
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
-    """vocab_size: ids of the whole vocabulary; None: there is no padding"""
-    whole = group.size() * width
+    """vocab_size: ids of the full vocabulary; None: there is no padding"""
+    return VocabShard(group, width, checked_size(op, group, width, vocab_size))
+
+
+def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> int:
+    """Ids of the full vocabulary."""
+    full = group.size() * width
     if vocab_size is None:
-        vocab_size = whole
-    if not isinstance(vocab_size, int) or not 0 < vocab_size <= whole:
+        return full
+    if not isinstance(vocab_size, int) or not 0 < vocab_size <= full:
         raise ValueError(
-            f"{op}: expected a vocab_size from 1 to {whole}, what {group.size()} ranks of {width} hold, got "
+            f"{op}: expected a vocab_size from 1 to {full}, what {group.size()} ranks of {width} hold, got "
             f"{vocab_size}"
         )
-    return VocabShard(group, width, vocab_size)
+    return vocab_size
 
 
 def require_logits(op: str, logits: Tensor) -> None:
