@@ -1,7 +1,7 @@
 """Functions that torch.compile sees as one operator, and that eager code calls as they are.
 
 An operator of torch's dispatcher returns as many tensors whatever its arguments. These return a list instead,
-without the results that were not asked for; `fake`, which gives shapes, says by None which those are.
+without the results that were not asked for.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import (
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,38 +48,44 @@ class Operator(Generic[P, R]):
     """`run`, or in compiled code the operator `tpkernels::name` that runs it.
 
     run: tensors, lists of them, numbers, words and NamedTuples of these in; a tensor, or a tuple or list of
-        tensors and None out; no result is an input, no input is changed
-    fake: the same signature; empty tensors of the same shapes, dtypes and contiguous strides
+        tensors and None out; it changes no input, and gives none back
+    fake: the same signature; tensors of the same shapes and dtypes
+    given: which of its results a call gives, if some may be None; by default those that `fake` shows
     """
 
-    def __init__(self, name: str, run: Callable[P, R], fake: Callable[P, R]) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[P, R],
+        fake: Callable[P, R],
+        given: Callable[P, Sequence[bool]] | None = None,
+    ) -> None:
         self.name, self.run, self.fake = name, run, fake
         hints = get_type_hints(run, include_extras=True)
-        del hints["return"]
+        result = _passed(hints.pop("return")).schema
         self._records = [hint if _is_record(hint) else None for hint in hints.values()]
         passed = {
             field: _passed(kind)
             for name, hint in hints.items()
             for field, kind in _fields(name, hint).items()
         }
+        self._given, self._kind = given, get_origin(result) or Tensor
+        self._may_lack = any(type(None) in get_args(hint) for hint in get_args(result))
         self._packs = [packed.pack for packed in passed.values()]
         definition = torch.library.custom_op(
-            f"tpkernels::{name}",
-            _listing(run, passed, self._records, lambda t: t.contiguous()),
-            mutates_args=(),
+            f"tpkernels::{name}", _listing(run, passed, self._records), mutates_args=()
         )
-        definition.register_fake(_listing(fake, passed, self._records, lambda t: t))
+        definition.register_fake(_listing(fake, passed, self._records))
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             return self.run(*args, **kwargs)
         if in_forward_mode():  # operators drop tangents without a word
             raise NotImplementedError(
                 f"{self.name}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "
                 "reverse mode, or torch's own layers"
             )
-        shapes: Any = self.fake(*args, **kwargs)
         fields: list[Any] = []
         for arg, record in zip(args, self._records, strict=False):
             if record is None:
@@ -86,12 +93,16 @@ class Operator(Generic[P, R]):
             else:
                 fields += cast("tuple[Any, ...]", arg)
         packed = [pack(field) for pack, field in zip(self._packs, fields, strict=False)]
-        given = iter(self.overload(*packed, **kwargs))
+        found = iter(self.overload(*packed, **kwargs))
         results: Any
-        if isinstance(shapes, Tensor):
-            results = next(given)
+        if self._kind is Tensor:
+            results = next(found)
+        elif not self._may_lack:
+            results = self._kind(found)
         else:
-            results = type(shapes)([None if shape is None else next(given) for shape in shapes])
+            shown: Any = (self._given or self.fake)(*args, **kwargs)
+            given = [each is not None and each is not False for each in shown]
+            results = self._kind(next(found) if there else None for there in given)
         return results  # type: ignore[no-any-return]
 
 
@@ -101,10 +112,7 @@ def in_forward_mode() -> bool:
 
 
 def _listing(
-    function: Callable[..., Any],
-    passed: dict[str, Packed],
-    records: Sequence[Any],
-    prepared: Callable[[Tensor], Tensor],
+    function: Callable[..., Any], passed: dict[str, Packed], records: Sequence[Any]
 ) -> Callable[..., list[Tensor]]:
     """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
 
@@ -117,7 +125,12 @@ def _listing(
             )
         )
         results = (results,) if isinstance(results, Tensor) else results
-        return [prepared(result) for result in results if result is not None]
+        given: list[Tensor] = []
+        for result in results:
+            if result is not None:  # an operator may not return a tensor twice
+                twice = any(result is other for other in given)
+                given.append(result.clone() if twice else result.contiguous())
+        return given
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=packed.schema)

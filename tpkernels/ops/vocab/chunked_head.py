@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.calls import all_or_fail
+from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.steps import steps_on
 from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
 from tpkernels.ops.vocab.cross_entropy import IGNORED, LossOptions, sharded_loss
 
@@ -23,16 +23,16 @@ class PartialGradients:
     """This rank's terms of the gradients, summed over chunks; None where they are not needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool) -> None:
-        self._steps, self._hidden, self._weight = steps_on(hidden.device), hidden, weight
+        self._hidden, self._weight = hidden, weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.dhidden = torch.empty_like(hidden) if needs_dhidden else None
         self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         if self.dhidden is not None:
-            self.dhidden[rows] = self._steps.dgrad(dlogits, self._weight)
+            self.dhidden[rows] = primitives.dgrad(dlogits, self._weight)
         if self.dweight is not None:
-            self._steps.wgrad_accumulate_(self.dweight, dlogits, self._hidden[rows])
+            primitives.wgrad_accumulate_(self.dweight, dlogits, self._hidden[rows])
 
 
 def _full_hidden(hidden: Tensor, options: LossOptions) -> Tensor:
@@ -65,10 +65,9 @@ def _logits_of_chunks(
     chunk_tokens: None: a chunk of logits has as many elements as all of hidden
     """
     size = chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // weight.shape[0]))
-    steps = steps_on(hidden.device)
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        yield rows, steps.linear(hidden[rows], weight, None, "none", False)[0]
+        yield rows, primitives.linear(hidden[rows], weight, None, "none", False)[0]
 
 
 def _losses_by_chunk(

@@ -26,8 +26,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
+from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.vocabulary_steps import vocabulary_steps_on
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import tokens_of
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -167,7 +167,7 @@ class ShardedLoss:
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, maximum, total) of each row."""
         shard, s = self.shard, self.smoothing
-        ours = vocabulary_steps_on(logits).softmax_statistics(logits, target, shard.columns, shard.first_id)
+        ours = primitives.softmax_statistics(logits, target, shard.columns, shard.first_id)
         # an unsmoothed loss needs no Σ x
         what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids)"
         maxima, totals, picked, *summed = gather_numbers(
@@ -186,7 +186,7 @@ class ShardedLoss:
     ) -> Tensor:
         """Of the logits; in their memory if `in_place`."""
         shard, s = self.shard, self.smoothing
-        return vocabulary_steps_on(logits).cross_entropy_grad(
+        return primitives.cross_entropy_grad(
             logits,
             target,
             maximum,

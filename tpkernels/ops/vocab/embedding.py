@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
+from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.vocabulary_steps import vocabulary_steps_on
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
@@ -124,12 +124,12 @@ class _VocabEmbedding(torch.autograd.Function):
 def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_parallel: bool) -> Tensor:
     shard = VocabShard(group, weight.shape[0], vocab_size)
     require_in_vocabulary(OP, "ids", ids, shard)
-    steps, first_id = vocabulary_steps_on(weight), shard.first_id
+    first_id = shard.first_id
     if group.size() == 1:
-        return steps.lookup(ids, weight, 0)
+        return primitives.lookup(ids, weight, 0)
     return start_sum(
         OP,
-        lambda rows: steps.lookup(ids[rows], weight, first_id),
+        lambda rows: primitives.lookup(ids[rows], weight, first_id),
         len(ids),
         weight.shape[1],
         weight,
@@ -159,7 +159,7 @@ def _gradient(
     first_id = group.rank() * rows
     if sequence_parallel:
         dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
-    dweight = vocabulary_steps_on(dy).lookup_grad(dy, ids, rows, first_id, dtype)
+    dweight = primitives.lookup_grad(dy, ids, rows, first_id, dtype)
     if padding_idx is not None and 0 <= padding_idx - first_id < rows:
         dweight[padding_idx - first_id] = 0
     return dweight
