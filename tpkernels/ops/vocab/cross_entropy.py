@@ -85,7 +85,7 @@ def vocab_cross_entropy(
         options=(label_smoothing, ignore_index, vocab_size),
     )
     options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
-    sharded_loss(OP, options, width)  # which checks them
+    sharded_loss(OP, options, width)  # raises if the options are wrong
     require_ids(OP, "target", target, logits_shard)
     if overwrite_logits:
         _require_disposable(logits_shard)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a column-parallel linear layer, of whose logits only a chunk of tokens ever exists.
+"""Cross-entropy of a column-parallel linear layer, whose logits exist for one chunk of tokens at a time.
 
 R ranks, T tokens, H features, V columns a rank:
 
@@ -9,7 +9,7 @@ R ranks, T tokens, H features, V columns a rank:
         logits   = hidden @ weight_shard.T          (chunk, V)
         loss     = as in `vocab_cross_entropy`
         dlogits  = p - q                            in the place of the logits
-        dhidden  = dlogits @ weight_shard           our part of it
+        dhidden  = dlogits @ weight_shard           partial
         dweight += dlogits.T @ hidden               in fp32 or wider
     backward
         dhidden  = all_reduce(dhidden * dloss), or reduce_scatter under sequence parallelism
@@ -67,14 +67,14 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the whole weight.
+    """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), as many on every rank
     target: (tokens, ...) ids, the same on all ranks
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
-    vocab_size: of the whole vocabulary, if rows of weight past it are padding
-    chunk_tokens: whose logits are there at a time, by default as many as hidden has elements
+    vocab_size: of the full vocabulary, if rows of weight past it are padding
+    chunk_tokens: in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
@@ -97,7 +97,7 @@ def linear_cross_entropy(
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
     check_main_grad(OP, main_grad, weight_shard)
     options = LossOptions(group, vocab_size, label_smoothing, ignore_index, sequence_parallel, chunk_tokens)
-    sharded_loss(OP, options, weight_shard.shape[0])  # which checks them
+    sharded_loss(OP, options, weight_shard.shape[0])  # raises if the options are wrong
     rows = list(hidden.shape[:-1])
     if sequence_parallel:
         if not rows:

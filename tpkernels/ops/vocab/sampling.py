@@ -1,4 +1,4 @@
-"""Choosing ids by logits whose vocabulary is split over ranks: the same on all ranks, however many there are.
+"""Choosing ids by logits whose vocabulary is sharded over ranks: the same ids for any number of ranks.
 
 R ranks, T tokens, V columns a rank:
 
@@ -29,7 +29,7 @@ def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
     """All logits of each token on every rank, without padding; differentiable.
 
     logits_shard: (..., columns of this rank)
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     returns: (..., vocab_size)
     """
     group, shard = _checked("vocab_gather", logits_shard, group, vocab_size)
@@ -42,7 +42,7 @@ def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
     """The id of the largest logit of each token; the lowest of several.
 
     logits_shard: (..., columns of this rank)
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     returns: (...) int64
     """
     group, shard = _checked("vocab_argmax", logits_shard, group, vocab_size)
@@ -74,7 +74,7 @@ def vocab_sample(
     logits_shard: (..., columns of this rank)
     top_k: only of the so many largest logits; of equal ones those with lower ids
     top_p: only of the fewest most probable ids that have this probability together, after top_k
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     generator: of the one number that each token needs, by default torch's own; rank 0's numbers count
     uniform: (...) those numbers, from 0 to less than 1, instead
     returns: (...) int64

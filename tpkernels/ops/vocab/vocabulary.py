@@ -1,4 +1,4 @@
-"""What ops over a vocabulary have in common: which ids are this rank's, and whether ids are ids at all.
+"""The shard of a vocabulary that a rank holds, and checks of ids.
 
 R ranks hold as many rows (or columns) each, W. Rank r has those of ids r W ... r W + W - 1; what is past the
 last id, `size` - 1, is padding.
@@ -25,11 +25,11 @@ Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of a vocabulary."""
+    """This rank's shard of a vocabulary."""
 
     group: ProcessGroup
     width: int  # rows or columns of each rank
-    size: int  # ids of the whole, padding left out
+    size: int  # ids of the full vocabulary, without padding
 
     @property
     def first_id(self) -> int:
