@@ -9,7 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from itertools import islice
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -35,8 +47,8 @@ class Packed:
 class Operator(Generic[P, R]):
     """`run`, or in compiled code the operator `tpkernels::name` that runs it.
 
-    run: tensors, lists of them, numbers and words in; a tensor, or a tuple or list of tensors and None
-        out; it changes no input, and gives none back
+    run: tensors, lists of them, numbers, words and NamedTuples of these in; a tensor, or a tuple or list of
+        tensors and None out; it changes no input, and gives none back
     fake: the same signature; tensors of the same shapes and dtypes
     given: which of its results a call gives, if some may be None; by default those that `fake` shows
     """
@@ -49,13 +61,21 @@ class Operator(Generic[P, R]):
         given: Callable[P, Sequence[bool]] | None = None,
     ) -> None:
         self.name, self.run, self.fake = name, run, fake
-        passed = {name: _passed(hint) for name, hint in get_type_hints(run, include_extras=True).items()}
-        result = passed.pop("return").schema
+        hints = get_type_hints(run, include_extras=True)
+        result = _passed(hints.pop("return")).schema
+        self._records = [hint if _is_record(hint) else None for hint in hints.values()]
+        passed = {
+            field: _passed(kind)
+            for name, hint in hints.items()
+            for field, kind in _fields(name, hint).items()
+        }
         self._given, self._kind = given, get_origin(result) or Tensor
         self._may_lack = any(type(None) in get_args(hint) for hint in get_args(result))
         self._packs = [packed.pack for packed in passed.values()]
-        definition = torch.library.custom_op(f"tpkernels::{name}", _listing(run, passed), mutates_args=())
-        definition.register_fake(_listing(fake, passed))
+        definition = torch.library.custom_op(
+            f"tpkernels::{name}", _listing(run, passed, self._records), mutates_args=()
+        )
+        definition.register_fake(_listing(fake, passed, self._records))
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,7 +86,13 @@ class Operator(Generic[P, R]):
                 f"{self.name}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "
                 "reverse mode, or torch's own layers"
             )
-        packed = [pack(arg) for pack, arg in zip(self._packs, args, strict=False)]
+        fields: list[Any] = []
+        for arg, record in zip(args, self._records, strict=False):
+            if record is None:
+                fields.append(arg)
+            else:
+                fields += cast("tuple[Any, ...]", arg)
+        packed = [pack(field) for pack, field in zip(self._packs, fields, strict=False)]
         found = iter(self.overload(*packed, **kwargs))
         results: Any
         if self._kind is Tensor:
@@ -85,11 +111,19 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def _listing(function: Callable[..., Any], passed: dict[str, Packed]) -> Callable[..., list[Tensor]]:
+def _listing(
+    function: Callable[..., Any], passed: dict[str, Packed], records: Sequence[Any]
+) -> Callable[..., list[Tensor]]:
     """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
 
     def listed(*args: Any) -> list[Tensor]:
-        results = function(*(packed.unpack(arg) for packed, arg in zip(passed.values(), args, strict=True)))
+        fields = iter([packed.unpack(arg) for packed, arg in zip(passed.values(), args, strict=True)])
+        results = function(
+            *(
+                next(fields) if record is None else record(*islice(fields, len(record._fields)))
+                for record in records
+            )
+        )
         results = (results,) if isinstance(results, Tensor) else results
         given: list[Tensor] = []
         for result in results:
@@ -104,6 +138,15 @@ def _listing(function: Callable[..., Any], passed: dict[str, Packed]) -> Callabl
     ]
     listed.__signature__ = inspect.Signature(parameters, return_annotation=list[Tensor])  # type: ignore[attr-defined]
     return listed
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and hasattr(hint, "_fields")
+
+
+def _fields(name: str, hint: Any) -> dict[str, Any]:
+    """What goes through the dispatcher for an argument: the fields of a NamedTuple, else itself."""
+    return get_type_hints(hint, include_extras=True) if _is_record(hint) else {name: hint}
 
 
 def _passed(hint: Any) -> Packed:

@@ -56,8 +56,10 @@ def _refusing_more(
 
 
 def _adds_to_main_grad(ctx: Any) -> bool:
-    several = getattr(ctx, "main_grads", ()) or getattr(ctx.call, "main_grads", ())
-    return any(into is not None for into in (*several, getattr(ctx.call, "main_grad", None)))
+    call = getattr(ctx, "call", None)
+    several = getattr(ctx, "main_grads", ()) or getattr(call, "main_grads", ())
+    single = getattr(ctx, "main_grad", None), getattr(call, "main_grad", None)
+    return any(into is not None for into in (*several, *single))
 
 
 def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Tensor]:
