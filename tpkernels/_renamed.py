@@ -13,7 +13,7 @@ from types import ModuleType
 _TODAY = {
     "comm.bucketed": "buckets.collectives",
     "comm.buckets": "buckets.gradients",
-    "interop.huggingface_plans": "interop.parallelize.huggingface_plans",
+    "interop.huggingface_plans": "interop.parallelize.plan",
     "interop.plan": "interop.parallelize.plan",
     "interop.verify": "interop.parallelize.verify",
     "interop.whole": "interop.full_state_dict",

@@ -245,6 +245,9 @@ def refuse() -> list[tuple[str, str]]:
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
     single = nn.ModuleDict({"a": nn.Linear(4, 8)})
     parallelize(single, plan={"a": "column"})
+    inner, outer = toy(), DistributedDataParallel(toy())
+    keeps_it = DistributedDataParallel(inner)
+    dropped = DistributedDataParallel(deepcopy(inner)).module
     calls: list[tuple[nn.Module, dict[str, Any], str]] = [
         (model, {}, "check"),
         (model, {"blocks.*.gates": "column"}, "check"),
@@ -263,13 +266,17 @@ def refuse() -> list[tuple[str, str]]:
         (single, {"a": "column"}, "check"),
         (encoder, {"0.linear1": "column", "0.linear2": "row"}, "check"),
         (other, PLAN, "check"),
+        (outer, {f"module.{pattern}": entry for pattern, entry in PLAN.items()}, "check"),
+        (inner, PLAN, "check"),
         (model, PLAN, "ignore"),
         (model, PLAN if rank else {"head": "head"}, "check"),
         (model if rank else odd, {"a": "head"} if not rank else {"head": "head"}, "check"),
     ]
     errors = [error_of(parallelize, each, plan=plan, weights=weights) for each, plan, weights in calls]
     assert [type(module) for module in model.modules()] == before
-    parallelize(model, plan=PLAN)
+    for each in (model, dropped):
+        parallelize(each, plan=PLAN)
+    assert keeps_it.module is inner
     return errors
 
 

@@ -18,7 +18,7 @@ from tpkernels import (
 )
 from tpkernels.layers.init import fill_shard
 from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.topology.shard import pieces_of
+from tpkernels.topology.shard import ranges_of
 
 SHAPE = (12, 24)
 
@@ -43,7 +43,7 @@ def shards(ranks: int, dim: int, stride: int = 1, dtype=torch.float32, init=nn.i
             init,
             whole=SHAPE,
             dim=dim,
-            pieces=pieces_of(rank, size=SHAPE[dim], ranks=ranks, stride=stride),
+            pieces=ranges_of(rank, size=SHAPE[dim], ranks=ranks, stride=stride),
         )
         made.append(shard)
     return made

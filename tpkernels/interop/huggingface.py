@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.interop.parallelize.huggingface_plans import gpt2_plan as gpt2_plan
-from tpkernels.interop.parallelize.huggingface_plans import llama_plan as llama_plan
+from tpkernels.interop.parallelize.plan import gpt2_plan as gpt2_plan
+from tpkernels.interop.parallelize.plan import llama_plan as llama_plan
 from tpkernels.interop.renaming import Rule, to_ours, to_theirs
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import Activation

@@ -17,8 +17,8 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
-from tpkernels.topology.shard import pieces_of
-from tpkernels.topology.vocabulary import VocabularySplit
+from tpkernels.topology.shard import ranges_of
+from tpkernels.topology.shard import VocabularySplit
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,6 @@ def _part(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> Pa
     else:
         size = tensor.shape[dim] * world.size
         stride = attributes.partition_stride
-        pieces = tuple(pieces_of(rank, size=size, ranks=world.size, stride=stride) for rank in ranks)
+        pieces = tuple(ranges_of(rank, size=size, ranks=world.size, stride=stride) for rank in ranks)
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
     return Part(tensor, shape, dim, pieces, world.rank)

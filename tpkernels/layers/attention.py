@@ -16,7 +16,7 @@ from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.qkv import ParallelQKV
 from tpkernels.layers.rotary import Rotation, rotate, rotation
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.topology.heads import head_size_of, require_heads
+from tpkernels.topology.shard import head_size_of, require_heads
 
 
 class ParallelAttention(nn.Module):

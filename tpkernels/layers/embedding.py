@@ -10,7 +10,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.init import InitMethod, fill_shard, leave_unset
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
-from tpkernels.topology.vocabulary import split_vocabulary
+from tpkernels.topology.shard import split_vocabulary
 
 
 class VocabParallelEmbedding(ParallelModule):

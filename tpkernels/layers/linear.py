@@ -22,7 +22,7 @@ from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-from tpkernels.topology.shard import pieces_of, shard_size
+from tpkernels.topology.shard import ranges_of, shard_size
 from tpkernels.topology.sizes import positive
 
 
@@ -67,7 +67,7 @@ class _ParallelLinear(ParallelModule):
         """
         if self.weight is not None:
             whole = (self.output_size, self.input_size)
-            pieces = pieces_of(
+            pieces = ranges_of(
                 self.world.rank, size=whole[self._dim], ranks=self.world.size, stride=self.stride
             )
             master = fill_shard(self.weight, self.init_method, whole=whole, dim=self._dim, pieces=pieces)

@@ -39,13 +39,16 @@ class MarkedModule(nn.Module):
     def add_parameter(
         self,
         name: str,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None,
         attributes: Attributes,
         *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """A parameter that is to be filled by `reset_parameters`."""
+        """A parameter that `reset_parameters` fills; shape None: the name without a parameter."""
+        if shape is None:
+            self.register_parameter(name, None)
+            return
         self._attributes[name] = attributes
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
