@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.checks import error_of
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
 from tpkernels.interop.parts import parts_of, unwrapped
 
@@ -134,7 +134,7 @@ def split_alike(tensor: int) -> list[str]:
             if split.blocks[1].down.weight.requires_grad or not split.blocks[1].down.bias.requires_grad:
                 wrong.append("frozen")
             check_replicas(split, state=where)
-    gathered = whole_state_dict(split)
+    gathered = full_state_dict(split)
     wrong += [name for name, value in gathered.items() if not torch.equal(value, whole.state_dict()[name])]
     drawn = toy(seed=dist.get_rank() % tensor)
     first = toy(seed=0)
@@ -143,7 +143,7 @@ def split_alike(tensor: int) -> list[str]:
         later = Toy(bias=False).double()
     later = parallelize(later, plan=PLAN).to_empty(device="cpu")
     whole = toy(bias=False)
-    load_whole(later, whole.state_dict())
+    load_full_state_dict(later, whole.state_dict())
     return wrong + differences(later, whole)
 
 
@@ -304,7 +304,7 @@ def huggingface_alike(config_of: dict[str, dict[str, Any]], tensor: int) -> list
         greedy = [model.generate(IDS[:, :3], max_new_tokens=4, do_sample=False) for model in (split, whole)]
         if not torch.equal(*greedy):
             wrong.append(f"{kind}: text")
-        gathered = whole_state_dict(split)
+        gathered = full_state_dict(split)
         if not all(torch.equal(value, whole.state_dict()[name]) for name, value in gathered.items()):
             wrong.append(f"{kind}: whole weights")
     destroy_model_parallel()

@@ -74,7 +74,10 @@ def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
         ("TypeError", "'0.linear1': expected a module that its parent calls, but '0', an nn.Transformer"),
         ("ValueError", "'embed.weight': expected the same weights on all tensor-parallel ranks"),
         ("ValueError", "DistributedDataParallel has not wrapped, but it has wrapped 'module.embed.weight'"),
-        ("ValueError", "DistributedDataParallel has not wrapped, but it has wrapped 'embed.weight', and would"),
+        (
+            "ValueError",
+            "DistributedDataParallel has not wrapped, but it has wrapped 'embed.weight', and",
+        ),
         ("ValueError", "weights: expected 'check' or 'broadcast', got 'ignore'"),
         ("ValueError", "ranks disagree"),
         ("ValueError", "ranks disagree"),

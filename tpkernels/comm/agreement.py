@@ -6,6 +6,7 @@ every rank can say who differs, and where.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 from collections.abc import Sequence
@@ -106,7 +107,7 @@ def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     assert claim.problem is not None
     kind, text = claim.problem
     alike = [rank for rank, other in problems if other.problem == claim.problem]
-    error = TypeError if kind == "TypeError" else ValueError
+    error = getattr(builtins, kind)
     raise error(f"{claim.request}: on {_listed(alike or [first])}: {text}")
 
 

@@ -35,7 +35,7 @@ from tpkernels.interop import checksums
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
 from tpkernels.interop.parts import Part, parts_of, require_one_stage, world_of
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.saved import Planner, Reader, files_of, read_metadata
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
@@ -63,7 +63,7 @@ def save(
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.unfinished")
     request = f"dcp.save({path})"
-    with together(request):
+    with raise_on_all_ranks(request):
         if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
         require_one_stage(state)
@@ -73,16 +73,16 @@ def save(
         if optimizer is not None:
             content |= OptimizerState(optimizer, parts, world.group).content()
         content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
-    with together(request):
+    with raise_on_all_ranks(request):
         if dist.get_rank() == 0:
             clear(unfinished)  # of a run that ended while it wrote
             unfinished.mkdir(parents=True)
     _write(unfinished, content)
     own: dict[str, str] = {}
-    with together(request):
+    with raise_on_all_ranks(request):
         own = checksums.sums_of_own(unfinished, dist.get_rank(), dist.get_world_size())
     sums = _gathered(own)
-    with together(request):
+    with raise_on_all_ranks(request):
         if dist.get_rank() == 0:
             with _removed_on_failure(unfinished):
                 checksums.write(unfinished, sums)
@@ -108,11 +108,11 @@ def load(
     """
     path = Path(path)
     request = f"dcp.load({path})"
-    with together(request):
+    with raise_on_all_ranks(request):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         summed = checksums.intact_files(path, dist.get_rank(), dist.get_world_size())
-    with together(request):
+    with raise_on_all_ranks(request):
         saved = read_metadata(path)
         if summed is None:
             _warn_of_no_sums(path)
@@ -130,7 +130,7 @@ def load(
     reader = Reader(path, saved)
     _read(reader, header, weights_only=weights_only)
     same_sizes = header["sizes"] == _sizes(world.size)
-    with together(request):
+    with raise_on_all_ranks(request):
         content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
         resumed = None
         if optimizer is not None:

@@ -17,8 +17,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
-from tpkernels.topology.shard import ranges_of
-from tpkernels.topology.shard import VocabularySplit
+from tpkernels.topology.shard import VocabularySplit, ranges_of
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.files import clear, parsed, read_text
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.layers.world import State
 
 
@@ -27,17 +27,17 @@ def save(path: str | os.PathLike[str], model: nn.Module, *, state: State = None)
     state: as the model was built with; by default found in its layers
     """
     path = Path(path)
-    with together(f"safetensors.save({path})"):
+    with raise_on_all_ranks(f"safetensors.save({path})"):
         _package("safetensors")
         if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; remove it, or choose another name")
-    write(path, whole_state_dict(model, state=state))
+    write(path, full_state_dict(model, state=state))
 
 
 def write(path: str | os.PathLike[str], whole: dict[str, Tensor]) -> None:
     """Write rank 0's tensors to a file that is complete once it has its name. Called by all ranks."""
     path = Path(path)
-    with together(f"safetensors.write({path})"):
+    with raise_on_all_ranks(f"safetensors.write({path})"):
         if dist.get_rank() == 0:
             unfinished = path.with_name(f".{path.name}.unfinished")
             clear(unfinished)  # of a process that ended while it wrote
@@ -54,9 +54,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, cast: bool = False, 
     cast: take tensors of another dtype too
     state: as the model was built with; by default found in its layers
     """
-    with together(f"safetensors.load({path})"):
+    with raise_on_all_ranks(f"safetensors.load({path})"):
         whole = read(path)
-    load_whole(model, whole, cast=cast, state=state)
+    load_full_state_dict(model, whole, cast=cast, state=state)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:

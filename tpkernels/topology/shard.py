@@ -1,15 +1,16 @@
 """Which rows or columns of a weight each rank holds; which ids of a vocabulary; which heads.
 
-A dimension is split into ranks x stride equal ranges; rank r holds ranges r, r + ranks, r + 2 ranks, ... With
-stride 1 that is one contiguous range. A stride of n is for n weights concatenated in one: each of them is split.
+A dimension is split into ranks x stride equal ranges; rank r holds ranges r, r + ranks, r + 2 ranks, ...
+With stride 1 that is one contiguous range. A stride of n is for n weights concatenated in one: each of them
+is split.
 
 >>> ranges_of(1, size=8, ranks=2)
 (range(4, 8),)
 >>> [row for each in ranges_of(0, size=8, ranks=2, stride=2) for row in each]
 [0, 1, 4, 5]
 
-A vocabulary need not be a multiple of the ranks: its table is padded. Each rank holds the same number of rows;
-rows past the last id are padding, and the last ranks may hold nothing else.
+A vocabulary need not be a multiple of the ranks: its table is padded. Each rank holds the same number of
+rows; rows past the last id are padding, and the last ranks may hold nothing else.
 
 >>> split = split_vocabulary(7, ranks=4)
 >>> split.padded_size, split.shard_size

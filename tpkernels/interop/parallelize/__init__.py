@@ -1,10 +1,10 @@
 """A model of torch's own layers, split over tensor-parallel ranks in place.
 
-    plan      patterns of module names, and what becomes of the modules that match
-    swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
-    trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
-              and gradients are the unsharded model's (verify)
-    buffers   what a model on the meta device needs when it gets memory
+plan      patterns of module names, and what becomes of the modules that match
+swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
+trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
+          and gradients are the unsharded model's (verify)
+buffers   what a model on the meta device needs when it gets memory
 """
 
 from __future__ import annotations

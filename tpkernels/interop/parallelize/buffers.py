@@ -2,9 +2,9 @@
 
 `to_empty` gives each module a parameter of its own. Here modules that shared one share one again.
 
-It leaves non-persistent buffers with arbitrary numbers, and no checkpoint holds them. They are computed again by
-the `_init_weights` of `transformers`, by `reset_parameters`, or by the module's class with its config; a module
-whose buffers none of these computes refuses to run until they are set.
+It leaves non-persistent buffers with arbitrary numbers, and no checkpoint holds them. They are computed
+again by the `_init_weights` of `transformers`, by `reset_parameters`, or by the module's class with its
+config; a module whose buffers none of these computes refuses to run until they are set.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str])
 
 
 def _ways(model: nn.Module, prefix: str, owner: nn.Module) -> Iterator[Callable[[nn.Module], Any]]:
-    """Functions that may write the buffers of a module like `owner`, or return another module that has them."""
+    """Functions of a module like `owner` that may write its buffers, or return a module that has them."""
     steps = prefix.split(".") if prefix else []
     for length in range(len(steps), -1, -1):  # the nearest ancestor first
         ancestor = model.get_submodule(".".join(steps[:length]))

@@ -1,6 +1,7 @@
-"""Layers that take the place of `nn.Linear`, `nn.Embedding` and `Conv1D`: called alike, with a shard of the weights.
+"""Layers that replace `nn.Linear`, `nn.Embedding` and `Conv1D`: called alike, with a shard of the weights.
 
-Their parameters are on the meta device until the caller sets them.
+`Conv1D` is the linear layer of GPT-2 in `transformers`. Parameters are on the meta device until the caller
+sets them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def replacement(kind: str, old: nn.Module, *, stacked: int, state: State) -> nn.
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the `Conv1D` of `transformers`: a linear layer with a weight (in_features, out_features)."""
+    """Whether it is the `Conv1D` of `transformers`, whose weight is (in_features, out_features)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
 
 

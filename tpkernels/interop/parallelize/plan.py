@@ -8,8 +8,9 @@
     replicated  any module that is kept and works on full features, wherever it stands
 
 Patterns are those of `fnmatch`: * matches anything, dots too. `llama_plan` and `gpt2_plan` are for models of
-`transformers`. Their attention infers the number of heads, `view(..., -1, head_dim)`, so that each rank works on
-its own heads. A head is never split: the number of heads of keys and values must be a multiple of the ranks.
+`transformers`. Their attention infers the number of heads, `view(..., -1, head_dim)`, so that each rank
+works on its own heads. A head is never split: the number of heads of keys and values must be a multiple of
+the ranks.
 """
 
 from __future__ import annotations

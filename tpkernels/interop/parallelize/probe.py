@@ -1,10 +1,10 @@
 """Which replicated parameters see only this rank's features, found by one forward without communication.
 
-The gradient of a parameter between a column and a row layer, such as a norm of queries or keys, is a term of a
-sum over ranks. To find such parameters, a twin of the unsharded model is called: its column layers return this
-rank's features only, its row layers get zeros for the features of other ranks. In the graph that autograd
-records, a parameter is partial if a path leads from a row layer to it without passing a column layer. Without
-such a graph, parameters are judged by where their modules stand.
+The gradient of a parameter between a column and a row layer, such as a norm of queries or keys, is a term of
+a sum over ranks. To find such parameters, a twin of the unsharded model is called: its column layers return
+this rank's features only, its row layers get zeros for the features of other ranks. In the graph that
+autograd records, a parameter is partial if a path leads from a row layer to it without passing a column
+layer. Without such a graph, parameters are judged by where their modules stand.
 """
 
 from __future__ import annotations

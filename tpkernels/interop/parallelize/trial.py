@@ -82,7 +82,7 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
 def _probed(
     model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld, fits: bool
 ) -> dict[str, bool] | None:
-    """By name, whether a parameter sees this rank's features only; None if the unsharded model does not run."""
+    """By name, whether a parameter sees this rank's features only; None if the model does not run."""
     device = _device(world) if fits else None
     try:
         twin = twin_of(model, device=device)

@@ -40,10 +40,10 @@ def twin_of(
 
 
 def made_up_inputs(model: nn.Module, ranks: int) -> tuple[Tensor] | None:
-    """Ids if the first embedding or linear layer is an embedding, features if it is linear; None without either.
+    """Ids if the first embedding or linear layer is an embedding, else features; None without such a layer.
 
-    The numbers of sequences and tokens are coprime to the ranks: a model that folds features into them, because
-    it has a rank's share of its heads, returns another shape.
+    The numbers of sequences and tokens are coprime to the ranks: a model that folds features into them,
+    because it has a rank's share of its heads, returns another shape.
     """
     batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
     for module in model.modules():
@@ -79,7 +79,7 @@ def floating_tensors(output: Any) -> list[Tensor]:
 
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
-    """Gradients enabled, no meta device, and random streams restored at the end, whatever the caller has set."""
+    """With gradients, off the meta device, and with random streams restored, whatever the caller has set."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     default = torch.get_default_device()
     default = torch.device("cpu") if default.type == "meta" else default
