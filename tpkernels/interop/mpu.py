@@ -9,7 +9,10 @@ from typing import Protocol, SupportsIndex
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state.names import *  # noqa: F403
+from tpkernels.parallel_state.dense import *  # noqa: F403
+from tpkernels.parallel_state.experts import *  # noqa: F403
+from tpkernels.parallel_state.stages import *  # noqa: F403
+from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.sizes import InvalidSizes

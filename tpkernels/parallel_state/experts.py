@@ -6,12 +6,60 @@ from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
-from tpkernels.parallel_state.asking import GroupOrNone, data_kind, group_for, rank_for, size_for, state_for
-from tpkernels.parallel_state.dense import get_data_parallel_group
+from tpkernels.parallel_state.dense import (
+    GroupOrNone,
+    data_kind,
+    get_data_parallel_group,
+    group_for,
+    rank_for,
+    rank_or_none,
+    size_for,
+    size_or_none,
+    state_for,
+)
 from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
 from tpkernels.topology.plan import Kind
-from tpkernels.topology.sizes import not_negative, positive
+
+__all__ = [
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_world_size",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "set_expert_model_parallel_world_size",
+    "set_expert_model_parallel_rank",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_world_size",
+    "get_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size",
+    "set_expert_tensor_parallel_rank",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_world_size",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_group_gloo",
+    "get_data_parallel_group_gloo",
+    "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_context_parallel_rank",
+    "get_tensor_and_data_parallel_group",
+    "get_amax_reduction_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
+    "get_gtp_weight_remat_group",
+    "get_gtp_weight_remat_world_size",
+    "get_gtp_weight_remat_rank",
+    "get_gtp_weight_remat_global_ranks",
+    "get_expert_gtp_weight_remat_group",
+    "get_expert_gtp_weight_remat_world_size",
+    "get_expert_gtp_weight_remat_rank",
+    "get_expert_gtp_weight_remat_global_ranks",
+]
 
 _EXPERT = "expert model parallel group"
 _EXPERT_DATA = "expert data parallel group"
@@ -38,13 +86,11 @@ def get_expert_model_parallel_src_rank() -> int:
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), expert_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), expert_size=size_or_none(world_size)))
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), expert_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), expert_rank=rank_or_none(rank)))
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> GroupOrNone:
@@ -61,13 +107,11 @@ def get_expert_tensor_parallel_rank() -> int:
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), expert_tensor_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), expert_tensor_size=size_or_none(world_size)))
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), expert_tensor_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), expert_tensor_rank=rank_or_none(rank)))
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> GroupOrNone:

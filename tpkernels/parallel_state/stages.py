@@ -6,30 +6,48 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from tpkernels.parallel_state.asking import state_for
 from tpkernels.parallel_state.dense import (
     get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_world_size,
+    rank_or_none,
+    size_or_none,
+    state_for,
 )
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
 from tpkernels.topology.grid import Ranks
-from tpkernels.topology.sizes import not_negative, positive
+
+__all__ = [
+    "set_pipeline_model_parallel_split_rank",
+    "set_virtual_pipeline_model_parallel_rank",
+    "set_virtual_pipeline_model_parallel_world_size",
+    "get_pipeline_model_parallel_split_rank",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
+    "is_pipeline_stage_before_split",
+    "is_pipeline_stage_after_split",
+    "is_pipeline_stage_at_split",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+]
 
 
 def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), split_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), split_rank=rank_or_none(rank)))
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank, virtual_rank_said=True))
+    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank_or_none(rank), virtual_rank_said=True))
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """How many virtual stages there are; None: no virtual pipeline."""
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), virtual_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), virtual_size=size_or_none(world_size)))
 
 
 def get_pipeline_model_parallel_split_rank() -> int | None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from tpkernels.runtime.initialize import as_text, start
+from tpkernels.runtime.initialize import as_text, plain, start
 from tpkernels.runtime.state import ParallelState
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
@@ -54,17 +52,16 @@ def initialize_model_parallel(
 
     The others are Megatron's. Only their defaults are supported; `docs/megatron.md` says what is instead.
     """
-    given = dict(locals())  # a call with one of Megatron's many arguments is compared between ranks, too
-    given["group_options"] = sorted(map(repr, group_options)) if group_options else None
-    call = as_text(initialize_model_parallel, *(_shown(value) for value in given.values()))
-    request = f"parallel_state.{call}"  # which makes other groups than tpkernels.initialize_model_parallel
+    given = dict(locals())
+    # "parallel_state.": it makes other groups than tpkernels.initialize_model_parallel
+    request = f"parallel_state.{as_text(initialize_model_parallel, given)}"
     limit = timeout if distributed_timeout_minutes is None else _from_minutes(distributed_timeout_minutes)
 
-    def plan() -> GroupPlan:
+    def plan(world_size: int) -> GroupPlan:
         for name, default in _ONLY.items():
             if given[name] != default and (given[name] or default):
                 raise InvalidSizes(
-                    f"{name}: expected {default!r}, got {_shown(given[name])!r}: it is not supported; "
+                    f"{name}: expected {default!r}, got {plain(given[name])!r}: it is not supported; "
                     "docs/megatron.md says what to use instead"
                 )
         if expert_tensor_parallel_size not in (None, tensor_model_parallel_size):
@@ -78,7 +75,7 @@ def initialize_model_parallel(
                 f"{distributed_timeout_minutes!r} and timeout={timeout!r}"
             )
         return plan_groups(
-            world_size=dist.get_world_size(),
+            world_size=world_size,
             tensor=tensor_model_parallel_size,
             pipeline=pipeline_model_parallel_size,
             context=context_parallel_size,
@@ -88,7 +85,7 @@ def initialize_model_parallel(
             order=order,
         )
 
-    return start(request, plan, limit, backend, group_options or {}, (*KINDS, *COMBINED_KINDS))
+    return start(request, plan, limit, backend, group_options, (*KINDS, *COMBINED_KINDS))
 
 
 # Of these only Megatron's default, or another empty value, is supported.
@@ -108,11 +105,6 @@ _ONLY: Mapping[str, object] = {
     "rank_offset": 0,
     "local_world_size": None,
 }
-
-
-def _shown(value: object) -> object:
-    """The same on all ranks, where a function's address is not."""
-    return getattr(value, "__qualname__", "a function") if callable(value) else value
 
 
 def _from_minutes(minutes: float) -> timedelta | None:
