@@ -10,8 +10,8 @@ from torch import nn
 from tests.layers.worlds import posing
 from tests.ops.parallel_cases import compare, same, shard
 from tpkernels import ParallelAttention, initialize_model_parallel
+from tpkernels.layers.attention import rotation
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.rotary import rotation
 from tpkernels.ops.tensor_parallel import parallel
 
 HIDDEN = 32

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.layers.rotary import rotate, rotation
+from tpkernels.layers.attention import rotate, rotation
 
 
 def turned(x, positions, base):

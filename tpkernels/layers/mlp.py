@@ -1,4 +1,4 @@
-"""The MLP of a transformer block: up, an activation or a gated unit, down again; one operator."""
+"""The MLP of a transformer layer, as one op: up-projection, activation or gated unit, down-projection."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ class ParallelMLP(ParallelModule):
     """act(X Uᵀ + b) Dᵀ + c, or the gated f(X Gᵀ) * (X Uᵀ) in place of the activation.
 
     activation: gelu_tanh, gelu, silu, relu or relu2; gated: swiglu, geglu or geglu_tanh
-    bias: of both products; a gated unit has none, only what follows it
-    init_method: fills the whole up-projection and gate; output_layer_init_method: the whole down-projection,
-        by default the same
+    bias: of both projections; with a gated unit of the down-projection only
+    init_method: fills the full up-projection and gate; output_layer_init_method: the full down-projection, by
+        default the same
     skip_bias_add: return the last bias instead of adding it
-    sequence_parallel: X and the output are this rank's tokens, of dimension 0; no effect on one rank
-    gradient_accumulation_fusion: add the weights' gradients to their `main_grad`
-    overlap: move pieces while others are computed
-    perform_initialization: as in `ColumnParallelLinear`
-    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    sequence_parallel: X and the output are this rank's tokens (dimension 0); no effect on one rank
+    Others as in `ColumnParallelLinear`.
 
-    Gate and up are two weights, `gate.weight` and `up.weight`, so that one that is saved whole can be split
-    for another number of ranks. The three layers hold parameters only: their `forward` is not called, and
-    hooks on them do not run.
+    Gate and up are two weights, `gate.weight` and `up.weight`, so that full ones can be split for another
+    number of ranks. The three layers only hold parameters: their `forward` is not called, and hooks on them
+    do not run.
     """
 
     def __init__(
