@@ -20,7 +20,7 @@ from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
-from tpkernels.interop.parts import parts_of, unwrapped
+from tpkernels.interop.shards import shards_of, unwrapped
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ def wrong_gradients(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> 
     wrong = []
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     for name, parameter in unwrapped(split).named_parameters():
-        part, gradient = parts_of(split)[name], parameter.grad
+        part, gradient = shards_of(split)[name], parameter.grad
         if (gradient is None) != (expected[name] is None):
             wrong.append(f"{name} has a gradient")
         if gradient is None or expected[name] is None:

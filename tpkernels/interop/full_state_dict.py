@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tpkernels.interop.parts import Part, parts_of, require_one_stage, unwrapped, world_of
 from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
+from tpkernels.interop.shards import TensorShard, require_one_stage, shards_of, unwrapped, world_of
 from tpkernels.layers.world import State
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
@@ -27,12 +27,12 @@ def full_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tenso
     with raise_on_all_ranks("full_state_dict"):
         require_one_stage(state)
         group = world_of(model, state).group
-        parts = parts_of(model, state)
+        shards = shards_of(model, state)
     if dist.get_process_group_ranks(group)[0] != 0:
         return {}  # another replica of the model
     full: dict[str, Tensor] = {}
-    for name, part in parts.items():
-        tensor = _gathered(part, group)
+    for name, shard in shards.items():
+        tensor = _gathered(shard, group)
         if dist.get_rank() == 0:
             full[name] = tensor.to("cpu", copy=True)
     return full
@@ -51,42 +51,44 @@ def load_full_state_dict(
     state: as the model was built with; by default found in its layers
     """
     with raise_on_all_ranks("load_full_state_dict"):
-        parts = parts_of(model, state)
-        _compare(parts, full, unwrapped(model).state_dict().keys(), cast=cast)
-    for name, part in parts.items():
-        for chunk in part.chunks():
+        shards = shards_of(model, state)
+        _compare(shards, full, unwrapped(model).state_dict().keys(), cast=cast)
+    for name, shard in shards.items():
+        for chunk in shard.chunks():
             chunk.view.copy_(full[name][chunk.where])
-        part.zero_padding()
+        shard.zero_padding()
 
 
 @torch.no_grad()
-def _gathered(part: Part, group: ProcessGroup) -> Tensor:
+def _gathered(shard: TensorShard, group: ProcessGroup) -> Tensor:
     """The full tensor, on all ranks of the group."""
-    if part.dim is None:
-        return part.local.detach()
-    rows = part.local.detach().movedim(part.dim, 0).contiguous()
-    shards = gather_from_sequence_region(rows, group).chunk(group.size())
-    full = part.local.new_empty(part.shape)
-    for rank, shard in enumerate(shards):
-        for chunk in part.chunks(shard.movedim(0, part.dim), rank):
+    if shard.dim is None:
+        return shard.local.detach()
+    rows = shard.local.detach().movedim(shard.dim, 0).contiguous()
+    gathered = gather_from_sequence_region(rows, group).chunk(group.size())
+    full = shard.local.new_empty(shard.shape)
+    for rank, local in enumerate(gathered):
+        for chunk in shard.chunks(local.movedim(0, shard.dim), rank):
             full[chunk.where] = chunk.view
     return full
 
 
-def _compare(parts: Mapping[str, Part], full: Mapping[str, Tensor], known: Set[str], *, cast: bool) -> None:
-    missing = [name for name in parts if name not in full]
-    surplus = [name for name in full if name not in parts and name not in known]
+def _compare(
+    shards: Mapping[str, TensorShard], full: Mapping[str, Tensor], known: Set[str], *, cast: bool
+) -> None:
+    missing = [name for name in shards if name not in full]
+    surplus = [name for name in full if name not in shards and name not in known]
     if missing or surplus:
         raise ValueError(
             f"expected the tensors of the model by name: missing are {missing or 'none'}, not in the model "
             f"are {surplus or 'none'}"
         )
-    for name, part in parts.items():
-        if tuple(full[name].shape) != part.shape:
-            raise ValueError(f"'{name}': expected {part.shape}, got {tuple(full[name].shape)}")
-        if full[name].dtype != part.local.dtype and not cast:
+    for name, shard in shards.items():
+        if tuple(full[name].shape) != shard.shape:
+            raise ValueError(f"'{name}': expected {shard.shape}, got {tuple(full[name].shape)}")
+        if full[name].dtype != shard.local.dtype and not cast:
             raise ValueError(
-                f"'{name}': expected {part.local.dtype}, got {full[name].dtype}; pass cast=True to convert"
+                f"'{name}': expected {shard.local.dtype}, got {full[name].dtype}; pass cast=True to convert"
             )
 
 

@@ -1,4 +1,4 @@
-"""The older Megatron `mpu.initialize`: its spellings, and what only it has, over `parallel_state`."""
+"""The older Megatron's `mpu.initialize`, over `parallel_state`: its spellings, and what only it has."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size_: int | None = None,
     pipeline_model_parallel_split_rank_: int | None = None,
 ) -> ParallelState:
-    """As in `parallel_state`, but a size larger than the world is cut down to it, with a warning."""
+    """As in `parallel_state`, but a size larger than the world is reduced to it, with a warning."""
     return initialize_in_runtime(
         _at_most_world(tensor_model_parallel_size_, "tensor_model_parallel_size_"),
         _at_most_world(pipeline_model_parallel_size_, "pipeline_model_parallel_size_"),
