@@ -7,8 +7,8 @@ import torch
 
 from tests.loopback import VirtualHandle, open_symmetric_loopback
 from tpkernels.comm.schedule import flag_of
+from tpkernels.comm.transports import symmetric
 from tpkernels.comm.transports.handshake import machine, ranks_beside
-from tpkernels.comm.transports.select import symmetric
 from tpkernels.comm.transports.symmetric import require_gpu_each, why_not
 
 

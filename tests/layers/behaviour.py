@@ -27,7 +27,7 @@ from tpkernels import (
     reduce_from_tensor_model_parallel_region,
 )
 from tpkernels.comm import schedule
-from tpkernels.comm.transports.select import transfers
+from tpkernels.comm.transports import transfers
 from tpkernels.layers.world import State
 
 

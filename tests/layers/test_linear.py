@@ -10,7 +10,7 @@ from torch import nn
 from tests.fake_world import each_rank
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel, parallel_state
-from tpkernels.comm.transports.select import transfers
+from tpkernels.comm.transports import transfers
 from tpkernels.layers.attributes import Attributes
 from tpkernels.runtime.state import ParallelStateError, uninstall
 

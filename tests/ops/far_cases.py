@@ -14,8 +14,8 @@ from tests.loopback import VirtualHandle
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.transport_cases import CPU, open_exchanges, using
 from tpkernels.comm.calls import begin
+from tpkernels.comm.transports import shared, symmetric, transfers
 from tpkernels.comm.transports.neighbours import name_of_neighbours
-from tpkernels.comm.transports.select import shared, symmetric, transfers
 from tpkernels.comm.transports.transfers import Transfers
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
-from tpkernels.comm.transports.select import select as transports
+from tpkernels.comm.transports import select as transports
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tpkernels.comm.calls import begin
 from tpkernels.comm.schedule import bounds
+from tpkernels.comm.transports import transfers
 from tpkernels.comm.transports.c10d import AllReducing, Swapping
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.select import transfers
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp

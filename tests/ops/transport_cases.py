@@ -19,10 +19,10 @@ from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ranks import COLLECTIVE_SECONDS
+from tpkernels.comm.transports import select as transports
+from tpkernels.comm.transports import shared, symmetric
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.select import select as transports
-from tpkernels.comm.transports.select import shared, symmetric
 from tpkernels.comm.transports.shared import map_shared
 from tpkernels.dispatch import steps
 from tpkernels.kernels import gather_linear
