@@ -54,7 +54,7 @@ _DATA = "data parallel group"
 _CONTEXT = "context parallel group"
 
 
-# None where check_initialized=False finds no group; callers that leave it True need not look.
+# None if check_initialized=False finds no group: Any, so that callers need not check for None otherwise.
 GroupOrNone = ProcessGroup | Any
 
 
@@ -66,7 +66,7 @@ def state_for(what: str) -> ParallelState:
 
 
 def group_for(what: str, kind: Kind, check_initialized: bool = True) -> GroupOrNone:
-    """This rank's group; without one an error, or None if that is not to be checked."""
+    """This rank's group; without one an error, or None if check_initialized is False."""
     state = current_or_none()
     if not check_initialized and (state is None or not state.is_member(kind)):
         return None
@@ -82,7 +82,7 @@ def rank_for(what: str, kind: Kind, on_the_fly: int | None = None) -> int:
 
 
 def data_kind(with_context_parallel: bool, partial_data_parallel: bool = False) -> Kind:
-    """With one instance of the distributed optimizer its part of the data ranks is all of them."""
+    """partial_data_parallel: of one distributed-optimizer instance: there is one, over all data ranks"""
     if partial_data_parallel and not with_context_parallel:
         raise ValueError(
             "partial_data_parallel=True: expected with_context_parallel=True, for an instance of the "
@@ -110,7 +110,7 @@ def is_initialized() -> bool:
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> GroupOrNone:
-    """The ranks that hold one whole model together: tensor x pipeline."""
+    """The ranks that share one model: tensor x pipeline."""
     return group_for("model parallel group", "model", check_initialized)
 
 
@@ -125,8 +125,8 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> GroupOr
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """with_gtp_remat: the same group, for no weights are gathered for each use
-    partial_data_parallel: the same group, for there is one instance of the distributed optimizer
+    """with_gtp_remat: no effect: no weights are gathered for each use
+    partial_data_parallel: no effect: there is one instance of the distributed optimizer
     """
     return group_for(_DATA, data_kind(with_context_parallel, partial_data_parallel))
 

@@ -1,4 +1,4 @@
-"""Experts, Megatron's combined groups, and its groups of features that are not here and so have one rank."""
+"""Experts, Megatron's combined groups, and groups of one rank for features that are not supported."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> GroupOrNone:
-    """with_egtp_remat: the same group, for no weights are gathered for each use"""
+    """with_egtp_remat: no effect: no weights are gathered for each use"""
     return group_for("expert tensor-model-pipeline parallel group", "expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupOrNone:
-    """with_gtp_remat, partial_expert_data_parallel: the same group, see `get_data_parallel_group`"""
+    """with_gtp_remat, partial_expert_data_parallel: no effect, see `get_data_parallel_group`"""
     return group_for(_EXPERT_DATA, "expert_dp", check_initialized)
 
 
@@ -196,7 +196,7 @@ def get_tensor_and_data_parallel_group(
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
-    """The ranks that scale fp8 tensors alike: tensor, unless tp_only_amax_red data, and perhaps context."""
+    """The ranks that share fp8 scales: tensor, data unless tp_only_amax_red, context if asked for."""
     kinds: tuple[Kind, Kind] = ("tp", "tp_cp") if tp_only_amax_red else ("tp_dp", "tp_dp_cp")
     return group_for("FP8 amax reduction group", kinds[with_context_parallel])
 

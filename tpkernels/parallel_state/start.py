@@ -44,13 +44,13 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> ParallelState:
-    """As `tpkernels.initialize_model_parallel`, which makes no combined groups, such as tensor x data.
+    """As `tpkernels.initialize_model_parallel`, and also makes combined groups, such as tensor x data.
 
     distributed_timeout_minutes: `timeout` in minutes; by default that of the default process group, too
-    create_gloo_process_groups: without effect, see `get_data_parallel_group_gloo`
-    expert_tensor_parallel_size: the tensor-parallel size, if any
+    create_gloo_process_groups: no effect, see `get_data_parallel_group_gloo`
+    expert_tensor_parallel_size: None or the tensor-parallel size
 
-    The others are Megatron's. Only their defaults are supported; `docs/megatron.md` says what is instead.
+    For the others only Megatron's defaults are supported; `docs/megatron.md` says what to use instead.
     """
     given = dict(locals())
     # "parallel_state.": it makes other groups than tpkernels.initialize_model_parallel
@@ -88,7 +88,7 @@ def initialize_model_parallel(
     return start(request, plan, limit, backend, group_options, (*KINDS, *COMBINED_KINDS))
 
 
-# Of these only Megatron's default, or another empty value, is supported.
+# Arguments that must have Megatron's default, or another empty value.
 _ONLY: Mapping[str, object] = {
     "pipeline_model_parallel_comm_backend": None,
     "use_sharp": False,

@@ -117,11 +117,15 @@ class _Board:
         self.store.compare_set("verdict", "", verdict)
 
     def _wait(self, key: str) -> bool:
-        """Whether `key` is set in time."""
-        try:
-            self.store.wait([key], self.world.timeout)
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # stores differ in what they raise for a time-out, such as DistStoreError
-            return self.store.check([key])
-        return True
+        return are_set(self.store, [key], self.world.timeout)
+
+
+def are_set(store: Store, keys: list[str], timeout: timedelta) -> bool:
+    """Whether all keys are set in time."""
+    try:
+        store.wait(keys, timeout)
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # stores differ in what they raise for a time-out, such as DistStoreError
+        return store.check(keys)
+    return True

@@ -44,7 +44,7 @@ def initialize_model_parallel(
     """Split the world into groups and make them this process's parallel state.
 
     Every rank calls it with the same arguments, after `torch.distributed.init_process_group`. Ranks that
-    disagree all get the same error, which says what two of them asked for.
+    disagree all raise the same error, which says what two of them asked for.
 
     virtual_pipeline_model_parallel_size: interleaved stages on each rank; needs 2 or more pipeline stages
     pipeline_model_parallel_split_rank: the first stage of the decoder, in a model that has an encoder too
@@ -52,7 +52,7 @@ def initialize_model_parallel(
     timeout: for the agreement and for every group's collectives; default: the default process group's
     backend: of every group; default: the default process group's
     group_options: backend options by kind, such as {"tp": ProcessGroupNCCL.Options(...)} for high-priority
-        streams; a kind that is named here shares no communicator with other kinds or the default group
+        streams; a kind with options shares no communicator with other kinds or the default group
     """
     request = as_text(initialize_model_parallel, locals())
     plan = partial(
@@ -102,9 +102,9 @@ def create_parallel_state(
     backend: str | None = None,
     group_options: Mapping[Kind, Any] | None = None,
 ) -> ParallelState:
-    """The process groups of `plan` as a state of its own, to be passed to layers or entered by `use(state)`.
+    """The process groups of `plan` as a second state, to pass to layers or to enter by `use(state)`.
 
-    Every rank calls it with an equal plan. Ends with `destroy_parallel_state(state)`.
+    Every rank calls it with an equal plan. `destroy_parallel_state(state)` destroys the groups.
     """
     request = as_text(create_parallel_state, locals())
     call = _agree(request, timeout)
@@ -127,7 +127,7 @@ def destroy_model_parallel() -> None:
 
 def destroy_parallel_state(state: ParallelState) -> None:
     """Destroy the process groups of `state`."""
-    if isinstance(state.process_groups, ProcessGroups):  # not those that somebody else brought
+    if isinstance(state.process_groups, ProcessGroups):  # not a caller's own groups
         destroy_process_groups(state.process_groups)
 
 
@@ -136,7 +136,7 @@ def _agree(request: str, timeout: timedelta | None) -> int:
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
         )
-    if dist.get_backend() == "fake":  # one process that pretends: there is nobody to agree with
+    if dist.get_backend() == "fake":  # a single process
         return next(_FAKE_CALLS)
     return _world(timeout).agree(request)
 
