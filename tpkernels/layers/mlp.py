@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -59,23 +63,19 @@ class ParallelMLP(ParallelModule):
         self.overlap = overlap
         gated = activation in GATE_OF
 
-        def up() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden_size,
-                ffn_hidden_size,
-                bias=bias and not gated,
-                gather_output=False,
-                init_method=init_method,
-                sequence_parallel=sequence_parallel,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-                perform_initialization=perform_initialization,
-                state=state,
-                device=device,
-                dtype=dtype,
-            )
-
-        self.up = up()
-        self.gate = up() if gated else None
+        linear: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "perform_initialization": perform_initialization,
+            "state": state,
+            "device": device,
+            "dtype": dtype,
+        }
+        up: Callable[..., ColumnParallelLinear] = partial(
+            ColumnParallelLinear, gather_output=False, init_method=init_method, **linear
+        )
+        self.up = up(hidden_size, ffn_hidden_size, bias=bias and not gated)
+        self.gate = up(hidden_size, ffn_hidden_size, bias=False) if gated else None
         self.down = RowParallelLinear(
             ffn_hidden_size,
             hidden_size,
@@ -83,12 +83,7 @@ class ParallelMLP(ParallelModule):
             input_is_parallel=True,
             init_method=output_layer_init_method or init_method,
             skip_bias_add=skip_bias_add,
-            sequence_parallel=sequence_parallel,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            perform_initialization=perform_initialization,
-            state=state,
-            device=device,
-            dtype=dtype,
+            **linear,
         )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
