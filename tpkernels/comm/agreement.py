@@ -107,7 +107,7 @@ def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     assert claim.problem is not None
     kind, text = claim.problem
     alike = [rank for rank, other in problems if other.problem == claim.problem]
-    error = getattr(builtins, kind)
+    error = getattr(builtins, kind, ValueError)
     raise error(f"{claim.request}: on {_listed(alike or [first])}: {text}")
 
 

@@ -27,8 +27,7 @@ class MarkedModule(nn.Module):
     """A module whose parameters carry Megatron's attributes.
 
     torch makes new parameters, without attributes, when a module is copied, unpickled, materialised or
-    converted, or loads a state dict by assignment. So attributes are noted before that, and set again after
-    it.
+    converted, or loads a state dict by assignment. So attributes are noted before, and set again after.
     """
 
     def __init__(self) -> None:

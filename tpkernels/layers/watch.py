@@ -5,8 +5,7 @@ TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never
 `torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
 drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
 after each step of each optimizer; ranks then compare checksums through torch.distributed's store. If a rank
-has taken another number of steps, this ends by a time-out that says so; a collective would match another
-message.
+has taken another number of steps, a time-out says so, where a collective would match another message.
 """
 
 from __future__ import annotations
