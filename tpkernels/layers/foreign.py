@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,18 +24,21 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import mixing_of
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 Shards = Iterator[tuple[str, tuple[int, ...]]]  # names, and which ranks hold shards of the same weight
 
 
 def refuse_mesh(module: nn.Module, world: TensorWorld) -> None:
     """An error if a parameter of `module` is a DTensor over ranks that hold other shards of it."""
     for name, parameter in module._parameters.items():
-        if parameter is not None and is_dtensor(parameter):
-            ranks = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        if is_dtensor(parameter):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
             _refuse([(f"{type(module).__name__}.{name}", world.ranks)], ranks, "fully_shard")
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
     return module is not None and isinstance(tensor, module.DTensor)
 
