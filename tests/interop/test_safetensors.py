@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.checks import error_of
-from tests.interop.models import built
-from tests.interop.whole_cases import (
+from tests.interop.full_cases import (
     by_former_names,
     growth_while_loading,
     load_all,
@@ -22,6 +21,7 @@ from tests.interop.whole_cases import (
     refuse,
     save_all,
 )
+from tests.interop.models import built
 from tests.layers.worlds import posing
 from tpkernels import initialize_model_parallel
 from tpkernels.interop import safetensors as ours

@@ -1,4 +1,4 @@
-"""What ranks run to write and read one file of the whole model."""
+"""What ranks run to write and read one file of the full model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def whole_on_all(model: torch.nn.Module, where: Any) -> dict[str, torch.Tensor]:
+def full_on_all(model: torch.nn.Module, where: Any) -> dict[str, torch.Tensor]:
     given = [full_state_dict(model, state=where)]
     dist.broadcast_object_list(given)
     return given[0]
@@ -123,6 +123,6 @@ def refuse(folder: str) -> list[Any]:
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for where in (state, mesh, mesh["tp"], state.process_group("tp")):
-        load_full_state_dict(odd, whole_on_all(odd, where), state=where)
+        load_full_state_dict(odd, full_on_all(odd, where), state=where)
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     return errors
