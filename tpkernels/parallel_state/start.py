@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from inspect import signature
+from itertools import dropwhile
 from typing import Any
 
 from tpkernels.runtime.initialize import as_text, plain, start
@@ -88,22 +90,11 @@ def initialize_model_parallel(
     return start(request, plan, limit, backend, group_options, (*KINDS, *COMBINED_KINDS))
 
 
-# Arguments that must have Megatron's default, or another empty value.
+_PARAMETERS = signature(initialize_model_parallel).parameters
+# From this argument on all must have their default, which is Megatron's, or another empty value.
 _ONLY: Mapping[str, object] = {
-    "pipeline_model_parallel_comm_backend": None,
-    "use_sharp": False,
-    "sharp_enabled_group": None,
-    "hierarchical_context_parallel_sizes": None,
-    "hybrid_context_parallel": False,
-    "gtp_remat_size": 1,
-    "expert_gtp_remat_size": 1,
-    "num_distributed_optimizer_instances": 1,
-    "nccl_communicator_config_path": None,
-    "high_priority_stream_groups": None,
-    "get_embedding_ranks": None,
-    "get_position_embedding_ranks": None,
-    "rank_offset": 0,
-    "local_world_size": None,
+    name: _PARAMETERS[name].default
+    for name in dropwhile(lambda name: name != "pipeline_model_parallel_comm_backend", _PARAMETERS)
 }
 
 
