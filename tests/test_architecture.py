@@ -39,7 +39,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
         "runtime",
         "topology",
     },
-    "interop": {"files", "models", "layers", "ops", "runtime", "topology", "parallel_state"},
+    "interop": {"comm", "files", "models", "layers", "ops", "runtime", "topology", "parallel_state"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything
 }

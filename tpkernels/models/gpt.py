@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
+from tpkernels.layers.attention import ParallelDropout
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute, TransformerBlock
-from tpkernels.layers.dropout import ParallelDropout
 from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.init import fill_shard
 from tpkernels.layers.norm import LayerNorm, RMSNorm
@@ -54,7 +54,7 @@ class PositionEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
         whole = self.weight.shape[0], self.weight.shape[1]
-        fill_shard(self.weight, drawn, whole=whole, dim=0, pieces=[range(whole[0])])
+        fill_shard(self.weight, drawn, full=whole, dim=0, ranges=[range(whole[0])])
 
     def forward(self, tokens: int) -> Tensor:
         """(tokens, 1, hidden_size), of all tokens or of this rank's shard of them"""

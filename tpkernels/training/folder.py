@@ -11,7 +11,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from tpkernels.files import parsed, read_bytes, replace_text, unused
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 
 _ABANDONED = ".abandoned"
 
@@ -22,7 +22,7 @@ def checkpoint_of(folder: Path, done: int) -> Path:
 
 def prepare(folder: Path, *, resume: bool) -> None:
     """That checkpoints can be written into `folder`, or an error on all ranks; called by all of them."""
-    with together(f"--save {folder}"):
+    with raise_on_all_ranks(f"--save {folder}"):
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -42,7 +42,7 @@ def set_aside_after(folder: Path, done: int) -> None:
 
     There are some if a run died before `latest` named them, or if somebody wrote an earlier one into it.
     """
-    with together(f"--resume from {folder}, after {done} steps"):
+    with raise_on_all_ranks(f"--resume from {folder}, after {done} steps"):
         if dist.get_rank() == 0:
             for step, path in _steps(folder).items():
                 if step > done:

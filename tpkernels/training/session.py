@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.interop import dcp
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
@@ -79,7 +79,7 @@ class Session:
             signal.signal(signal.SIGTERM, self._note_signal)
         world = dist.get_world_size()
         self._state = create_parallel_state(plan_groups(world_size=world, tensor=tensor))
-        with together(f"train on {world} ranks"):
+        with raise_on_all_ranks(f"train on {world} ranks"):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             require_room(config, tensor, world // tensor, local=local, device=self.device)
         self.trainer = Trainer(config, self._state, self.device)
@@ -101,7 +101,7 @@ class Session:
 
     def resume(self, folder: Path) -> None:
         """Go on from the last checkpoint that was completed in `folder`, if there is one."""
-        with together(f"--resume from {folder}"):
+        with raise_on_all_ranks(f"--resume from {folder}"):
             found = dcp.latest(folder)
         if found is None:
             set_aside_after(folder, 0)
@@ -135,7 +135,7 @@ class Session:
     def lines(self, path: Path) -> TextIO | None:
         """Where the first rank writes a line for each step to come; called by all ranks."""
         opened, said = None, ""
-        with together(f"--json {path}"):
+        with raise_on_all_ranks(f"--json {path}"):
             if self.rank == 0:
                 opened, said = opened_after(path, self.trainer.done)
         if said:
