@@ -20,6 +20,7 @@ from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statisti
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
+from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -30,7 +31,6 @@ from tpkernels.kernels.waits import Arrivals
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAME = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 # tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
 WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
@@ -49,12 +49,13 @@ def cases() -> Iterator[Case]:
         yield from _matmuls(form, dtype)
     yield Case("sum_partials/fp32", partial(_bias_grad, sum_partials, FP32))
     for dtype in (BF16, FP32):
-        yield Case(f"bias_grad/{NAME[dtype]}", partial(_bias_grad, bias_grad, dtype))
-        yield Case(f"reduce_slots/{NAME[dtype]}", partial(_reduce_slots, dtype))
-        yield Case(f"embedding_fwd/embedding_bwd/{NAME[dtype]}", partial(_embedding, dtype))
-        yield Case(f"softmax_statistics/cross_entropy_grad/{NAME[dtype]}", partial(_cross_entropy, dtype))
+        name = SHORT_NAMES[dtype]
+        yield Case(f"bias_grad/{name}", partial(_bias_grad, bias_grad, dtype))
+        yield Case(f"reduce_slots/{name}", partial(_reduce_slots, dtype))
+        yield Case(f"embedding_fwd/embedding_bwd/{name}", partial(_embedding, dtype))
+        yield Case(f"softmax_statistics/cross_entropy_grad/{name}", partial(_cross_entropy, dtype))
         for residual in (False, True):
-            way = f"{NAME[dtype]}{'/residual' * residual}"
+            way = f"{name}{'/residual' * residual}"
             yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}", partial(_rms_norm, dtype, residual))
             yield Case(f"layer_norm_fwd/layer_norm_bwd/{way}", partial(_layer_norm, dtype, residual))
 
@@ -68,7 +69,7 @@ def random(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 
 def _matmuls(form: Form, dtype: torch.dtype) -> Iterator[Case]:
-    way = f"{form}/{NAME[dtype]}"
+    way = f"{form}/{SHORT_NAMES[dtype]}"
     for activation in ACTIVATIONS:
         yield Case(f"linear_fwd/{way}/{activation}", partial(_linear, form, dtype, activation))
         run = partial(_gather_linear, form, dtype, activation)
@@ -81,7 +82,7 @@ def _matmuls(form: Form, dtype: torch.dtype) -> Iterator[Case]:
     yield Case(f"wgrad/{way}", partial(_wgrad, form, dtype))
     for into in (FP32, BF16):
         run = partial(_wgrad_accumulate, form, dtype, into)
-        yield Case(f"wgrad_accumulate_/{way}/{NAME[into]}", run)
+        yield Case(f"wgrad_accumulate_/{way}/{SHORT_NAMES[into]}", run)
 
 
 def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:

@@ -1,21 +1,88 @@
-"""The numerical half of `check`, a program of its own: every launcher, interpreted, against float64.
+"""The numeric gate: every launcher, interpreted, against float64.
 
-Prints one JSON line a case: its name, its largest error as a part of what is allowed, and in words what is
-wrong. Run with TRITON_INTERPRET=1; the one argument says which names to run, see `named`.
+`python -m tpkernels.gate.numerics NAME` computes the cases that NAME names (see `has_parts`), with
+TRITON_INTERPRET=1, and prints one JSON line a case: its name, its largest error as a part of what is allowed,
+and in words what is wrong. `check` runs that program, and remembers a run without a finding.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
 
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
-from tpkernels.gate.name_filter import has_parts
+from tpkernels.gate.catalog import has_parts
 from tpkernels.gate.numeric_cases import Case, Results, cases
 from tpkernels.kernels import launch
+from tpkernels.kernels.disk_cache import DiskCache
+
+PACKAGE = Path(__file__).parents[1]
+SOURCES = ("kernels/*.py", "gate/*.py")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A case with what came of it."""
+
+    case: str
+    error: float  # the largest, as a part of what is allowed
+    failure: str  # "" if there is none
+
+
+def check(only: str, report: Callable[[str], None]) -> list[Computed]:
+    """All cases that `only` names, see `has_parts`; `report` hears of each as it is done."""
+    cache, key = DiskCache.of_user("numerics"), _key(only)
+    remembered = cache.get(key)
+    if remembered is not None:
+        return [Computed(**case) for case in remembered]
+    computed = _run(only, report)
+    if not any(case.failure for case in computed):
+        cache.put(key, [asdict(case) for case in computed])
+    return computed
+
+
+def _run(only: str, report: Callable[[str], None]) -> list[Computed]:
+    computed = []
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tpkernels.gate.numerics", only]
+    with (
+        TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"case"'):  # not what a library printed
+                computed.append(Computed(**json.loads(line)))
+                report(computed[-1].case)
+        if process.wait():
+            errors.seek(0)
+            last_words = [line.strip() for line in errors if line.strip()][-1:] or ["no message"]
+            failure = f"ended with exit code {process.returncode}: {last_words[0]}"
+            computed.append(Computed("the interpreter", float("nan"), failure))
+    return computed
+
+
+def _key(only: str) -> str:
+    """What the results depend on."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(PACKAGE.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    versions = [f"{name} {import_module(name).__version__}" for name in ("triton", "numpy", "torch")]
+    return f"{only} {versions} {digest.hexdigest()}"
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
@@ -33,19 +100,18 @@ def _flaw(actual: Tensor | None, exact: Tensor, error: float) -> str:
     return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
 
 
-def examine(case: Case, frames: Frames) -> dict[str, str | float]:
-    """The line that is printed of a case."""
+def examine(case: Case, frames: Frames) -> Computed:
     try:
         results: Results = case.run()
     except Exception as error:  # a kernel that does not run is a finding
         frames.take_overruns()
-        return {"case": case.name, "error": float("nan"), "failure": f"{type(error).__name__}: {error}"}
+        return Computed(case.name, float("nan"), f"{type(error).__name__}: {error}")
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
     failures = [f"{what} {_flaw(*results[what], error)}" for what, error in errors.items() if not error < 1]
     if frames.take_overruns():
         failures.append("written outside an output")
     largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
-    return {"case": case.name, "error": largest, "failure": "; ".join(failures)}
+    return Computed(case.name, largest, "; ".join(failures))
 
 
 def main(only: str = "") -> None:
@@ -54,7 +120,7 @@ def main(only: str = "") -> None:
     launch.empty = frames.empty
     for case in cases():
         if has_parts(case.name, only):
-            print(json.dumps(examine(case, frames)), flush=True)
+            print(json.dumps(asdict(examine(case, frames))), flush=True)
 
 
 if __name__ == "__main__":
