@@ -1,7 +1,7 @@
 """Cross-entropy of which this rank holds some columns, forward and backward. Oracles: `reference`.
 
-T tokens; the first `columns` of this rank's V columns stand for ids from first_id on, the rest is padding. In one
-pass over the logits:
+T tokens; the first `columns` of this rank's V columns stand for ids from first_id on, the rest is padding.
+In one pass over the logits:
 
     maximum = max x                     (T,)    the lowest float where nothing is finite
     total   = Σ exp(x - maximum)        (T,)    kept up to date while the maximum grows
@@ -14,8 +14,8 @@ which a second pass computes
     p       = exp(x - maximum) / total
     dlogits = dloss * (p - off_target - on_target [v = target - first_id])    (T, V)
 
-The smoothed target is on_target + off_target for the right id and off_target for any other. A row whose target
-is negative does not count and is not read; its gradient, like that of padding columns, is zero.
+The smoothed target is on_target + off_target for the right id and off_target for any other. A row whose
+target is negative does not count and is not read; its gradient, like that of padding columns, is zero.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 T tokens, H features; this rank's V rows of the table are those of ids first_id ... first_id + V - 1:
 
-    y[t]       = weight[ids[t] - first_id]                                 (T, H)    zeros for other ranks' ids
-    dweight[v] = Σ of dy[t] over the tokens t with ids[t] - first_id = v   (V, H)    in fp32, rounded once
+    y[t]       = weight[ids[t] - first_id]                                (T, H)    zeros for other ranks' ids
+    dweight[v] = Σ of dy[t] over the tokens t with ids[t] - first_id = v  (V, H)    in fp32, rounded once
 
 The sum of the ranks' y is the lookup in the full table, exactly.
 
-The backward is deterministic. Tokens are sorted by id, so that those of a row are neighbours, in the order in
-which they came. One program sums them for some features of one row, and writes zeros for a row without tokens:
-no atomics, no table to clear first. Ids of other ranks sort before the first row's tokens or after the last
-one's, and are never read. torch's own backward would need them masked, and on the CPU sums in 16 bits.
+The backward is deterministic. Tokens are sorted by id, so that those of a row are neighbours, in the order
+in which they came. One program sums them for some features of one row, and writes zeros for a row without
+tokens: no atomics, no table to clear first. Ids of other ranks sort before the first row's tokens or after
+the last one's, and are never read. torch's own backward would need them masked, and on the CPU sums in 16
+bits.
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ T tokens, K features; sums over the features of a token, in fp32:
     dweight = Σ over tokens of dy * n              (K,)      fp32
     dbias   = Σ over tokens of dy                  (K,)      fp32, LayerNorm
 
-A program holds full rows, so s is read once and the variance is that of centred values. ds is the gradient of x
-and of the residual alike; dsummed is the gradient that reaches s past the norm, along the residual stream.
-The backward is deterministic: each program sums dweight over a fixed number of tokens, and `sum_partials` adds
-those up; dbias is left to `bias_grad`, as a second accumulator would not fit beside rows of 16k features.
+A program holds full rows, so s is read once and the variance is that of centred values. ds is the gradient
+of x and of the residual alike; dsummed is the gradient that reaches s past the norm, along the residual
+stream. The backward is deterministic: each program sums dweight over a fixed number of tokens, and
+`sum_partials` adds those up; dbias is left to `bias_grad`, as a second accumulator would not fit beside
+rows of 16k features.
 """
 
 from __future__ import annotations

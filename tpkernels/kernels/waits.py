@@ -1,10 +1,10 @@
 """Kernels that wait for chunks which other ranks write: flags, bounded spins, and a status word for timeouts.
 
 The writer of a chunk sets its flag to the number of the call afterwards. A kernel reads the chunk once the
-flag holds the number that it awaits. Flags are never reset, and the awaited number lies on the device, so that
-a captured graph which counts it up can be replayed. A spin that runs out writes kernel and chunk into the
-status word and goes on: the result is not valid, and whoever launched the kernel raises. Later waits end at
-once.
+flag holds the number that it awaits. Flags are never reset, and the awaited number lies on the device, so
+that a captured graph which counts it up can be replayed. A spin that runs out writes kernel and chunk into
+the status word and goes on: the result is not valid, and whoever launched the kernel raises. Later waits
+end at once.
 """
 
 from __future__ import annotations
