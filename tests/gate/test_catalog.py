@@ -10,10 +10,11 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tpkernels.gate import calls
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import catalog, has_parts
-from tpkernels.gate.recording import Operands, _is_aligned, _type_of, recorded
-from tpkernels.kernels import launch, linear
+from tpkernels.gate.recording import MetaOperands, _is_aligned, _type_of, recorded
+from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import stem_of
 from tpkernels.kernels.linear import linear_fwd
@@ -66,58 +67,62 @@ def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
 TILE = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True)
 
 
-def of_linear(of: Operands, **options) -> Entry:
-    def call():
-        linear_fwd(of(64, 32), of(48, 32), tile=TILE, **options)
+def operands(dtype: torch.dtype = torch.bfloat16, ragged: bool = False) -> MetaOperands:
+    return MetaOperands(dtype, 64, 32, 48, chunks=2, ragged=ragged)
 
-    return recorded("linear", call, of, H100, ("sm_90",))
+
+def entry_of(call, of: MetaOperands, **options) -> Entry:
+    return recorded("an entry", call, of, H100, ("sm_90",), **options)
+
+
+def linear_entry(of: MetaOperands, *, x: torch.Tensor | None = None, **options) -> Entry:
+    x = of.matrix(64, 32) if x is None else x
+    return entry_of(lambda of: linear_fwd(x, of.matrix(48, 32), of.vector(48), tile=TILE, **options), of)
 
 
 def test_entry_is_what_the_launcher_passes(monkeypatch):
-    of = Operands(torch.bfloat16)
-    entry = of_linear(of)
+    of = operands()
+    entry = linear_entry(of)
     assert (entry.module, entry.function, entry.form) == ("linear", "_linear_fwd_kernel", "descriptor")
     assert entry.options == {"num_warps": 8, "num_stages": 4}
     assert entry.arguments["x"] == "tensordesc<bf16[128, 64]>"
     assert entry.constants["stride_xk"] == 1
     assert (entry.constants["ACTIVATION"], entry.constants["GROUP"]) == ("none", 8)
-    assert of_linear(of, activation="silu").constants["ACTIVATION"] == "silu"
-    assert of_linear(of, form="pointer").arguments["x"] == "*bf16"
+    assert linear_entry(of, activation="silu").constants["ACTIVATION"] == "silu"
+    assert linear_entry(of, form="pointer").arguments["x"] == "*bf16"
 
     def other_constants(tile, form):
         return sound(tile, form) | {"GROUP": 4, "num_stages": 3}
 
     sound = launch.constants
-    monkeypatch.setattr(linear.launch, "constants", other_constants)
-    assert of_linear(of).constants == entry.constants | {"GROUP": 4}
-    assert of_linear(of).options == {"num_warps": 8, "num_stages": 3}
+    monkeypatch.setattr(launch, "constants", other_constants)
+    assert linear_entry(of).constants == entry.constants | {"GROUP": 4}
+    assert linear_entry(of).options == {"num_warps": 8, "num_stages": 3}
 
 
-def test_alignment_is_that_of_the_operands():
-    """Of addresses, sizes and strides, each for itself; outputs too, where launchers allocate them so."""
-    of = Operands(torch.bfloat16)
-    entry = of_linear(of, form="pointer")
+def test_alignment_is_that_of_each_operand():
+    of = operands()
+    entry = linear_entry(of, form="pointer")
     assert entry.aligned == set(entry.arguments)
-    wide = of(64, 40)[:, :32]
-
-    def call(x):
-        linear_fwd(x, of(48, 32), tile=TILE, form="pointer")
-
-    strided = recorded("strided", lambda: call(wide), of, H100, ())
-    assert set(entry.aligned) - strided.aligned == {"stride_xt"}
-    shifted = recorded(
-        "shifted", lambda: call(of(65, 32).flatten()[1:][: 64 * 32].view(64, 32)), of, H100, ()
-    )
-    assert set(entry.aligned) - shifted.aligned == {"x"}
-    assert of_linear(Operands(torch.bfloat16, ragged=True)).aligned == {"stride_bn"}  # 0: no bias
+    wide, long = of.matrix(64, 40), of.vector(65 * 32)
+    assert linear_entry(of, form="pointer", x=wide[:, :32]).aligned == entry.aligned - {"stride_xt"}
+    shifted = long[1 : 64 * 32 + 1].view(64, 32)
+    assert linear_entry(of, form="pointer", x=shifted).aligned == entry.aligned - {"x"}
 
 
-def test_first_kernel_is_the_entry_and_options_may_be_tritons():
-    of = Operands(torch.float32)
-    entry = recorded("sums", lambda: bias_grad(of(4096, 64)), of, A100, ("sm_80",))  # in two steps
-    assert entry.function == "_sum_rows_kernel"
-    assert entry.options == {"num_warps": 4}
-    assert entry.num_stages is None
+def test_ragged_operands_and_outputs_are_aligned_nowhere():
+    entry = linear_entry(operands(ragged=True))  # of sizes that are multiples of 16
+    assert entry.form == "pointer"
+    assert entry.aligned == {"T", "N", "K", "stride_xt", "stride_wn"}
+
+
+def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
+    of = operands(torch.float32)
+    first = entry_of(lambda of: bias_grad(of.matrix(4096, 64)), of)  # in two steps
+    assert (first.function, first.options, first.num_stages) == ("_sum_rows_kernel", {"num_warps": 4}, None)
+    last = entry_of(calls.rms_norm, of, function="_sum_rows_kernel")
+    assert last.function == "_sum_rows_kernel"
+    assert entry_of(calls.rms_norm, of).function == "_norm_fwd_kernel"
 
 
 def test_types_and_alignment_are_tritons_own():
@@ -133,13 +138,10 @@ def test_types_and_alignment_are_tritons_own():
 
 
 def test_tf32_is_recorded_where_it_is_asked_for_and_torch_is_left_as_it_was():
-    before = torch.backends.cuda.matmul.fp32_precision
-    of = Operands(torch.float32)
-
-    def entry(precision):
-        return recorded("linear", lambda: linear_fwd(of(64, 32), of(48, 32)), of, A100, (), precision)
-
-    assert [entry(name).constants["PRECISION"] for name in ("tf32", "ieee")] == ["tf32", "ieee"]
+    before, of = torch.backends.cuda.matmul.fp32_precision, operands(torch.float32)
+    for precision in ("tf32", "ieee"):
+        entry = entry_of(lambda of: calls.linear(of, "none"), of, precision=precision)
+        assert entry.constants["PRECISION"] == precision
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numeric_cases import Case
-from tpkernels.gate.numerics import examine
+from tpkernels.gate.numerics import Case, examine
 
 EXACT = torch.linspace(1, 2, 12, dtype=torch.float64).view(3, 4)
 RESULTS = {

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from tpkernels.gate.catalog import catalog
-from tpkernels.gate.numeric_cases import cases
+from tpkernels.gate.numerics import cases
 from tpkernels.kernels import launch
 
 SOURCES = {path.stem: path.read_text() for path in Path(launch.__file__).parent.glob("*.py")}
@@ -47,7 +47,7 @@ def test_every_kernel_is_in_the_catalog():
 
 
 def test_every_launcher_has_a_numeric_case():
-    assert not without_numeric_case(SOURCES), "give it a case: see gate/numeric_cases.py"
+    assert not without_numeric_case(SOURCES), "give it a case: see gate/numerics.py"
 
 
 def test_newcomer_is_noticed():

@@ -13,21 +13,11 @@ from functools import cache, partial
 
 import torch
 
+from tpkernels.gate import calls
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
-from tpkernels.gate.recording import META, Operands, recorded
-from tpkernels.kernels.activations import Activation, Glu
-from tpkernels.kernels.bias_grad import bias_grad
-from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
-from tpkernels.kernels.dglu import dglu
-from tpkernels.kernels.dgrad import dgrad, dgrad_act
-from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
+from tpkernels.gate.recording import MetaOperands, recorded
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
-from tpkernels.kernels.gather_linear import gather_linear_fwd
-from tpkernels.kernels.glu import glu_fwd
-from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target
 from tpkernels.kernels.tiles import (
     EMBEDDING,
@@ -40,21 +30,16 @@ from tpkernels.kernels.tiles import (
     Kernel,
     MatmulTile,
     candidates,
-    waiting_tile,
 )
-from tpkernels.kernels.waits import Arrivals
-from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # what each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
 
-# multiples of 16; T / 2 and (T + 1) / 3 are whole too, and hold a whole group of tiles: see `_gather_linear`
-T, N, K = 2096, 512, 1024
+T, N, K = 2096, 512, 1024  # multiples of 16
 FEATURES = (1024, 8192, MAX_FEATURES)  # of a norm
-FIRST_ID = 5  # a multiple of nothing, as first ids are in general; so are other counts below
 
-Matmul = Callable[[Operands, MatmulTile, Form], object]
+Call = Callable[[MetaOperands], object]
 
 
 @cache
@@ -112,7 +97,10 @@ def _matmul_entries() -> Iterator[Entry]:
 
 def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
     """What is launched with a tile: the costliest epilogues, and where the speed is the others too."""
-    of = Operands(case.dtype, case.ragged)
+    odd = int(case.ragged)  # T / 2 and (T + 1) / 3 are multiples of nothing, and hold a group of tiles
+    of = MetaOperands(
+        case.dtype, T + odd, K + odd, N + odd, 2 + odd, case.form, case.tile, ragged=case.ragged
+    )
     stem = stem_of(case.kernel, case.form, case.dtype, case.tile)
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
@@ -122,178 +110,76 @@ def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
             kernel, epilogue = name.split("/")
             yield recorded(
                 f"{prefix}{stem.replace(case.kernel, kernel, 1)}/{epilogue}{suffix}",
-                partial(start, of, case.tile, case.form),
+                start,
                 of,
                 case.target,
                 case.architectures,
-                "tf32" if tf32 else "ieee",
+                precision="tf32" if tf32 else "ieee",
             )
 
 
-def _linear(of: Operands, tile: MatmulTile, form: Form, activation: Activation, bias: bool = True) -> None:
-    b = of(N) if bias else None
-    linear_fwd(of(T, K), of(N, K), b, activation=activation, keep_z=True, tile=tile, form=form)
-
-
-def _gather_linear(of: Operands, tile: MatmulTile, form: Form) -> None:
-    x, chunks = of(T, K), 2 + of.ragged
-    gather_linear_fwd(
-        x,
-        of(N, K),
-        of(N),
-        arrivals=_arrivals(of, chunks),
-        first_row=3 * tile.block_rows,
-        activation="gelu_tanh",
-        keep_z=True,
-        tile=waiting_tile(tile, len(x) // chunks),
-        form=form,
-    )
-
-
-def _arrivals(of: Operands, chunks: int) -> Arrivals:
-    flags, awaited, status = (of.empty((size,), torch.int32, META) for size in (chunks, 1, 1))
-    return Arrivals(flags, awaited, status, spin_limit=1001)
-
-
-def _glu(of: Operands, tile: MatmulTile, form: Form, kind: Glu, keep_gu: bool = True) -> None:
-    glu_fwd(of(T, K), of(N, K), of(N, K), kind=kind, keep_gu=keep_gu, tile=tile, form=form)
-
-
-def _dgrad(of: Operands, tile: MatmulTile, form: Form) -> None:
-    dgrad(of(T, N), of(N, K), tile=tile, form=form)
-
-
-def _dgrad_act(
-    of: Operands, tile: MatmulTile, form: Form, activation: Activation, bias_grad: bool = True
-) -> None:
-    dgrad_act(of(T, N), of(N, K), of(T, K), activation, bias_grad=bias_grad, tile=tile, form=form)
-
-
-def _dglu(of: Operands, tile: MatmulTile, form: Form, kind: Glu) -> None:
-    dglu(of(T, N), of(N, K), of(T, K), of(T, K), kind=kind, emit_h=True, tile=tile, form=form)
-
-
-def _wgrad(of: Operands, tile: MatmulTile, form: Form, dtype: torch.dtype) -> None:
-    wgrad(of(T, N), of(T, K), dtype=dtype, tile=tile, form=form)
-
-
-def _wgrad_accumulate(of: Operands, tile: MatmulTile, form: Form, dtype: torch.dtype) -> None:
-    wgrad_accumulate_(of(N, K, dtype=dtype), of(T, N), of(T, K), tile=tile, form=form)
-
-
-COSTLIEST: Mapping[Kernel, Mapping[str, Matmul]] = {
+COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
-        "linear/gelu_tanh+bias+z": partial(_linear, activation="gelu_tanh"),
-        "gather_linear/gelu_tanh+bias+z": _gather_linear,
+        "linear/gelu_tanh+bias+z": partial(calls.linear, activation="gelu_tanh"),
+        "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
     },
-    "glu": {"glu/swiglu+gu": partial(_glu, kind="swiglu")},
-    "dgrad": {"dgrad/gelu_tanh+db": partial(_dgrad_act, activation="gelu_tanh")},
-    "dglu": {"dglu/swiglu+h": partial(_dglu, kind="swiglu")},
-    "wgrad": {"wgrad/+=fp32": partial(_wgrad_accumulate, dtype=FP32)},
+    "glu": {"glu/swiglu+gu": partial(calls.glu, kind="swiglu")},
+    "dgrad": {"dgrad/gelu_tanh+db": partial(calls.input_grad_act, activation="gelu_tanh")},
+    "dglu": {"dglu/swiglu+h": partial(calls.glu_grad, kind="swiglu")},
+    "wgrad": {"wgrad/+=fp32": partial(calls.weight_grad_accumulated, dtype=FP32)},
 }
-OTHERS: Mapping[Kernel, Mapping[str, Matmul]] = {
+OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
-        "linear/none": partial(_linear, activation="none", bias=False),  # z is y then
-        "linear/gelu+bias+z": partial(_linear, activation="gelu"),
-        "linear/silu+bias+z": partial(_linear, activation="silu"),
-        "linear/relu2+bias+z": partial(_linear, activation="relu2"),
+        "linear/none": partial(calls.linear, activation="none", bias=False),  # z is y then
+        "linear/gelu+bias+z": partial(calls.linear, activation="gelu"),
+        "linear/silu+bias+z": partial(calls.linear, activation="silu"),
+        "linear/relu2+bias+z": partial(calls.linear, activation="relu2"),
     },
     "glu": {
-        "glu/swiglu": partial(_glu, kind="swiglu", keep_gu=False),
-        "glu/geglu+gu": partial(_glu, kind="geglu"),
-        "glu/geglu_tanh+gu": partial(_glu, kind="geglu_tanh"),
+        "glu/swiglu": partial(calls.glu, kind="swiglu", keep_gu=False),
+        "glu/geglu+gu": partial(calls.glu, kind="geglu"),
+        "glu/geglu_tanh+gu": partial(calls.glu, kind="geglu_tanh"),
     },
     "dgrad": {
-        "dgrad/none": _dgrad,
-        "dgrad/gelu_tanh": partial(_dgrad_act, activation="gelu_tanh", bias_grad=False),
-        "dgrad/gelu+db": partial(_dgrad_act, activation="gelu"),
-        "dgrad/silu+db": partial(_dgrad_act, activation="silu"),
-        "dgrad/relu2+db": partial(_dgrad_act, activation="relu2"),
+        "dgrad/none": calls.input_grad,
+        "dgrad/gelu_tanh": partial(calls.input_grad_act, activation="gelu_tanh", bias_grad=False),
+        "dgrad/gelu+db": partial(calls.input_grad_act, activation="gelu"),
+        "dgrad/silu+db": partial(calls.input_grad_act, activation="silu"),
+        "dgrad/relu2+db": partial(calls.input_grad_act, activation="relu2"),
     },
     "dglu": {
-        "dglu/geglu+h": partial(_dglu, kind="geglu"),
-        "dglu/geglu_tanh+h": partial(_dglu, kind="geglu_tanh"),
+        "dglu/geglu+h": partial(calls.glu_grad, kind="geglu"),
+        "dglu/geglu_tanh+h": partial(calls.glu_grad, kind="geglu_tanh"),
     },
     "wgrad": {
-        "wgrad/=bf16": partial(_wgrad, dtype=BF16),
-        "wgrad/=fp32": partial(_wgrad, dtype=FP32),
-        "wgrad/+=bf16": partial(_wgrad_accumulate, dtype=BF16),
+        "wgrad/=bf16": partial(calls.weight_grad, dtype=BF16),
+        "wgrad/=fp32": partial(calls.weight_grad, dtype=FP32),
+        "wgrad/+=bf16": partial(calls.weight_grad_accumulated, dtype=BF16),
     },
 }
 
 
 def _row_entries() -> Iterator[Entry]:
     """Norms with every option on, at three widths; the others in the dtypes that they meet."""
-    for kind, fwd, bwd in (
-        ("rms", _rms_norm_fwd, _rms_norm_bwd),
-        ("layer", _layer_norm_fwd, _layer_norm_bwd),
-    ):
+    for kind, norm in (("rms", calls.rms_norm), ("layer", calls.layer_norm)):
         for features in FEATURES:
-            yield _row_entry("norm_fwd", f"{features}/{kind}+residual", BF16, fwd, features)
-            yield _row_entry("norm_bwd", f"{features}/{kind}+dsummed", BF16, bwd, features)
+            yield _row_entry("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
+            yield _row_entry("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
     for dtype in (BF16, FP32):
-        yield _row_entry("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, _bias_grad)
+        yield _row_entry("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, calls.row_sums)
     block = f"{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}"
     for epilogue, wait in (("bias", False), ("bias+wait", True)):
         for dtype in (BF16, FP32):
-            yield _row_entry("reduce_slots", f"{block}/{epilogue}", dtype, _reduce_slots, wait)
-    for kernel, tile, call in (
-        ("embedding_fwd", EMBEDDING, _embedding_fwd),
-        ("embedding_bwd", EMBEDDING_GRAD, _embedding_bwd),
-    ):
-        yield _row_entry(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, call)
+            yield _row_entry(
+                "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
+            )
+    for kernel, tile in (("embedding_fwd", EMBEDDING), ("embedding_bwd", EMBEDDING_GRAD)):
+        yield _row_entry(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, calls.embedding)
     for dtype in (BF16, FP32):
-        yield _row_entry("softmax_statistics", f"{LOGITS.block_cols}", dtype, _softmax_statistics)
-        yield _row_entry("cross_entropy_grad", f"{LOGITS.block_cols}", dtype, _cross_entropy_grad)
+        for kernel in ("softmax_statistics", "cross_entropy_grad"):
+            yield _row_entry(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
 
 
-def _row_entry(
-    kernel: str, way: str, dtype: torch.dtype, call: Callable[..., object], *options: object
-) -> Entry:
-    of, name = Operands(dtype), f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}"
-    return recorded(name, partial(call, of, *options), of, A100, ARCHITECTURES)
-
-
-def _rms_norm_fwd(of: Operands, features: int) -> None:
-    rms_norm_fwd(of(T, features), of(features), residual=of(T, features))
-
-
-def _rms_norm_bwd(of: Operands, features: int) -> None:
-    x, rstd = of(T, features), of(T, dtype=FP32)
-    rms_norm_bwd(of(T, features), x, of(features), rstd, dsummed=of(T, features))
-
-
-def _layer_norm_fwd(of: Operands, features: int) -> None:
-    layer_norm_fwd(of(T, features), of(features), of(features), residual=of(T, features))
-
-
-def _layer_norm_bwd(of: Operands, features: int) -> None:
-    x, mean, rstd = of(T, features), of(T, dtype=FP32), of(T, dtype=FP32)
-    layer_norm_bwd(of(T, features), x, of(features), mean, rstd, dsummed=of(T, features))
-
-
-def _bias_grad(of: Operands) -> None:
-    bias_grad(of(T, N))
-
-
-def _reduce_slots(of: Operands, wait: bool) -> None:
-    arrivals, chunks = (_arrivals(of, 5 + 3 * 2), range(5, 5 + 3 * 2)) if wait else (None, None)
-    reduce_slots(of(3, T, N), of(N), arrivals=arrivals, chunks=chunks)
-
-
-def _embedding_fwd(of: Operands) -> None:
-    embedding_fwd(of(T, dtype=torch.int64), of(N, K), first_id=FIRST_ID)
-
-
-def _embedding_bwd(of: Operands) -> None:
-    embedding_bwd(of(T, K), of(T, dtype=torch.int64), rows=N, first_id=FIRST_ID)
-
-
-def _softmax_statistics(of: Operands) -> None:
-    softmax_statistics(of(T, K), of(T, dtype=torch.int64), columns=K - 3, first_id=FIRST_ID)
-
-
-def _cross_entropy_grad(of: Operands) -> None:
-    maximum, total, dloss = (of(T, dtype=FP32) for _ in range(3))
-    target = of(T, dtype=torch.int64)
-    cross_entropy_grad(of(T, K), target, maximum, total, dloss, columns=K - 3, first_id=FIRST_ID)
+def _row_entry(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Entry:
+    name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(dtype, T, features, N, chunks=2)
+    return recorded(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")

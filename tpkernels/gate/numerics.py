@@ -1,8 +1,10 @@
-"""The numeric gate: every launcher, interpreted, against float64.
+"""The numeric gate: every launcher, interpreted, against float64: once per form, dtype and activation.
 
 `python -m tpkernels.gate.numerics NAME` computes the cases that NAME names (see `has_parts`), with
 TRITON_INTERPRET=1, and prints one JSON line a case: its name, its largest error as a part of what is allowed,
 and in words what is wrong. `check` runs that program, and remembers a run without a finding.
+
+Operands lie in NaN, so that reading outside one shows; sizes straddle the interpreter's tiles.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,14 +24,23 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor
 
+from tpkernels.gate import calls
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
+from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.catalog import has_parts
-from tpkernels.gate.numeric_cases import Case, Results, cases
 from tpkernels.kernels import launch
+from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
+from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.disk_cache import DiskCache
+from tpkernels.kernels.footprints import SHORT_NAMES
+from tpkernels.kernels.operands import Form
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("kernels/*.py", "gate/*.py")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
+SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
+WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,64 @@ def _key(only: str) -> str:
             digest.update(path.name.encode() + path.read_bytes())
     versions = [f"{name} {import_module(name).__version__}" for name in ("triton", "numpy", "torch")]
     return f"{only} {versions} {digest.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str  # "dgrad_act/descriptor/bf16/silu", starting with the launcher's name
+    run: Callable[[], Results]
+
+
+class RandomOperands(Operands):
+    """Views into wider matrices; all around them is NaN."""
+
+    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
+        pitch = -(-cols // 8) * 8 + 8  # rows stay 16-byte aligned
+        wide = torch.full((rows + 2, pitch), float("nan"), dtype=dtype or self.dtype)
+        wide[1 : rows + 1, :cols] = torch.randn(rows, cols)
+        return wide[1 : rows + 1, :cols]
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(low, high, (count,), dtype=dtype)
+
+
+def cases() -> Iterator[Case]:
+    for form, dtype in WAYS:
+        yield from _matmuls(RandomOperands(dtype, *SIZES[form], chunks=3, form=form))
+    yield from _rows(RandomOperands(FP32, *SIZES["pointer"], chunks=3))
+    yield from _rows(RandomOperands(BF16, *SIZES["pointer"], chunks=3))
+
+
+def _matmuls(of: Operands) -> Iterator[Case]:
+    way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
+    for activation in ACTIVATIONS:
+        for name, call in (
+            ("linear_fwd", calls.linear),
+            ("gather_linear_fwd", calls.gather_linear),
+            ("dgrad_act", calls.input_grad_act),
+        ):
+            yield Case(f"{name}/{way}/{activation}", partial(call, of, activation))
+    for kind in GATE_OF:
+        yield Case(f"glu_fwd/{way}/{kind}", partial(calls.glu, of, kind))
+        yield Case(f"dglu/{way}/{kind}", partial(calls.glu_grad, of, kind))
+    yield Case(f"dgrad/{way}", partial(calls.input_grad, of))
+    yield Case(f"wgrad/{way}", partial(calls.weight_grad, of))
+    for into in (FP32, BF16):
+        run = partial(calls.weight_grad_accumulated, of, into)
+        yield Case(f"wgrad_accumulate_/{way}/{SHORT_NAMES[into]}", run)
+
+
+def _rows(of: Operands) -> Iterator[Case]:
+    way = SHORT_NAMES[of.dtype]
+    if of.dtype == FP32:  # which partial sums are in
+        yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+    yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
+    yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
+    yield Case(f"embedding_fwd/embedding_bwd/{way}", partial(calls.embedding, of))
+    yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
+    for suffix, residual in (("", False), ("/residual", True)):
+        yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}{suffix}", partial(calls.rms_norm, of, residual))
+        yield Case(f"layer_norm_fwd/layer_norm_bwd/{way}{suffix}", partial(calls.layer_norm, of, residual))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:

@@ -17,24 +17,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.ahead_of_time import Entry
+from tpkernels.gate.calls import Operands
 from tpkernels.kernels import launch
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.target import Target
 
-META = torch.device("meta")
 TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
-    """Tensors without memory: addresses and sizes are multiples of 16, or, if `ragged`, of nothing."""
+class MetaOperands(Operands):
+    """Without memory; `ragged` addresses are multiples of nothing, others of 16."""
 
-    dtype: torch.dtype
     ragged: bool = False
 
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        sizes = tuple(size + self.ragged for size in shape)
-        return self.empty(sizes, dtype or self.dtype, META)
+    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.empty((rows, cols), dtype or self.dtype, torch.device("meta"))
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return self.empty((count,), dtype, torch.device("meta"))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Takes the place of `launch.empty`."""
@@ -44,16 +45,17 @@ class Operands:
 
 def recorded(
     name: str,
-    call: Callable[[], object],
-    of: Operands,
+    call: Callable[[MetaOperands], object],
+    of: MetaOperands,
     target: Target,
     architectures: tuple[str, ...],
+    function: str = "",
     precision: Literal["ieee", "tf32"] = "ieee",
 ) -> Entry:
-    """The entry of the first kernel that `call` launches. of: what makes its operands"""
+    """The entry of the first kernel that `call` launches on `target`, or of the first that is `function`."""
     with _launching_with(of, precision), launch.recording(target) as launches:
-        call()
-    first = launches[0]
+        call(of)
+    first = next(one for one in launches if function in ("", one.kernel.__name__))
     arguments: dict[str, str] = {}
     constants = dict(first.constants)
     aligned: set[str] = set()
@@ -97,7 +99,7 @@ def _is_aligned(value: Tensor | TensorDescriptor | int | float) -> bool:
 
 
 @contextmanager
-def _launching_with(of: Operands, precision: str) -> Iterator[None]:
+def _launching_with(of: MetaOperands, precision: str) -> Iterator[None]:
     """Outputs are made as operands are, and fp32 is multiplied in `precision`, whatever torch is set to."""
     matmul: Any = torch.backends.cuda.matmul
     before = launch.empty, matmul.fp32_precision
