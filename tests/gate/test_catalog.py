@@ -140,7 +140,7 @@ def test_types_and_alignment_are_tritons_own():
 def test_tf32_is_recorded_where_it_is_asked_for_and_torch_is_left_as_it_was():
     before, of = torch.backends.cuda.matmul.fp32_precision, operands(torch.float32)
     for precision in ("tf32", "ieee"):
-        entry = entry_of(lambda of: calls.linear(of, "none"), of, precision=precision)
+        entry = entry_of(lambda of: calls.product(of, "linear"), of, precision=precision)
         assert entry.constants["PRECISION"] == precision
     assert torch.backends.cuda.matmul.fp32_precision == before
 

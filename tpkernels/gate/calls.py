@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import reference
 from tpkernels.kernels.activations import Activation, Glu
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
-from tpkernels.kernels.dglu import dglu
-from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.gather_linear import gather_linear_fwd
-from tpkernels.kernels.glu import glu_fwd
-from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals
-from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
 
@@ -61,18 +60,53 @@ class Operands:
     def weight(self) -> Tensor:
         return self.matrix(self.out_features, self.in_features).mul_(self.in_features**-0.5)
 
+    def like(self, name: str, value: Any) -> Any:
+        """An operand of that name in the place of a sample's; what is no tensor stays."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 1:
+            return self.vector(*value.shape)
+        return self.weight() if name.startswith("w") else self.matrix(*value.shape)
+
     def arrivals(self, chunks: int) -> Arrivals:
         """All chunks are here."""
         flags, awaited = (self.integers(count, 7, 8, torch.int32) for count in (chunks, 1))
         return Arrivals(flags, awaited, self.integers(1, 0, 1, torch.int32), spin_limit=1001)
 
 
-def linear(of: Operands, activation: Activation, bias: bool = True) -> Results:
-    T, K, N = of.sizes
-    x, w, b = of.matrix(T, K), of.weight(), of.vector(N) if bias else None
-    ours = linear_fwd(x, w, b, activation=activation, keep_z=True, tile=of.tile, form=of.form)
-    y, z = reference.linear_ref(x.double(), w.double(), None if b is None else b.double(), activation)
-    return {"y": (ours.y, y), "z": (ours.z, z)}
+# of what a primitive of one result returns
+_RESULT = {"dgrad": "dx", "wgrad": "dw", "wgrad_accumulate_": "main_grad"}
+
+
+def product(
+    of: Operands,
+    name: str,
+    activation: Activation = "none",
+    glu: Glu = "swiglu",
+    optional: bool = True,
+    into: torch.dtype | None = None,
+) -> Results:
+    """A primitive of `PRODUCTS`, by its record: its sample, its kernel, and as oracle its torch form.
+
+    optional: with bias, bias gradient and what is kept for backward
+    into: the dtype of the result of the weight gradients
+    """
+    record = PRODUCTS[name]
+    layer = Layer(of.tokens, of.out_features, of.in_features, of.dtype, activation, glu, optional, optional)
+    sample = signature(record.by_torch).bind(*record.sample(layer)).arguments
+    operands = [of.like(word, value) for word, value in sample.items()]
+    if record.changes_first:
+        operands[0] = of.matrix(*operands[0].shape, dtype=into)
+    exact = [value.double() if isinstance(value, Tensor) else value for value in operands]
+    truth = (record.oracle or record.by_torch)(*exact)
+    dtype = {"dtype": into} if into and not record.changes_first else {}
+    ours = record.by_kernel(*operands, tile=of.tile, form=of.form, **dtype)
+    if record.changes_first:
+        ours, truth = operands[0], exact[0]
+    if isinstance(ours, Tensor):
+        return {_RESULT[name]: (ours, truth)}
+    pairs = zip(ours._fields, ours, truth, strict=True)
+    return {word: (computed, one) for word, computed, one in pairs if one is not None}
 
 
 def gather_linear(of: Operands, activation: Activation) -> Results:
@@ -92,50 +126,6 @@ def gather_linear(of: Operands, activation: Activation) -> Results:
     )
     y, z = reference.gather_linear_ref(x.double(), w.double(), b.double(), activation)
     return {"y": (ours.y, y), "z": (ours.z, z)}
-
-
-def glu(of: Operands, kind: Glu, keep_gu: bool = True) -> Results:
-    x, w_gate, w_up = of.matrix(of.tokens, of.in_features), of.weight(), of.weight()
-    ours = glu_fwd(x, w_gate, w_up, kind=kind, keep_gu=keep_gu, tile=of.tile, form=of.form)
-    h, g, u = reference.glu_ref(x.double(), w_gate.double(), w_up.double(), kind)
-    return {"h": (ours.h, h), "g": (ours.g, g), "u": (ours.u, u)}
-
-
-def input_grad(of: Operands) -> Results:
-    dy, w = of.matrix(of.tokens, of.out_features), of.weight()
-    dx = dgrad(dy, w, tile=of.tile, form=of.form)
-    return {"dx": (dx, reference.dgrad_ref(dy.double(), w.double()))}
-
-
-def input_grad_act(of: Operands, activation: Activation, bias_grad: bool = True) -> Results:
-    T, K, N = of.sizes
-    dy, w, z = of.matrix(T, N), of.weight(), of.matrix(T, K)
-    ours = dgrad_act(dy, w, z, activation, bias_grad=bias_grad, tile=of.tile, form=of.form)
-    dz, db = reference.dgrad_act_ref(dy.double(), w.double(), z.double(), activation)
-    return {"dz": (ours.dz, dz), "db": (ours.db, db)}
-
-
-def glu_grad(of: Operands, kind: Glu) -> Results:
-    T, K, N = of.sizes
-    dy, w, g, u = of.matrix(T, N), of.weight(), of.matrix(T, K), of.matrix(T, K)
-    ours = dglu(dy, w, g, u, kind=kind, emit_h=True, tile=of.tile, form=of.form)
-    dg, du, h = reference.dglu_ref(dy.double(), w.double(), g.double(), u.double(), kind)
-    return {"dg": (ours.dg, dg), "du": (ours.du, du), "h": (ours.h, h)}
-
-
-def weight_grad(of: Operands, dtype: torch.dtype | None = None) -> Results:
-    dy, x = of.matrix(of.tokens, of.out_features), of.matrix(of.tokens, of.in_features)
-    dw = wgrad(dy, x, dtype=dtype, tile=of.tile, form=of.form)
-    return {"dw": (dw, reference.wgrad_ref(dy.double(), x.double()))}
-
-
-def weight_grad_accumulated(of: Operands, dtype: torch.dtype) -> Results:
-    T, K, N = of.sizes
-    dy, x, main_grad = of.matrix(T, N), of.matrix(T, K), of.matrix(N, K, dtype)
-    exact = main_grad.double()
-    reference.wgrad_accumulate_ref_(exact, dy.double(), x.double())
-    wgrad_accumulate_(main_grad, dy, x, tile=of.tile, form=of.form)
-    return {"main_grad": (main_grad, exact)}
 
 
 def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> Results:

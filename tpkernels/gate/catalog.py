@@ -120,41 +120,41 @@ def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
 
 COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
-        "linear/gelu_tanh+bias+z": partial(calls.linear, activation="gelu_tanh"),
+        "linear/gelu_tanh+bias+z": partial(calls.product, name="linear", activation="gelu_tanh"),
         "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
     },
-    "glu": {"glu/swiglu+gu": partial(calls.glu, kind="swiglu")},
-    "dgrad": {"dgrad/gelu_tanh+db": partial(calls.input_grad_act, activation="gelu_tanh")},
-    "dglu": {"dglu/swiglu+h": partial(calls.glu_grad, kind="swiglu")},
-    "wgrad": {"wgrad/+=fp32": partial(calls.weight_grad_accumulated, dtype=FP32)},
+    "glu": {"glu/swiglu+gu": partial(calls.product, name="glu", glu="swiglu")},
+    "dgrad": {"dgrad/gelu_tanh+db": partial(calls.product, name="dgrad_act", activation="gelu_tanh")},
+    "dglu": {"dglu/swiglu+h": partial(calls.product, name="dglu", glu="swiglu")},
+    "wgrad": {"wgrad/+=fp32": partial(calls.product, name="wgrad_accumulate_", into=FP32)},
 }
 OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
-        "linear/none": partial(calls.linear, activation="none", bias=False),  # z is y then
-        "linear/gelu+bias+z": partial(calls.linear, activation="gelu"),
-        "linear/silu+bias+z": partial(calls.linear, activation="silu"),
-        "linear/relu2+bias+z": partial(calls.linear, activation="relu2"),
+        "linear/none": partial(calls.product, name="linear", optional=False),  # z is y then
+        "linear/gelu+bias+z": partial(calls.product, name="linear", activation="gelu"),
+        "linear/silu+bias+z": partial(calls.product, name="linear", activation="silu"),
+        "linear/relu2+bias+z": partial(calls.product, name="linear", activation="relu2"),
     },
     "glu": {
-        "glu/swiglu": partial(calls.glu, kind="swiglu", keep_gu=False),
-        "glu/geglu+gu": partial(calls.glu, kind="geglu"),
-        "glu/geglu_tanh+gu": partial(calls.glu, kind="geglu_tanh"),
+        "glu/swiglu": partial(calls.product, name="glu", optional=False),
+        "glu/geglu+gu": partial(calls.product, name="glu", glu="geglu"),
+        "glu/geglu_tanh+gu": partial(calls.product, name="glu", glu="geglu_tanh"),
     },
     "dgrad": {
-        "dgrad/none": calls.input_grad,
-        "dgrad/gelu_tanh": partial(calls.input_grad_act, activation="gelu_tanh", bias_grad=False),
-        "dgrad/gelu+db": partial(calls.input_grad_act, activation="gelu"),
-        "dgrad/silu+db": partial(calls.input_grad_act, activation="silu"),
-        "dgrad/relu2+db": partial(calls.input_grad_act, activation="relu2"),
+        "dgrad/none": partial(calls.product, name="dgrad"),
+        "dgrad/gelu_tanh": partial(calls.product, name="dgrad_act", activation="gelu_tanh", optional=False),
+        "dgrad/gelu+db": partial(calls.product, name="dgrad_act", activation="gelu"),
+        "dgrad/silu+db": partial(calls.product, name="dgrad_act", activation="silu"),
+        "dgrad/relu2+db": partial(calls.product, name="dgrad_act", activation="relu2"),
     },
     "dglu": {
-        "dglu/geglu+h": partial(calls.glu_grad, kind="geglu"),
-        "dglu/geglu_tanh+h": partial(calls.glu_grad, kind="geglu_tanh"),
+        "dglu/geglu+h": partial(calls.product, name="dglu", glu="geglu"),
+        "dglu/geglu_tanh+h": partial(calls.product, name="dglu", glu="geglu_tanh"),
     },
     "wgrad": {
-        "wgrad/=bf16": partial(calls.weight_grad, dtype=BF16),
-        "wgrad/=fp32": partial(calls.weight_grad, dtype=FP32),
-        "wgrad/+=bf16": partial(calls.weight_grad_accumulated, dtype=BF16),
+        "wgrad/=bf16": partial(calls.product, name="wgrad", into=BF16),
+        "wgrad/=fp32": partial(calls.product, name="wgrad", into=FP32),
+        "wgrad/+=bf16": partial(calls.product, name="wgrad_accumulate_", into=BF16),
     },
 }
 

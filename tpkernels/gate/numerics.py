@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.gate import calls
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.gate.calls import Operands, Results
@@ -36,10 +38,11 @@ from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.operands import Form
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES = ("kernels/*.py", "gate/*.py")
+SOURCES = ("kernels/*.py", "dispatch/*.py", "gate/*.py")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
+LAUNCHERS = {"linear": "linear_fwd", "glu": "glu_fwd"}  # of other names than their primitives
 WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
 
 
@@ -125,21 +128,22 @@ def cases() -> Iterator[Case]:
 
 def _matmuls(of: Operands) -> Iterator[Case]:
     way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
+    for name, record in PRODUCTS.items():
+        launcher, call = LAUNCHERS.get(name, name), partial(calls.product, of, name)
+        options = signature(record.by_torch).parameters
+        if "activation" in options:
+            for activation in ACTIVATIONS:
+                yield Case(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
+        elif "kind" in options:
+            for kind in GATE_OF:
+                yield Case(f"{launcher}/{way}/{kind}", partial(call, glu=kind))
+        elif record.changes_first:
+            for into in (FP32, BF16):
+                yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
+        else:
+            yield Case(f"{launcher}/{way}", call)
     for activation in ACTIVATIONS:
-        for name, call in (
-            ("linear_fwd", calls.linear),
-            ("gather_linear_fwd", calls.gather_linear),
-            ("dgrad_act", calls.input_grad_act),
-        ):
-            yield Case(f"{name}/{way}/{activation}", partial(call, of, activation))
-    for kind in GATE_OF:
-        yield Case(f"glu_fwd/{way}/{kind}", partial(calls.glu, of, kind))
-        yield Case(f"dglu/{way}/{kind}", partial(calls.glu_grad, of, kind))
-    yield Case(f"dgrad/{way}", partial(calls.input_grad, of))
-    yield Case(f"wgrad/{way}", partial(calls.weight_grad, of))
-    for into in (FP32, BF16):
-        run = partial(calls.weight_grad_accumulated, of, into)
-        yield Case(f"wgrad_accumulate_/{way}/{SHORT_NAMES[into]}", run)
+        yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
 
 
 def _rows(of: Operands) -> Iterator[Case]:
