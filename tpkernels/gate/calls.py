@@ -74,7 +74,7 @@ class Operands:
         return Arrivals(flags, awaited, self.integers(1, 0, 1, torch.int32), spin_limit=1001)
 
 
-# of what a primitive of one result returns
+# the name of the result, where there is one
 _RESULT = {"dgrad": "dx", "wgrad": "dw", "wgrad_accumulate_": "main_grad"}
 
 
@@ -96,7 +96,8 @@ def product(
     sample = signature(record.by_torch).bind(*record.sample(layer)).arguments
     operands = [of.like(word, value) for word, value in sample.items()]
     if record.changes_first:
-        operands[0] = of.matrix(*operands[0].shape, dtype=into)
+        rows, cols = operands[0].shape
+        operands[0] = of.matrix(rows, cols, into)
     exact = [value.double() if isinstance(value, Tensor) else value for value in operands]
     truth = (record.oracle or record.by_torch)(*exact)
     dtype = {"dtype": into} if into and not record.changes_first else {}
