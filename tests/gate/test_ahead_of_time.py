@@ -77,7 +77,7 @@ def compiling(program: str, *arguments: str, **variables: str) -> subprocess.Pop
 
 
 def printed(process: subprocess.Popen) -> str:
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=550)  # on a busy machine
     assert process.returncode == 0, errors
     return output
 
