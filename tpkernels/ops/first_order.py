@@ -1,4 +1,6 @@
-"""Second derivatives: torch computes the gradients of local ops anew; of other ops they are an error.
+"""Autograd functions of ops: typed; and what they do when they are differentiated twice.
+
+Second derivatives: torch computes the gradients of local ops anew; of other ops they are an error.
 
 An error must reach whoever asks for them, and torch's `once_differentiable` does not: it cuts the graph, so
 `torch.autograd.functional.hessian` and all else that allows unused inputs gets zeros.
@@ -9,25 +11,58 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-Backward = Callable[..., Any]
+from tpkernels.dispatch.operators import in_forward_mode
+from tpkernels.ops.inputs import any_requires_grad
+
+R = TypeVar("R")
 
 
-def first_order(op: str, *, reads_intermediates: bool = False) -> Callable[[Backward], Backward]:
+class Context(Protocol):
+    """What an autograd function keeps from forward to backward.
+
+    options: all that its steps take besides tensors; main_grads: of its weights
+    """
+
+    options: tuple[Any, ...]
+    main_grads: Sequence[Tensor | None]
+    needs_input_grad: Sequence[bool]
+    saved_tensors: Sequence[Tensor]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class Function(torch.autograd.Function):
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *inputs: Any) -> Any:
+            """torch's own, which has no types."""
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether an op needs its autograd function; without it is quicker than a tiny product."""
+    return any_requires_grad(*tensors) or in_forward_mode()
+
+
+def first_order(
+    op: str, *, reads_intermediates: bool = False
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A backward whose own derivative is an error; where nobody asks for it, that costs one look.
 
     op: whose backward, for the error
     reads_intermediates: backward reads what forward computed, which depends on all inputs of forward
     """
 
-    def decorate(backward: Backward) -> Backward:
+    def decorate(backward: Callable[..., R]) -> Callable[..., R]:
         @wraps(backward)
-        def run(ctx: Any, *grads: Tensor | None) -> Any:
-            if not torch.is_grad_enabled():  # the usual case
+        def run(ctx: Any, *grads: Tensor | None) -> R:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the usual case; traced once
                 return backward(ctx, *grads)
             return _refusing_more(op, backward, ctx, grads, reads_intermediates)
 
@@ -37,10 +72,11 @@ def first_order(op: str, *, reads_intermediates: bool = False) -> Callable[[Back
 
 
 def _refusing_more(
-    op: str, backward: Backward, ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
-) -> Any:
+    op: str, backward: Callable[..., R], ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
+) -> R:
     """The gradients, connected with all that they depend on by a node that raises."""
-    if _adds_to_main_grad(ctx):
+    main_grads = getattr(ctx, "main_grads", None) or [getattr(getattr(ctx, "call", None), "main_grad", None)]
+    if any(into is not None for into in main_grads):
         raise RuntimeError(
             f"{op}: expected no create_graph=True with main_grad, got both: what is added there cannot be "
             "differentiated again; leave out one of them"
@@ -52,12 +88,7 @@ def _refusing_more(
     unpacked = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
     with torch.no_grad():
         results = backward(unpacked, *grads)
-    return _NoSecondDerivative.apply(op, results, *parents)  # type: ignore[no-untyped-call]
-
-
-def _adds_to_main_grad(ctx: Any) -> bool:
-    several = getattr(ctx, "main_grads", ()) or getattr(ctx.call, "main_grads", ())
-    return any(into is not None for into in (*several, getattr(ctx.call, "main_grad", None)))
+    return _NoSecondDerivative.apply(op, results, *parents)  # type: ignore[no-any-return]
 
 
 def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -81,16 +112,16 @@ def _message(op: str) -> str:
     )
 
 
-class _NoSecondDerivative(torch.autograd.Function):
+class _NoSecondDerivative(Function):
     """Gradients as they are; their own gradient is an error."""
 
     @staticmethod
     def forward(
-        ctx: Any, op: str, results: Sequence[Tensor | None], *parents: Tensor
+        ctx: Context, op: str, results: Sequence[Tensor | None], *parents: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.op = op
+        ctx.options = (op,)
         return tuple(None if result is None else result.detach() for result in results)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(_message(ctx.op))
+    def backward(ctx: Context, *_: Tensor) -> None:
+        raise RuntimeError(_message(*ctx.options))
