@@ -21,7 +21,7 @@ from bench.measure import (
     slowest,
 )
 from tests.ranks import RankPool
-from tpkernels.dispatch import steps
+from tpkernels.dispatch import backends
 
 SHORTEST_ROUND = 2e-3  # seconds on a CPU: below, the clock and interruptions are what is seen
 SHORT_ON_GPU = 200e-6  # seconds: below, launches may take longer than kernels
@@ -45,7 +45,7 @@ class Work:
     bytes: int | None = None
     wire_bytes: int | None = 0
     least_ratio: float | None = None
-    backend: str = field(default_factory=lambda: steps.backend)
+    backend: str = field(default_factory=lambda: backends.backend)
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.pass_}"

@@ -14,6 +14,7 @@ from tests.dispatch.conftest import CPU, VERSIONS, FakeTimer
 from tpkernels.dispatch.cache import Cache
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.gpus import Gpu
+from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.kernels.target import H100
 
 
@@ -30,10 +31,10 @@ def test_warm_choice(
         "linear": (x, w, b, "gelu", True),
         "dglu": (torch.randn(16, 48), w, x, x, "swiglu"),
     }[step]
-    chooser.call(step, *arguments)  # type: ignore[arg-type]
+    chooser.call(PRODUCTS[step], *arguments)
     chosen = next(iter(chooser._functions.values()))
     case = Case(
         Work("choice", "16x32x48", step, "the same step called directly", backend="torch"),
-        {"ours": lambda: chooser.call(step, *arguments), "naive": lambda: chosen(*arguments)},  # type: ignore[arg-type]
+        {"ours": lambda: chooser.call(PRODUCTS[step], *arguments), "naive": lambda: chosen(*arguments)},
     )
     record(case.work, case.time(51))

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from bench.case import Case, Work
 from bench.shapes import Shape
 from tpkernels import ops
-from tpkernels.dispatch import library_steps
-from tpkernels.dispatch.steps import steps_on
+from tpkernels.dispatch import primitives, products
 from tpkernels.kernels.activations import Activation
 
 Operands = Callable[[int, int], Tensor]  # random matrices of the case's dtype and device
@@ -80,22 +79,20 @@ def _forward(shape: Shape, normal: Operands, describe: Describe) -> Case:
 def _dgrad(shape: Shape, normal: Operands, describe: Describe) -> Case:
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, w = normal(t, n), normal(n, k)
-    steps = steps_on(dy.device)
     traffic = dtype_bytes(dy, t * n + n * k + t * k)
     return Case(
         describe(op="linear", pass_="dgrad", naive="dy @ w", flops=shape.flops, bytes=traffic),
-        {"ours": lambda: (steps.dgrad(dy, w),), "naive": lambda: (dy @ w,)},
+        {"ours": lambda: (primitives.dgrad(dy, w),), "naive": lambda: (dy @ w,)},
     )
 
 
 def _wgrad(shape: Shape, normal: Operands, describe: Describe) -> Case:
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, x = normal(t, n), normal(t, k)
-    steps = steps_on(x.device)
     traffic = dtype_bytes(x, t * n + t * k + n * k)
     return Case(
         describe(op="linear", pass_="wgrad", naive="dy.T @ x", flops=shape.flops, bytes=traffic),
-        {"ours": lambda: (steps.wgrad(dy, x),), "naive": lambda: (dy.T @ x,)},
+        {"ours": lambda: (primitives.wgrad(dy, x),), "naive": lambda: (dy.T @ x,)},
     )
 
 
@@ -103,7 +100,6 @@ def _wgrad_add(shape: Shape, normal: Operands, describe: Describe) -> Case:
     """Into an fp32 `main_grad`, against a product and an addition. Each way has a sum of its own."""
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, x = normal(t, n), normal(t, k)
-    steps = steps_on(x.device)
 
     def into(accumulate: Callable[[Tensor], object]) -> Callable[[], tuple[Tensor]]:
         total = torch.zeros(n, k, dtype=torch.float32, device=x.device)
@@ -115,13 +111,13 @@ def _wgrad_add(shape: Shape, normal: Operands, describe: Describe) -> Case:
         return run
 
     ways = {
-        "ours": into(lambda total: steps.wgrad_accumulate_(total, dy, x)),
+        "ours": into(lambda total: primitives.wgrad_accumulate_(total, dy, x)),
         "naive": into(lambda total: total.add_(dy.T @ x)),
     }
     if x.dtype == torch.float32:
         ways["addmm"] = into(lambda total: total.addmm_(dy.T, x))
     elif x.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
-        ways["addmm_fp32"] = into(lambda total: library_steps.addmm_dtype_out(total, dy, x))
+        ways["addmm_fp32"] = into(lambda total: products.addmm_dtype_out(total, dy, x))
     traffic = dtype_bytes(x, t * n + t * k) + 8 * n * k
     return Case(
         describe(op="linear", pass_="wgrad_add", naive="sum += dy.T @ x", flops=shape.flops, bytes=traffic),
@@ -134,12 +130,11 @@ def _dgrad_act(shape: Shape, normal: Operands, describe: Describe) -> Case:
     t, n, k = shape.tokens, shape.out_features, shape.in_features
     dy, w, z = normal(t, n), normal(n, k), normal(t, k)
     activation: Activation = "gelu_tanh"
-    steps = steps_on(dy.device)
     traffic = dtype_bytes(dy, t * n + n * k + 2 * t * k)
     return Case(
         describe(op="linear_gelu", pass_="dgrad", naive="dy @ w, gelu'", flops=shape.flops, bytes=traffic),
         {
-            "ours": lambda: (steps.dgrad_act(dy, w, z, activation, False)[0],),
+            "ours": lambda: (primitives.dgrad_act(dy, w, z, activation, False)[0],),
             "naive": lambda: (torch.ops.aten.gelu_backward(dy @ w, z, approximate="tanh"),),
         },
     )

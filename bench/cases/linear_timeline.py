@@ -13,7 +13,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +25,7 @@ from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, chrome_trace, pieces_received
 from tpkernels.comm.schedule import gather_swaps, parts_of_shard
-from tpkernels.dispatch import torch_steps
+from tpkernels.dispatch import primitives
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.pictures.lanes import Span, lanes
 
@@ -96,10 +95,10 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     samples[:] = [_sample()]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    products = ("linear", "linear_into")  # of all rows, and of those that arrived
-    with ExitStack() as patches:
-        for name in products:
-            patches.enter_context(patch.object(torch_steps, name, timed(getattr(torch_steps, name))))
+    with (  # of all rows, and of those that arrived
+        patch.object(primitives.linear, "run", timed(primitives.linear.run)),
+        patch.object(primitives, "linear_into", timed(primitives.linear_into)),
+    ):
         call(overlap)
     samples.append(_sample())
     done.set()

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.gpus import Gpu
-from tpkernels.dispatch.versions import Versions
 from tpkernels.kernels.target import INTERPRETER
 
 CPU = torch.device("cpu")

@@ -17,9 +17,17 @@ from hypothesis import strategies as st
 
 from tests.dispatch.conftest import VERSIONS
 from tpkernels.dispatch import cache as module
-from tpkernels.dispatch.cache import Cache, Choice, ForeignFile, parse, render
-from tpkernels.dispatch.shipped import shipped_choices
-from tpkernels.dispatch.versions import source_hash, versions_for
+from tpkernels.dispatch.cache import (
+    SHIPPED,
+    Cache,
+    Choice,
+    ForeignFile,
+    parse,
+    render,
+    shipped_choices,
+    source_hash,
+    versions_for,
+)
 
 A = Choice("triton/a", {"torch": 2.0, "triton/a": 1.0})
 B = Choice("torch", {"torch": 1.0})
@@ -229,9 +237,7 @@ def test_shipped_choices_are_those_of_the_gpu(tmp_path, caplog):
 
 
 def test_every_shipped_file_can_be_read():
-    from tpkernels.dispatch.shipped import FOLDER
-
-    shipped = list(FOLDER.glob("*.json"))
+    shipped = list(SHIPPED.glob("*.json"))
     if not shipped:
         pytest.skip("nothing is shipped yet: nobody has timed a GPU")
     for path in shipped:

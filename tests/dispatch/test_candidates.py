@@ -8,8 +8,8 @@ import torch
 from tpkernels.dispatch import candidates as module
 from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.gpus import GPUS, Gpu
-from tpkernels.dispatch.problem import STEPS, problem_of
-from tpkernels.dispatch.sample import Layer
+from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.dispatch.record import Layer
 from tpkernels.gate import budgets
 from tpkernels.kernels.footprints import least_shared_memory, stem_of
 from tpkernels.kernels.tiles import candidates as shipped_tiles
@@ -17,8 +17,14 @@ from tpkernels.kernels.tiles import candidates as shipped_tiles
 BIG = Layer(8192, 4096, 4096)
 
 
+def posed(step, layer):
+    record = PRODUCTS[step]
+    return record, record.problem(*record.sample(layer))
+
+
 def names(step, layer, gpu="h100"):
-    return [candidate.name for candidate in candidates(problem_of(step, layer.arguments(step)), GPUS[gpu])]
+    record, problem = posed(step, layer)
+    return [candidate.name for candidate in candidates(record, problem, GPUS[gpu])]
 
 
 def forms(found):
@@ -26,7 +32,7 @@ def forms(found):
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", PRODUCTS)
 def test_torch_comes_first_and_names_are_unique(step, gpu):
     found = names(step, BIG, gpu)
     assert found[0] == "torch"
@@ -81,9 +87,9 @@ def test_absent_operators_are_not_offered(monkeypatch):
 
 def test_tiles_that_do_not_fit_the_gpu_are_left_out():
     h100 = GPUS["h100"]
-    problem = problem_of("linear", BIG.arguments("linear"))
+    record, problem = posed("linear", BIG)
     small = Gpu("small", h100.target, shared_memory=120_000)
-    ours = [c for c in candidates(problem, small) if c.tile]
+    ours = [c for c in candidates(record, problem, small) if c.tile]
     assert ours
     for candidate in ours:
         assert least_shared_memory(problem.kernel, candidate.form, problem.dtype, candidate.tile) <= 120_000
@@ -108,8 +114,8 @@ def test_what_the_gate_knows_of_shipped_tiles_leaves_none_of_them_out(gpu, minor
     """They can all be launched, and none spills by more than a handful: which is slow, timing says."""
     target, limit = GPUS[gpu].target, GPUS[gpu].shared_memory
     rows = budgets.read()[minor].rows[ARCHITECTURE[gpu]]
-    for step, (kind, layer) in product(STEPS, LAYERS.items()):
-        problem = problem_of(step, layer.arguments(step))
+    for step, (kind, layer) in product(PRODUCTS, LAYERS.items()):
+        _, problem = posed(step, layer)
         ragged = kind == "ragged"
         has_descriptors = target.has_tma and target.backend == "cuda" and kind == "bf16"
         for form in ("descriptor", "pointer") if has_descriptors else ("pointer",):

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import CPU, TRITON_WINS, FakeTimer
-from tpkernels.dispatch import log, torch_steps
+from tpkernels.dispatch import log, products
 from tpkernels.dispatch.cache import Choice
 from tpkernels.dispatch.chooser import obstacle, winner
 from tpkernels.kernels import linear as linear_kernel
 
 X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
-LINEAR = ("linear", X, W, B, "none", False)
+LINEAR = (products.linear, X, W, B, "none", False)
 KEY = "linear float32 16x48x32 none+bias rows,rows,rows"
 POINTER = "triton/pointer/32x32x32-w4-s1"
 
@@ -23,32 +23,34 @@ def test_fastest_is_chosen_and_remembered(make_chooser):
     chooser = make_chooser(timer)
     for _ in range(3):
         y, z = chooser.call(*LINEAR)
-        torch.testing.assert_close(y, torch_steps.linear(*LINEAR[1:])[0])
+        torch.testing.assert_close(y, products.linear.by_torch(*LINEAR[1:])[0])
         assert z is None
     assert timer.asked == [["torch", POINTER]]
-    assert chooser.known("linear", LINEAR[1:]).candidate.name == POINTER
+    assert chooser.known(products.linear, LINEAR[1:]).candidate.name == POINTER
 
 
 def test_next_process_reads_it_from_disk(make_chooser):
     make_chooser().call(*LINEAR)
     timer = FakeTimer(TRITON_WINS)
     later = make_chooser(timer)
-    assert later.known("linear", LINEAR[1:]).source == "cached"
+    assert later.known(products.linear, LINEAR[1:]).source == "cached"
     later.call(*LINEAR)
     assert not timer.asked
 
 
 def test_shipped_choice_saves_timing_but_the_users_own_comes_first(make_chooser):
     shipped = {KEY: Choice(POINTER, {"torch": 2.0, POINTER: 1.0})}
-    assert make_chooser(shipped=shipped).known("linear", LINEAR[1:]).source == "shipped"
+    assert make_chooser(shipped=shipped).known(products.linear, LINEAR[1:]).source == "shipped"
     make_chooser(FakeTimer({"": 1.0})).call(*LINEAR)
-    known = make_chooser(shipped=shipped).known("linear", LINEAR[1:])
+    known = make_chooser(shipped=shipped).known(products.linear, LINEAR[1:])
     assert (known.source, known.candidate.name) == ("cached", "torch")
 
 
 def test_choice_that_is_no_candidate_any_more_is_forgotten(make_chooser):
     assert (
-        make_chooser(shipped={KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}).known("linear", LINEAR[1:])
+        make_chooser(shipped={KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}).known(
+            products.linear, LINEAR[1:]
+        )
         is None
     )
 
@@ -73,7 +75,7 @@ def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_chooser, m
     timer = FakeTimer(TRITON_WINS)
     y, _ = make_chooser(timer).call(*LINEAR)
     assert timer.asked == [["torch"]]
-    torch.testing.assert_close(y, torch_steps.linear(*LINEAR[1:])[0])
+    torch.testing.assert_close(y, products.linear.by_torch(*LINEAR[1:])[0])
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"{POINTER} dropped for {KEY}: " in record.getMessage()
@@ -88,7 +90,7 @@ def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
     chooser.call(*LINEAR)
     assert "no room" in caplog.text
     assert caplog.text.count("torch computes it") == 1
-    assert make_chooser().known("linear", LINEAR[1:]) is None
+    assert make_chooser().known(products.linear, LINEAR[1:]) is None
 
 
 def test_what_torch_refuses_is_refused_in_its_words(make_chooser):
@@ -108,7 +110,7 @@ def test_disabled_tuning_means_torch_for_the_whole_process(make_chooser, monkeyp
 def test_disabled_tuning_still_reads_what_is_known(make_chooser, monkeypatch):
     make_chooser().call(*LINEAR)
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
-    assert make_chooser().known("linear", LINEAR[1:]).candidate.name == POINTER
+    assert make_chooser().known(products.linear, LINEAR[1:]).candidate.name == POINTER
 
 
 def test_nothing_is_timed_while_something_stands_in_the_way_but_afterwards(make_chooser):

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpkernels.dispatch.problem import STEPS, layout_class, problem_of, token_class
-from tpkernels.dispatch.sample import Layer
+from tpkernels.dispatch.problem import layout_class, token_class
+from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
+from tpkernels.dispatch.record import Layer
 
 LAYER = Layer(4096, 1024, 512, activation="gelu_tanh")
 KEYS = {
@@ -30,31 +31,31 @@ PRODUCT = {
 DEPTH = {"linear": 512, "glu": 512, "wgrad": 4096, "wgrad_accumulate_": 4096}
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", PRODUCTS)
 def test_key_names_all_that_matters(step):
-    assert problem_of(step, LAYER.arguments(step)).key == KEYS[step]
+    assert PRODUCTS[step].problem(*PRODUCTS[step].sample(LAYER)).key == KEYS[step]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", PRODUCTS)
 def test_product_and_depth_are_those_of_the_step(step):
-    problem = problem_of(step, LAYER.arguments(step))
+    problem = PRODUCTS[step].problem(*PRODUCTS[step].sample(LAYER))
     assert problem.product == PRODUCT.get(step, (4096, 512))
     assert problem.depth == DEPTH.get(step, 1024)
 
 
 def test_tf32_is_another_problem():
-    arguments = Layer(64, 32, 16, torch.float32).arguments("dgrad")
+    arguments = dgrad.sample(Layer(64, 32, 16, torch.float32))
     before = torch.backends.cuda.matmul.fp32_precision
-    assert problem_of("dgrad", arguments).key == "dgrad float32 64x32x16 rows,rows,rows"
+    assert dgrad.problem(*arguments).key == "dgrad float32 64x32x16 rows,rows,rows"
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert problem_of("dgrad", arguments).key == "dgrad float32/tf32 64x32x16 rows,rows,rows"
+        assert dgrad.problem(*arguments).key == "dgrad float32/tf32 64x32x16 rows,rows,rows"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _layout(tensor):
-    return layout_class(problem_of("dgrad", (tensor, torch.empty(tensor.shape[1], 8))).layouts[0])
+    return layout_class(dgrad.problem(tensor, torch.empty(tensor.shape[1], 8)).layouts[0])
 
 
 def test_layouts_are_told_apart():
@@ -79,7 +80,7 @@ def test_token_class_is_an_upper_bound_within_a_quarter(tokens):
 def test_token_counts_of_a_class_are_one_problem():
     """Or the same key would have other candidates from one batch to the next."""
     for tokens in (4097, 4500, 5120):
-        problem = problem_of("linear", Layer(tokens, 64, 64).arguments("linear"))
+        problem = linear.problem(*linear.sample(Layer(tokens, 64, 64)))
         assert problem.key.startswith("linear bfloat16 5120x64x64")
         assert problem.product == (5120, 64)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.dispatch import steps
+from tpkernels.dispatch import backends
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(steps, "backend", request.param)
+    monkeypatch.setattr(backends, "backend", request.param)
     return str(request.param)
 
 

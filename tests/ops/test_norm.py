@@ -4,14 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch.library import opcheck
 from torch.nn import functional as F
 
 from tests.ops.cases import gradients
 from tests.ops.test_values import error
 from tpkernels import ops
-from tpkernels.dispatch import steps, torch_steps
-from tpkernels.ops import registered
+from tpkernels.dispatch import backends, norms
 
 K = 40
 OPS = {
@@ -57,7 +55,7 @@ def test_norm_and_gradients_match_float64(name, dtype, wide, backend, device):
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 def test_torch_sums_over_many_tokens_as_well_as_over_few(name, monkeypatch):
     """Summed one after the other, they would be off by 1.5e-6."""
-    monkeypatch.setattr(steps, "backend", "torch")
+    monkeypatch.setattr(backends, "backend", "torch")
     op, plain, _ = OPS[name]
     given = operands(name, (8192,), torch.float32, "cpu")
     dy = torch.randn(8192, K)
@@ -68,7 +66,7 @@ def test_torch_sums_over_many_tokens_as_well_as_over_few(name, monkeypatch):
 
 def test_torch_keeps_statistics_in_fp32():
     x, *parameters = operands("layer_norm", (5,), torch.bfloat16, "cpu")
-    _, mean, rstd = torch_steps.norm(x, *parameters, "layer_norm", 1e-5)
+    _, mean, rstd = norms.layer_norm.by_torch(x, *parameters, 1e-5)
     assert mean.dtype == rstd.dtype == torch.float32
 
 
@@ -110,13 +108,6 @@ def test_norm_compiles_for_any_number_of_tokens(name, dtype, device):
             assert torch.equal(ours, eager)
     given[0] = torch.randn(K, tokens, device=device).to(dtype).t()
     assert torch.equal(compiled(*given), op(*given))
-
-
-def test_registered_norms_pass_opcheck(backend, device):
-    for kind in ("rms_norm", "layer_norm"):
-        x, weight, *bias = operands(kind, (5,), torch.float32, device)
-        arguments = [t.requires_grad_() for t in (x, weight, *bias)]
-        opcheck(registered.norm, (*arguments, *([None] * (3 - len(arguments))), kind, 1e-5))
 
 
 def test_autocast_leaves_dtypes_alone(backend, device):

@@ -17,9 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.ops import second_cases
 from tests.ops.cases import CASES
 from tpkernels import ops
-from tpkernels.ops import registered
-from tpkernels.ops.gated_mlp import registered_gated_mlp
-from tpkernels.ops.mlp import registered_mlp
 
 Op = Callable[..., Tensor]
 K, BETWEEN, N = 3, 4, 2
@@ -33,14 +30,6 @@ OPS: dict[str, tuple[Op, Op, tuple[tuple[int, ...], ...]]] = {  # ours, torch's,
     "rms_norm": (ops.rms_norm, lambda x, w: F.rms_norm(x, (K,), w, 1e-5), ((K,),)),
     "layer_norm": (ops.layer_norm, lambda x, w, b: F.layer_norm(x, (K,), w, b, 1e-5), ((K,), (K,))),
     "layer_norm_without_bias": (ops.layer_norm, lambda x, w: F.layer_norm(x, (K,), w, None, 1e-5), ((K,),)),
-}
-REGISTERED: dict[str, tuple[Op, str]] = {  # as an operator of the dispatcher, and which of the ops it is
-    "linear": (lambda *t: registered.linear(*t, "gelu", True)[0], "linear_gelu"),
-    "linear_plain": (lambda *t: registered.linear(*t, "none", False)[0], "linear_None"),
-    "glu": (lambda *t: registered.glu(*t, "swiglu", True)[0], "swiglu"),
-    "mlp": (lambda *t: registered_mlp(*t, "gelu_tanh", True)[0], "mlp_gelu_tanh"),
-    "gated_mlp": (lambda *t: registered_gated_mlp(*t, "geglu", True)[0], "mlp_geglu"),
-    "norm": (lambda *t: registered.norm(*t, "layer_norm", 1e-5)[0], "layer_norm"),
 }
 SOME = ["linear_None", "linear_gelu", "mlp_gelu_tanh", "swiglu", "mlp_swiglu", "rms_norm", "layer_norm"]
 
@@ -124,16 +113,6 @@ def test_products_with_jacobians_and_hessians(name):
     for product_of in (hvp, vhp):
         assert_same(product_of(loss(op), given, given), product_of(loss(plain), given, given))
     assert_same(jvp(op, given, given), jvp(plain, given, given))
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_registered_operators_called_directly(name):
-    op, meaning = REGISTERED[name]
-    given = operands(meaning)
-    if name == "linear_plain":
-        given = given[:3]
-    ours, theirs = (penalized(f, given, (True,) * len(given)) for f in (op, OPS[meaning][1]))
-    assert_same(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")

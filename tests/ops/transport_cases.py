@@ -24,7 +24,7 @@ from tpkernels.comm.transports import shared, symmetric
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.shared import map_shared
-from tpkernels.dispatch import steps
+from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
@@ -85,7 +85,7 @@ def using(transport: str, backend: str = "torch") -> Iterator[None]:
     with (
         patch.object(shared, "machine", lambda: place),
         patch.object(transports, "wish", "symmetric" if standing_in else transport),
-        patch.object(steps, "backend", backend),
+        patch.object(backends, "backend", backend),
         patch.dict(transports.openers, standing_in),
     ):
         yield

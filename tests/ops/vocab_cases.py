@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.ops.parallel_cases import BOUND
 from tpkernels.comm import schedule
-from tpkernels.dispatch import steps
+from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 
 FEATURES = 20
@@ -83,11 +83,11 @@ def excess(ours: Tensor | None, truth: Tensor, own: Tensor, dtype: torch.dtype) 
 @contextmanager
 def computed_by(backend: str) -> Iterator[None]:
     """Ranks live longer than a case."""
-    usual, steps.backend = steps.backend, backend
+    usual, backends.backend = backends.backend, backend
     try:
         yield
     finally:
-        steps.backend = usual
+        backends.backend = usual
 
 
 def prepare(seed: int) -> torch.Generator:

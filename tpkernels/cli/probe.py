@@ -88,15 +88,17 @@ def probe_triton() -> list[Finding]:
 
 
 def probe_backend() -> list[Finding]:
-    from tpkernels.dispatch import steps
+    from tpkernels.dispatch import backends
 
-    if steps.backend not in steps.BACKENDS:
+    if backends.backend not in backends.BACKENDS:
         return [
-            problem("backend", f"TPKERNELS_BACKEND={steps.backend}; known are {', '.join(steps.BACKENDS)}")
+            problem(
+                "backend", f"TPKERNELS_BACKEND={backends.backend}; known are {', '.join(backends.BACKENDS)}"
+            )
         ]
-    cpu = {"triton": "Triton's interpreter"}.get(steps.backend, "torch")
-    gpu = {"triton": "Triton", "torch": "torch"}.get(steps.backend, "whoever was timed fastest")
-    return [ok("backend", f"{steps.backend}: on the CPU {cpu}, on a GPU {gpu}")]
+    cpu = {"triton": "Triton's interpreter"}.get(backends.backend, "torch")
+    gpu = {"triton": "Triton", "torch": "torch"}.get(backends.backend, "whoever was timed fastest")
+    return [ok("backend", f"{backends.backend}: on the CPU {cpu}, on a GPU {gpu}")]
 
 
 def probe_extension() -> list[Finding]:

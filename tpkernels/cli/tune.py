@@ -7,25 +7,23 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from tpkernels.cli import OneLineParser, written_to
 from tpkernels.cli.progress import Progress
-from tpkernels.dispatch.cache import Choice, render
+from tpkernels.dispatch.cache import Choice, render, versions_for
 from tpkernels.dispatch.candidates import candidates
-from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.chooser import Chooser, chooser_on
 from tpkernels.dispatch.gpus import GPUS, Gpu
-from tpkernels.dispatch.problem import STEPS, Step, problem_of
-from tpkernels.dispatch.sample import Layer
-from tpkernels.dispatch.tuned_steps import chooser_on
-from tpkernels.dispatch.versions import versions_for
+from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-Call = tuple[Step, tuple[Any, ...]]  # a step and its arguments
+Call = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +63,7 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--shapes", required=True, metavar="TxNxK,...", help="tokens x out_features x in_features of layers"
     )
-    parser.add_argument("--steps", default=",".join(STEPS), help=f"which (default {','.join(STEPS)})")
+    parser.add_argument("--steps", default=",".join(PRODUCTS), help=f"which (default {','.join(PRODUCTS)})")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default bf16")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu_tanh", help="default gelu_tanh")
     parser.add_argument("--glu", choices=GATE_OF, default="swiglu", help="the gated unit (default swiglu)")
@@ -83,8 +81,9 @@ def _calls(options: Namespace) -> list[Call]:
     calls: dict[str, Call] = {}
     for size in options.shapes.split(","):
         for step in options.steps.split(","):
-            if step not in STEPS:
-                raise ValueError(f"expected --steps of {', '.join(STEPS)}; got {step!r}")
+            record = PRODUCTS.get(step)
+            if record is None:
+                raise ValueError(f"expected --steps of {', '.join(PRODUCTS)}; got {step!r}")
             # an MLP has linear layers with and without an activation behind them
             for activation in ("none", options.activation) if step == "linear" else (options.activation,):
                 layer = Layer(
@@ -96,11 +95,11 @@ def _calls(options: Namespace) -> list[Call]:
                     training=not options.inference,
                 )
                 try:
-                    arguments = layer.arguments(cast("Step", step))
+                    arguments = record.sample(layer)
                 except (RuntimeError, TypeError) as error:  # a matrix larger than any address
                     said = str(error).partition("\n")[0]  # in torch's words, without its stack
                     raise ValueError(f"--shapes {size}: {said}") from error
-                calls[problem_of(cast("Step", step), arguments).key] = (cast("Step", step), arguments)
+                calls[record.problem(*arguments).key] = record, arguments
     return list(calls.values())
 
 
@@ -116,9 +115,9 @@ def _list(calls: Sequence[Call], gpu: Gpu) -> str:
     """Print the candidates of each call on `gpu`, and return them as JSON."""
     print(f"candidates on {gpu.name}, not timed:")
     listed = {}
-    for step, arguments in calls:
-        problem = problem_of(step, arguments)
-        listed[problem.key] = [candidate.name for candidate in candidates(problem, gpu)]
+    for record, arguments in calls:
+        problem = record.problem(*arguments)
+        listed[problem.key] = [candidate.name for candidate in candidates(record, problem, gpu)]
         print(f"{problem.key}\n" + "".join(f"    {name}\n" for name in listed[problem.key]), end="")
     return json.dumps({"gpu": gpu.name, "candidates": listed}, indent=1) + "\n"
 
@@ -127,10 +126,10 @@ def _tune(calls: Sequence[Call], chooser: Chooser, again: bool) -> str:
     """Print the choice for each call, and return all of them as the text of a cache file."""
     decisions = []
     with Progress("timing", len(calls)) as step_begins:
-        for step, arguments in calls:
-            step_begins(problem_of(step, arguments).key)
-            known = None if again else chooser.known(step, arguments)
-            decisions.append(known or chooser.timed(step, arguments))
+        for record, arguments in calls:
+            step_begins(record.problem(*arguments).key)
+            known = None if again else chooser.known(record, arguments)
+            decisions.append(known or chooser.timed(record, arguments))
     print("\n".join(map(str, decisions)))
     timed = (decision for decision in decisions if decision.milliseconds)
     choices = {d.key: Choice(d.candidate.name, d.milliseconds) for d in timed}

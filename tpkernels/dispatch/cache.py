@@ -11,17 +11,22 @@ A cache is a help, not a need: whatever is wrong with it costs one warning and t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from uuid import uuid4
 
+import torch
+
 from tpkernels.dispatch.log import warnings
-from tpkernels.dispatch.versions import Versions
 from tpkernels.files import parsed, read_text
 
 try:
@@ -31,6 +36,50 @@ except ImportError:  # not a POSIX system
 
 FORMAT = 1
 LOCK_SECONDS = 2.0
+KERNELS = Path(__file__).parents[1] / "kernels"
+SHIPPED = Path(__file__).parent / "shipped"  # one <gpu>.json for each GPU that someone has timed
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Choices made under one of these say nothing under another."""
+
+    gpu: str
+    torch: str  # with the CUDA version behind it: "2.11.0+cu130"
+    triton: str
+    kernels: str  # hash of our kernels' source
+
+    @property
+    def slug(self) -> str:
+        """All of it as a file name."""
+        return f"{gpu_slug(self.gpu)}_torch-{self.torch}_triton-{self.triton}_kernels-{self.kernels}"
+
+
+def versions_for(gpu: str) -> Versions:
+    """Those of this process, on a GPU of this name."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    return Versions(gpu, torch.__version__, triton, source_hash(KERNELS))
+
+
+@cache
+def source_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def gpu_slug(gpu: str) -> str:
+    """A GPU's name as part of a file name.
+
+    >>> gpu_slug("NVIDIA H100 80GB HBM3")
+    'nvidia-h100-80gb-hbm3'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +204,18 @@ def _locked(path: Path) -> Iterator[None]:
 def _without_waiting(path: str, flags: int) -> int:
     """A FIFO that nobody reads is an error."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
+def shipped_choices(gpu: str, folder: Path = SHIPPED) -> Mapping[str, Choice]:
+    """What is shipped for a GPU of this name; nothing for most."""
+    path = folder / f"{gpu_slug(gpu)}.json"
+    try:
+        versions, choices = parse(path.read_text(encoding="utf-8"))
+        if versions.get("gpu") != gpu:
+            raise ForeignFile(f"it was written for {versions.get('gpu')}")
+        return choices
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warning("ignoring %s: %s", path, error)
+        return {}

@@ -1,4 +1,4 @@
-"""Who could compute a step: plain torch, torch's fused operators, and our kernels with each shipped tile."""
+"""Who could compute a primitive: torch, its fused operators, our kernels with each shipped tile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from tpkernels.dispatch import library_steps, torch_steps
 from tpkernels.dispatch.gpus import Gpu
-from tpkernels.dispatch.problem import Problem, Step
+from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.record import P, Primitive, R
 from tpkernels.kernels.footprints import least_shared_memory
 from tpkernels.kernels.operands import DTYPES, Form, choose_form
 from tpkernels.kernels.tiles import MatmulTile
@@ -19,33 +19,30 @@ from tpkernels.kernels.tiles import candidates as shipped_tiles
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to compute a step, under a name that files and logs know it by."""
+    """A way to compute a primitive, under a name that files and logs know it by."""
 
     name: str
     tile: MatmulTile | None = None  # of our kernel, in this form; neither for torch
     form: Form | None = None
 
-    def bind(self, step: Step) -> Callable[..., Any]:
-        """The function that takes the arguments of the step."""
+    def bind(self, record: Primitive[P, R]) -> Callable[P, R]:
+        """The function that computes the primitive so."""
         if self.tile is not None:
-            from tpkernels.dispatch import triton_steps  # here: whoever lists candidates need not have Triton
-
-            return partial(getattr(triton_steps, step), tile=self.tile, form=self.form)
-        function: Callable[..., Any] = (
-            getattr(torch_steps, step) if self == TORCH else getattr(library_steps, self.name)
-        )
-        return function
+            return partial(record.by_kernel, tile=self.tile, form=self.form)
+        if self == TORCH:
+            return record.by_torch
+        return next(library.run for library in record.library if library.name == self.name)
 
 
 TORCH = Candidate("torch")
 BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
 
 
-def candidates(problem: Problem, gpu: Gpu) -> tuple[Candidate, ...]:
+def candidates(record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> tuple[Candidate, ...]:
     """All that may be worth timing, plain torch first. Names are unique and do not change between runs."""
     if problem.empty:  # nothing to win
         return (TORCH,)
-    fused = (Candidate(name) for name in library_steps.offers(problem, gpu.target))
+    fused = (Candidate(library.name) for library in record.library if library.fits(problem, gpu.target))
     return TORCH, *fused, *_ours(problem, gpu)
 
 

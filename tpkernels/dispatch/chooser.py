@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any, Literal
 
@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch import log
-from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.cache import Cache, Choice, shipped_choices, versions_for
 from tpkernels.dispatch.candidates import TORCH, Candidate, candidates
-from tpkernels.dispatch.gpus import Gpu
-from tpkernels.dispatch.problem import Problem, Step, problem_of
-from tpkernels.dispatch.scratch import scratch_like
-from tpkernels.dispatch.soundness import flaw, results_of
-from tpkernels.dispatch.timing import Runs, Timer
+from tpkernels.dispatch.gpus import Gpu, gpu_of
+from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.record import Primitive, R
+from tpkernels.dispatch.scratch import mismatch, results_of, scratch_like
+from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.env_flag import switched_on
+from tpkernels.kernels.disk_cache import cache_folder
 
 MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
 
@@ -95,37 +96,38 @@ class Chooser:
         self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
 
-    def call(self, step: Step, *arguments: Any) -> Any:
-        """Compute a step by whoever is chosen for it."""
-        signature = _signature(step, arguments)
+    def call(self, record: Primitive[..., R], *arguments: Any) -> R:
+        """Compute a primitive by whoever is chosen for it."""
+        signature = _signature(record.name, arguments)
         function = self._functions.get(signature)
         if function is None:
             with self._lock:
-                function = self._functions.get(signature) or self._choose(step, arguments, signature)
-        return function(*arguments)
+                function = self._functions.get(signature) or self._choose(record, arguments, signature)
+        result: R = function(*arguments)
+        return result
 
     def _choose(
-        self, step: Step, arguments: tuple[Any, ...], signature: tuple[object, ...]
+        self, record: Primitive[..., Any], arguments: tuple[Any, ...], signature: tuple[object, ...]
     ) -> Callable[..., Any]:
-        decision = self.known(step, arguments) or self._torch_or_timed(step, arguments)
+        decision = self.known(record, arguments) or self._torch_or_timed(record, arguments)
         log.choices.info("%s", decision)
-        function = decision.candidate.bind(step)
+        function = decision.candidate.bind(record)
         if decision.source != "not timed now":
             self._functions[signature] = function
         return function
 
-    def _torch_or_timed(self, step: Step, arguments: tuple[Any, ...]) -> Decision:
-        key = problem_of(step, arguments).key
+    def _torch_or_timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
+        key = record.problem(*arguments).key
         if not switched_on("TPKERNELS_TUNE", default=True):
             return Decision(key, TORCH, "not timed", detail="TPKERNELS_TUNE=0")
         if why := self._obstacle(self._device):
             return Decision(key, TORCH, "not timed now", detail=why)
-        return self.timed(step, arguments)
+        return self.timed(record, arguments)
 
-    def known(self, step: Step, arguments: tuple[Any, ...]) -> Decision | None:
+    def known(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision | None:
         """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
-        problem = problem_of(step, arguments)
-        by_name = {candidate.name: candidate for candidate in candidates(problem, self.gpu)}
+        problem = record.problem(*arguments)
+        by_name = {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
         if len(by_name) == 1:
             return Decision(problem.key, TORCH, "only candidate")
         sources: dict[Source, Choice | None] = {
@@ -137,15 +139,15 @@ class Chooser:
                 return Decision(problem.key, by_name[choice.name], source, choice.milliseconds)
         return None
 
-    def timed(self, step: Step, arguments: tuple[Any, ...]) -> Decision:
+    def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
         """The fastest now, kept on disk.
 
         Tensors among the arguments are looked at, never read or written: they may be on the meta device.
         """
-        problem = problem_of(step, arguments)
-        by_name = {candidate.name: candidate for candidate in candidates(problem, self.gpu)}
+        problem = record.problem(*arguments)
+        by_name = {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
         try:
-            milliseconds = self._timer(self._sound_runs(problem, by_name, arguments))
+            milliseconds = self._timer(self._sound_runs(record, problem, by_name, arguments))
         except Exception as error:  # out of memory, most likely: a comparison takes more than torch alone
             log.warnings.warning("cannot time %s (%s): torch computes it", problem.key, error)
             return Decision(problem.key, TORCH, "timing failed", detail=str(error))
@@ -154,16 +156,20 @@ class Chooser:
         return Decision(problem.key, by_name[name], "timed", milliseconds)
 
     def _sound_runs(
-        self, problem: Problem, by_name: Mapping[str, Candidate], arguments: tuple[Any, ...]
+        self,
+        record: Primitive[..., Any],
+        problem: Problem,
+        by_name: Mapping[str, Candidate],
+        arguments: tuple[Any, ...],
     ) -> Runs:
         """The candidates that agree with torch, each bound to the same scratch operands."""
         scratch = scratch_like(arguments, problem.depth, self._device)
-        expected = results_of(problem.step, TORCH.bind(problem.step), scratch)
+        expected = results_of(record, record.by_torch, scratch)
         runs = {}
         for name, candidate in by_name.items():
-            function = candidate.bind(problem.step)
+            function = candidate.bind(record)
             try:
-                found = flaw(results_of(problem.step, function, scratch), expected, problem)
+                found = mismatch(results_of(record, function, scratch), expected, problem)
             except Exception as error:  # whatever a compiler or a launch raises: torch is there
                 found = f"{type(error).__name__}: {error}"
             if found:
@@ -173,12 +179,21 @@ class Chooser:
         return runs
 
 
-def _signature(step: Step, arguments: tuple[Any, ...]) -> tuple[object, ...]:
+def _signature(name: str, arguments: tuple[Any, ...]) -> tuple[object, ...]:
     """All that a problem is made of, unexamined: this sits in every call, and must be quick."""
-    signature: list[object] = [step]
+    signature: list[object] = [name]
     for argument in arguments:
         if isinstance(argument, Tensor):
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
         else:
             signature.append(argument)
     return tuple(signature)
+
+
+@cache
+def chooser_on(device: torch.device) -> Chooser:
+    """The chooser for a GPU of this machine, with its cache and what is shipped for it."""
+    log.show_choices_if_asked()
+    gpu = gpu_of(device)
+    cache = Cache(cache_folder(), versions_for(gpu.name))
+    return Chooser(device, gpu, CudaTimer(device), cache, shipped_choices(gpu.name))

@@ -1,7 +1,7 @@
 """Functions that torch.compile sees as one operator, and that eager code calls as they are.
 
 An operator of torch's dispatcher returns as many tensors whatever its arguments. These return a list instead,
-without the results that were not asked for; `fake`, which gives shapes, says by None which those are.
+without the results that were not asked for.
 """
 
 from __future__ import annotations
@@ -47,18 +47,26 @@ class Operator(Generic[P, R]):
     """`run`, or in compiled code the operator `tpkernels::name` that runs it.
 
     run: tensors, lists of them, numbers, words and named tuples of these in; a tensor, or a tuple or list of
-        tensors and None out; no result is an input, no input is changed
-    fake: of the same arguments; empty tensors of the same shapes, dtypes and contiguous strides
+        tensors and None out; it changes no input, and gives none back
+    fake: of the same arguments; tensors of the same shapes and dtypes
+    given: which of its results a call gives, if some may be None; by default those that `fake` shows
     """
 
-    def __init__(self, name: str, run: Callable[P, R], fake: Callable[..., R]) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[P, R],
+        fake: Callable[..., R],
+        given: Callable[P, Sequence[bool]] | None = None,
+    ) -> None:
         self.name, self.run, self.fake = name, run, fake
         hints = get_type_hints(run, include_extras=True)
-        self._parameters = [_parameter(word, hint) for word, hint in hints.items() if word != "return"]
-        definition = torch.library.custom_op(
-            f"tpkernels::{name}", _listing(run, self._parameters, lambda t: t.contiguous()), mutates_args=()
-        )
-        definition.register_fake(_listing(fake, self._parameters, lambda t: t))
+        result = hints.pop("return")
+        self._given, self._kind = given, get_origin(result) or Tensor
+        self._may_lack = any(type(None) in get_args(hint) for hint in get_args(result))
+        self._parameters = [_parameter(word, hint) for word, hint in hints.items()]
+        run_listed, fake_listed = (_listing(function, self._parameters) for function in (run, fake))
+        torch.library.custom_op(f"tpkernels::{name}", run_listed, mutates_args=()).register_fake(fake_listed)
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,13 +77,16 @@ class Operator(Generic[P, R]):
                 f"{self.name}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "
                 "reverse mode, or torch's own layers"
             )
-        shapes: Any = self.fake(*args, **kwargs)
-        given = iter(self.overload(*self.packed(*args), **kwargs))
+        found = iter(self.overload(*self.packed(*args), **kwargs))
         results: Any
-        if isinstance(shapes, Tensor):
-            results = next(given)
+        if self._kind is Tensor:
+            results = next(found)
+        elif not self._may_lack:
+            results = self._kind(found)
         else:
-            results = type(shapes)([None if shape is None else next(given) for shape in shapes])
+            shown: Any = (self._given or self.fake)(*args, **kwargs)
+            given = [each is not None and each is not False for each in shown]
+            results = self._kind(next(found) if there else None for there in given)
         return results  # type: ignore[no-any-return]
 
     def packed(self, *args: Any) -> list[Any]:
@@ -123,16 +134,19 @@ def _schema_type(hint: Any) -> Any:
     return Sequence[Tensor] if hint == list[Tensor] else hint
 
 
-def _listing(
-    function: Callable[..., Any], parameters: list[_Parameter], prepared: Callable[[Tensor], Tensor]
-) -> Callable[..., list[Tensor]]:
+def _listing(function: Callable[..., Any], parameters: list[_Parameter]) -> Callable[..., list[Tensor]]:
     """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
 
     def listed(*args: Any) -> list[Tensor]:
-        given = iter(args)
-        results = function(*(parameter.unpack(given) for parameter in parameters))
+        passed = iter(args)
+        results = function(*(parameter.unpack(passed) for parameter in parameters))
         results = (results,) if isinstance(results, Tensor) else results
-        return [prepared(result) for result in results if result is not None]
+        given: list[Tensor] = []
+        for result in results:
+            if result is not None:  # an operator may not return a tensor twice
+                twice = any(result is other for other in given)
+                given.append(result.clone() if twice else result.contiguous())
+        return given
 
     schema = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)

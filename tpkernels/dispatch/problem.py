@@ -1,22 +1,17 @@
-"""What a step is asked to compute, without the numbers: all that a choice may depend on.
+"""What a product is asked to compute, without the numbers: all that a choice by timing may depend on.
 
-T tokens, N out_features, K in_features are those of the layer, in each of its steps:
+T tokens, N out_features, K in_features are those of the layer, in each of its products:
 
-    step                 arguments                                product    options
-    linear               x, weight, bias, activation, keep_z      T x N      activation, bias, z
-    glu                  x, w_gate, w_up, kind, keep_gu           T x N      kind, gu
-    dgrad                dy, weight                               T x K
-    dgrad_act            dy, weight, z, activation, bias_grad     T x K      activation, db
-    dglu                 dy, weight, g, u, kind                   T x K      kind
-    wgrad                dy, x                                    N x K
-    wgrad_accumulate_    main_grad, dy, x                         N x K      the dtype of main_grad
+    kernel          product    depth
+    linear, glu     T x N      K
+    dgrad, dglu     T x K      N
+    wgrad           N x K      T
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,24 +19,13 @@ from torch import Tensor
 from tpkernels.kernels.operands import Layout
 from tpkernels.kernels.tiles import Kernel
 
-Step = Literal["linear", "glu", "dgrad", "dgrad_act", "dglu", "wgrad", "wgrad_accumulate_"]
-STEPS: tuple[Step, ...] = get_args(Step)
-KERNEL_OF: Mapping[Step, Kernel] = {
-    "linear": "linear",
-    "glu": "glu",
-    "dgrad": "dgrad",
-    "dgrad_act": "dgrad",
-    "dglu": "dglu",
-    "wgrad": "wgrad",
-    "wgrad_accumulate_": "wgrad",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A step on operands of these sizes, layouts and options."""
 
-    step: Step
+    step: str  # the name of the primitive
+    kernel: Kernel
     dtype: torch.dtype  # of what is multiplied
     tf32: bool  # whether fp32 may be multiplied so
     tokens: int  # their class, see `token_class`
@@ -50,9 +34,24 @@ class Problem:
     options: tuple[str, ...]
     layouts: tuple[Layout, ...]  # of every matrix read or written
 
-    @property
-    def kernel(self) -> Kernel:
-        return KERNEL_OF[self.step]
+    @staticmethod
+    def of(
+        step: str, kernel: Kernel, matrices: Sequence[Tensor], options: tuple[str, ...], *, allocates: bool
+    ) -> Problem:
+        """matrices: read or written, those that are multiplied first; allocates: a result beside them"""
+        first, second = matrices[0], matrices[1]
+        out_features = first.shape[1] if kernel == "wgrad" else second.shape[0]
+        dtype = first.dtype
+        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        layouts = tuple(Layout.of("", matrix) for matrix in matrices)
+        problem = Problem(
+            step, kernel, dtype, tf32, first.shape[0], out_features, second.shape[1], options, layouts
+        )
+        if allocates:
+            rows, cols = problem.product
+            result = Layout("", rows, cols, cols, 1, dtype.itemsize, address=0)
+            problem = replace(problem, layouts=(*layouts, result))
+        return replace(problem, tokens=token_class(first.shape[0]))
 
     @property
     def product(self) -> tuple[int, int]:
@@ -123,56 +122,3 @@ def layout_class(layout: Layout) -> str:
         layout.address,
     )
     return "ragged-columns" if turned.tma_obstacle() else "columns"
-
-
-def problem_of(step: Step, arguments: tuple[Any, ...]) -> Problem:
-    """The problem that a call of `steps.Steps` poses; its tensors may be on the meta device."""
-    options: tuple[str, ...] = ()
-    matrices: tuple[Tensor, ...]
-    result: tuple[int, int] | None
-    match step:
-        case "linear":
-            x, weight, bias, activation, keep_z = arguments
-            (T, K), N = x.shape, weight.shape[0]
-            matrices, result = (x, weight), (T, N)
-            options = (activation, *("bias",) * (bias is not None), *("z",) * keep_z)
-        case "glu":
-            x, w_gate, w_up, kind, keep_gu = arguments
-            (T, K), N = x.shape, w_gate.shape[0]
-            matrices, result = (x, w_gate, w_up), (T, N)
-            options = (kind, *("gu",) * keep_gu)
-        case "dgrad":
-            dy, weight = arguments
-            (T, N), K = dy.shape, weight.shape[1]
-            matrices, result = (dy, weight), (T, K)
-        case "dgrad_act":
-            dy, weight, z, activation, bias_grad = arguments
-            (T, N), K = dy.shape, weight.shape[1]
-            matrices, result = (dy, weight, z), (T, K)
-            options = (activation, *("db",) * bias_grad)
-        case "dglu":
-            dy, weight, g, u, kind = arguments
-            (T, N), K = dy.shape, weight.shape[1]
-            matrices, result = (dy, weight, g, u), (T, K)
-            options = (kind,)
-        case "wgrad":
-            dy, x = arguments
-            (T, N), K = dy.shape, x.shape[1]
-            matrices, result = (dy, x), (N, K)
-        case "wgrad_accumulate_":
-            main_grad, dy, x = arguments
-            (T, N), K = dy.shape, x.shape[1]
-            matrices, result = (dy, x, main_grad), None
-            options = (str(main_grad.dtype).removeprefix("torch."),)
-    dtype = matrices[0].dtype
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    layouts = [Layout.of("", matrix) for matrix in matrices]
-    if result is not None:
-        layouts.append(_allocated(result, dtype))
-    return Problem(step, dtype, tf32, token_class(T), N, K, options, tuple(layouts))
-
-
-def _allocated(shape: tuple[int, int], dtype: torch.dtype) -> Layout:
-    """The layout of a result that is yet to be allocated."""
-    rows, cols = shape
-    return Layout("", rows, cols, cols, 1, dtype.itemsize, address=0)

@@ -1,6 +1,4 @@
-"""Autograd functions of ops: typed; and what they do when they are differentiated twice.
-
-Second derivatives: torch computes the gradients of local ops anew; of other ops they are an error.
+"""Second derivatives: torch computes the gradients of local ops anew; of other ops they are an error.
 
 An error must reach whoever asks for them, and torch's `once_differentiable` does not: it cuts the graph, so
 `torch.autograd.functional.hessian` and all else that allows unused inputs gets zeros.
@@ -11,43 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.operators import in_forward_mode
-from tpkernels.ops.inputs import any_requires_grad
+from tpkernels.ops.inputs import Context, apply
 
 R = TypeVar("R")
-
-
-class Context(Protocol):
-    """What an autograd function keeps from forward to backward.
-
-    options: all that its steps take besides tensors; main_grads: of its weights
-    """
-
-    options: tuple[Any, ...]
-    main_grads: Sequence[Tensor | None]
-    needs_input_grad: Sequence[bool]
-    saved_tensors: Sequence[Tensor]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-
-class Function(torch.autograd.Function):
-    if TYPE_CHECKING:
-
-        @classmethod
-        def apply(cls, *inputs: Any) -> Any:
-            """torch's own, which has no types."""
-
-
-def recorded(*tensors: Tensor | None) -> bool:
-    """Whether an op needs its autograd function; without it is quicker than a tiny product."""
-    return any_requires_grad(*tensors) or in_forward_mode()
 
 
 def first_order(
@@ -88,7 +57,8 @@ def _refusing_more(
     unpacked = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
     with torch.no_grad():
         results = backward(unpacked, *grads)
-    return _NoSecondDerivative.apply(op, results, *parents)  # type: ignore[no-any-return]
+    refusing: R = apply(_NoSecondDerivative, op, results, *parents)
+    return refusing
 
 
 def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -112,16 +82,16 @@ def _message(op: str) -> str:
     )
 
 
-class _NoSecondDerivative(Function):
+class _NoSecondDerivative(torch.autograd.Function):
     """Gradients as they are; their own gradient is an error."""
 
     @staticmethod
     def forward(
         ctx: Context, op: str, results: Sequence[Tensor | None], *parents: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.options = (op,)
+        ctx.op = op
         return tuple(None if result is None else result.detach() for result in results)
 
     @staticmethod
     def backward(ctx: Context, *_: Tensor) -> None:
-        raise RuntimeError(_message(*ctx.options))
+        raise RuntimeError(_message(ctx.op))

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, is_autocast_enabled
-from torch.autograd import forward_ad
+
+from tpkernels.dispatch.operators import in_forward_mode as in_forward_mode
 
 
-def casting(x: Tensor) -> bool:
+class Context(Protocol):
+    """What autograd gives to forward and backward; ops keep more on it, by name."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Any, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """`function.apply`, which torch leaves untyped."""
+    return function.apply(*args)
+
+
+def is_casting(x: Tensor) -> bool:
     """Whether an autocast region is active where x lies."""
     # asking what a device is not takes a fifth of the time of spelling its name
     kind = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
     return kind != "meta" and is_autocast_enabled(kind)
 
 
-def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in the dtype of the active autocast region, as `F.linear` takes them there."""
+def autocast(x: Tensor, *others: Tensor | None) -> Any:
+    """(x, *others) in the dtype of the active autocast region, as `F.linear` takes them there."""
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
+
+
+casting = is_casting
 
 
 def check_linear(
@@ -89,11 +111,6 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
-
-
-def in_forward_mode() -> bool:
-    """Whether tensors may carry tangents, which do not show in `requires_grad`."""
-    return forward_ad._current_level >= 0
 
 
 def compiling(op: str) -> bool:

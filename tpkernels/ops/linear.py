@@ -16,30 +16,24 @@ second output z stays connected with the inputs: second derivatives come back to
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch import torch_steps
-from tpkernels.dispatch.steps import Steps, steps_on
+from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
-from tpkernels.ops import registered
 from tpkernels.ops.inputs import (
+    Context,
     any_requires_grad,
+    apply,
     as_dtype,
     autocast,
-    casting,
     check_linear,
-    compiling,
     features_of,
     in_forward_mode,
+    is_casting,
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.region import follow_autocast
-
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def linear(
@@ -55,80 +49,52 @@ def linear(
     """
     activation = activation or "none"
     require_activation("linear", activation)
-    if casting(x):
-        x, weight, bias = cast("tuple[Tensor, Tensor, Tensor | None]", autocast(x, weight, bias))
+    if is_casting(x):
+        x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
-    needs = any_requires_grad(x, weight, bias)
-    y: Tensor
-    if compiling("linear"):
-        y = registered.linear(tokens_of(x), weight, bias, activation, needs)[0]
-    elif not needs and not in_forward_mode():  # `apply` takes longer than a tiny product
-        y = steps_on(x.device).linear(tokens_of(x), weight, bias, activation, False)[0]
-    elif activation == "none":  # `apply` takes its time over each argument
-        y = _Linear.apply(tokens_of(x), weight, bias)  # type: ignore[no-untyped-call]
+    tokens = tokens_of(x)
+    if not any_requires_grad(x, weight, bias) and not in_forward_mode():
+        y, _ = primitives.linear(tokens, weight, bias, activation, False)  # `apply` takes its time
+    elif activation == "none":  # also over each argument
+        y = apply(_Linear, tokens, weight, bias)
     else:
-        y, _ = _Linear.apply(tokens_of(x), weight, bias, activation)  # type: ignore[no-untyped-call]
+        y, _ = apply(_Linear, tokens, weight, bias, activation)
     return like_tokens(y, x)
 
 
 class _Linear(torch.autograd.Function):
-    """The eager way, straight to the kernels."""
-
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation = "none",
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, z = steps_on(x.device).linear(x, weight, bias, activation, activation != "none")
-        _save(ctx, x, weight, z, activation)
-        return y if z is None else (y, z)
+        y, z = primitives.linear(x, weight, bias, activation, activation != "none")
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, z)
+        ctx.activation = activation
+        if z is None:
+            return y
+        ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
+        return y, z
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, None, dy, dz), None
-
-
-def _save(ctx: Any, x: Tensor, weight: Tensor, z: Tensor | None, activation: Activation) -> None:
-    needs = ctx.needs_input_grad
-    ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, z)
-    ctx.activation = activation
-    if z is not None:
-        ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
-
-
-def _gradients(ctx: Any, given: Steps | None, dy: Tensor | None, dz_too: Tensor | None) -> Grads:
-    """given: who computes, by default whoever does where dy lies; dz_too: what a second derivative adds"""
-    x, weight, z = ctx.saved_tensors
-    needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    if dy is None:
-        if dz_too is None:
-            return None, None, None
-        dy = torch.zeros_like(dz_too)
-    # to be differentiated again: by torch, whose products autograd follows
-    steps = torch_steps if torch.is_grad_enabled() else given or steps_on(dy.device)
-    dz = act_grad_ref(dy, z, ctx.activation)
-    if dz_too is not None:
-        dz = dz + dz_too
-    return (
-        steps.dgrad(dz, weight) if needs_dx else None,
-        steps.wgrad(dz, x) if needs_dw else None,
-        as_dtype(steps.bias_grad(dz), dz.dtype) if needs_db else None,
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, activation, _ = inputs
-    _save(ctx, x, weight, output[1], activation)
-
-
-def _registered_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-    if ctx.activation == "none":
-        dz = None  # an empty tensor stands for z
-    return *_gradients(ctx, cast("Steps", registered), dy, dz), None, None
-
-
-registered.linear.register_autograd(_registered_backward, setup_context=_setup)
-follow_autocast(registered.linear)
+    def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """dz_too: what a second derivative adds"""
+        x, weight, z = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        if dy is None:
+            if dz_too is None:
+                return None, None, None, None
+            dy = torch.zeros_like(dz_too)
+        dz = dy if z is None else act_grad_ref(dy, z, ctx.activation)
+        if dz_too is not None:
+            dz = dz + dz_too
+        return (
+            primitives.dgrad(dz, weight) if needs_dx else None,
+            primitives.wgrad(dz, x) if needs_dw else None,
+            as_dtype(primitives.bias_grad(dz), dz.dtype) if needs_db else None,
+            None,
+        )

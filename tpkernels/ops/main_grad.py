@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator, Packed
-from tpkernels.ops.first_order import Context, Function
+from tpkernels.ops.inputs import Context, apply
 
 # What a weight's gradient is added to. None: to nothing, autograd gets it in the weight's dtype. True: in an
 # operator under torch.compile, which returns it in fp32 or wider for `add_if_traced`.
@@ -57,20 +57,20 @@ def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
             "GradientBuckets(..., main_grad=True) do it"
         )
     if hasattr(weight, "grad_added_to_main_grad"):
-        weight = _SayItWasAdded.apply(weight)
+        weight = apply(_SayItWasAdded, weight)
     return weight, main_grad
 
 
-class _SayItWasAdded(Function):
+class _SayItWasAdded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.options = (weight,)
+        ctx.weight = weight
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor | None) -> Tensor:
-        (weight,) = ctx.options
+        weight: Tensor = ctx.weight
         if gradient is not None:  # a tracer's stand-in
             assert torch.compiler.is_compiling(), "it was added to main_grad"
             return _zeros_for_marked(weight)

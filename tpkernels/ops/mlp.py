@@ -15,29 +15,26 @@ with the inputs: second derivatives come back to backward as dz.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from tpkernels.dispatch import torch_steps
-from tpkernels.dispatch.steps import Steps, steps_on
+from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation
-from tpkernels.ops import registered
 from tpkernels.ops.gated_mlp import gated_mlp
 from tpkernels.ops.inputs import (
+    Context,
     any_requires_grad,
+    apply,
     as_dtype,
     autocast,
-    casting,
     check_linear,
-    compiling,
     features_of,
+    is_casting,
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.region import follow_autocast
 
 
 def mlp(
@@ -66,120 +63,55 @@ def mlp(
         return gated_mlp(x, w_gate, w_up, w_down, b_down, kind=cast("Glu", activation or "swiglu"))
     activation = cast("Activation", activation or "gelu_tanh")
     require_activation("mlp", activation)
-    if casting(x):
-        x, w_up, b_up, w_down, b_down = cast(
-            "tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]",
-            autocast(x, w_up, b_up, w_down, b_down),
-        )
+    if is_casting(x):
+        x, w_up, b_up, w_down, b_down = autocast(x, w_up, b_up, w_down, b_down)
     check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
-    arguments = (tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
-    y: Tensor
-    if compiling("mlp"):
-        y = registered_mlp(*arguments)[0]
-    else:
-        y = _Mlp.apply(*arguments)[0]  # type: ignore[no-untyped-call]
+    y, _ = apply(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
     return like_tokens(y, x)
 
 
-def _forward(
-    steps: Steps,
-    x: Tensor,
-    w_up: Tensor,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    activation: Activation,
-    keep_z: bool,
-) -> tuple[Tensor, Tensor | None]:
-    h, z = steps.linear(x, w_up, b_up, activation, keep_z)
-    y, _ = steps.linear(h, w_down, b_down, "none", False)
-    return y, z
-
-
 class _Mlp(torch.autograd.Function):
-    """The eager way, straight to the kernels."""
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        w_up: Tensor,
+        b_up: Tensor | None,
+        w_down: Tensor,
+        b_down: Tensor | None,
+        activation: Activation,
+        keep_z: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        h, z = primitives.linear(x, w_up, b_up, activation, keep_z)
+        y, _ = primitives.linear(h, w_down, b_down, "none", False)
+        ctx.save_for_backward(x, w_up, w_down, z)
+        ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
+        ctx.activation = activation
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
+        return y, z
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        output = _forward(steps_on(inputs[0].device), *inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, None, dy, dz), None, None
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
-    x, w_up, b_up, w_down, b_down, activation, _ = inputs
-    ctx.save_for_backward(x, w_up, w_down, output[1])
-    ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
-    ctx.activation = activation
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
-
-
-def _gradients(
-    ctx: Any, given: Steps | None, dy: Tensor | None, dz_too: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """given: who computes, by default whoever does where dy lies; dz_too: what a second derivative adds"""
-    x, w_up, w_down, z = ctx.saved_tensors
-    needs_dx, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down, *_ = ctx.needs_input_grad
-    dx = dw_up = db_up = dw_down = db_down = None
-    if dy is None:
-        if dz_too is None:
-            return dx, dw_up, db_up, dw_down, db_down
-        dy = dz_too.new_zeros(dz_too.shape[0], w_down.shape[0])
-    # to be differentiated again: by torch, whose products autograd follows
-    steps = torch_steps if torch.is_grad_enabled() else given or steps_on(dy.device)
-    if needs_dx or needs_dw_up or needs_db_up:
-        dz, db = steps.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
-        if dz_too is not None:
-            dz = dz + dz_too
-            db = steps.bias_grad(dz) if needs_db_up else None
-        dx = steps.dgrad(dz, w_up) if needs_dx else None
-        dw_up = steps.wgrad(dz, x) if needs_dw_up else None
-        db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
-    if needs_dw_down:
-        dw_down = steps.wgrad(dy, act_ref(z, ctx.activation))
-    if needs_db_down:
-        db_down = as_dtype(steps.bias_grad(dy), ctx.bias_dtypes[1])
-    return dx, dw_up, db_up, dw_down, db_down
-
-
-@torch.library.custom_op("tpkernels::mlp", mutates_args=())
-def registered_mlp(
-    x: Tensor,
-    w_up: Tensor,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    activation: str,
-    keep_z: bool,
-) -> tuple[Tensor, Tensor]:
-    steps = steps_on(x.device)
-    y, z = _forward(steps, x, w_up, b_up, w_down, b_down, cast("Activation", activation), keep_z)
-    return y, registered.or_empty(z, y)
-
-
-@registered_mlp.register_fake
-def _(
-    x: Tensor,
-    w_up: Tensor,
-    b_up: Tensor | None,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    activation: str,
-    keep_z: bool,
-) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape[0], w_down.shape[0])
-    return y, x.new_empty(x.shape[0], w_up.shape[0]) if keep_z else x.new_empty(0)
-
-
-def _registered_backward(ctx: FunctionCtx, dy: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_gradients(ctx, cast("Steps", registered), dy, dz), None, None
-
-
-registered_mlp.register_autograd(_registered_backward, setup_context=_save)
-follow_autocast(registered_mlp)
+    def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None) -> tuple[Tensor | None, ...]:
+        """dz_too: what a second derivative adds"""
+        x, w_up, w_down, z = ctx.saved_tensors
+        needs_dx, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down, *_ = ctx.needs_input_grad
+        dx = dw_up = db_up = dw_down = db_down = None
+        if dy is None:
+            if dz_too is None:
+                return (None,) * 7
+            dy = dz_too.new_zeros(dz_too.shape[0], w_down.shape[0])
+        if needs_dx or needs_dw_up or needs_db_up:
+            dz, db = primitives.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
+            if dz_too is not None:
+                dz = dz + dz_too
+                db = primitives.bias_grad(dz) if needs_db_up else None
+            dx = primitives.dgrad(dz, w_up) if needs_dx else None
+            dw_up = primitives.wgrad(dz, x) if needs_dw_up else None
+            db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
+        if needs_dw_down:
+            dw_down = primitives.wgrad(dy, act_ref(z, ctx.activation))
+        if needs_db_down:
+            db_down = as_dtype(primitives.bias_grad(dy), ctx.bias_dtypes[1])
+        return dx, dw_up, db_up, dw_down, db_down, None, None

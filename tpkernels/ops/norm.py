@@ -15,21 +15,20 @@ x, in autocast regions too, where nothing is cast: the sums are wide anyway.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from tpkernels.dispatch.steps import Norm, Steps, steps_on
+from tpkernels.dispatch import primitives
 from tpkernels.kernels.reference import (
     layer_norm_bwd_ref,
     layer_norm_ref,
-    rms_norm_bwd_ref,
     rms_norm_ref,
 )
-from tpkernels.ops import registered
-from tpkernels.ops.inputs import as_dtype, compiling, features_of, like_tokens, tokens_of
+from tpkernels.ops.inputs import Context, apply, as_dtype, features_of, like_tokens, tokens_of
+
+Kind = Literal["rms_norm", "layer_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -50,19 +49,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
     return _norm("layer_norm", x, weight, bias, eps)
 
 
-def _norm(kind: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _norm(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     features = features_of(kind, x)
     if not x.is_floating_point():
         raise TypeError(f"{kind}: expected floating-point tensors, got x in {x.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             _check_parameter(kind, name, parameter, x, features)
-    arguments = tokens_of(x), weight, bias, kind, eps
-    y: Tensor
-    if compiling(kind):
-        y = registered.norm(*arguments)[0]
+    if kind == "rms_norm":
+        y = apply(_RmsNorm, tokens_of(x), weight, eps)
     else:
-        y = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]
+        y = apply(_LayerNorm, tokens_of(x), weight, bias, eps)
     return like_tokens(y, x)
 
 
@@ -82,57 +79,45 @@ def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features:
         )
 
 
-class _Norm(torch.autograd.Function):
-    """The eager way, straight to the kernels."""
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = primitives.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.eps = eps
+        return y
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float) -> Tensor:
-        outputs = steps_on(x.device).norm(x, weight, bias, kind, eps)
-        _save(ctx, (x, weight, bias, kind, eps), outputs)
-        return outputs[0]
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # what was saved of it is constant
+            _, _, rstd = rms_norm_ref(x, weight, ctx.eps)
+        dx, dw = primitives.rms_norm_grad(dy, x, weight, rstd)
+        return dx if needs_dx else None, as_dtype(dw, weight.dtype) if needs_dw else None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        y, mean, rstd = primitives.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.eps = eps
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, steps_on(dy.device), dy), None, None
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    x, weight, bias, ctx.kind, ctx.eps = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _gradients(ctx: Any, steps: Steps, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    if torch.is_grad_enabled():
-        dx, dw, db = _differentiable_gradients(ctx, dy, x, weight)
-    else:
-        dx, dw, db = steps.norm_grad(dy, x, weight, mean, rstd, ctx.kind)
-    return (
-        dx if needs_dx else None,
-        as_dtype(dw, weight.dtype) if needs_dw else None,
-        None if db is None or not needs_db else as_dtype(db, ctx.bias_dtype),
-    )
-
-
-def _differentiable_gradients(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dw, db) with statistics taken again, for what was saved of them is constant."""
-    if ctx.kind == "rms_norm":
-        _, _, rstd = rms_norm_ref(x, weight, ctx.eps)
-        return *rms_norm_bwd_ref(dy, x, weight, rstd), None
-    _, _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
-    return layer_norm_bwd_ref(dy, x, weight, mean, rstd)
-
-
-def _registered_backward(
-    ctx: FunctionCtx, dy: Tensor, dmean: Tensor | None, drstd: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    # nobody sees mean and rstd, so their gradients say nothing
-    return *_gradients(ctx, cast("Steps", registered), dy), None, None
-
-
-registered.norm.register_autograd(_registered_backward, setup_context=_save)
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # torch's own fused gradient has no derivative in all it depends on
+            _, _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
+            dx, dw, db = layer_norm_bwd_ref(dy, x, weight, mean, rstd)
+        else:
+            dx, dw, db = primitives.layer_norm_grad(dy, x, weight, mean, rstd)
+        return (
+            dx if needs_dx else None,
+            as_dtype(dw, weight.dtype) if needs_dw else None,
+            as_dtype(db, ctx.bias_dtype) if needs_db else None,
+            None,
+        )

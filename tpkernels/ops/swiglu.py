@@ -15,30 +15,25 @@ and du as it computes dh.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from tpkernels.dispatch import torch_steps
-from tpkernels.dispatch.steps import Steps, steps_on
+from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import GATE_OF, Glu, act_grad_ref, act_ref, require_glu
-from tpkernels.ops import registered
 from tpkernels.ops.inputs import (
+    Context,
     any_requires_grad,
+    apply,
     autocast,
-    casting,
     check_linear,
-    compiling,
     features_of,
+    is_casting,
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.region import follow_autocast
-
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu") -> Tensor:
@@ -50,17 +45,11 @@ def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu") -> 
     returns: (..., out_features)
     """
     require_glu("swiglu", kind)
-    if casting(x):
-        x, w_gate, w_up = cast("tuple[Tensor, Tensor, Tensor]", autocast(x, w_gate, w_up))
+    if is_casting(x):
+        x, w_gate, w_up = autocast(x, w_gate, w_up)
     check_gated("swiglu", x, w_gate, w_up)
     keep_gu = any_requires_grad(x, w_gate, w_up)
-    arguments = (tokens_of(x), w_gate, w_up, kind, keep_gu)
-    h: Tensor
-    if compiling("swiglu"):
-        h = registered.glu(*arguments)[0]
-    else:
-        h = _Glu.apply(*arguments)  # type: ignore[no-untyped-call]
-    return like_tokens(h, x)
+    return like_tokens(apply(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)
 
 
 def check_gated(op: str, x: Tensor, w_gate: Tensor, w_up: Tensor) -> None:
@@ -73,31 +62,20 @@ def check_gated(op: str, x: Tensor, w_gate: Tensor, w_up: Tensor) -> None:
 
 
 class _Glu(torch.autograd.Function):
-    """The eager way, straight to the kernels."""
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool) -> Tensor:
+        h, g, u = primitives.glu(x, w_gate, w_up, kind, keep_gu)
+        ctx.save_for_backward(x, w_gate, w_up, g, u)
+        ctx.gate = GATE_OF[kind]
+        return h
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool) -> Tensor:
-        outputs = steps_on(x.device).glu(x, w_gate, w_up, kind, keep_gu)
-        _save(ctx, (x, w_gate, w_up, kind, keep_gu), outputs)
-        return outputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, steps_on(dh.device), dh), None, None
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    x, w_gate, w_up, kind, _ = inputs
-    ctx.save_for_backward(x, w_gate, w_up, *output[1:])
-    ctx.gate = GATE_OF[cast("Glu", kind)]
-
-
-def _gradients(ctx: Any, steps: Steps, dh: Tensor) -> Grads:
-    x, w_gate, w_up, g, u = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        steps, g, u = torch_steps, *gate_and_up(x, w_gate, w_up)
-    dg, du = act_grad_ref(dh * u, g, ctx.gate), dh * act_ref(g, ctx.gate)
-    return input_and_weight_gradients(steps, ctx.needs_input_grad, x, w_gate, w_up, dg, du)
+    def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_gate, w_up, g, u = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            g, u = gate_and_up(x, w_gate, w_up)
+        dg, du = act_grad_ref(dh * u, g, ctx.gate), dh * act_ref(g, ctx.gate)
+        return *input_and_weight_gradients(ctx.needs_input_grad, x, w_gate, w_up, dg, du), None, None
 
 
 def gate_and_up(x: Tensor, w_gate: Tensor, w_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,28 +84,11 @@ def gate_and_up(x: Tensor, w_gate: Tensor, w_up: Tensor) -> tuple[Tensor, Tensor
 
 
 def input_and_weight_gradients(
-    steps: Steps,
-    needs: tuple[bool, ...],
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    dg: Tensor,
-    du: Tensor,
-) -> Grads:
+    needs: Sequence[bool], x: Tensor, w_gate: Tensor, w_up: Tensor, dg: Tensor, du: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw_gate, dw_up) of the two products that share x, as far as `needs` asks for them."""
     return (
-        steps.dgrad(dg, w_gate) + steps.dgrad(du, w_up) if needs[0] else None,
-        steps.wgrad(dg, x) if needs[1] else None,
-        steps.wgrad(du, x) if needs[2] else None,
+        primitives.dgrad(dg, w_gate) + primitives.dgrad(du, w_up) if needs[0] else None,
+        primitives.wgrad(dg, x) if needs[1] else None,
+        primitives.wgrad(du, x) if needs[2] else None,
     )
-
-
-def _registered_backward(
-    ctx: FunctionCtx, dh: Tensor, dg: Tensor | None, du: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    # nobody sees g and u, so their gradients say nothing
-    return *_gradients(ctx, cast("Steps", registered), dh), None, None
-
-
-registered.glu.register_autograd(_registered_backward, setup_context=_save)
-follow_autocast(registered.glu)

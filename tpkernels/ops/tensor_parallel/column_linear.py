@@ -32,8 +32,8 @@ from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
-from tpkernels.ops.first_order import Context, Function, first_order, recorded
-from tpkernels.ops.inputs import casting, check_linear, features_of, tokens_of
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
     MainGrads,
     add_if_traced,
@@ -43,10 +43,10 @@ from tpkernels.ops.main_grad import (
 )
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
+    apply_distinct,
     bias_gradient,
-    cast_like_linear,
     checked_layout,
-    distinct,
+    recorded,
     rows_of,
     shaped_like,
     sum_of_products,
@@ -123,10 +123,9 @@ def column_linear(
         (activation, save_gathered),
         width=x.shape[-1] if x.ndim else 0,
     )
-    if casting(x):
-        device = x.device
-        x, weights = cast_like_linear(x, device), [cast_like_linear(weight, device) for weight in weights]
-        biases = [cast_like_linear(bias, device) for bias in biases]
+    if is_casting(x):
+        x, *others = autocast(x, *weights, *biases)
+        weights, biases = others[: len(weights)], others[len(weights) :]
     features = features_of(op, x)
     for weight, bias, into in zip(weights, biases, main_grads, strict=True):
         check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
@@ -134,10 +133,8 @@ def column_linear(
     ys: Sequence[Tensor]
     if recorded(x, *weights, *biases):
         keep_rows = save_gathered and layout.token_shards > 1
-        tensors: list[Tensor | None] = [tokens_of(x), *weights, *biases]
-        if torch.compiler.is_compiling():
-            tensors = distinct(tensors)
-        ys = _ColumnLinear.apply((layout, activation, keep_rows), main_grads, *tensors)
+        options, tensors = (layout, activation, keep_rows), [tokens_of(x), *weights, *biases]
+        ys = apply_distinct(_ColumnLinear, options, main_grads, tensors=tensors)
     else:
         ys = column_forward(tokens_of(x), weights, biases, layout, activation, False, False)
     if x.ndim != 2:
@@ -160,7 +157,7 @@ def _listed(
     return listed
 
 
-class _ColumnLinear(Function):
+class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,

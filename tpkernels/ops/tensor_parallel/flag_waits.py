@@ -11,7 +11,7 @@ from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import sum_of_slots
 from tpkernels.comm.transports.host import HostDelivery, HostExchange
 from tpkernels.comm.transports.transfers import blaming
-from tpkernels.dispatch import steps
+from tpkernels.dispatch import backends
 from tpkernels.kernels.activations import Activation
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _rows_of(delivery: Delivery, chunks: range) -> Tensor:
 
 def waits_for(op: str, exchange: Exchange) -> Waits:
     """The host waits in its own memory if torch computes; else kernels do."""
-    if steps.backend == "triton" or (steps.backend == "auto" and exchange.status.is_cuda):
+    if backends.backend == "triton" or (backends.backend == "auto" and exchange.status.is_cuda):
         from tpkernels.kernels.operands import DTYPES
 
         if exchange.dtype not in DTYPES:
@@ -136,8 +136,8 @@ def waits_for(op: str, exchange: Exchange) -> Waits:
     if isinstance(exchange, HostExchange):
         return HostWaits()
     raise ValueError(
-        f"{op}: TPKERNELS_BACKEND={steps.backend} computes with torch, which cannot wait for flags of a GPU: "
-        "leave it at auto, or set TPKERNELS_TRANSPORT=c10d"
+        f"{op}: TPKERNELS_BACKEND={backends.backend} computes with torch, which cannot wait for flags of a "
+        "GPU: leave it at auto, or set TPKERNELS_TRANSPORT=c10d"
     )
 
 

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import Call, all_or_fail
 from tpkernels.comm.transports.c10d import Gathering, Reducing, all_reducing
 from tpkernels.dispatch.operators import Operator
-from tpkernels.ops.first_order import Context, Function
+from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.operands import Group
 from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group
 
@@ -86,11 +86,11 @@ def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Mo
     )
     if group.size() == 1:
         return x
-    moved: Tensor = _Region.apply(op, x, group, forward, backward)
+    moved: Tensor = apply(_Region, op, x, group, forward, backward)
     return moved
 
 
-class _Region(Function):
+class _Region(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move
@@ -102,7 +102,7 @@ class _Region(Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         op, group, backward, forward = ctx.options
         if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
-            dx = _Region.apply(op, dy, group, backward, forward)
+            dx = apply(_Region, op, dy, group, backward, forward)
         else:
             dx = _move(op, dy, group, backward)
         return None, dx, None, None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.transports.c10d import Pending
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Packed
-from tpkernels.ops.inputs import as_dtype
+from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
     Rows,
@@ -25,7 +25,6 @@ from tpkernels.ops.tensor_parallel.parallel import (
 )
 
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
-T = TypeVar("T", Tensor, "Tensor | None")
 
 
 class Layout(NamedTuple):
@@ -111,13 +110,6 @@ def checked_layout(
     return Layout(group, sequence_parallel, overlap)
 
 
-def cast_like_linear(tensor: T, device: torch.device) -> T:
-    """In the dtype of the active autocast region, as `F.linear` takes it there."""
-    if tensor is None or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device.type))
-
-
 def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
     """(rows, features) -> the leading dimensions of x, of which the first is now `tokens`, and features."""
     return y if x.ndim == 2 else y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
@@ -128,13 +120,21 @@ def rows_of(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
 
 
-def distinct(tensors: Sequence[T]) -> list[T]:
-    """Views of tensors that come again: torch.compile gives an autograd function none of them twice."""
-    found: list[T] = []
-    for tensor in tensors:
-        twice = tensor is not None and any(tensor is other for other in found)
-        found.append(tensor.view_as(tensor) if twice and tensor is not None else tensor)
-    return found
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to know of a call; if not, it is quicker without."""
+    return any_requires_grad(*tensors) or in_forward_mode()
+
+
+def apply_distinct(
+    function: type[torch.autograd.Function], *args: object, tensors: Sequence[Tensor | None]
+) -> Any:
+    """`function.apply`, which torch.compile traces only where it is given no tensor twice."""
+    if torch.compiler.is_compiling():
+        given, tensors = tensors, []
+        for tensor in given:
+            twice = tensor is not None and any(tensor is other for other in tensors)
+            tensors = [*tensors, tensor.view_as(tensor) if tensor is not None and twice else tensor]
+    return apply(function, *args, *tensors)
 
 
 def sum_of_products(dzs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

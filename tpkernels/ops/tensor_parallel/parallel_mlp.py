@@ -33,8 +33,8 @@ from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
-from tpkernels.ops.first_order import Context, Function, first_order, recorded
-from tpkernels.ops.inputs import as_dtype, casting, check_linear, features_of, tokens_of
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context, as_dtype, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
     MainGrads,
     add_if_traced,
@@ -44,10 +44,10 @@ from tpkernels.ops.main_grad import (
 )
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
+    apply_distinct,
     bias_gradient,
-    cast_like_linear,
     checked_layout,
-    distinct,
+    recorded,
     rows_of,
     shaped_like,
     sum_of_products,
@@ -106,10 +106,8 @@ def parallel_mlp(
         (glu or activation, w_gate is not None, b_down is not None),
         width=w_down.shape[0],
     )
-    if casting(x):
-        device = x.device
-        x, w_up, w_down = (cast_like_linear(tensor, device) for tensor in (x, w_up, w_down))
-        b_up, b_down, w_gate = (cast_like_linear(tensor, device) for tensor in (b_up, b_down, w_gate))
+    if is_casting(x):
+        x, w_up, b_up, w_down, b_down, w_gate = autocast(x, w_up, b_up, w_down, b_down, w_gate)
     check_linear(op, x, features_of(op, x), w_up, b_up, ("w_up_shard", "b_up_shard"))
     if w_gate is not None:
         check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate_shard", ""))
@@ -124,16 +122,14 @@ def parallel_mlp(
         check_main_grad(op, main_grad, weight)
     y: Tensor
     if recorded(x, b_up, b_down, *weights):
-        tensors: list[Tensor | None] = [tokens_of(x), b_up, b_down, *weights]
-        if torch.compiler.is_compiling():
-            tensors = distinct(tensors)
-        y = _ParallelMlp.apply((layout, activation, glu), into, *tensors)
+        options, tensors = (layout, activation, glu), [tokens_of(x), b_up, b_down, *weights]
+        y = apply_distinct(_ParallelMlp, options, into, tensors=tensors)
     else:
         y = mlp_forward(tokens_of(x), b_up, b_down, weights, layout, activation, glu, False)[0]
     return shaped_like(y, x, x.shape[0])
 
 
-class _ParallelMlp(Function):
+class _ParallelMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,

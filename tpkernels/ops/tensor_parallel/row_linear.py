@@ -28,8 +28,8 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.ops.first_order import Context, Function, first_order, recorded
-from tpkernels.ops.inputs import casting, check_linear, features_of, tokens_of
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
     MainGrads,
     WeightGradient,
@@ -40,10 +40,10 @@ from tpkernels.ops.main_grad import (
 )
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
+    apply_distinct,
     bias_gradient,
-    cast_like_linear,
     checked_layout,
-    distinct,
+    recorded,
     rows_of,
     shaped_like,
 )
@@ -82,10 +82,8 @@ def row_linear(
         width=weight_shard.shape[0],
         name="x_shard",
     )
-    if casting(x_shard):
-        device = x_shard.device
-        x_shard, weight_shard = cast_like_linear(x_shard, device), cast_like_linear(weight_shard, device)
-        bias = cast_like_linear(bias, device)
+    if is_casting(x_shard):
+        x_shard, weight_shard, bias = autocast(x_shard, weight_shard, bias)
     check_linear(op, x_shard, features_of(op, x_shard), weight_shard, bias, ("weight_shard", "bias"))
     check_main_grad(op, main_grad, weight_shard)
     if sequence_parallel:
@@ -93,16 +91,13 @@ def row_linear(
     tokens = tokens_of(x_shard)
     y: Tensor
     if recorded(x_shard, weight_shard, bias):
-        tensors: list[Tensor | None] = [tokens, weight_shard, bias]
-        if torch.compiler.is_compiling():
-            tensors = distinct(tensors)
-        y = _RowLinear.apply(layout, main_grad, *tensors)
+        y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])
     else:
         y = row_forward(tokens, weight_shard, bias, layout)
     return shaped_like(y, x_shard, x_shard.shape[0] // layout.token_shards)
 
 
-class _RowLinear(Function):
+class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, layout: Layout, main_grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None

@@ -1,0 +1,220 @@
+"""Primitives: whoever computes one computes what torch does, and who that is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.dispatch.conftest import TRITON_WINS, FakeTimer
+from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
+from tpkernels.dispatch.record import Layer
+from tpkernels.dispatch.scratch import results_of, scratch_like
+from tpkernels.kernels import invariance
+
+T, N, K = 37, 48, 40
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+RECORDS = {
+    record.name: record
+    for record in (
+        *products.PRODUCTS.values(),
+        products.bias_grad,
+        norms.rms_norm,
+        norms.rms_norm_grad,
+        norms.layer_norm,
+        norms.layer_norm_grad,
+        vocabulary.lookup,
+        vocabulary.lookup_grad,
+        vocabulary.softmax_statistics,
+        vocabulary.cross_entropy_grad,
+    )
+}
+LAYERS = {
+    "training": {"activation": "gelu_tanh"},
+    "inference": {"activation": "relu", "training": False},
+    "plain": {"activation": "none", "bias": False, "glu": "geglu"},
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def samples(record, layer):
+    """Random arguments, of which ids lie in and beside the shard, and sums of exponentials are positive."""
+    meta = record.sample(layer)
+    arguments = []
+    for argument, random in zip(meta, scratch_like(meta, 8, DEVICE), strict=True):
+        if not isinstance(argument, torch.Tensor):
+            arguments.append(argument)
+        elif not argument.is_floating_point():
+            arguments.append(torch.randint(-1, N + 5, argument.shape, device=DEVICE))
+        else:
+            arguments.append(random.abs() + 1 if argument.shape == (T,) else random)
+    return tuple(arguments)
+
+
+def assert_close(ours, torchs, bound):
+    for actual, expected in zip(ours, torchs, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            assert actual.dtype == expected.dtype
+            error = (actual.double() - expected.double()).norm()
+            assert error <= bound * expected.double().norm() + 1e-30
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", RECORDS)
+def test_kernel_computes_what_torch_does(name, layer, dtype):
+    record = RECORDS[name]
+    arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
+    ours, torchs = (results_of(record, by, arguments) for by in (record.by_kernel, record.by_torch))
+    assert_close(ours, torchs, BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("winner", ["triton/descriptor", "triton/pointer", "torch", "addmm"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", products.PRODUCTS)
+def test_chosen_candidate_computes_what_torch_does(name, layer, winner, dtype, make_chooser):
+    record, chooser = RECORDS[name], make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
+    arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
+    ours = results_of(record, lambda *given: chooser.call(record, *given), arguments)
+    assert_close(ours, results_of(record, record.by_torch, arguments), BOUND[dtype])
+
+
+OPERATORS = [name for name, record in RECORDS.items() if not record.changes_first]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_of_a_primitive_passes_opcheck(name):
+    record = RECORDS[name]
+    overload = getattr(primitives, name).overload
+    torch.library.opcheck(overload, samples(record, Layer(T, N, K, torch.float32, activation="gelu")))
+    wide = samples(record, Layer(T, N, K, torch.float64, activation="gelu"))
+    torch.library.opcheck(overload, wide, test_utils="test_faketensor")  # sums of float64 are announced so
+
+
+def test_compiled_primitives_compute_the_same_bits():
+    calls = {name: samples(RECORDS[name], Layer(T, N, K, torch.float32)) for name in OPERATORS}
+
+    def call_all():
+        return {name: getattr(primitives, name)(*arguments) for name, arguments in calls.items()}
+
+    with torch.no_grad():  # silu's gradient has another formula where it may be differentiated
+        compiled, eager = torch.compile(call_all, fullgraph=True, backend="aot_eager")(), call_all()
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+def test_library_operators_agree_with_torch():
+    x, w, b = torch.randn(T, K), torch.randn(N, K), torch.randn(N)
+    fused = products.linear.library[0].run
+    torch.testing.assert_close(
+        fused(x, w, b, "relu", False), products.linear.by_torch(x, w, b, "relu", False)
+    )
+    ours, torchs = torch.ones(2, N, K)
+    products.wgrad_accumulate_.library[0].run(ours, torch.ones(T, N), x)
+    products.wgrad_accumulate_.by_torch(torchs, torch.ones(T, N), x)
+    torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.gpu
+def test_library_operators_of_the_gpu_agree_with_torch():
+    x, w, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 32), (48, 32), (48,)))
+    ways = products.linear.library[0].run, products.linear.by_torch
+    ours, torchs = (way(x, w, b, "gelu_tanh", False)[0] for way in ways)
+    assert_close([ours], [torchs], BOUND[torch.bfloat16])
+    main, naive = torch.ones(2, 48, 32, device="cuda")
+    dy = torch.randn(64, 48, device="cuda", dtype=torch.bfloat16)
+    products.addmm_dtype_out(main, dy, x)
+    products.wgrad_accumulate_.by_torch(naive, dy, x)
+    assert (main - naive).norm() < 1e-2 * naive.norm()
+
+
+def test_torch_computes_what_autograd_records(monkeypatch):
+    """A kernel has no derivative."""
+    monkeypatch.setattr(backends, "backend", "triton")
+    x, w = (torch.randn(rows, K, device=DEVICE, requires_grad=True) for rows in (3, N))
+    y, _ = primitives.linear(x, w, None, "gelu", False)
+    assert y.grad_fn is not None
+    with torch.no_grad():
+        ours, _ = primitives.linear(x, w, None, "gelu", False)
+    torch.testing.assert_close(ours, y)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        ("auto", "cpu", "torch"),
+        ("auto", "meta", "torch"),
+        ("auto", "cuda", "fastest"),
+        ("torch", "cuda", "torch"),
+        ("triton", "cuda", "triton"),
+        ("triton", "cpu", "triton"),
+    ],
+)
+def test_backend_of_a_device(backend, device, expected, monkeypatch):
+    monkeypatch.setattr(backends, "backend", backend)
+    assert backends.resolve_backend(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize("resolved", ["fastest", "invariant"])
+@pytest.mark.parametrize(
+    ("record", "dtype", "width", "ours"),
+    [
+        (norms.rms_norm, torch.float32, K, True),
+        (norms.rms_norm, torch.float64, K, False),
+        (norms.rms_norm, torch.float32, norms.MAX_FEATURES + 1, False),
+        (vocabulary.softmax_statistics, torch.bfloat16, K, True),
+        (vocabulary.softmax_statistics, torch.float64, K, False),
+    ],
+)
+def test_what_kernels_do_not_take_is_torchs_on_a_gpu(record, dtype, width, ours, resolved, monkeypatch):
+    monkeypatch.setattr(backends, "backend", "elsewhere")
+    monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
+    told = replace(record, by_kernel=lambda *_: "kernel", by_torch=lambda *_: "torch")
+    computed = primitives._eager(told)(torch.ones(2, width, dtype=dtype), None, width, 0)
+    assert computed == ("kernel" if ours else "torch")
+
+
+def test_the_chooser_is_asked_on_a_gpu_unless_batches_must_not_matter(monkeypatch, make_chooser):
+    monkeypatch.setattr(backends, "backend", "elsewhere")
+    timer = FakeTimer(TRITON_WINS)
+    chooser = make_chooser(timer)
+    monkeypatch.setattr(primitives, "chooser_on", lambda device: chooser)
+    dy, w = torch.randn(T, N), torch.randn(N, K)
+    for resolved, timings in (("invariant", 0), ("fastest", 1), ("triton", 1), ("torch", 1)):
+        monkeypatch.setattr(backends, "resolve_backend", lambda device, resolved=resolved: resolved)
+        torch.testing.assert_close(primitives.dgrad(dy, w), dy @ w)
+        assert len(timer.asked) == timings
+
+
+def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(backends, "backend", "auto")
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    backends._resolved.cache_clear()
+    for _ in range(2):
+        assert backends.resolve_backend(CUDA) == "torch"
+    backends._resolved.cache_clear()
+    assert caplog.text.count("torch computes on cuda:0: Triton is not installed") == 1
+
+
+def test_batch_invariance_leaves_nothing_to_choose(monkeypatch):
+    monkeypatch.setattr(backends, "backend", "auto")
+    monkeypatch.setattr(invariance, "batch_invariant", True)
+    assert backends.resolve_backend(CUDA) == "invariant"
+
+
+def test_batch_invariance_that_torch_does_not_keep_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(backends, "backend", "torch")
+    monkeypatch.setattr(invariance, "batch_invariant", True)
+    backends._resolved.cache_clear()
+    for _ in range(2):
+        assert backends.resolve_backend(CUDA) == "torch"
+    assert caplog.text.count("TPKERNELS_BATCH_INVARIANT=1 promises nothing there") == 1
+
+
+def test_unknown_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(backends, "backend", "cuda")
+    with pytest.raises(ValueError, match="TPKERNELS_BACKEND is 'cuda'; expected one of auto, torch, triton"):
+        primitives.lookup(torch.tensor([1]), torch.ones(2, 2), 0)

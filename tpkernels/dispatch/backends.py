@@ -1,0 +1,53 @@
+"""Who computes: torch, or our Triton kernels.
+
+TPKERNELS_BACKEND, read when this module is imported, says which:
+
+    auto      torch on the CPU; on a GPU whoever is fastest, see `chooser` (the default)
+    torch     torch everywhere
+    triton    Triton everywhere: on the CPU only in its interpreter (TRITON_INTERPRET=1)
+
+With TPKERNELS_BATCH_INVARIANT=1 `auto` is Triton on a GPU: torch's libraries choose their kernels by the
+number of rows, and a timed choice would depend on the batch that came first.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from tpkernels.dispatch import log
+from tpkernels.kernels import invariance
+
+BACKENDS = ("auto", "torch", "triton")
+
+# Read once: looking into the environment takes as long as a tenth of a tiny product.
+backend = os.environ.get("TPKERNELS_BACKEND", "auto")
+
+
+Resolved = Literal["torch", "triton", "fastest", "invariant"]
+
+
+def resolve_backend(device: torch.device) -> Resolved:
+    """Who computes on `device`. An explicit choice never falls back silently."""
+    return _resolved(backend, device, invariance.batch_invariant)
+
+
+@cache
+def _resolved(backend: str, device: torch.device, batch_invariant: bool) -> Resolved:
+    if backend not in BACKENDS:
+        raise ValueError(f"TPKERNELS_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        return "triton"
+    if backend == "auto" and device.type == "cuda":
+        if find_spec("triton") is not None:
+            return "invariant" if batch_invariant else "fastest"
+        log.warnings.warning("torch computes on %s: Triton is not installed", device)
+    if batch_invariant:
+        log.warnings.warning(
+            "torch computes on %s: TPKERNELS_BATCH_INVARIANT=1 promises nothing there", device
+        )
+    return "torch"

@@ -1,0 +1,127 @@
+"""Records of RMSNorm and LayerNorm. T tokens, K features; mean and rstd are (T,), in fp32 or wider."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.dispatch.record import Layer, Primitive, launcher
+from tpkernels.kernels.operands import DTYPES
+from tpkernels.kernels.reference import bias_grad_ref, rms_norm_bwd_ref, rms_norm_ref
+from tpkernels.kernels.tiles import MAX_FEATURES
+
+
+def _takes(x: Tensor, *_: Any) -> bool:
+    """Our kernels read a row once; they were not timed against others yet."""
+    return x.dtype in DTYPES and 0 < x.shape[1] <= MAX_FEATURES
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y = x * rstd * weight -> (y, rstd)."""
+    y, _, rstd = rms_norm_ref(x, weight, eps)
+    return y, rstd
+
+
+_launch_rms_norm = launcher("norm", "rms_norm_fwd", "eps")
+
+
+def _rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, _, _, rstd = _launch_rms_norm(x, weight, eps)
+    return y, rstd
+
+
+rms_norm = Primitive(
+    "rms_norm",
+    _rms_norm,
+    _rms_norm_kernel,
+    lambda layer: (layer.x(), layer.meta(layer.in_features), 1e-5),
+    takes=_takes,
+)
+
+
+def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, and in fp32 of weight -> (dx, dw)."""
+    return rms_norm_bwd_ref(dy, x, weight, rstd)
+
+
+_launch_rms_norm_grad = launcher("norm", "rms_norm_bwd")
+
+
+def _rms_norm_grad_kernel(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dw, _ = _launch_rms_norm_grad(dy, x, weight, rstd)
+    return dx, dw
+
+
+def _statistic(layer: Layer) -> Tensor:
+    return layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
+
+
+rms_norm_grad = Primitive(
+    "rms_norm_grad",
+    _rms_norm_grad,
+    _rms_norm_grad_kernel,
+    lambda layer: (layer.x(), layer.x(), layer.meta(layer.in_features), _statistic(layer)),
+    takes=_takes,
+)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y = (x - mean) * rstd * weight + bias -> (y, mean, rstd)."""
+    dtype, wide = x.dtype, sums_dtype(x.dtype)
+    if dtype is not wide:
+        # torch's fused kernel in fp32 or wider: given narrower x, it would keep mean and rstd narrow too
+        x = x.to(wide)
+    if weight.dtype is not wide:
+        weight = weight.to(wide)
+    if bias is not None and bias.dtype is not wide:
+        bias = bias.to(wide)
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+    return y if dtype is wide else y.to(dtype), mean.view(-1), rstd.view(-1)
+
+
+_launch_layer_norm = launcher("norm", "layer_norm_fwd", "eps")
+
+
+def _layer_norm_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, _, mean, rstd = _launch_layer_norm(x, weight, bias, eps)
+    return y, mean, rstd
+
+
+def _layer_norm_sample(layer: Layer) -> tuple[Any, ...]:
+    bias = layer.meta(layer.in_features) if layer.bias else None
+    return layer.x(), layer.meta(layer.in_features), bias, 1e-5
+
+
+layer_norm = Primitive("layer_norm", _layer_norm, _layer_norm_kernel, _layer_norm_sample, takes=_takes)
+
+
+def _layer_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, and in fp32 of weight and bias -> (dx, dw, db)."""
+    wide = sums_dtype(x.dtype)
+    wide_dy, wide_x = dy.to(wide), x.to(wide)
+    dx: Tensor = torch.ops.aten.native_layer_norm_backward(
+        wide_dy, wide_x, weight.shape, mean, rstd, weight.to(wide), None, (True, False, False)
+    )[0]
+    # its sums over tokens are taken one by one, and off by ten times as much at 8192 of them
+    dw = (wide_x - mean[:, None]).mul_(rstd[:, None]).mul_(wide_dy).sum(0)
+    return dx.to(x.dtype), dw, bias_grad_ref(dy)
+
+
+def _layer_norm_grad_sample(layer: Layer) -> tuple[Any, ...]:
+    return layer.x(), layer.x(), layer.meta(layer.in_features), _statistic(layer), _statistic(layer)
+
+
+layer_norm_grad = Primitive(
+    "layer_norm_grad",
+    _layer_norm_grad,
+    launcher("norm", "layer_norm_bwd"),
+    _layer_norm_grad_sample,
+    takes=_takes,
+)

@@ -1,0 +1,227 @@
+"""Records of the matrix products of linear layers. T tokens, N out_features, K in_features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
+from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_ref
+from tpkernels.kernels.reference import bias_grad_ref, dglu_ref, glu_ref
+from tpkernels.kernels.target import Target
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# linear
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y = act(z), z = x weightᵀ + bias -> (y, z)."""
+    z = functional.linear(x, weight, bias)
+    return act_ref(z, activation), z if keep_z else None
+
+
+def _addmm_activation(
+    x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, keep_z: bool
+) -> tuple[Tensor, None]:
+    """With the activation in cuBLASLt's epilogue."""
+    return torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh"), None
+
+
+def _addmm_activation_fits(problem: Problem, target: Target) -> bool:
+    if not hasattr(torch, "_addmm_activation"):
+        return False
+    match problem.options:
+        case ("relu", "bias"):
+            return True
+        case ("gelu_tanh", "bias"):
+            return target.backend == "cuda"  # elsewhere it is the erf form
+    return False
+
+
+def _linear_sample(layer: Layer) -> tuple[Any, ...]:
+    bias = layer.meta(layer.out_features) if layer.bias else None
+    keep_z = layer.training and layer.activation != "none"
+    return layer.x(), layer.weight(), bias, layer.activation, keep_z
+
+
+linear = Primitive(
+    "linear",
+    _linear,
+    launcher("linear", "linear_fwd", "activation", "keep_z"),
+    _linear_sample,
+    given=lambda x, weight, bias, activation, keep_z: (True, keep_z),
+    kernel="linear",
+    library=(Library("addmm_activation", _addmm_activation, _addmm_activation_fits),),
+)
+
+
+# glu
+
+
+def _glu(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h = f(g) * u, g = x w_gateᵀ, u = x w_upᵀ -> (h, g, u)."""
+    h, g, u = glu_ref(x, w_gate, w_up, kind)
+    return (h, g, u) if keep_gu else (h, None, None)
+
+
+glu = Primitive(
+    "glu",
+    _glu,
+    launcher("glu", "glu_fwd", "kind", "keep_gu"),
+    lambda layer: (layer.x(), layer.weight(), layer.weight(), layer.glu, layer.training),
+    given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
+    kernel="glu",
+)
+
+
+# dgrad
+
+
+def _dgrad(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy weight: the gradient of x in x weightᵀ."""
+    return dy @ weight
+
+
+dgrad = Primitive(
+    "dgrad",
+    _dgrad,
+    launcher("dgrad", "dgrad"),
+    lambda layer: (layer.dy(), layer.weight()),
+    kernel="dgrad",
+)
+
+
+# dgrad_act
+
+
+def _dgrad_act(
+    dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """dz = (dy weight) * act'(z) and its sum over tokens in fp32 -> (dz, db)."""
+    dz = act_grad_ref(dy @ weight, z, activation)
+    return dz, bias_grad_ref(dz) if bias_grad else None
+
+
+dgrad_act = Primitive(
+    "dgrad_act",
+    _dgrad_act,
+    launcher("dgrad", "dgrad_act", "bias_grad"),
+    lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
+    given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),
+    kernel="dgrad",
+)
+
+
+# dglu
+
+
+def _dglu(dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)."""
+    return dglu_ref(dy, weight, g, u, kind)
+
+
+dglu = Primitive(
+    "dglu",
+    _dglu,
+    launcher("dglu", "dglu", "kind", always={"emit_h": True}),
+    lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.x(), layer.glu),
+    kernel="dglu",
+)
+
+
+# wgrad
+
+
+def _wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀ x: the gradient of weight in x weightᵀ."""
+    return dy.T @ x
+
+
+wgrad = Primitive(
+    "wgrad",
+    _wgrad,
+    launcher("wgrad", "wgrad"),
+    lambda layer: (layer.dy(), layer.x()),
+    kernel="wgrad",
+)
+
+
+# wgrad_accumulate_
+
+
+def _wgrad_accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """main_grad += dyᵀ x, in place; main_grad may be wider than dy and x."""
+    if main_grad.dtype == dy.dtype:
+        main_grad.addmm_(dy.T, x)  # the product is never written
+    else:
+        main_grad.add_(dy.T @ x)
+
+
+def _addmm_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """One dtype, one product."""
+    main_grad.addmm_(dy.T, x)
+
+
+def _addmm_fits(problem: Problem, target: Target) -> bool:
+    return problem.options == (str(problem.dtype).removeprefix("torch."),)
+
+
+def addmm_dtype_out(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """16-bit operands into fp32 in one product."""
+    torch.ops.aten.addmm.dtype_out(main_grad, dy.T, x, main_grad.dtype, out=main_grad)
+
+
+def _addmm_dtype_out_fits(problem: Problem, target: Target) -> bool:
+    return (
+        problem.options == ("float32",)
+        and problem.dtype.itemsize == 2
+        and target.backend == "cuda"
+        and hasattr(torch.ops.aten.addmm, "dtype_out")
+    )
+
+
+def _wgrad_accumulate_sample(layer: Layer) -> tuple[Any, ...]:
+    return torch.empty_like(layer.weight(), dtype=torch.float32), layer.dy(), layer.x()
+
+
+wgrad_accumulate_ = Primitive(
+    "wgrad_accumulate_",
+    _wgrad_accumulate_,
+    launcher("wgrad", "wgrad_accumulate_"),
+    _wgrad_accumulate_sample,
+    changes_first=True,
+    kernel="wgrad",
+    library=(
+        Library("addmm_", _addmm_, _addmm_fits),
+        Library("addmm_dtype_out", addmm_dtype_out, _addmm_dtype_out_fits),
+    ),
+)
+
+
+# bias_grad
+
+
+# the sum over tokens, in fp32; bound by memory either way: there is nothing to choose
+bias_grad = Primitive(
+    "bias_grad",
+    bias_grad_ref,
+    launcher("bias_grad", "bias_grad"),
+    lambda layer: (layer.dy(),),
+)
+
+PRODUCTS: dict[str, Primitive[..., Any]] = {
+    record.name: record for record in (linear, glu, dgrad, dgrad_act, dglu, wgrad, wgrad_accumulate_)
+}

@@ -1,0 +1,127 @@
+"""What a primitive is, in one record: a computation on local tensors, by torch or by a kernel of ours.
+
+Whatever knows a primitive reads its record: `primitives`, through which it is called, the compiler, the
+chooser and the gate. To add one, write a kernel and a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from inspect import signature
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch.problem import Problem
+from tpkernels.kernels.activation_names import Activation, Glu
+from tpkernels.kernels.target import Target
+from tpkernels.kernels.tiles import Kernel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer and what surrounds it: the sizes that samples are made for."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype = torch.bfloat16
+    activation: Activation = "none"  # after it in `linear`, before it in `dgrad_act`
+    glu: Glu = "swiglu"  # likewise in `glu` and `dglu`
+    bias: bool = True
+    training: bool = True  # pre-activations are kept for backward
+
+    def x(self) -> Tensor:
+        return self.meta(self.tokens, self.in_features)
+
+    def dy(self) -> Tensor:
+        return self.meta(self.tokens, self.out_features)
+
+    def weight(self) -> Tensor:
+        return self.meta(self.out_features, self.in_features)
+
+    def meta(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Sizes and layout without memory."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+
+class Library(NamedTuple):
+    """A fused operator of torch that some problems may be given to."""
+
+    name: str
+    run: Callable[..., Any]
+    fits: Callable[[Problem, Target], bool]
+
+
+# how a problem names arguments that are there, or asked for
+_OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db"}
+
+
+@dataclass(frozen=True, eq=False)
+class Primitive(Generic[P, R]):
+    """2-D tensors in, new tensors out; a result that was not asked for is None.
+
+    by_torch: torch's way, whose signature is the primitive's; derivatives of any order follow it
+    by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from
+    sample: arguments as a training step would make them, on the meta device
+    given: which results a call gives; None: always all
+    fake: what the compiler is told: empty tensors like the results; by_torch unless that looks at numbers
+    changes_first: it changes its first argument; compiled code never sees it
+    kernel: whose tiles are candidates of a choice by timing, with torch and `library`; None: nothing is timed
+    takes: if nothing is timed, whether our kernel serves these arguments on a GPU; None: torch does
+    oracle: the truth where it is given float64; by_torch unless given
+    """
+
+    name: str
+    by_torch: Callable[P, R]
+    by_kernel: Callable[..., R]
+    sample: Callable[[Layer], tuple[Any, ...]]
+    given: Callable[P, tuple[bool, ...]] | None = None
+    fake: Callable[P, R] | None = None
+    changes_first: bool = False
+    kernel: Kernel | None = None
+    library: tuple[Library, ...] = ()
+    takes: Callable[..., bool] | None = None
+    oracle: Callable[P, R] | None = None
+
+    def problem(self, *args: P.args, **kwargs: P.kwargs) -> Problem:
+        """The problem that a call poses; its tensors may be on the meta device."""
+        assert self.kernel is not None, "only what has tiles is timed"
+        call = signature(self.by_torch).bind(*args, **kwargs).arguments
+        matrices = [value for value in call.values() if isinstance(value, Tensor) and value.ndim == 2]
+        words = [value for value in call.values() if isinstance(value, str)]
+        words += [
+            _OPTIONS[name]
+            for name, value in call.items()
+            if name in _OPTIONS and not (value is None or value is False)
+        ]
+        if self.changes_first:
+            matrices = [*matrices[1:], matrices[0]]
+            words.append(str(matrices[-1].dtype).removeprefix("torch."))
+        return Problem.of(self.name, self.kernel, matrices, tuple(words), allocates=not self.changes_first)
+
+
+def launcher(
+    module: str, function: str, *keywords: str, always: Mapping[str, object] | None = None
+) -> Callable[..., Any]:
+    """A launcher of `kernels`, imported when it is first called: a CPU user need not have Triton.
+
+    keywords: what it calls the last arguments, which it takes by name; always: more that it is told
+    """
+
+    home = cache(partial(import_module, f"tpkernels.kernels.{module}"))
+    told = always or {}
+
+    def launch(*args: Any, **tile_and_form: Any) -> Any:
+        count = len(args) - len(keywords)
+        named = dict(zip(keywords, args[count:], strict=True))
+        return getattr(home(), function)(*args[:count], **named, **told, **tile_and_form)
+
+    return launch

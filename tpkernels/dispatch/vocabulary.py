@@ -1,0 +1,136 @@
+"""Records of embeddings and losses. T tokens, V columns or rows of this rank, H features.
+
+Ids are of the full vocabulary; first_id is that of this rank's first row or column. They are bound by memory,
+and plain torch passes over the logits several times where a kernel does once, so nothing is timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.dispatch.record import Layer, Primitive, launcher
+from tpkernels.kernels.operands import DTYPES
+from tpkernels.kernels.reference import (
+    cross_entropy_grad_ref,
+    embedding_bwd_ref,
+    embedding_ref,
+    softmax_statistics_ref,
+)
+
+
+def _lookup(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+    """(T, H): rows of the table, zeros for ids of other ranks."""
+    return embedding_ref(ids, weight, first_id)
+
+
+def _lookup_fake(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+    return weight.new_empty(ids.shape[0], weight.shape[1])
+
+
+def _ids(layer: Layer) -> Tensor:
+    return layer.meta(layer.tokens, dtype=torch.int64)
+
+
+lookup = Primitive(
+    "lookup",
+    _lookup,
+    launcher("embedding", "embedding_fwd", "first_id"),
+    lambda layer: (_ids(layer), layer.weight(), 0),
+    fake=_lookup_fake,
+    takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
+)
+
+
+def _lookup_grad(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
+    """(rows, H): the gradient of this rank's shard of the table."""
+    return embedding_bwd_ref(dy, ids, rows, first_id, dtype)
+
+
+def _lookup_grad_fake(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
+    return dy.new_empty(rows, dy.shape[1], dtype=dtype)
+
+
+lookup_grad = Primitive(
+    "lookup_grad",
+    _lookup_grad,
+    launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
+    lambda layer: (layer.x(), _ids(layer), layer.out_features, 0, layer.dtype),
+    fake=_lookup_grad_fake,
+    takes=lambda dy, *_: dy.dtype in DTYPES,
+)
+
+
+def _softmax_statistics(logits: Tensor, target: Tensor, columns: int, first_id: int) -> Tensor:
+    """(4, T): maximum, total, picked and summed of each row, of its first `columns`."""
+    return softmax_statistics_ref(logits, target, columns, first_id)
+
+
+def _softmax_statistics_fake(logits: Tensor, target: Tensor, columns: int, first_id: int) -> Tensor:
+    return logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype))
+
+
+softmax_statistics = Primitive(
+    "softmax_statistics",
+    _softmax_statistics,
+    launcher("cross_entropy", "softmax_statistics", "columns", "first_id"),
+    lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0),
+    fake=_softmax_statistics_fake,
+    takes=lambda logits, *_: logits.dtype in DTYPES,
+)
+
+
+def _cross_entropy_grad(
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    dloss: Tensor,
+    columns: int,
+    first_id: int,
+    on_target: float,
+    off_target: float,
+    in_place: bool,
+) -> Tensor:
+    """(T, V): the gradient of the logits; in their memory if `in_place`."""
+    return cross_entropy_grad_ref(
+        logits,
+        target,
+        maximum,
+        total,
+        dloss,
+        columns,
+        first_id,
+        on_target,
+        off_target,
+        into=logits if in_place else None,
+    )
+
+
+_launch_cross_entropy_grad = launcher(
+    "cross_entropy", "cross_entropy_grad", "columns", "first_id", "on_target", "off_target", "into"
+)
+
+
+def _cross_entropy_grad_kernel(logits: Tensor, *others: Any) -> Tensor:
+    into = logits if others[-1] else None
+    dlogits: Tensor = _launch_cross_entropy_grad(logits, *others[:-1], into)
+    return dlogits
+
+
+def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
+    row = layer.meta(layer.tokens, dtype=sums_dtype(layer.dtype))
+    return layer.dy(), _ids(layer), row, row, row, layer.out_features, 0, 1.0, 0.0, False
+
+
+cross_entropy_grad = Primitive(
+    "cross_entropy_grad",
+    _cross_entropy_grad,
+    _cross_entropy_grad_kernel,
+    _cross_entropy_grad_sample,
+    changes_first=True,
+    takes=lambda logits, *_: logits.dtype in DTYPES,
+)
