@@ -26,6 +26,7 @@ from typing import (
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +71,7 @@ class Operator(Generic[P, R]):
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             return self.run(*args, **kwargs)
         if in_forward_mode():  # operators drop tangents without a word
             raise NotImplementedError(

@@ -112,7 +112,7 @@ def checked_layout(
 
 def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
     """(rows, features) -> the leading dimensions of x, of which the first is now `tokens`, and features."""
-    return y if x.ndim == 2 else y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
+    return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
 
 
 def rows_of(tensor: Tensor, rows: slice) -> Tensor:

@@ -34,7 +34,16 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, as_dtype, autocast, check_linear, features_of, is_casting, tokens_of
+from tpkernels.ops.inputs import (
+    Context,
+    as_dtype,
+    autocast,
+    check_linear,
+    features_of,
+    is_casting,
+    like_tokens,
+    tokens_of,
+)
 from tpkernels.ops.main_grad import (
     MainGrads,
     add_if_traced,
@@ -49,7 +58,6 @@ from tpkernels.ops.tensor_parallel.operands import (
     checked_layout,
     recorded,
     rows_of,
-    shaped_like,
     sum_of_products,
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying
@@ -126,7 +134,7 @@ def parallel_mlp(
         y = apply_distinct(_ParallelMlp, options, into, tensors=tensors)
     else:
         y = mlp_forward(tokens_of(x), b_up, b_down, weights, layout, activation, glu, False)[0]
-    return shaped_like(y, x, x.shape[0])
+    return like_tokens(y, x)
 
 
 class _ParallelMlp(torch.autograd.Function):

@@ -94,7 +94,7 @@ def row_linear(
         y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])
     else:
         y = row_forward(tokens, weight_shard, bias, layout)
-    return shaped_like(y, x_shard, x_shard.shape[0] // layout.token_shards)
+    return y if x_shard.ndim == 2 else shaped_like(y, x_shard, x_shard.shape[0] // layout.token_shards)
 
 
 class _RowLinear(torch.autograd.Function):
