@@ -1,21 +1,36 @@
-"""Builds the C++ extension where torch is at hand, and the pure-Python package where it is not.
+"""Builds the C++ extension where torch is at hand; elsewhere its first use does, from sources in the wheel.
 
 Everything else about the package stands in pyproject.toml.
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
+SOURCES = sorted(path for path in Path("csrc").iterdir() if path.is_file())
 FLAGS = os.environ.get("TPKERNELS_CXXFLAGS", "").split()  # of compiler and linker, after our own
 REQUIRED = os.environ.get("TPKERNELS_REQUIRE_EXT") == "1"
 HOW_TO_GET_IT = (
-    "tpkernels: the C++ extension is left out (%s). The package works without it, in pure Python.\n"
-    "tpkernels: to get it, install torch and a C++20 compiler, then run\n"
+    "tpkernels: the C++ extension is left out (%s). The first GradientBuckets builds it.\n"
+    "tpkernels: to get it now, install torch, a C++20 compiler and ninja, then run\n"
     "tpkernels:     pip install --no-build-isolation <what you installed>"
 )
+
+
+class BuildWithSources(build_py):
+    """Puts the C++ sources into the wheel; an editable install finds them where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib, "tpkernels", "csrc")
+            self.mkpath(str(folder))
+            for source in SOURCES:
+                shutil.copy(source, folder)
 
 
 def leave_out(reason: object) -> None:
@@ -25,12 +40,12 @@ def leave_out(reason: object) -> None:
 
 
 def extension() -> dict:
-    """The arguments of `setup` that build the extension; none without torch."""
+    """The arguments of `setup` that build the extension; without torch, none of them."""
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except Exception as error:  # a broken torch must not break a pure-Python install
+    except Exception as error:  # a broken torch must not break an install without the extension
         leave_out(f"torch cannot be imported: {error}")
-        return {}
+        return {"cmdclass": {"build_py": BuildWithSources}}
 
     class BuildOrLeaveOut(BuildExtension):
         """A failed build leaves the extension out, unless it is required."""
@@ -43,11 +58,12 @@ def extension() -> dict:
 
     module = CppExtension(
         "tpkernels._C",
-        sorted(str(source) for source in Path("csrc").glob("*.cpp")),
-        extra_compile_args=["-std=c++20", "-O2", "-g0", "-DAT_PER_OPERATOR_HEADERS", *FLAGS],
+        ["csrc/all.cpp"],
+        depends=[str(source) for source in SOURCES],
+        extra_compile_args=[*Path("csrc/cxx_flags").read_text().split(), *FLAGS],
         extra_link_args=FLAGS,
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildOrLeaveOut}}
+    return {"ext_modules": [module], "cmdclass": {"build_py": BuildWithSources, "build_ext": BuildOrLeaveOut}}
 
 
 setup(**extension())

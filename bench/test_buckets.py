@@ -9,7 +9,6 @@ import torch
 
 from bench.case import Work, timed_on_ranks
 from bench.cases.buckets import (
-    NAMES,
     bytes_on_the_wire,
     construction_case,
     hooks_case,
@@ -21,7 +20,7 @@ from bench.measure import Seconds
 from tests.ranks import RankPool
 
 Record = Callable[[Work, Seconds], None]
-ALL = ("cpp", "ddp", "python", "ddp_views", "loop")
+ALL = ("ours", "naive", "ddp_views", "loop")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
@@ -48,7 +47,7 @@ def test_hooks(record: Record, ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_large_step(record: Record, world: int) -> None:
-    names = ALL if world == 2 else ("cpp", "ddp")  # four ranks with all ways would need 20 GB
+    names = ALL if world == 2 else ("ours", "naive")  # four ranks with all ways would need 20 GB
     with RankPool(world) as pool:
         record(*timed_on_ranks(pool, step_case, "gpt2_small", names, rounds=30 // world, timeout=500))
 
@@ -56,13 +55,13 @@ def test_large_step(record: Record, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_large_step_apart(record: Record, world: int) -> None:
     """Each way in processes of its own."""
-    names = ["cpp", "ddp", "ddp_views"] if world == 2 else ["cpp", "ddp"]
+    names = ["ours", "naive", "ddp_views"] if world == 2 else ["ours", "naive"]
     with RankPool(world * len(names)) as pool:
         answers = pool.run(time_steps_apart, "gpt2_small", names, 11, timeout=500)
     totals = [total for *_, total in answers]
     assert max(totals) - min(totals) <= 1e-4 * abs(totals[0]), f"gradients differ: {totals}"
     seconds = {
-        NAMES.get(name, name): [
+        name: [
             max(times) for times in zip(*(taken for way, taken, *_ in answers if way == name), strict=True)
         ]
         for name in names

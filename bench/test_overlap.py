@@ -13,7 +13,6 @@ from bench.cases.linear_overlap import LinearOverlap, measure
 from bench.cases.linear_timeline import write
 from bench.measure import Seconds
 from bench.slow_link import SlowLink, why_not
-from tpkernels.buckets.engine import EngineChoice
 
 Record = Callable[[Work, Seconds], None]
 
@@ -26,10 +25,9 @@ def link() -> Iterator[SlowLink]:
         yield link
 
 
-@pytest.mark.parametrize("engine", ["cpp", "python"])
-def test_gradient_buckets(link: SlowLink, record: Record, engine: EngineChoice) -> None:
-    work, overlap = link.run(gradient_buckets, engine, 9, timeout=300)[0]
-    print(f"\ngradient buckets, {engine}: {overlap}")
+def test_gradient_buckets(link: SlowLink, record: Record) -> None:
+    work, overlap = link.run(gradient_buckets, 9, timeout=300)[0]
+    print(f"\ngradient buckets: {overlap}")
     record(work, {"ours": overlap.at_once, "naive": overlap.in_turn, "products": overlap.computing})
 
 

@@ -6,8 +6,6 @@
 //
 // Until `expect` says how many gradients each parameter receives, nothing is launched before `finish`:
 // a parameter may receive several in one backward (reentrant checkpoints), and only a whole one tells.
-//
-// tpkernels/buckets/bucket_engine.py is the same engine in Python. Its texts and its order are these.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include "bucket_engine.h"
-#include "bucket_layout.h"
 #include "collectives.h"
 
 // Read from the file before it is loaded, so that an extension built for another torch never runs.
@@ -14,17 +13,7 @@ extern "C" __attribute__((visibility("default"), used)) const char tpkernels_sta
 namespace tpkernels {
 namespace {
 
-using Ints = std::vector<int64_t>;
-
 std::string built_with_torch() { return TORCH_VERSION; }
-
-std::tuple<Ints, Ints, Ints> bucket_layout(at::IntArrayRef numels, at::IntArrayRef kinds,
-                                           at::IntArrayRef element_bytes, int64_t bucket_bytes,
-                                           int64_t first_bucket_bytes, int64_t alignment, int64_t padding) {
-  BucketLayout layout =
-      lay_out_buckets(numels, kinds, element_bytes, {bucket_bytes, first_bucket_bytes, alignment, padding});
-  return {std::move(layout.bucket_of), std::move(layout.offset_of), std::move(layout.elements)};
-}
 
 // What Python's dtypes arrive as.
 std::optional<at::ScalarType> dtype_of(const std::optional<int64_t>& number) {
@@ -51,10 +40,6 @@ c10::intrusive_ptr<BucketEngine> make_engine(const std::vector<at::Tensor>& para
 
 TORCH_LIBRARY(tpkernels, library) {
   library.def("built_with_torch() -> str", &built_with_torch);
-  library.def(
-      "bucket_layout(int[] numels, int[] kinds, int[] element_bytes, *, int bucket_bytes, "
-      "int first_bucket_bytes, int alignment, int padding) -> (int[], int[], int[])",
-      &bucket_layout);
   library.def("end_backends(__torch__.torch.classes.c10d.ProcessGroup group, float seconds) -> bool",
               &end_backends);
   library.class_<BucketEngine>("BucketEngine")

@@ -77,7 +77,7 @@ def test_sdist_holds_sources_and_type_marker(source):
     wanted = {
         str(path.relative_to(source))
         for path in (source / "csrc").rglob("*")
-        if path.suffix in (".cpp", ".h", ".py")
+        if path.suffix in (".cpp", ".h", ".py") or path.name == "cxx_flags"
     }
     wanted |= {
         "tpkernels/py.typed",
@@ -108,14 +108,43 @@ def no_torch(tmp_path) -> str:
     return str(tmp_path)
 
 
-def test_build_without_torch_is_pure_python_and_says_how_to_get_the_extension(source, no_torch):
+FIRST_USE = """
+import torch
+import torch.distributed as dist
+import tpkernels
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+module = torch.nn.Linear(2, 1, bias=False)
+buckets = tpkernels.GradientBuckets(module, dist.group.WORLD)
+module(torch.tensor([[1.0, 2.0]])).sum().backward()
+buckets.finish()
+print(tpkernels.__file__, module.weight.grad.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_build_without_torch_leaves_the_extension_to_its_first_use(source, no_torch, tmp_path):
     ran, names = wheel(source, "pure", PYTHONPATH=no_torch, TPKERNELS_REQUIRE_EXT="0")
     assert ran.returncode == 0, ran.stderr
     assert "tpkernels/py.typed" in names
     assert not [name for name in names if name.endswith(".so")]
     printed = ran.stdout + ran.stderr
     assert "the C++ extension is left out (torch cannot be imported" in printed
+    assert "The first GradientBuckets builds it" in printed
     assert "pip install --no-build-isolation" in printed
+
+    installed = tmp_path / "installed"
+    (built,) = (source / "pure").glob("*.whl")
+    with zipfile.ZipFile(built) as files:
+        files.extractall(installed)
+    folders = {"PYTHONPATH": str(installed), "TPKERNELS_CACHE_DIR": str(tmp_path / "cache")}
+    ran = run("-c", FIRST_USE, cwd=installed, **folders, CXX="/nowhere/c++")
+    assert ran.returncode != 0
+    assert "there is no C++ compiler: '/nowhere/c++'" in ran.stderr
+    for built_now in (1, 0):
+        ran = run("-c", FIRST_USE, cwd=installed, **folders)
+        assert ran.stdout == f"{installed / 'tpkernels/__init__.py'} [[1.0, 2.0]]\n", ran.stderr
+        assert ran.stderr.count("tpkernels: building the C++ extension once, into ") == built_now, ran.stderr
 
 
 def test_build_without_compiler_is_pure_python(source):

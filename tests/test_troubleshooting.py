@@ -25,6 +25,10 @@ MESSAGES = [
     for path in (ROOT / "tpkernels").rglob("*.py")
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.Constant | ast.JoinedStr)
+] + [  # in C++ a message is what a statement has in quotes
+    VALUE.join(re.findall(r'"([^"]*)"', re.sub(r'"\s+"', "", statement)))
+    for path in (ROOT / "csrc").glob("*.cpp")
+    for statement in path.read_text().split(";\n")
 ]
 
 

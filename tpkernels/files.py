@@ -70,3 +70,15 @@ def unused(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
+
+
+def cache_folder() -> Path | None:
+    """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
+    if chosen := os.environ.get("TPKERNELS_CACHE_DIR"):
+        return Path(chosen)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tpkernels"
+    try:
+        return Path.home() / ".cache" / "tpkernels"
+    except RuntimeError:  # a user whom the machine does not know, as in some containers
+        return None

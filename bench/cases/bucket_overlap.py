@@ -18,7 +18,6 @@ from bench.case import Case, Work
 from bench.measure import Way
 from bench.slow_link import throttle
 from tpkernels import GradientBuckets
-from tpkernels.buckets.engine import EngineChoice
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Ways:
         return seconds.item()
 
 
-def gradient_buckets(engine: EngineChoice, rounds: int) -> tuple[Work, Overlap]:
+def gradient_buckets(rounds: int) -> tuple[Work, Overlap]:
     """Backward of 24 layers of 1 MiB, in buckets of 1 MiB: about as many as a large model has of 25 MiB."""
     group = dist.group.WORLD
     assert group is not None
@@ -101,7 +100,7 @@ def gradient_buckets(engine: EngineChoice, rounds: int) -> tuple[Work, Overlap]:
     layers = [layer for _ in range(24) for layer in (nn.Linear(512, 512, bias=False), nn.ReLU())]
     model = nn.Sequential(*layers)
     x = torch.randn(2048, 512)
-    buckets = GradientBuckets(model, group, bucket_bytes=2**20, engine=engine)
+    buckets = GradientBuckets(model, group, bucket_bytes=2**20)
     losses: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -130,7 +129,7 @@ def gradient_buckets(engine: EngineChoice, rounds: int) -> tuple[Work, Overlap]:
 
     work = Work(
         op="gradient_buckets",
-        shape=f"24x512x512-{engine}-slow_link-world2",
+        shape="24x512x512-slow_link-world2",
         pass_="backward",
         naive="backward, then the reduction",
         world=2,

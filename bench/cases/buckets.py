@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.case import Case, Work
 from tpkernels import GradientBuckets, bucketed_all_reduce_
-from tpkernels.buckets.engine import EngineChoice
 
 Step = Callable[[], Sequence[Tensor]]
 Shapes = list[tuple[int, ...]]
@@ -67,9 +66,9 @@ def own_input(group: dist.ProcessGroup) -> Tensor:
     return torch.full((1,), 1.0 + group.rank())
 
 
-def with_buckets(shapes: Shapes, group: dist.ProcessGroup, engine: EngineChoice) -> Step:
+def with_buckets(shapes: Shapes, group: dist.ProcessGroup) -> Step:
     module = UsesAll(shapes)
-    buckets = GradientBuckets(module, group, engine=engine)
+    buckets = GradientBuckets(module, group)
 
     def step() -> Sequence[Tensor]:
         buckets.zero()
@@ -113,9 +112,8 @@ def average_in_a_loop(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
 
 
 STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Step]] = {
-    "cpp": lambda shapes, group: with_buckets(shapes, group, "cpp"),
-    "python": lambda shapes, group: with_buckets(shapes, group, "python"),
-    "ddp": lambda shapes, group: with_ddp(shapes, group, views=False),
+    "ours": with_buckets,
+    "naive": lambda shapes, group: with_ddp(shapes, group, views=False),
     "ddp_views": lambda shapes, group: with_ddp(shapes, group, views=True),
     "loop": with_loop,
 }
@@ -142,11 +140,8 @@ def step_case(list_name: str, names: Sequence[str]) -> Case:
     shapes = LISTS[list_name]()
     return Case(
         reduced("gradient_buckets", list_name, "step", "DistributedDataParallel"),
-        {NAMES.get(name, name): STEPS[name](shapes, world()) for name in names},
+        {name: STEPS[name](shapes, world()) for name in names},
     )
-
-
-NAMES = {"cpp": "ours", "ddp": "naive"}  # as cases call them
 
 
 def time_steps_apart(list_name: str, names: list[str], rounds: int) -> tuple[str, list[float], int, float]:
@@ -201,8 +196,8 @@ def construction_case() -> Case:
     """Making `GradientBuckets` for 400 parameters, and DDP."""
     module = UsesAll(small_tensors())
 
-    def construct(engine: EngineChoice) -> Sequence[Tensor]:
-        GradientBuckets(module, world(), engine=engine).detach()
+    def construct() -> Sequence[Tensor]:
+        GradientBuckets(module, world()).detach()
         return []
 
     def wrap() -> Sequence[Tensor]:
@@ -211,16 +206,16 @@ def construction_case() -> Case:
 
     return Case(
         reduced("gradient_buckets", "400_small", "construction", "DistributedDataParallel"),
-        {"ours": lambda: construct("cpp"), "python": lambda: construct("python"), "naive": wrap},
+        {"ours": construct, "naive": wrap},
     )
 
 
 def hooks_case() -> Case:
     """Backwards that only accumulate: what hooks add, without communication."""
 
-    def accumulating(engine: EngineChoice | None) -> Step:
+    def accumulating(*, hooks: bool) -> Step:
         module = UsesAll(small_tensors())
-        buckets = GradientBuckets(module, world(), engine=engine) if engine else None
+        buckets = GradientBuckets(module, world()) if hooks else None
 
         def step() -> Sequence[Tensor]:
             with buckets.no_sync() if buckets else nullcontext():
@@ -231,7 +226,7 @@ def hooks_case() -> Case:
 
     return Case(
         reduced("gradient_buckets", "400_small", "accumulation", "no hooks"),
-        {"ours": accumulating("cpp"), "naive": accumulating(None), "python": accumulating("python")},
+        {"ours": accumulating(hooks=True), "naive": accumulating(hooks=False)},
     )
 
 

@@ -96,7 +96,7 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     with (  # of all rows, and of those that arrived
-        patch.object(primitives.linear, "run", timed(primitives.linear.run)),
+        patch.object(primitives, "linear", timed(primitives.linear)),
         patch.object(primitives, "linear_into", timed(primitives.linear_into)),
     ):
         call(overlap)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.buckets.hostile import run_programs
 from tests.buckets.test_ext_arguments import arranged, ended_at_once
-from tpkernels.comm import _ext
+from tpkernels.comm._ext import ExtensionState, extension
 
 ROUNDS = 600
 
@@ -67,7 +67,7 @@ def let_go_while_hooks_run() -> None:
 
 
 def main() -> None:
-    assert _ext.available()
+    assert extension().state is ExtensionState.LOADED
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     used_by_many()
     for _ in range(60):

@@ -2,15 +2,11 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.buckets.test_ext import needs_extension
-
-ENGINES = [pytest.param("cpp", marks=needs_extension), "python"]
-on_both_engines = pytest.mark.parametrize("engine", ENGINES)
+from tpkernels import GradientBuckets
 
 WIDTH = 8
 SMALL = 1200  # bytes: a layer of `chain` in a bucket
@@ -60,3 +56,8 @@ def expected_gradients(
 def assert_gradients(module: nn.Module, expected: list[Tensor], **tolerance: float) -> None:
     gradients = [parameter.grad for parameter in module.parameters()]
     torch.testing.assert_close(gradients, expected, **tolerance)
+
+
+def wrap(module: nn.Module, **options: object) -> GradientBuckets:
+    """In buckets that a layer of `chain` fills."""
+    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, **options)

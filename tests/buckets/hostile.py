@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.comm import _ext
+from tpkernels.comm._ext import ExtensionState, extension
 
 # none that a machine might have so much memory for
 INTS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 2**50, 2**62, 2**63 - 1, 2**63, None, 0.5, "1", True]
@@ -328,17 +328,6 @@ def threads_program(caller: Caller) -> None:
         thread.join()
 
 
-def layout_program(caller: Caller) -> None:
-    lists: list[Any] = [[3, 5, 7], [0, 1, 0], [4, 4, 4]]
-    options = {"bucket_bytes": 100, "first_bucket_bytes": 50, "alignment": 4, "padding": 8}
-    for _ in range(caller.generator.randrange(1, 3)):
-        if caller.generator.random() < 0.5:
-            lists[caller.generator.randrange(3)] = caller.spoilt([3, 5, 7])
-        else:
-            options[caller.choose(list(options))] = caller.choose(INTS)
-    caller("bucket_layout", torch.ops.tpkernels.bucket_layout, *lists, **options)
-
-
 class NoGroup(dist.ProcessGroup):
     """One that Python made, without a backend."""
 
@@ -373,14 +362,13 @@ def end_program(caller: Caller) -> None:
 PROGRAMS = {
     "engine": engine_program,
     "threads": threads_program,
-    "layout": layout_program,
     "end": end_program,
 }
 
 
 def run_programs(kind: str, seeds: Sequence[int], log: str) -> Outcome:
     """On a rank: a program for each seed. log: a file for the calls, of which a crash leaves the last"""
-    assert _ext.available()
+    assert extension().state is ExtensionState.LOADED
     outcome = Outcome()
     for seed in seeds:
         caller = Caller(log, seed, outcome)

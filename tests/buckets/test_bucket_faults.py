@@ -14,25 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import SMALL, assert_gradients, chain, loss_of, on_both_engines, own_batch
+from tests.buckets.golden import assert_gradients, chain, loss_of, own_batch, wrap
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
-from tpkernels.buckets import engine as engine_module
-from tpkernels.comm._ext import Extension, ExtensionState
 
 QUICK = timedelta(seconds=1.5)
-
-
-def wrap(module, engine, **options):
-    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, engine=engine, **options)
 
 
 def parameter(*shape, dtype=torch.float32):
     return nn.Parameter(torch.ones(*shape, dtype=dtype))
 
 
-def disagreeing(case, engine):
+def disagreeing(case):
     """Rank 1 brings something else; what both ranks are told."""
     good = [("a", parameter(3)), ("b", parameter(2, 4)), ("c", parameter(2, 4))]
     bad = {
@@ -67,7 +61,7 @@ def disagreeing(case, engine):
         "grad_dtype": {"grad_dtype": torch.int32},
     }.get(case, {})
     kind, text = error_of(
-        GradientBuckets, bad if wrong else good, dist.group.WORLD, engine=engine, **(options if wrong else {})
+        GradientBuckets, bad if wrong else good, dist.group.WORLD, **(options if wrong else {})
     )
     # the group is as good as before
     total = torch.ones(1)
@@ -110,7 +104,7 @@ def disagreeing(case, engine):
     ],
 )
 def test_disagreement_is_the_same_error_on_every_rank(ranks2, case, kind, words):
-    first, second = ranks2.run(disagreeing, case, "python")
+    first, second = ranks2.run(disagreeing, case)
     assert first == second
     assert first[0] == kind
     assert words in first[1]
@@ -118,7 +112,7 @@ def test_disagreement_is_the_same_error_on_every_rank(ranks2, case, kind, words)
 
 def minority():
     shape = (3,) if dist.get_rank() != 2 else (4,)
-    return error_of(wrap, [("w", parameter(*shape))], "auto")
+    return error_of(wrap, [("w", parameter(*shape))])
 
 
 def test_disagreement_names_all_ranks(ranks4):
@@ -145,18 +139,18 @@ def test_disagreement_in_one_data_parallel_group_reaches_the_others(ranks4):
         assert "rank 0 has 'w' (3,) float32 on cpu; rank 2 has 'w' (4,) float32" in text
 
 
-def without_group(engine):
+def without_group():
     lonely = dist.new_group([0])
     module = chain(1)
     return [
-        error_of(GradientBuckets, module, None, engine=engine),
-        error_of(GradientBuckets, module, lonely, engine=engine),
-        error_of(GradientBuckets, module, dist.group.WORLD, tensor_parallel_group=7, engine=engine),
+        error_of(GradientBuckets, module, None),
+        error_of(GradientBuckets, module, lonely),
+        error_of(GradientBuckets, module, dist.group.WORLD, tensor_parallel_group=7),
     ]
 
 
 def test_none_and_non_member_groups_are_refused(ranks2):
-    member, outsider = ranks2.run(without_group, "auto")
+    member, outsider = ranks2.run(without_group)
     assert member[0][0] == outsider[0][0] == outsider[1][0] == "ValueError"
     assert "group: expected a process group that rank 0 is a member of, got None" in member[0][1]
     assert "that rank 1 is a member of, got not a member's group" in outsider[1][1]
@@ -170,9 +164,9 @@ def test_default_group_is_needed():
     assert "call init_process_group first" in text
 
 
-def die_in_a_step(engine, how):
+def die_in_a_step(how):
     module = chain()
-    buckets = wrap(module, engine, timeout=QUICK)
+    buckets = wrap(module, timeout=QUICK)
     for step in range(3):
         buckets.zero()
         dist.barrier()
@@ -194,16 +188,14 @@ def die_in_a_step(engine, how):
     return text
 
 
-@on_both_engines
-def test_late_rank_is_an_error_within_the_time_out(ranks2, engine):
-    text, _ = ranks2.run(die_in_a_step, engine, "comes late")
+def test_late_rank_is_an_error_within_the_time_out(ranks2):
+    text, _ = ranks2.run(die_in_a_step, "comes late")
     assert "timeout" in text.lower() or "timed out" in text.lower()
 
 
-@on_both_engines
-def test_dead_rank_is_an_error(engine):
+def test_dead_rank_is_an_error():
     with RankPool(2) as ranks, pytest.raises(RankFailure, match="killed by signal 9") as caught:
-        ranks.run(die_in_a_step, engine, "dies")
+        ranks.run(die_in_a_step, "dies")
     assert [*caught.value.exceptions] == [1], caught.value  # rank 0 saw what it was to see
 
 
@@ -226,9 +218,9 @@ def test_dead_rank_in_a_bucketed_call():
     assert [*caught.value.exceptions] == [1], caught.value
 
 
-def use_after_destroy(engine):
+def use_after_destroy():
     module = chain(2)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     for _ in range(2):
         buckets.zero()
         loss_of(module(own_batch())).backward()
@@ -242,17 +234,16 @@ def use_after_destroy(engine):
     ]
 
 
-@on_both_engines
-def test_use_after_destroy_is_an_error(ranks2, engine):
-    for errors in ranks2.run(use_after_destroy, engine):
+def test_use_after_destroy_is_an_error(ranks2):
+    for errors in ranks2.run(use_after_destroy):
         for kind, text in errors:
             assert kind == "RuntimeError"
             assert "was destroyed; make a new group and new GradientBuckets" in text
 
 
-def use_after_fork(engine):
+def use_after_fork():
     module = chain(2)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # answers through the pipe and leaves at once, whatever happens
@@ -271,17 +262,16 @@ def use_after_fork(engine):
     return errors
 
 
-@on_both_engines
-def test_use_after_fork_is_an_error(ranks2, engine):
-    for errors in ranks2.run(use_after_fork, engine):
+def test_use_after_fork_is_an_error(ranks2):
+    for errors in ranks2.run(use_after_fork):
         for kind, text in errors:
             assert kind == "RuntimeError"
             assert "which was forked from it; make process groups and GradientBuckets after the fork" in text
 
 
-def copies(engine):
+def copies():
     module = chain(2)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     errors = [error_of(copy.deepcopy, module), error_of(copy.deepcopy, buckets)]
     assert error_of(copy.copy, buckets) == error_of(pickle.dumps, buckets) == errors[1]
     file = io.BytesIO()
@@ -291,25 +281,24 @@ def copies(engine):
     assert torch.equal(copy.deepcopy(free)[0].weight, module[0].weight)
     buckets.detach()
     copy.deepcopy(module)
-    wrap(module, engine)  # and let go at once
+    wrap(module)  # and let go at once
     copy.deepcopy(module)
     return errors
 
 
-@on_both_engines
-def test_deepcopy_of_a_wrapped_module_raises(ranks2, engine):
-    for (kind, text), (own_kind, own_text) in ranks2.run(copies, engine):
+def test_deepcopy_of_a_wrapped_module_raises(ranks2):
+    for (kind, text), (own_kind, own_text) in ranks2.run(copies):
         assert kind == own_kind == "RuntimeError"
         assert "a module under GradientBuckets cannot be copied" in text
         assert "GradientBuckets cannot be copied or pickled; make new ones" in own_text
 
 
-def wrong_backwards(engine):
+def wrong_backwards():
     """Each mistake is told, and the next step is right."""
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     embedding = nn.Embedding(4, 2, sparse=True)
-    sparse = wrap(embedding, engine)
+    sparse = wrap(embedding)
     errors = {"sparse": error_of(lambda: embedding(torch.tensor([1])).sum().backward())}
     sparse.detach()
 
@@ -335,9 +324,8 @@ def wrong_backwards(engine):
     return errors
 
 
-@on_both_engines
-def test_wrong_backwards_are_told(ranks2, engine):
-    first, second = ranks2.run(wrong_backwards, engine)
+def test_wrong_backwards_are_told(ranks2):
+    first, second = ranks2.run(wrong_backwards)
     assert first == second
     assert first["sparse"][0] == "TypeError"
     assert "the gradient of 'weight' is sparse; expected a dense one" in first["sparse"][1]
@@ -346,9 +334,9 @@ def test_wrong_backwards_are_told(ranks2, engine):
     assert "backward(create_graph=True) is not supported, use torch.autograd.grad" in first["graph"][1]
 
 
-def sum_is_added_to(engine, options):
+def sum_is_added_to(options):
     module = chain(2)
-    buckets = wrap(module, engine, **options)
+    buckets = wrap(module, **options)
     loss_of(module(own_batch())).backward()
     buckets.finish()
     error = error_of(lambda: loss_of(module(own_batch())).backward())
@@ -358,34 +346,27 @@ def sum_is_added_to(engine, options):
     return error
 
 
-@on_both_engines
 @pytest.mark.parametrize("options", [{"average": False}, {"reduce": "reduce_scatter"}], ids=["sum", "shards"])
-def test_nothing_is_added_to_sums_that_are_reduced(ranks2, engine, options):
-    for kind, text in ranks2.run(sum_is_added_to, engine, options):
+def test_nothing_is_added_to_sums_that_are_reduced(ranks2, options):
+    for kind, text in ranks2.run(sum_is_added_to, options):
         assert kind == "RuntimeError"
         assert "is reduced already, and more cannot be added to it; call zero() first" in text
 
 
-def test_python_engine_stands_in_with_one_warning(monkeypatch):
-    absent = Extension(ExtensionState.ABSENT, "not built; to build it: pip install")
-    monkeypatch.setattr(engine_module._ext, "extension", lambda: absent)
-    engine_module._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="run in Python, for the C\\+\\+ extension is absent: not built"):
-        assert not engine_module.runs_native("auto")
-    with warnings.catch_warnings(action="error"):
-        assert not engine_module.runs_native("auto")
-        assert not engine_module.runs_native("python")
-    with pytest.raises(RuntimeError, match="engine='cpp': the C\\+\\+ extension is absent"):
-        engine_module.runs_native("cpp")
-    with pytest.raises(ValueError, match="expected 'auto', 'cpp' or 'python', got 'rust'"):
-        engine_module.runs_native("rust")
-    engine_module._warn_once.cache_clear()
+def choosing_an_engine(choice):
+    with pytest.warns(DeprecationWarning, match=f"engine='{choice}' does nothing: leave it out"):
+        wrap(chain(1), engine=choice).detach()
 
 
-def dropped_in_a_round(engine):
+@pytest.mark.parametrize("choice", ["auto", "cpp", "python"])
+def test_engine_cannot_be_chosen_any_more(ranks1, choice):
+    ranks1.run(choosing_an_engine, choice)
+
+
+def dropped_in_a_round():
     for _ in range(3):
         module = chain()
-        buckets = wrap(module, engine)
+        buckets = wrap(module)
         for _ in range(2):
             buckets.zero()
             loss_of(module(own_batch())).backward()
@@ -395,6 +376,5 @@ def dropped_in_a_round(engine):
         loss_of(module(own_batch())).backward()
 
 
-@on_both_engines
-def test_buckets_may_be_dropped_in_a_round(ranks2, engine):
-    ranks2.run(dropped_in_a_round, engine)
+def test_buckets_may_be_dropped_in_a_round(ranks2):
+    ranks2.run(dropped_in_a_round)

@@ -6,21 +6,16 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import (
-    SMALL,
     assert_gradients,
     batch,
     chain,
     expected_gradients,
     loss_of,
-    on_both_engines,
     own_batch,
+    wrap,
 )
 from tests.checks import error_of
 from tpkernels import GradientBuckets
-
-
-def wrap(module, engine, **options):
-    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, engine=engine, **options)
 
 
 def step(module, buckets, data):
@@ -29,28 +24,27 @@ def step(module, buckets, data):
     return buckets.finish()
 
 
-def wrapped_again(engine):
+def wrapped_again():
     """What a second one over some of the same parameters is told, and what it is told later."""
     model = chain()
-    first = wrap(model, engine)
-    kind, text = error_of(wrap, list(model.named_parameters())[1:], engine)
+    first = wrap(model)
+    kind, text = error_of(wrap, list(model.named_parameters())[1:])
     first.detach()
-    wrap(model, engine).detach()
+    wrap(model).detach()
     return f"{kind}: {text}"
 
 
-@on_both_engines
-def test_parameters_are_under_one_of_them(ranks2, engine):
-    for message in ranks2.run(wrapped_again, engine):
+def test_parameters_are_under_one_of_them(ranks2):
+    for message in ranks2.run(wrapped_again):
         assert message.startswith("ValueError")
         assert "is under other GradientBuckets already; call detach() on these" in message
 
 
-def halves(engine, dtype, reduce):
+def halves(dtype, reduce):
     """Rank 0 brings 256, three others 1 each: in bfloat16, 256 + 1 is 256."""
     module = nn.Linear(64, 64).to(dtype)
     big = 2048.0 if dtype == torch.float16 else 256.0
-    buckets = wrap(module, engine, average=False, reduce=reduce)
+    buckets = wrap(module, average=False, reduce=reduce)
     for _ in range(2):
         buckets.zero()
         (
@@ -63,16 +57,15 @@ def halves(engine, dtype, reduce):
             assert {*shard.tolist()} <= {0.0, exact.item()}
 
 
-@on_both_engines
 @pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_halves_are_added_in_float32(ranks4, engine, dtype, reduce):
-    ranks4.run(halves, engine, dtype, reduce)
+def test_halves_are_added_in_float32(ranks4, dtype, reduce):
+    ranks4.run(halves, dtype, reduce)
 
 
-def converted(engine, main_grad):
+def converted(main_grad):
     module = chain(2).float()
-    buckets = wrap(module, engine, main_grad=main_grad)
+    buckets = wrap(module, main_grad=main_grad)
     for _ in range(2):
         step(module, buckets, own_batch().float())
     module.double()  # replaces the data of parameters and gradients, and takes hooks away
@@ -80,19 +73,18 @@ def converted(engine, main_grad):
     return error_of(buckets.finish), error_of(step, module, buckets, own_batch())
 
 
-@on_both_engines
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_conversion_of_a_module_is_told(ranks2, engine, main_grad):
-    for errors in ranks2.run(converted, engine, main_grad):
+def test_conversion_of_a_module_is_told(ranks2, main_grad):
+    for errors in ranks2.run(converted, main_grad):
         for kind, text in errors:
             assert kind == "RuntimeError"
             assert "was converted or moved, which takes its hook away" in text
 
 
-def empty_parameter(engine):
+def empty_parameter():
     """An empty tensor has no address by which it could be known."""
     module = nn.ParameterDict({"full": torch.ones(3), "empty": torch.ones(0, 4)})
-    buckets = wrap(module, engine, average=False)
+    buckets = wrap(module, average=False)
     for _ in range(3):
         module.zero_grad()
         (module["full"].sum() + module["empty"].sum()).backward()
@@ -101,14 +93,13 @@ def empty_parameter(engine):
         assert module["empty"].grad.shape == (0, 4)
 
 
-@on_both_engines
-def test_empty_parameters_take_part(ranks2, engine):
-    ranks2.run(empty_parameter, engine)
+def test_empty_parameters_take_part(ranks2):
+    ranks2.run(empty_parameter)
 
 
-def nested_no_sync(engine):
+def nested_no_sync():
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     step(module, buckets, own_batch())  # teaches that one gradient comes
     for _ in range(2):
         buckets.zero()
@@ -121,28 +112,26 @@ def nested_no_sync(engine):
         assert_gradients(module, expected_gradients(module, (0, 1, 2)))
 
 
-@on_both_engines
-def test_no_sync_may_be_nested(ranks2, engine):
-    ranks2.run(nested_no_sync, engine)
+def test_no_sync_may_be_nested(ranks2):
+    ranks2.run(nested_no_sync)
 
 
-def detached_in_no_sync(engine):
+def detached_in_no_sync():
     module = chain(1)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     with buckets.no_sync():
         buckets.detach()
     assert buckets.finish() == ()
 
 
-@on_both_engines
-def test_detach_within_no_sync(ranks2, engine):
-    ranks2.run(detached_in_no_sync, engine)
+def test_detach_within_no_sync(ranks2):
+    ranks2.run(detached_in_no_sync)
 
 
-def several_dtypes(engine):
+def several_dtypes():
     torch.manual_seed(0)
     module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).bfloat16()])
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     assert {bucket.dtype for bucket in buckets.buckets} == {torch.float32, torch.float64, torch.bfloat16}
     for _ in range(3):
         buckets.zero()
@@ -154,15 +143,14 @@ def several_dtypes(engine):
             assert torch.equal(parameter.grad, torch.full_like(parameter.grad, 0.5))
 
 
-@on_both_engines
-def test_parameters_of_several_dtypes(ranks2, engine):
-    ranks2.run(several_dtypes, engine)
+def test_parameters_of_several_dtypes(ranks2):
+    ranks2.run(several_dtypes)
 
 
-def scaled_training(engine, poisoned):
+def scaled_training(poisoned):
     """A scaler skips the step on every rank, though only one rank's loss is infinite."""
     module, whole = chain().float(), chain().float()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, foreach=True)
     plain = torch.optim.AdamW(whole.parameters(), lr=0.05, foreach=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
@@ -191,21 +179,19 @@ def other_batch(number):
     return batch(1 - dist.get_rank(), number)
 
 
-@on_both_engines
 @pytest.mark.parametrize("poisoned", [False, True], ids=["finite", "infinite"])
-def test_works_with_a_scaler_clipping_and_foreach_optimizers(ranks2, engine, poisoned):
-    ranks2.run(scaled_training, engine, poisoned)
+def test_works_with_a_scaler_clipping_and_foreach_optimizers(ranks2, poisoned):
+    ranks2.run(scaled_training, poisoned)
 
 
-def resized_gradient(engine):
+def resized_gradient():
     module = chain(1)
-    buckets = GradientBuckets(module, dist.group.WORLD, engine=engine)
+    buckets = GradientBuckets(module, dist.group.WORLD)
     module[0].weight.data = torch.ones(1, dtype=torch.float64)
     module[0].weight.grad = torch.ones(1, dtype=torch.float64)
     return error_of(buckets.finish)
 
 
-@on_both_engines
-def test_gradient_of_another_shape_is_not_broadcast(ranks1, engine):
+def test_gradient_of_another_shape_is_not_broadcast(ranks1):
     words = "the gradient of '0.weight' is of shape [1]; expected [8, 8], as when GradientBuckets were made"
-    assert ranks1.run(resized_gradient, engine) == [("RuntimeError", f"GradientBuckets: {words}")]
+    assert ranks1.run(resized_gradient) == [("RuntimeError", f"GradientBuckets: {words}")]

@@ -15,15 +15,11 @@ from tests.buckets.golden import (
     chain,
     expected_gradients,
     loss_of,
-    on_both_engines,
     own_batch,
+    wrap,
 )
 from tests.checks import error_of
 from tpkernels import GradientBuckets
-
-
-def wrap(module, engine, **options):
-    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, engine=engine, **options)
 
 
 class WaitInBackward(torch.autograd.Function):
@@ -42,9 +38,9 @@ class WaitInBackward(torch.autograd.Function):
         return gradient, None
 
 
-def reduced_before_backward_ends(engine):
+def reduced_before_backward_ends():
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     expected = expected_gradients(module)[-1]
     seen = []
 
@@ -62,14 +58,13 @@ def reduced_before_backward_ends(engine):
     assert seen[-1], "the last layer's gradient was not reduced while the first layer's was still to come"
 
 
-@on_both_engines
-def test_buckets_are_reduced_while_backward_goes_on(ranks2, engine):
-    ranks2.run(reduced_before_backward_ends, engine)
+def test_buckets_are_reduced_while_backward_goes_on(ranks2):
+    ranks2.run(reduced_before_backward_ends)
 
 
-def float32_sums(engine):
+def float32_sums():
     module = chain(2).bfloat16()
-    buckets = wrap(module, engine, grad_dtype=torch.float32)
+    buckets = wrap(module, grad_dtype=torch.float32)
     weight = module[1].weight
     for _ in range(2):
         buckets.zero()
@@ -84,14 +79,13 @@ def float32_sums(engine):
         assert torch.equal(weight.grad, torch.full_like(weight.grad, 260.0))
 
 
-@on_both_engines
-def test_bfloat16_gradients_can_be_summed_in_float32(ranks2, engine):
-    ranks2.run(float32_sums, engine)
+def test_bfloat16_gradients_can_be_summed_in_float32(ranks2):
+    ranks2.run(float32_sums)
 
 
-def bfloat16_wire(engine, reduce):
+def bfloat16_wire(reduce):
     module = chain().float()
-    buckets = wrap(module, engine, wire_dtype=torch.bfloat16, reduce=reduce)
+    buckets = wrap(module, wire_dtype=torch.bfloat16, reduce=reduce)
     rank = dist.get_rank()
     for _ in range(2):
         buckets.zero()
@@ -104,10 +98,9 @@ def bfloat16_wire(engine, reduce):
             assert {*shard.tolist()} <= {0.0, 1.25}
 
 
-@on_both_engines
 @pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-def test_bfloat16_on_the_wire(ranks2, engine, reduce):
-    ranks2.run(bfloat16_wire, engine, reduce)
+def test_bfloat16_on_the_wire(ranks2, reduce):
+    ranks2.run(bfloat16_wire, reduce)
 
 
 class FusedLinear(torch.autograd.Function):
@@ -126,11 +119,11 @@ class FusedLinear(torch.autograd.Function):
         return gradient @ weight, torch.full_like(weight, torch.nan)
 
 
-def main_grads(engine):
+def main_grads():
     module = chain(3)
     for parameter in module.parameters():
         parameter.requires_grad_()
-    buckets = wrap(module, engine, main_grad=True)
+    buckets = wrap(module, main_grad=True)
 
     def forward(_, x):
         x = FusedLinear.apply(x, module[0].weight) + module[0].bias
@@ -150,12 +143,11 @@ def main_grads(engine):
     assert not hasattr(module[0].weight, "main_grad")
 
 
-@on_both_engines
-def test_main_grad_takes_the_gradients_of_fused_and_plain_layers(ranks2, engine):
-    ranks2.run(main_grads, engine)
+def test_main_grad_takes_the_gradients_of_fused_and_plain_layers(ranks2):
+    ranks2.run(main_grads)
 
 
-def two_groups(engine, reduce):
+def two_groups(reduce):
     rank = dist.get_rank()
     tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -169,7 +161,6 @@ def two_groups(engine, reduce):
         bucket_bytes=SMALL,
         tensor_parallel_group=tensor_groups[rank // 2],
         reduce=reduce,
-        engine=engine,
     )
     for step in range(3):
         buckets.zero()
@@ -205,10 +196,9 @@ def own_elements(buckets, parameter):
     ]
 
 
-@on_both_engines
 @pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-def test_sequence_parallel_parameters_are_summed_over_tensor_parallel_ranks_too(ranks4, engine, reduce):
-    first, *others = ranks4.run(two_groups, engine, reduce)
+def test_sequence_parallel_parameters_are_summed_over_tensor_parallel_ranks_too(ranks4, reduce):
+    first, *others = ranks4.run(two_groups, reduce)
     assert all(other == first for other in others)
 
 
@@ -218,9 +208,9 @@ def _backward_and_finish(buckets, loss):
     buckets.finish()
 
 
-def nan_on_rank_1(engine, when):
+def nan_on_rank_1(when):
     module = chain()
-    buckets = wrap(module, engine, check_nan=True)
+    buckets = wrap(module, check_nan=True)
     for step in range(3):
         expected = expected_gradients(module, (step,))
         buckets.zero()
@@ -243,18 +233,17 @@ def nan_on_rank_1(engine, when):
     return str(caught.value)
 
 
-@on_both_engines
 @pytest.mark.parametrize("when", [0, 1], ids=["after_first_step", "later"])
-def test_nan_is_named_on_all_ranks_before_it_is_sent(ranks2, engine, when):
-    messages = ranks2.run(nan_on_rank_1, engine, when)
+def test_nan_is_named_on_all_ranks_before_it_is_sent(ranks2, when):
+    messages = ranks2.run(nan_on_rank_1, when)
     assert messages[0] == messages[1]
     assert "on rank 1 the gradient of '3.bias' holds NaN; bucket " in messages[0]
     assert messages[0].endswith("was not sent")
 
 
-def profiled(engine):
+def profiled():
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     for _ in range(2):
         buckets.zero()
         with torch.profiler.profile() as profile:
@@ -265,9 +254,8 @@ def profiled(engine):
     return sorted(names)
 
 
-@on_both_engines
-def test_profiler_shows_a_range_for_each_bucket(ranks2, engine):
-    names, _ = ranks2.run(profiled, engine)
+def test_profiler_shows_a_range_for_each_bucket(ranks2):
+    names, _ = ranks2.run(profiled)
     assert names[0].startswith("tpkernels: bucket 0 of 4 ('")
 
 
@@ -281,10 +269,10 @@ class Fail(torch.autograd.Function):
         raise ValueError("no gradient today")
 
 
-def interrupted(engine, failing_ranks, reduce):
+def interrupted(failing_ranks, reduce):
     """Some ranks fail in the middle of backward. All go on with the next step."""
     module = chain()
-    buckets = wrap(module, engine, reduce=reduce)
+    buckets = wrap(module, reduce=reduce)
     fails = dist.get_rank() in failing_ranks
     for step in range(6):
         buckets.zero()
@@ -312,17 +300,16 @@ def interrupted(engine, failing_ranks, reduce):
     buckets.zero()
 
 
-@on_both_engines
 @pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)], ids=["all", "one"])
 @pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-def test_zero_recovers_from_an_exception_in_backward(ranks2, engine, failing_ranks, reduce):
-    ranks2.run(interrupted, engine, failing_ranks, reduce)
+def test_zero_recovers_from_an_exception_in_backward(ranks2, failing_ranks, reduce):
+    ranks2.run(interrupted, failing_ranks, reduce)
 
 
-def fails_at_once(engine):
+def fails_at_once():
     """The very first backward fails, before anything was learnt."""
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     hidden = module[1](module[0](own_batch()))
     with pytest.raises(ValueError, match="no gradient today"):
         loss_of(module[3](module[2](Fail.apply(hidden)))).backward()
@@ -332,9 +319,8 @@ def fails_at_once(engine):
     assert_gradients(module, expected_gradients(module))
 
 
-@on_both_engines
-def test_exception_in_the_first_backward(ranks2, engine):
-    ranks2.run(fails_at_once, engine)
+def test_exception_in_the_first_backward(ranks2):
+    ranks2.run(fails_at_once)
 
 
 @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), timedelta.max], ids=str)
@@ -345,4 +331,4 @@ def test_timeout_that_no_clock_counts_is_refused(ranks1, timeout):
 
 
 def refused_timeout(timeout):
-    return error_of(wrap, chain(1), "auto", timeout=timeout)
+    return error_of(wrap, chain(1), timeout=timeout)

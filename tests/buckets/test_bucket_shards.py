@@ -5,17 +5,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import chain, expected_gradients, loss_of, on_both_engines, own_batch
-from tests.buckets.test_bucket_options import wrap
+from tests.buckets.golden import chain, expected_gradients, loss_of, own_batch, wrap
 from tests.checks import error_of
 from tpkernels.buckets import gradients as buckets_module
 
 on_two_and_four = pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
 
 
-def sharded_training(engine):
+def sharded_training():
     module, whole = chain(), chain()
-    buckets = wrap(module, engine, reduce="reduce_scatter")
+    buckets = wrap(module, reduce="reduce_scatter")
     shards = [nn.Parameter(shard) for shard in buckets.parameter_shards()]
     sharded = torch.optim.AdamW(shards, lr=0.05)
     unsharded = torch.optim.AdamW(whole.parameters(), lr=0.05)
@@ -37,33 +36,31 @@ def sharded_training(engine):
         buckets.gather_parameters(shards[:-1])
 
 
-@on_both_engines
 @on_two_and_four
-def test_sharded_optimizer_trains_like_an_unsharded_one(pool, engine, request):
-    request.getfixturevalue(pool).run(sharded_training, engine)
+def test_sharded_optimizer_trains_like_an_unsharded_one(pool, request):
+    request.getfixturevalue(pool).run(sharded_training)
 
 
-def cut_and_joined(engine):
+def cut_and_joined():
     module = chain(3)
-    buckets = wrap(module, engine, reduce="reduce_scatter")
+    buckets = wrap(module, reduce="reduce_scatter")
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(parameter.shape, generator=generator) for parameter in module.parameters()]
-    shards = buckets.cut(tensors)
+    shards = buckets.shard(tensors)
     for parameter, tensor in zip(module.parameters(), tensors, strict=True):
         parameter.grad = tensor.double()
     buckets.finish()  # every rank brings the same, so that their mean is just that
     for shard, gradient in zip(shards, buckets.gradient_shards(), strict=True):
         assert torch.equal(shard.double(), gradient)
-    joined = buckets.join(shards)
+    joined = buckets.unshard(shards)
     assert {tensor.dtype for tensor in joined} == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
-    return error_of(buckets.cut, tensors[1:]), error_of(buckets.join, shards[1:])
+    return error_of(buckets.shard, tensors[1:]), error_of(buckets.unshard, shards[1:])
 
 
-@on_both_engines
 @on_two_and_four
-def test_what_is_cut_like_gradients_is_joined_again(pool, engine, request):
-    for cut, join in request.getfixturevalue(pool).run(cut_and_joined, engine):
+def test_what_is_cut_like_gradients_is_joined_again(pool, request):
+    for cut, join in request.getfixturevalue(pool).run(cut_and_joined):
         assert cut == ("ValueError", "tensors: expected one for each of 6 parameters, of its shape")
         assert join[0] == "ValueError"
 
@@ -71,7 +68,7 @@ def test_what_is_cut_like_gradients_is_joined_again(pool, engine, request):
 def gathered_in_turns(at_once):
     """(parameters, how many buckets went into each gather)"""
     module = chain(3)
-    shards_of = wrap(module, "python", reduce="reduce_scatter")
+    shards_of = wrap(module, reduce="reduce_scatter")
     counts = []
     usual = buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES
 

@@ -11,7 +11,6 @@ from tests.buckets.golden import (
     chain,
     expected_gradients,
     loss_of,
-    on_both_engines,
     own_batch,
 )
 from tests.buckets.test_bucket_options import Fail
@@ -23,7 +22,7 @@ def collectives_so_far(group):
     return group._get_sequence_number_for_group()
 
 
-def marked_in_backward(engine):
+def marked_in_backward():
     """How many collectives of each group backward starts, where every bucket needs one of each."""
     rank = dist.get_rank()
     tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -32,9 +31,7 @@ def marked_in_backward(engine):
     module = nn.Sequential(*[nn.LayerNorm(WIDTH).double() for _ in range(6)])
     for parameter in module.parameters():
         parameter.sequence_parallel = True
-    buckets = GradientBuckets(
-        module, data_group, bucket_bytes=256, tensor_parallel_group=tensor_group, engine=engine
-    )
+    buckets = GradientBuckets(module, data_group, bucket_bytes=256, tensor_parallel_group=tensor_group)
     for step in range(3):
         buckets.zero()
         before = collectives_so_far(tensor_group), collectives_so_far(data_group)
@@ -48,18 +45,17 @@ def marked_in_backward(engine):
     return len(buckets.buckets), *started
 
 
-@on_both_engines
-def test_marked_buckets_go_on_to_the_second_group_in_backward(ranks4, engine):
-    for count, over_tensor_group, over_data_group in ranks4.run(marked_in_backward, engine):
+def test_marked_buckets_go_on_to_the_second_group_in_backward(ranks4):
+    for count, over_tensor_group, over_data_group in ranks4.run(marked_in_backward):
         assert count > 3
         assert over_tensor_group == count
         assert over_data_group == count - 1  # the last has no launch after it, and goes on in finish()
 
 
-def given_up_in_first_step(engine):
+def given_up_in_first_step():
     """Rank 1 fails in the middle of the first backward, from which the others would learn."""
     module = chain()
-    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, engine=engine)
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL)
     for step in range(4):
         buckets.zero()
         fails = step == 0 and dist.get_rank() == 1
@@ -77,15 +73,14 @@ def given_up_in_first_step(engine):
     return buckets.launched_in_backward
 
 
-@on_both_engines
-def test_half_a_first_step_teaches_nothing(ranks2, engine):
-    assert ranks2.run(given_up_in_first_step, engine) == [4, 4]
+def test_half_a_first_step_teaches_nothing(ranks2):
+    assert ranks2.run(given_up_in_first_step) == [4, 4]
 
 
-def given_up_under_check(engine, when):
+def given_up_under_check(when):
     """Rank 1 fails in the middle of backward, while the other looks for NaN in what both should send."""
     module = chain()
-    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, check_nan=True, engine=engine)
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, check_nan=True)
     message = ""
     for step in range(4):
         buckets.zero()
@@ -106,10 +101,9 @@ def given_up_under_check(engine, when):
     return message
 
 
-@on_both_engines
 @pytest.mark.parametrize("when", [0, 1], ids=["first_step", "later"])
-def test_rank_that_gave_up_is_named_where_all_look_for_nan(ranks2, engine, when):
-    other, failed = ranks2.run(given_up_under_check, engine, when)
+def test_rank_that_gave_up_is_named_where_all_look_for_nan(ranks2, when):
+    other, failed = ranks2.run(given_up_under_check, when)
     assert failed == ""
     assert other.startswith(
         "GradientBuckets: rank 1 has given up this step, by an exception in backward, say; bucket"

@@ -1,25 +1,17 @@
 """`comm/_ext.py` and what it loads: the right build is used, a wrong one never runs."""
 
-import os
+import shutil
 
 import pytest
 import torch
 
 from tpkernels.comm import _ext
-from tpkernels.comm._ext import Extension, ExtensionState
-
-BUILT = _ext.extension()
-needs_extension = pytest.mark.skipif(
-    BUILT.state is ExtensionState.ABSENT and os.environ.get("TPKERNELS_REQUIRE_EXT") != "1",
-    reason=f"C++ extension: {BUILT.detail}",
-)
+from tpkernels.comm._ext import ExtensionState
 
 
-@needs_extension
 def test_extension_is_loaded_and_says_what_it_was_built_for():
-    assert BUILT.state is ExtensionState.LOADED, BUILT.detail
+    assert _ext.extension().state is ExtensionState.LOADED
     assert torch.ops.tpkernels.built_with_torch().split(".")[:2] == torch.__version__.split(".")[:2]
-    assert _ext.available()
 
 
 def forge(tmp_path, content: bytes):
@@ -47,16 +39,33 @@ def test_damaged_extension_is_refused(tmp_path):
     assert "not ours or damaged" in found.detail
 
 
-def test_unusable_extension_is_an_import_error(monkeypatch):
-    monkeypatch.setattr(_ext, "extension", lambda: Extension(ExtensionState.UNUSABLE, "built for another"))
-    with pytest.raises(ImportError, match="unusable: built for another"):
-        _ext.available()
+@pytest.fixture
+def not_installed(monkeypatch, tmp_path):
+    """An install without the extension, and an empty cache."""
+    monkeypatch.setattr(_ext, "installed_library", lambda: None)
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
 
 
-def test_absent_extension_is_no_error(monkeypatch):
-    monkeypatch.setattr(_ext, "find_spec", lambda name: None)
+def test_absent_extension_is_no_error(not_installed):
     found = _ext.extension.__wrapped__()
     assert found.state is ExtensionState.ABSENT
+    assert "the first GradientBuckets builds it" in found.detail
     assert "pip install --no-build-isolation" in found.detail
-    monkeypatch.setattr(_ext, "extension", lambda: found)
-    assert not _ext.available()
+
+
+def test_extension_of_the_first_use_is_found_again(not_installed):
+    library = _ext.library_of_first_use()
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"not a library")
+    assert f"{library} is not ours or damaged" in _ext.extension.__wrapped__().detail
+
+
+def test_each_text_of_the_sources_has_its_own_library(not_installed, monkeypatch, tmp_path):
+    first = _ext.library_of_first_use()
+    assert torch.__version__ in first.parent.name
+    assert first == _ext.library_of_first_use()
+    changed = shutil.copytree(_ext.sources(), tmp_path / "changed")
+    monkeypatch.setattr(_ext, "sources", lambda: changed)
+    assert first == _ext.library_of_first_use()
+    (changed / "turn.h").write_text("// another\n")
+    assert first != _ext.library_of_first_use()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.hostile import GOOD, LAYOUT, PROGRAMS, Calling, parameters, run_programs
-from tests.buckets.test_ext import needs_extension
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm import _ext
+from tpkernels.comm._ext import ExtensionState, extension
 
-pytestmark = needs_extension
-
-PROGRAMS_OF = {"engine": 150, "threads": 30, "layout": 150, "end": 30}
+PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30}
 METHODS = {"arrange", "expect", "zero", "finish", "set_synchronizing"}
 BOTH_WAYS = {  # which calls are accepted, and which refused, at least
     "engine": {"BucketEngine", "backward", *METHODS},
     "threads": {"backward", *METHODS},
-    "layout": {"bucket_layout"},
     "end": {"end_backends"},
 }
 
@@ -54,7 +49,7 @@ def test_crash_would_be_seen():
 
 
 def engine(**changes: Any) -> Any:
-    assert _ext.available()
+    assert extension().state is ExtensionState.LOADED
     values = {**GOOD, "parameters": parameters(), "group": dist.group.WORLD.group_name, **changes}
     return torch.classes.tpkernels.BucketEngine(*values.values())
 
@@ -123,22 +118,11 @@ def after_detach(method: str, *args: Any) -> Callable[[], object]:
 
 def end(group: str, seconds: float) -> Callable[[], object]:
     def call() -> None:
-        assert _ext.available()
+        assert extension().state is ExtensionState.LOADED
         made = dist.new_group([0])
         if group == "destroyed":
             dist.destroy_process_group(made)
         torch.ops.tpkernels.end_backends(made.boxed(), seconds)
-
-    return call
-
-
-def layout(
-    *lists: list[int], bucket: int = 400, alignment: int = 1, padding: int = 1
-) -> Callable[[], object]:
-    def call() -> object:
-        assert _ext.available()
-        options = {"bucket_bytes": bucket, "first_bucket_bytes": bucket}
-        return torch.ops.tpkernels.bucket_layout(*lists, **options, alignment=alignment, padding=padding)
 
     return call
 
@@ -284,11 +268,6 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "live group": (end("live", 1.0), "ValueError", "end_backends: expected a destroyed process group, but"),
     "seconds": (end("destroyed", float("nan")), "ValueError", "expected 0 to 86400 seconds, got nan"),
-    "layout of too much": (
-        layout([2**62, 1], [0, 0], [4, 4]),
-        "ValueError",
-        "tensor 0: expected a size in bytes of at most 63 bits, got 4611686018427387904 elements of 4",
-    ),
 }
 
 
@@ -306,7 +285,7 @@ def test_refusal_says_what_was_expected(ranks1, case):
 
 def ended_at_once() -> list[bool]:
     """A destroyed group, ended by several threads."""
-    assert _ext.available()
+    assert extension().state is ExtensionState.LOADED
     group = dist.new_group([0])
     group.allreduce([torch.ones(1)]).wait()
     dist.destroy_process_group(group)
@@ -332,42 +311,14 @@ def test_backward_outlives_its_engine(ranks1):
     assert ranks1.run(gone_before_backward) == [[12.0, 5.0, 1.0]]
 
 
-NUMBERS = (-(2**63), -1, 0, 1, 3, 2**31, 2**61, 2**62, 2**63 - 1)
-
-
-def test_layout_errs_alike_in_both_languages():
-    from tpkernels.buckets.layout import LayoutRules, lay_out_buckets
-
-    def found(native: bool, lists: tuple[list[int], list[int]], rules: LayoutRules) -> object:
-        try:
-            return lay_out_buckets(lists[0], [0] * len(lists[0]), lists[1], rules, native=native)
-        except Exception as error:
-            return type(error), str(error)
-
-    tried = [
-        ([3, 5], [4, 4], bucket, alignment, 1) for bucket, alignment in itertools.product(NUMBERS, NUMBERS)
-    ]
-    tried += [([3, 5], [4, 4], 400, 4, padding) for padding in NUMBERS]
-    tried += [
-        ([a, b, 5], [1, width, 1], 2**63 - 1, 1, 8) for a, b, width in itertools.product(NUMBERS, repeat=3)
-    ]
-    outcomes = set()
-    for numels, widths, bucket, alignment, padding in tried:
-        rules = LayoutRules(bucket, bucket, alignment, padding)
-        native = found(True, (numels, widths), rules)
-        assert native == found(False, (numels, widths), rules)
-        outcomes.add(type(native).__name__)
-    assert outcomes == {"tuple", "BucketLayout"}
-
-
 def test_every_entry_point_is_tried():
-    """A new operator or method belongs into tests/comm/hostile.py."""
+    """A new operator or method belongs into tests/buckets/hostile.py."""
     source = (Path(__file__).parents[2] / "csrc/module.cpp").read_text()
     defined = {
         part.split('"')[1].split("(")[0] for part in source.split("def(") if part.strip().startswith('"')
     }
     tried = (Path(__file__).parent / "hostile.py").read_text()
-    assert len(defined) == 14
+    assert len(defined) == 13
     assert {name for name in defined if f'"{name}"' not in tried} <= {
         "built_with_torch"
     }  # which takes nothing

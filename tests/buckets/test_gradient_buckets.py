@@ -9,25 +9,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.buckets.golden import (
-    SMALL,
     assert_gradients,
     chain,
     expected_gradients,
     loss_of,
-    on_both_engines,
     own_batch,
     plain,
+    wrap,
 )
 from tpkernels import GradientBuckets
 
 
-def wrap(module, engine, **options):
-    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, engine=engine, **options)
-
-
-def train_steps(engine, module, steps=3, forward=plain, **options):
+def train_steps(module, steps=3, forward=plain, **options):
     """Several steps of plain training; gradients are right in each."""
-    buckets = wrap(module, engine, **options)
+    buckets = wrap(module, **options)
     launched = []
     for step in range(steps):
         expected = expected_gradients(module, (step,), forward, average=options.get("average", True))
@@ -39,22 +34,21 @@ def train_steps(engine, module, steps=3, forward=plain, **options):
     return launched, len(buckets.buckets)
 
 
-def gradients_of_a_chain(engine, average):
-    launched, count = train_steps(engine, chain(), average=average)
+def gradients_of_a_chain(average):
+    launched, count = train_steps(chain(), average=average)
     assert count > 2
     assert launched == [0, count, count]  # nothing in the step that teaches, then all
 
 
-@on_both_engines
 @pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
 @pytest.mark.parametrize("pool", ["ranks1", "ranks2", "ranks4"])
-def test_gradients_equal_those_of_one_process(pool, engine, average, request):
-    request.getfixturevalue(pool).run(gradients_of_a_chain, engine, average)
+def test_gradients_equal_those_of_one_process(pool, average, request):
+    request.getfixturevalue(pool).run(gradients_of_a_chain, average)
 
 
-def gradients_lie_in_buckets(engine):
+def gradients_lie_in_buckets():
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     assert all(bucket.numel() % 64 == 0 for bucket in buckets.buckets)
     for step in range(3):
         buckets.zero()
@@ -70,9 +64,8 @@ def gradients_lie_in_buckets(engine):
         assert inside == len(list(module.parameters()))
 
 
-@on_both_engines
-def test_gradients_are_aligned_views_of_buckets(ranks2, engine):
-    ranks2.run(gradients_lie_in_buckets, engine)
+def test_gradients_are_aligned_views_of_buckets(ranks2):
+    ranks2.run(gradients_lie_in_buckets)
 
 
 class Crossed(nn.Module):
@@ -89,9 +82,9 @@ class Crossed(nn.Module):
         return x
 
 
-def order_is_learnt(engine):
+def order_is_learnt():
     module = Crossed()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     for step in range(2):
         expected = expected_gradients(module, (step,))
         buckets.zero()
@@ -108,15 +101,14 @@ def order_is_learnt(engine):
     return [parameter.grad.storage_offset() for parameter in module.parameters()]
 
 
-@on_both_engines
-def test_buckets_follow_the_order_of_the_first_backward_and_unused_parameters_are_named(ranks2, engine):
-    first, second = ranks2.run(order_is_learnt, engine)
+def test_buckets_follow_the_order_of_the_first_backward_and_unused_parameters_are_named(ranks2):
+    first, second = ranks2.run(order_is_learnt)
     assert first == second
 
 
-def ranks_use_different_layers(engine):
+def ranks_use_different_layers():
     module = chain(3)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     rank = dist.get_rank()
     for step in range(3):
         buckets.zero()
@@ -131,15 +123,14 @@ def ranks_use_different_layers(engine):
         assert all(gradient.abs().sum() > 0 for gradient in gradients)
 
 
-@on_both_engines
-def test_ranks_may_leave_different_parameters_unused(ranks2, engine):
-    ranks2.run(ranks_use_different_layers, engine)
+def test_ranks_may_leave_different_parameters_unused(ranks2):
+    ranks2.run(ranks_use_different_layers)
 
 
-def tied(engine, forward):
+def tied(forward):
     module = chain(3)
     module[2].weight = module[0].weight
-    train_steps(engine, module, forward=forward)
+    train_steps(module, forward=forward)
 
 
 def checkpointed(module, x, *, reentrant):
@@ -157,22 +148,21 @@ def checkpoints(module, x):
     return checkpointed(module, x, reentrant=False)
 
 
-def untied(engine, forward):
-    train_steps(engine, chain(), forward=forward)
+def untied(forward):
+    train_steps(chain(), forward=forward)
 
 
-@on_both_engines
 @pytest.mark.parametrize("model", [untied, tied], ids=["untied", "tied"])
-def test_works_under_checkpoints_and_with_tied_parameters(ranks2, engine, model):
-    ranks2.run(model, engine, checkpoints)
-    ranks2.run(model, engine, plain)
+def test_works_under_checkpoints_and_with_tied_parameters(ranks2, model):
+    ranks2.run(model, checkpoints)
+    ranks2.run(model, plain)
 
 
-def reentrant(engine, is_tied):
+def reentrant(is_tied):
     module = chain(3)
     if is_tied:  # receives a gradient from each checkpoint: two in one backward
         module[2].weight = module[0].weight
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     for step in range(3):
         expected = expected_gradients(module, (step,))
         buckets.zero()
@@ -182,15 +172,14 @@ def reentrant(engine, is_tied):
     assert buckets.launched_in_backward == len(buckets.buckets)
 
 
-@on_both_engines
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_works_under_reentrant_checkpoints(ranks2, engine, is_tied):
-    ranks2.run(reentrant, engine, is_tied)
+def test_works_under_reentrant_checkpoints(ranks2, is_tied):
+    ranks2.run(reentrant, is_tied)
 
 
-def accumulation(engine, average):
+def accumulation(average):
     module = chain()
-    buckets = wrap(module, engine, average=average)
+    buckets = wrap(module, average=average)
     for _ in range(3):
         expected = expected_gradients(module, (0, 1, 2), average=average)
         buckets.zero()
@@ -203,15 +192,14 @@ def accumulation(engine, average):
     assert buckets.launched_in_backward == len(buckets.buckets)
 
 
-@on_both_engines
 @pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
-def test_no_sync_accumulates(ranks2, engine, average):
-    ranks2.run(accumulation, engine, average)
+def test_no_sync_accumulates(ranks2, average):
+    ranks2.run(accumulation, average)
 
 
-def two_backwards_each_step(engine):
+def two_backwards_each_step():
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     for _ in range(3):
         expected = expected_gradients(module, (0, 1))
         buckets.zero()
@@ -222,14 +210,13 @@ def two_backwards_each_step(engine):
     assert buckets.launched_in_backward == len(buckets.buckets)  # in the second backward
 
 
-@on_both_engines
-def test_several_backwards_a_step_are_learnt(ranks2, engine):
-    ranks2.run(two_backwards_each_step, engine)
+def test_several_backwards_a_step_are_learnt(ranks2):
+    ranks2.run(two_backwards_each_step)
 
 
-def finish_after_each_backward(engine):
+def finish_after_each_backward():
     module = chain()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     buckets.zero()
     for step in (0, 1):
         loss_of(module(own_batch(step))).backward()
@@ -237,14 +224,13 @@ def finish_after_each_backward(engine):
     assert_gradients(module, expected_gradients(module, (0, 1)))
 
 
-@on_both_engines
-def test_averages_may_be_added_to_after_finish(ranks2, engine):
-    ranks2.run(finish_after_each_backward, engine)
+def test_averages_may_be_added_to_after_finish(ranks2):
+    ranks2.run(finish_after_each_backward)
 
 
-def optimizer_zeroes(engine, set_to_none):
+def optimizer_zeroes(set_to_none):
     module = Crossed()
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for step in range(3):
         expected = expected_gradients(module, (step,))
@@ -255,29 +241,27 @@ def optimizer_zeroes(engine, set_to_none):
         optimizer.step()
 
 
-@on_both_engines
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
-def test_optimizers_zero_grad_will_do(ranks2, engine, set_to_none):
-    ranks2.run(optimizer_zeroes, engine, set_to_none)
+def test_optimizers_zero_grad_will_do(ranks2, set_to_none):
+    ranks2.run(optimizer_zeroes, set_to_none)
 
 
-def compiled_training(engine):
+def compiled_training():
     module = chain(2)
     compiled = torch.compile(module, backend="aot_eager")
-    train_steps(engine, module, forward=lambda _, x: compiled(x))
+    train_steps(module, forward=lambda _, x: compiled(x))
 
 
-@on_both_engines
-def test_works_with_compiled_modules(ranks2, engine):
-    ranks2.run(compiled_training, engine, timeout=120.0)
+def test_works_with_compiled_modules(ranks2):
+    ranks2.run(compiled_training, timeout=120.0)
 
 
-def frozen_and_channels_last(engine):
+def frozen_and_channels_last():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3)).double()
     module[0].bias.requires_grad_(False)
     module.to(memory_format=torch.channels_last)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64) + dist.get_rank()
     for _ in range(2):
@@ -293,20 +277,19 @@ def frozen_and_channels_last(engine):
     assert module[0].bias.grad is None
 
 
-@on_both_engines
-def test_frozen_parameters_are_left_alone_and_memory_formats_kept(ranks2, engine):
-    ranks2.run(frozen_and_channels_last, engine)
+def test_frozen_parameters_are_left_alone_and_memory_formats_kept(ranks2):
+    ranks2.run(frozen_and_channels_last)
 
 
-def nothing_to_train(engine):
-    buckets = GradientBuckets([], dist.group.WORLD, engine=engine)
+def nothing_to_train():
+    buckets = GradientBuckets([], dist.group.WORLD)
     buckets.zero()
     with buckets.no_sync():
         pass
     assert buckets.finish() == ()
     empty = nn.Parameter(torch.empty(0, 3))
     scalar = nn.Parameter(torch.tensor(2.0))
-    buckets = GradientBuckets([("empty", empty), ("scalar", scalar)], dist.group.WORLD, engine=engine)
+    buckets = GradientBuckets([("empty", empty), ("scalar", scalar)], dist.group.WORLD)
     for _ in range(2):
         buckets.zero()
         (scalar * (dist.get_rank() + 1) + empty.sum()).backward()
@@ -315,14 +298,13 @@ def nothing_to_train(engine):
         assert empty.grad.shape == (0, 3)
 
 
-@on_both_engines
-def test_empty_lists_and_empty_parameters(ranks2, engine):
-    ranks2.run(nothing_to_train, engine)
+def test_empty_lists_and_empty_parameters(ranks2):
+    ranks2.run(nothing_to_train)
 
 
-def finish_without_backward(engine):
+def finish_without_backward():
     module = chain(2)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     for step in range(3):  # the first step teaches nothing; in the last, rank 0 has no data
         buckets.zero()
         if step == 1 or (step == 2 and dist.get_rank() == 1):
@@ -335,14 +317,13 @@ def finish_without_backward(engine):
     assert everybody[0] == everybody[1] != 0
 
 
-@on_both_engines
-def test_a_rank_without_data_still_takes_part(ranks2, engine):
-    ranks2.run(finish_without_backward, engine)
+def test_a_rank_without_data_still_takes_part(ranks2):
+    ranks2.run(finish_without_backward)
 
 
-def detached(engine):
+def detached():
     module = chain(2)
-    buckets = wrap(module, engine)
+    buckets = wrap(module)
     buckets.detach()
     loss_of(module(own_batch())).backward()
     assert buckets.finish() == ()
@@ -350,6 +331,5 @@ def detached(engine):
     assert_gradients(module, list(expected))  # this rank's own
 
 
-@on_both_engines
-def test_detached_parameters_are_on_their_own(ranks2, engine):
-    ranks2.run(detached, engine)
+def test_detached_parameters_are_on_their_own(ranks2):
+    ranks2.run(detached)

@@ -14,7 +14,7 @@ backend, device = {backend!r}, {device!r}
 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 torch.manual_seed(1)
 module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to(device)
-buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=2**15, engine="cpp")
+buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=2**15)
 for step in range(4):  # from the second on buckets leave during backward
     x = torch.randn(8, 64, device=device)
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import chain, on_both_engines
+from tests.buckets.golden import chain
 from tests.checks import error_of
 from tpkernels import GradientBuckets
 from tpkernels.comm.shards import problem_over
@@ -77,17 +77,16 @@ def test_a_tensor_parallel_group_on_some_ranks_is_told_on_all(ranks2):
     assert "tensor_parallel_group=None" in first[1]
 
 
-def refused(engine):
+def refused():
     """Rank 0 has a model whose weight is a shard."""
     module = chain(1)
     if dist.get_rank() == 0:
         module[0].weight.tensor_model_parallel, module[0].weight.tensor_parallel_ranks = True, (0, 1)
-    return error_of(GradientBuckets, module, dist.group.WORLD, engine=engine)
+    return error_of(GradientBuckets, module, dist.group.WORLD)
 
 
-@on_both_engines
-def test_all_ranks_refuse_alike(ranks2, engine):
-    first, second = ranks2.run(refused, engine)
+def test_all_ranks_refuse_alike(ranks2):
+    first, second = ranks2.run(refused)
     assert first == second
     assert first[0] == "ValueError"
     assert "on rank 0: GradientBuckets over ranks 0, 1 would average different shards" in first[1]

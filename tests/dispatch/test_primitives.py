@@ -80,20 +80,17 @@ def test_chosen_candidate_computes_what_torch_does(name, layer, winner, dtype, m
     assert_close(ours, results_of(record, record.by_torch, arguments), BOUND[dtype])
 
 
-OPERATORS = [name for name, record in RECORDS.items() if not record.changes_first]
-
-
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", primitives.OPERATORS)
 def test_operator_of_a_primitive_passes_opcheck(name):
     record = RECORDS[name]
-    overload = getattr(primitives, name).overload
+    overload = primitives.OPERATORS[name].overload
     torch.library.opcheck(overload, samples(record, Layer(T, N, K, torch.float32, activation="gelu")))
     wide = samples(record, Layer(T, N, K, torch.float64, activation="gelu"))
     torch.library.opcheck(overload, wide, test_utils="test_faketensor")  # sums of float64 are announced so
 
 
 def test_compiled_primitives_compute_the_same_bits():
-    calls = {name: samples(RECORDS[name], Layer(T, N, K, torch.float32)) for name in OPERATORS}
+    calls = {name: samples(RECORDS[name], Layer(T, N, K, torch.float32)) for name in primitives.OPERATORS}
 
     def call_all():
         return {name: getattr(primitives, name)(*arguments) for name, arguments in calls.items()}

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 from tests.layers.test_memory import kept
 from tests.planning.shapes import GPT2, LLAMA, MODELS
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
-from tpkernels.buckets.sizes import ALIGNMENT
+from tpkernels.buckets.layout import ALIGNMENT
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.memory import (
     Memory,

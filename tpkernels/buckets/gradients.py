@@ -11,6 +11,7 @@ for batch in batches:
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,23 +26,18 @@ from torch.utils.hooks import RemovableHandle
 
 from tpkernels.buckets import parameters as protocol
 from tpkernels.buckets.collectives import bucketed_all_gather
-from tpkernels.buckets.engine import (
-    LONGEST_TIMEOUT,
-    Engine,
-    EngineChoice,
-    EngineOptions,
-    make_engine,
-    runs_native,
-)
-from tpkernels.buckets.layout import LayoutRules, lay_out_buckets
-from tpkernels.buckets.parameters import trainable
-from tpkernels.buckets.sizes import (
+from tpkernels.buckets.engine import Engine, EngineOptions, make_engine
+from tpkernels.buckets.first_use import problem_with_extension
+from tpkernels.buckets.layout import (
     ALIGNMENT,
     DEFAULT_BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     GATHERED_BYTES,
+    LayoutRules,
+    lay_out_buckets,
     runs_within,
 )
+from tpkernels.buckets.parameters import trainable
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     LiveGroup,
@@ -52,6 +48,8 @@ from tpkernels.comm.groups import (
 )
 from tpkernels.comm.shards import problem_over
 from tpkernels.comm.supported import FLOATING, Problem, problem_of
+
+LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 
 
 class GradientBuckets:
@@ -71,7 +69,9 @@ class GradientBuckets:
     tensor_parallel_group: where gradients of parameters marked `sequence_parallel` are summed first
     main_grad: Megatron's protocol: gradients are summed in `parameter.main_grad` and `grad` stays None
     timeout: of each collective, if not the group's own
-    engine: "cpp", "python", or "auto" for the first that is there
+    engine: does nothing; there were two once
+
+    Runs in C++. Where the extension was not built by the install, the first call builds it.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class GradientBuckets:
         tensor_parallel_group: ProcessGroup | None = None,
         main_grad: bool = False,
         timeout: timedelta | None = None,
-        engine: EngineChoice = "auto",
+        engine: Literal["auto", "cpp", "python"] | None = None,
     ) -> None:
-        native = runs_native(engine)
+        if engine is not None:
+            warnings.warn(f"engine={engine!r} does nothing: leave it out", DeprecationWarning, stacklevel=2)
         options = EngineOptions(
             group=LiveGroup(required_group(group)),
             tensor_parallel_group=None
@@ -112,12 +113,13 @@ class GradientBuckets:
             tensor_parallel_group is not None and bool(getattr(parameter, "sequence_parallel", False))
             for parameter in self._parameters
         ]
-        self._options, self._native = options, native
+        self._options = options
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
             f"tensor_parallel_group={_size(options.tensor_parallel_group)}, main_grad={main_grad})",
-            problem
+            problem_with_extension()
+            or problem
             or problem_of(named, FLOATING, written=True)
             or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
             or problem_over(
@@ -129,8 +131,8 @@ class GradientBuckets:
                 average=average,
             ),
         )
-        parts = group.size() if options.reduce_scatter else 1
-        self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * parts)
+        shards = group.size() if options.reduce_scatter else 1
+        self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * shards)
         self._learning = True  # how many gradients each parameter receives, and in which order
         self._engine: Engine | None = None
         self._no_sync_depth = 0
@@ -189,12 +191,12 @@ class GradientBuckets:
         return self._engine.launched_in_backward() if self._engine is not None else 0
 
     def gradient_shards(self) -> list[Tensor]:
-        """This rank's part of each bucket: what reduce="reduce_scatter" leaves after `finish`."""
-        return [self._own_part(bucket) for bucket in self.buckets]
+        """This rank's shard of each bucket: what reduce="reduce_scatter" leaves after `finish`."""
+        return [self._own_shard(bucket) for bucket in self.buckets]
 
     def parameter_shards(self) -> list[Tensor]:
-        """Copies of the parameters' values, cut like the gradients: what a sharded optimizer works on."""
-        return self.cut(self._parameters)
+        """Copies of the parameters' values, sharded like the gradients: what a sharded optimizer works on."""
+        return self.shard(self._parameters)
 
     def gather_parameters(self, shards: Sequence[Tensor]) -> None:
         """Bring all ranks' `parameter_shards` back into the parameters."""
@@ -203,28 +205,28 @@ class GradientBuckets:
             for index, value in self._gathered(shards, kinds):  # cast first: less to send
                 self._parameters[index].copy_(value)
 
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of each bucket, as if buckets held these: one of the shape of each parameter."""
+    def shard(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shard of each bucket, if buckets held these: one of the shape of each parameter."""
         if [tensor.shape for tensor in tensors] != [parameter.shape for parameter in self._parameters]:
             raise ValueError(
                 f"tensors: expected one for each of {len(self._parameters)} parameters, of its shape"
             )
         with torch.no_grad():
-            shards = []
-            for bucket in range(len(self.buckets)):
-                flat, parts = self._flat_like(
-                    bucket, [tensors[index].dtype for index in self._members(bucket)]
-                )
-                for index, part in parts.items():
-                    part.copy_(tensors[index])
-                shards.append(self._own_part(flat).clone())
-            return shards
+            return [self._own_shard(flat).clone() for flat in self._packed(tensors)]
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Full tensors from all ranks' `shard`: one of the shape of each parameter."""
+        with torch.no_grad():
+            full = dict(self._gathered(shards, [shard.dtype for shard in shards]))
+        return [full[index] for index in range(len(self._parameters))]
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        warnings.warn("GradientBuckets.cut is shard now", DeprecationWarning, stacklevel=2)
+        return self.shard(tensors)
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """What all ranks' parts stand for, as `cut` gives them: a tensor of the shape of each parameter."""
-        with torch.no_grad():
-            joined = dict(self._gathered(shards, [shard.dtype for shard in shards]))
-        return [joined[index] for index in range(len(self._parameters))]
+        warnings.warn("GradientBuckets.join is unshard now", DeprecationWarning, stacklevel=2)
+        return self.unshard(shards)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
@@ -232,9 +234,7 @@ class GradientBuckets:
         )
 
     def _attach(self) -> None:
-        self._engine = make_engine(
-            self._parameters, self._names, self._marked, self._options, native=self._native
-        )
+        self._engine = make_engine(self._parameters, self._names, self._marked, self._options)
         if self._options.grad_dtype is not None and not self._options.main_grad:
             protocol.set_grad_dtype(self._parameters, self._options.grad_dtype)
         # Autograd reaches parameters about in the reverse order of their use: a first guess.
@@ -247,24 +247,16 @@ class GradientBuckets:
 
     def _arrange(self, engine: Engine, order: list[int]) -> None:
         """Make buckets of the parameters in this order."""
-        kinds: dict[tuple[bool, torch.dtype], int] = {}  # what may share a bucket
         ordered = [self._parameters[index] for index in order]
         layout = lay_out_buckets(
             [parameter.numel() for parameter in ordered],
-            [
-                kinds.setdefault((self._marked[index], self._parameters[index].dtype), len(kinds))
-                for index in order
-            ],
+            [(self._marked[index], self._parameters[index].dtype) for index in order],
             [(self._options.grad_dtype or parameter.dtype).itemsize for parameter in ordered],
             self._rules,
-            native=self._native,
         )
-        position_of = {index: position for position, index in enumerate(order)}
-        positions = [position_of[index] for index in range(len(order))]
-        self._bucket_of = [layout.bucket_of[position] for position in positions]
-        engine.arrange(
-            self._bucket_of, [layout.offset_of[position] for position in positions], layout.elements
-        )
+        placed = sorted(zip(order, layout.bucket_of, layout.offset_of, strict=True))  # by parameter
+        self._bucket_of = [bucket for _, bucket, _ in placed]
+        engine.arrange(self._bucket_of, [offset for _, _, offset in placed], layout.elements)
         if self._options.main_grad:
             protocol.publish_main_grads(self._parameters, engine.views())
 
@@ -302,30 +294,30 @@ class GradientBuckets:
         sizes = [flat.numel() * dtype.itemsize for flat, dtype in zip(self.buckets, dtypes, strict=True)]
         for some in runs_within(sizes, GATHERED_BYTES):
             cast = [shards[bucket].detach().to(dtypes[bucket]) for bucket in some]
-            wholes = bucketed_all_gather(cast, self._options.group.get())
-            for bucket, whole in zip(some, wholes, strict=True):
+            gathered = bucketed_all_gather(cast, self._options.group.get())
+            for bucket, flat in zip(some, gathered, strict=True):
                 for index in self._members(bucket):
-                    view = views[index]
-                    start = whole.storage_offset() + view.storage_offset()
-                    yield index, whole.as_strided(view.shape, view.stride(), start)
+                    yield index, _at(views[index], flat)
 
-    def _own_part(self, flat: Tensor) -> Tensor:
+    def _own_shard(self, flat: Tensor) -> Tensor:
         group = self._options.group.get()
         return flat.tensor_split(group.size())[group.rank()]
 
     def _members(self, bucket: int) -> list[int]:
         return [index for index, place in enumerate(self._bucket_of) if place == bucket]
 
-    def _flat_like(self, bucket: int, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, dict[int, Tensor]]:
-        """A tensor like this bucket, in the widest of these dtypes, and its parts by index of parameter."""
-        assert self._engine is not None, "there are buckets"
-        flat = torch.zeros_like(self.buckets[bucket], dtype=functools.reduce(torch.promote_types, dtypes))
+    def _packed(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Tensors like the buckets, each of the widest dtype of what it holds."""
+        if self._engine is None:
+            return
         views = self._engine.views()
-        parts = {}
-        for index in self._members(bucket):
-            view = views[index]
-            parts[index] = flat.as_strided(view.shape, view.stride(), view.storage_offset())
-        return flat, parts
+        for number, bucket in enumerate(self.buckets):
+            members = self._members(number)
+            dtypes = [tensors[index].dtype for index in members]
+            flat = torch.zeros_like(bucket, dtype=functools.reduce(torch.promote_types, dtypes))
+            for index in members:
+                _at(views[index], flat).copy_(tensors[index])
+            yield flat
 
     def _agree(self, request: str, problem: Problem | None) -> None:
         """All ranks of both groups make the same buckets, or all raise the same error."""
@@ -346,7 +338,7 @@ class GradientBuckets:
             return
         try:
             agree(Claim(request, over_data, problem), group.get())
-        except (TypeError, ValueError) as error:  # other data-parallel groups have to hear of it
+        except (TypeError, ValueError, ImportError) as error:  # other data-parallel groups have to hear of it
             heard = dist.get_process_group_ranks(group.get())
             if set(dist.get_process_group_ranks(tensor_parallel_group.get())) <= set(heard):
                 raise
@@ -359,6 +351,11 @@ def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequenc
     protocol.release(parameters, handles)
 
 
+def _at(view: Tensor, flat: Tensor) -> Tensor:
+    """What lies in `flat` as `view` lies in its bucket."""
+    return flat.as_strided(view.shape, view.stride(), flat.storage_offset() + view.storage_offset())
+
+
 def _size(group: LiveGroup | None) -> str:
     return "None" if group is None else f"of {group.size} ranks"
 
@@ -367,10 +364,7 @@ def _option_problem(
     bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
 ) -> Problem | None:
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        return (
-            "ValueError",
-            f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}",
-        )
+        return "ValueError", f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}"
     if timeout is not None and not isinstance(timeout, timedelta):
         return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
     if timeout is not None and not timedelta(0) < timeout < LONGEST_TIMEOUT:

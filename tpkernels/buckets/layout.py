@@ -1,13 +1,18 @@
-"""Where each gradient lies: tensors to buckets and offsets. csrc/bucket_layout.cpp in Python."""
+"""How large buckets are, and where each tensor lies: tensors to buckets and offsets. Loads no torch.
+
+>>> lay_out_buckets([60, 40, 1], ["float32"] * 3, [4] * 3, LayoutRules(400, 400, alignment=1, padding=8))
+BucketLayout(bucket_of=[0, 0, 1], offset_of=[0, 60, 0], elements=[104, 8])
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-_LARGEST = 2**63 - 1  # what C++ counts with
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early
+ALIGNMENT = 64  # elements: whole cache lines and 16-byte vectors in every dtype
+GATHERED_BYTES = 2**28  # of parameters in flight: whole models would be there twice
 
 
 @dataclass(frozen=True)
@@ -30,52 +35,23 @@ class BucketLayout:
 
 
 def lay_out_buckets(
-    numels: Sequence[int],
-    kinds: Sequence[int],
-    element_bytes: Sequence[int],
-    rules: LayoutRules,
-    *,
-    native: bool,
+    numels: Sequence[int], kinds: Sequence[Hashable], element_bytes: Sequence[int], rules: LayoutRules
 ) -> BucketLayout:
     """Fill buckets with tensors, given in the order in which they become ready.
 
     kinds: tensors of different kinds never share a bucket
-    native: let the C++ extension do it
     """
-    if native:
-        layout = torch.ops.tpkernels.bucket_layout(
-            numels,
-            kinds,
-            element_bytes,
-            bucket_bytes=rules.bucket_bytes,
-            first_bucket_bytes=rules.first_bucket_bytes,
-            alignment=rules.alignment,
-            padding=rules.padding,
-        )
-        return BucketLayout(*layout)
-    return _lay_out(numels, kinds, element_bytes, rules)
-
-
-def _lay_out(
-    numels: Sequence[int], kinds: Sequence[int], element_bytes: Sequence[int], rules: LayoutRules
-) -> BucketLayout:
-    _check(numels, kinds, element_bytes, rules)
     bucket_of: list[int] = []
     offset_of: list[int] = []
     elements: list[int] = []
-    open_bucket: dict[int, tuple[int, int]] = {}  # by kind: its number, and the bytes that it may grow to
+    open_bucket: dict[Hashable, tuple[int, int]] = {}  # by kind: its number, and most bytes
     for numel, kind, width in zip(numels, kinds, element_bytes, strict=True):
         size = _round_up(numel, rules.alignment)
-        if size * width > _LARGEST:
-            raise ValueError(
-                f"bucket_layout: tensor {len(bucket_of)}: expected a size in bytes of at most 63 bits, "
-                f"got {numel} elements of {width}"
-            )
         number, capacity = open_bucket.get(kind, (-1, 0))
         if number < 0 or (elements[number] + size) * width > capacity:
-            capacity = rules.bucket_bytes
-            if number < 0:
-                capacity = min(capacity, rules.first_bucket_bytes)
+            capacity = (
+                rules.bucket_bytes if number >= 0 else min(rules.bucket_bytes, rules.first_bucket_bytes)
+            )
             number = len(elements)
             open_bucket[kind] = number, capacity
             elements.append(0)
@@ -87,12 +63,6 @@ def _lay_out(
     last_tensor = {bucket: tensor for tensor, bucket in enumerate(bucket_of)}
     order = sorted(last_tensor, key=last_tensor.__getitem__)
     number_of = {bucket: number for number, bucket in enumerate(order)}
-    for bucket in order:
-        if _round_up(elements[bucket], rules.padding) > _LARGEST:
-            raise ValueError(
-                f"bucket_layout: expected buckets of at most 63 bits, got {elements[bucket]} elements "
-                f"padded to a multiple of {rules.padding}"
-            )
     return BucketLayout(
         [number_of[bucket] for bucket in bucket_of],
         offset_of,
@@ -100,31 +70,21 @@ def _lay_out(
     )
 
 
+def runs_within(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Neighbours that are at most so large together, or one that is larger by itself.
+
+    >>> list(runs_within([3, 4, 9, 1], most=7))
+    [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > most:
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    if sizes:
+        yield range(start, len(sizes))
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _check(
-    numels: Sequence[int], kinds: Sequence[int], element_bytes: Sequence[int], rules: LayoutRules
-) -> None:
-    if not len(numels) == len(kinds) == len(element_bytes):
-        raise ValueError(
-            f"bucket_layout: expected one kind and one element size for each of {len(numels)} tensors, "
-            f"got {len(kinds)} and {len(element_bytes)}"
-        )
-    if min(rules.bucket_bytes, rules.first_bucket_bytes) < 1:
-        raise ValueError(
-            "bucket_layout: expected bucket sizes of at least one byte, "
-            f"got {rules.bucket_bytes} and {rules.first_bucket_bytes}"
-        )
-    if min(rules.alignment, rules.padding) < 1:
-        raise ValueError(
-            "bucket_layout: expected an alignment and a padding of at least one element, "
-            f"got {rules.alignment} and {rules.padding}"
-        )
-    for tensor, (numel, width) in enumerate(zip(numels, element_bytes, strict=True)):
-        if numel < 0 or width < 1:
-            raise ValueError(
-                f"bucket_layout: tensor {tensor}: expected no less than 0 elements of at least one byte, "
-                f"got {numel} elements of {width}"
-            )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import re
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
 
+from tpkernels.files import cache_folder
+
 HOW_TO_BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+_PACKAGE = Path(__file__).parents[1]
 _STAMP = re.compile(rb"tpkernels built with torch ([0-9.]+)")
 
 
 class ExtensionState(Enum):
     LOADED = "loaded"
-    ABSENT = "absent"  # an install without torch or compiler: pure Python does the work
+    ABSENT = "absent"  # installed without torch or compiler: `buckets.first_use` builds it when it is needed
     UNUSABLE = "unusable"  # built for another torch, or damaged: never ignored silently
 
 
@@ -29,14 +35,40 @@ class Extension:
 
 @cache
 def extension() -> Extension:
-    """Load the extension, once; say what became of it."""
-    spec = find_spec("tpkernels._C")
-    if spec is None or spec.origin is None:
+    """Load the extension, once; say what became of it. Builds nothing."""
+    library = installed_library() or library_of_first_use()
+    if library is None or not library.exists():
         return Extension(
             ExtensionState.ABSENT,
-            f"not built for this Python; with torch and a C++20 compiler at hand: {HOW_TO_BUILD}",
+            "not built; the first GradientBuckets builds it, which takes a C++20 compiler and ninja, or: "
+            + HOW_TO_BUILD,
         )
-    return load(Path(spec.origin))
+    return load(library)
+
+
+def installed_library() -> Path | None:
+    """What the install has built: beside this code, and of no other install that Python would find."""
+    spec = PathFinder.find_spec("tpkernels._C", [str(_PACKAGE)])
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def sources() -> Path:
+    """The folder of the C++ sources: in the package, or beside it in a checkout."""
+    shipped = _PACKAGE / "csrc"
+    return shipped if shipped.exists() else _PACKAGE.parent / "csrc"
+
+
+def library_of_first_use() -> Path | None:
+    """Where the first use puts the extension: by torch, Python, machine and text of the sources."""
+    folder = cache_folder()
+    if folder is None or not sources().exists():
+        return None
+    text = hashlib.blake2b(digest_size=8)
+    for source in sorted(sources().iterdir()):
+        if source.is_file():
+            text.update(f"{source.name}\n".encode() + source.read_bytes())
+    built_for = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}"
+    return folder / "extension" / f"{built_for}-{text.hexdigest()}" / "tpkernels_C.so"
 
 
 def load(library: Path) -> Extension:
@@ -58,14 +90,6 @@ def load(library: Path) -> Extension:
     except OSError as error:
         return Extension(ExtensionState.UNUSABLE, f"{error}; rebuild: {HOW_TO_BUILD}")
     return Extension(ExtensionState.LOADED, f"{library.name}, built for torch {built_with}")
-
-
-def available() -> bool:
-    """Whether the extension can be used. An extension that is there but unusable is an `ImportError`."""
-    found = extension()
-    if found.state is ExtensionState.UNUSABLE:
-        raise ImportError(f"tpkernels' C++ extension is unusable: {found.detail}")
-    return found.state is ExtensionState.LOADED
 
 
 def _minor(version: str) -> list[str]:

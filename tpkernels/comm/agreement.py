@@ -106,8 +106,8 @@ def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     assert claim.problem is not None
     kind, text = claim.problem
     alike = [rank for rank, other in problems if other.problem == claim.problem]
-    error = TypeError if kind == "TypeError" else ValueError
-    raise error(f"{claim.request}: on {_listed(alike or [first])}: {text}")
+    errors = {error.__name__: error for error in (TypeError, ValueError, ImportError)}
+    raise errors[kind](f"{claim.request}: on {_listed(alike or [first])}: {text}")
 
 
 def _raise_difference(claims: Sequence[Claim], ranks: Sequence[int]) -> None:

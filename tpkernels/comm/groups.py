@@ -69,10 +69,6 @@ class LiveGroup:
         calls_of(group).require_usable("GradientBuckets")
         return group
 
-    def averages(self, device: torch.device) -> bool:
-        """Whether the backend divides by the number of ranks while it reduces."""
-        return bool(self.get()._get_backend(device).name() == "nccl")
-
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     """Seconds that the group's backend for tensors of `device` waits for other ranks."""

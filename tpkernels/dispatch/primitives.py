@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tpkernels.dispatch import backends, norms, products, vocabulary
 from tpkernels.dispatch.chooser import chooser_on
@@ -24,6 +25,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+OPERATORS: dict[str, Operator[..., Any]] = {}
+
+
 def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     """The primitive, by whoever computes where its first argument lies."""
     by_torch = record.by_torch
@@ -32,8 +36,6 @@ def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         like = args[0]
         assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
-        if like.is_cpu and backends.backend == "auto" and not invariance.batch_invariant:
-            return by_torch(*args, **kwargs)  # the usual case on a CPU, at once
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return by_torch(*args, **kwargs)
         match backends.resolve_backend(like.device):
@@ -50,24 +52,37 @@ def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     return run
 
 
-def _operator(record: Primitive[P, R]) -> Operator[P, R]:
-    return Operator(record.name, _eager(record), record.fake or record.by_torch, record.given)
+def _primitive(record: Primitive[P, R]) -> Callable[P, R]:
+    by_torch, eager = record.by_torch, _eager(record)
+    operator = Operator(record.name, eager, record.fake or by_torch, record.given)
+    OPERATORS[record.name] = operator
+
+    # one frame and no more: around tiny tensors a second one costs a tenth of the product
+    @wraps(by_torch)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_compiling():
+            return operator(*args, **kwargs)
+        if backends.backend == "auto" and args[0].is_cpu and not invariance.batch_invariant:  # type: ignore[attr-defined]
+            return by_torch(*args, **kwargs)
+        return eager(*args, **kwargs)
+
+    return call
 
 
-linear = _operator(products.linear)
-glu = _operator(products.glu)
-dgrad = _operator(products.dgrad)
-dgrad_act = _operator(products.dgrad_act)
-dglu = _operator(products.dglu)
-wgrad = _operator(products.wgrad)
-bias_grad = _operator(products.bias_grad)
-rms_norm = _operator(norms.rms_norm)
-rms_norm_grad = _operator(norms.rms_norm_grad)
-layer_norm = _operator(norms.layer_norm)
-layer_norm_grad = _operator(norms.layer_norm_grad)
-lookup = _operator(vocabulary.lookup)
-lookup_grad = _operator(vocabulary.lookup_grad)
-softmax_statistics = _operator(vocabulary.softmax_statistics)
+linear = _primitive(products.linear)
+glu = _primitive(products.glu)
+dgrad = _primitive(products.dgrad)
+dgrad_act = _primitive(products.dgrad_act)
+dglu = _primitive(products.dglu)
+wgrad = _primitive(products.wgrad)
+bias_grad = _primitive(products.bias_grad)
+rms_norm = _primitive(norms.rms_norm)
+rms_norm_grad = _primitive(norms.rms_norm_grad)
+layer_norm = _primitive(norms.layer_norm)
+layer_norm_grad = _primitive(norms.layer_norm_grad)
+lookup = _primitive(vocabulary.lookup)
+lookup_grad = _primitive(vocabulary.lookup_grad)
+softmax_statistics = _primitive(vocabulary.softmax_statistics)
 
 # these change an argument: compiled code never sees them
 wgrad_accumulate_ = _eager(products.wgrad_accumulate_)
@@ -77,7 +92,7 @@ cross_entropy_grad = _eager(vocabulary.cross_entropy_grad)
 def linear_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """y = x weightᵀ + bias, into rows of a larger tensor."""
     if backends.resolve_backend(x.device) != "torch":
-        y.copy_(linear.run(x, weight, bias, "none", False)[0])
+        y.copy_(linear(x, weight, bias, "none", False)[0])
     elif bias is None:
         torch.mm(x, weight.t(), out=y)
     else:

@@ -13,19 +13,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from tpkernels.files import cache_folder as cache_folder
 from tpkernels.files import parsed, read_text
-
-
-def cache_folder() -> Path | None:
-    """TPKERNELS_CACHE_DIR, or else tpkernels in the user's cache folder; None if there is no home."""
-    if chosen := os.environ.get("TPKERNELS_CACHE_DIR"):
-        return Path(chosen)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "tpkernels"
-    try:
-        return Path.home() / ".cache" / "tpkernels"
-    except RuntimeError:  # a user whom the machine does not know, as in some containers
-        return None
 
 
 class DiskCache:

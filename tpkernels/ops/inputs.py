@@ -49,16 +49,19 @@ def check_linear(
 ) -> None:
     """weight: (out_features, in_features), bias: (out_features,), both of the dtype and device of x."""
     # the usual case first: each look at a tensor costs, and tiny products are quick
-    dtype, device, shape = x.dtype, x.device, weight.shape
+    dtype, shape = x.dtype, weight.shape
     if (
         len(shape) == 2
         and shape[1] == in_features
         and weight.dtype is dtype
-        and weight.device == device
         and dtype.is_floating_point
-        and (bias is None or (bias.shape == (shape[0],) and bias.dtype is dtype and bias.device == device))
+        and (bias is None or (bias.dtype is dtype and bias.shape == (shape[0],)))
     ):
-        return
+        # asking three tensors whether they are on the CPU is quicker than comparing devices
+        if x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu):
+            return
+        if weight.device == x.device and (bias is None or bias.device == x.device):
+            return
     weight_name, bias_name = names
     if weight.ndim != 2 or in_features != weight.shape[1]:
         raise ValueError(

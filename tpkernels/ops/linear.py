@@ -23,7 +23,6 @@ from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
 from tpkernels.ops.inputs import (
     Context,
-    any_requires_grad,
     apply,
     as_dtype,
     autocast,
@@ -47,15 +46,15 @@ def linear(
     activation: gelu, gelu_tanh, silu, relu, relu2 or None
     returns: (..., out_features)
     """
-    activation = activation or "none"
-    require_activation("linear", activation)
+    if activation is not None:
+        require_activation("linear", activation)
     if is_casting(x):
         x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
-    if not any_requires_grad(x, weight, bias) and not in_forward_mode():
-        y, _ = primitives.linear(tokens, weight, bias, activation, False)  # `apply` takes its time
-    elif activation == "none":  # also over each argument
+    if not torch.is_grad_enabled() and not in_forward_mode():  # `apply` takes its time
+        y, _ = primitives.linear(tokens, weight, bias, activation or "none", False)
+    elif activation is None or activation == "none":  # also over each argument
         y = apply(_Linear, tokens, weight, bias)
     else:
         y, _ = apply(_Linear, tokens, weight, bias, activation)

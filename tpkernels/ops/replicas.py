@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.buckets.collectives import bucketed_broadcast_
 from tpkernels.comm.agreement import Claim, agree, describe
-from tpkernels.comm.groups import required_group
+from tpkernels.comm.groups import required_group, start_broadcast
 from tpkernels.comm.shards import mixing_of as mixing_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, reduce_from_region
+
+_CHUNK_BYTES = 2**25
 
 
 def agree_on(request: str, named: Sequence[tuple[str, Tensor | None]], group: ProcessGroup) -> None:
@@ -46,23 +47,37 @@ def from_all_ranks(numbers: Tensor, group: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def unlike_first_rank(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Which tensors of which rank differ in any bit from the first rank's: (ranks, tensors). Copies all."""
+    """Which tensors of which rank differ in any bit from the first rank's: (ranks, tensors)."""
     firsts = _first_rank_bits(tensors, group)
     unlike = [not torch.equal(_bits(ours), first) for ours, first in zip(tensors, firsts, strict=True)]
-    return from_all_ranks(torch.tensor(unlike, dtype=torch.uint8, device=firsts[0].device), group).bool()
+    return from_all_ranks(torch.tensor(unlike, dtype=torch.uint8, device=tensors[0].device), group).bool()
 
 
 @torch.no_grad()
 def copy_first_rank_(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Each tensor becomes the first rank's. Copies all."""
+    """Each tensor becomes the first rank's."""
     for tensor, first in zip(tensors, _first_rank_bits(tensors, group), strict=True):
-        tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+        # cloned, for in the chunk it may start where no element of a wider dtype may
+        tensor.copy_(first.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    firsts = [_bits(tensor).clone() for tensor in tensors]
-    bucketed_broadcast_(firsts, dist.get_process_group_ranks(group)[0], group)
-    return firsts
+def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator[Tensor]:
+    """The first rank's bytes of each tensor in turn, sent in chunks of several tensors."""
+    waiting: list[Tensor] = []
+    for position, tensor in enumerate(tensors, 1):
+        waiting.append(_bits(tensor))
+        if position == len(tensors) or sum(map(len, waiting)) >= _CHUNK_BYTES:
+            chunk = torch.cat(waiting)
+            try:
+                start_broadcast(group, chunk, 0).wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"broadcast of the first rank's tensors failed in process group '{group.group_name}' of "
+                    f"{group.size()} ranks, here on rank {dist.get_rank()}; a rank died, came too late, or "
+                    f"left the common order of calls. Cause: {error}"
+                ) from error
+            yield from chunk.split([len(bits) for bits in waiting])
+            waiting.clear()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tpkernels.buckets.sizes import DEFAULT_BUCKET_BYTES
+from tpkernels.buckets.layout import DEFAULT_BUCKET_BYTES
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.memory import GRADIENT

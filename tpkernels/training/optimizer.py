@@ -91,10 +91,10 @@ class ShardedAdamW:
         Called by all ranks, for each has a part. It takes 12 bytes an element on each of them.
         """
         whole = self.blank()
-        wholes = {MASTER: self.buckets.join(self._shards)}
+        wholes = {MASTER: self.buckets.unshard(self._shards)}
         if self._adam.state:
             for key in STATES:
-                wholes[key] = self.buckets.join([self._adam.state[shard][key] for shard in self._shards])
+                wholes[key] = self.buckets.unshard([self._adam.state[shard][key] for shard in self._shards])
         for index, (_, parameter) in enumerate(self._named):
             whole.state[parameter] = {key: tensors[index] for key, tensors in wholes.items()}
             if self._adam.state:
@@ -116,7 +116,7 @@ class ShardedAdamW:
                     f"optimizer: expected {sorted(expected)} of '{name}', as runs keep, got {sorted(state)}"
                 )
         for shard, value in zip(
-            self._shards, self.buckets.cut([state[MASTER] for state in kept]), strict=True
+            self._shards, self.buckets.shard([state[MASTER] for state in kept]), strict=True
         ):
             shard.copy_(value)
         self._adam.state.clear()
@@ -124,14 +124,14 @@ class ShardedAdamW:
             for shard in self._shards:
                 self._adam.state[shard] = {"step": kept[0]["step"].clone()}
             for key in STATES:
-                cut = self.buckets.cut([state[key] for state in kept])
+                cut = self.buckets.shard([state[key] for state in kept])
                 for shard, value in zip(self._shards, cut, strict=True):
                     self._adam.state[shard][key] = value
         self.buckets.gather_parameters(self._shards)
 
     def _runs(self, holds: Callable[[nn.Parameter], bool]) -> list[list[slice]]:
         """Of each shard the elements of those parameters. A mark for each element would be as large."""
-        marks = self.buckets.cut(
+        marks = self.buckets.shard(
             [torch.tensor(holds(p), device=p.device).expand(p.shape) for _, p in self._named]
         )
         return [_runs_of(mark) for mark in marks]

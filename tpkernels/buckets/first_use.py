@@ -1,0 +1,166 @@
+"""The C++ extension, built by its first use where the install could not: once for all ranks of a machine.
+
+The rank that takes the lock first builds in a temporary folder and moves the finished library to its place;
+the others wait for the lock and find the library. The operating system holds the lock: it is free when a
+builder dies, and the next rank builds. A failed build is the error of all ranks that waited for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TextIO
+
+from tpkernels.comm._ext import ExtensionState, extension, library_of_first_use, sources
+from tpkernels.comm.supported import Problem
+
+BUILD_SECONDS = 600.0  # then a build is given up
+WAIT_SECONDS = BUILD_SECONDS + 60.0  # for another's build
+INSTEAD = "until then use torch.nn.parallel.DistributedDataParallel"
+# In a process of its own, which can be ended. Loading the library is the last thing that it does.
+_BUILD = """
+import sys
+from torch.utils.cpp_extension import load
+source, flags, folder = sys.argv[1:]
+load("tpkernels_C", [source], flags.split(), build_directory=folder, is_python_module=False)
+"""
+
+
+class CannotBuild(Exception):
+    """Why there is no extension, and what to do."""
+
+
+def problem_with_extension() -> Problem | None:
+    """Load the extension, and build it before where no install has; why it cannot be used here, if so."""
+    if extension().state is ExtensionState.ABSENT:
+        try:
+            build(library_of_first_use())
+        except CannotBuild as error:
+            return (
+                "ImportError",
+                f"the C++ extension is not built, and cannot be built here: {error}; {INSTEAD}",
+            )
+        extension.cache_clear()
+    found = extension()
+    if found.state is not ExtensionState.LOADED:
+        return "ImportError", f"tpkernels' C++ extension is unusable: {found.detail}"
+    return None
+
+
+def build(library: Path | None) -> None:
+    """Make `library`, unless another process does: then wait for that."""
+    if library is None:
+        raise CannotBuild("there is no folder for it; set TPKERNELS_CACHE_DIR to one that can be written")
+    environment = _with_tools()
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _build_alone(library, environment)
+    except OSError as error:
+        raise CannotBuild(f"{error}; set TPKERNELS_CACHE_DIR to a folder that can be written") from error
+
+
+def _build_alone(library: Path, environment: dict[str, str]) -> None:
+    failure = library.with_name("failure.txt")
+    before = _identity(failure)
+    with _locked(library.with_name("lock")):
+        if library.exists():
+            return
+        if _identity(failure) != before:  # of the build that this rank has waited for
+            raise CannotBuild(_reason(failure))
+        for abandoned in library.parent.glob("building-*"):  # by builders that died
+            shutil.rmtree(abandoned, ignore_errors=True)
+        print(
+            f"tpkernels: building the C++ extension once, into {library.parent}",
+            file=sys.stderr,
+            flush=True,
+        )
+        folder = Path(mkdtemp(prefix="building-", dir=library.parent))
+        try:
+            _compile(folder, environment)
+            os.replace(folder / library.name, library)
+        except CannotBuild:
+            os.replace(folder / "log.txt", failure)
+            raise CannotBuild(_reason(failure)) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_tools() -> dict[str, str]:
+    """The environment to build in: ninja may lie beside a Python whose folder is not on the PATH."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    compiler = os.environ.get("CXX", "c++")  # as torch chooses
+    if not shutil.which((shlex.split(compiler) or [""])[0], path=path):
+        raise CannotBuild(
+            f"there is no C++ compiler: '{compiler}' is not on the PATH; install one for C++20 (apt install "
+            "g++, say), or name one in CXX"
+        )
+    if not shutil.which("ninja", path=path):
+        raise CannotBuild("ninja is not on the PATH; install it: pip install ninja")
+    return os.environ | {"PATH": path}
+
+
+def _compile(folder: Path, environment: dict[str, str]) -> None:
+    """tpkernels_C.so into `folder`; what the compiler says into its log.txt."""
+    flags = (sources() / "cxx_flags").read_text()
+    command = [sys.executable, "-c", _BUILD, str(sources() / "all.cpp"), flags, str(folder)]
+    with (folder / "log.txt").open("w") as log:
+        # a file and a session of its own: no compiler outlives the time limit, and none keeps a pipe open
+        builder = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            failed = builder.wait(BUILD_SECONDS) != 0
+        except subprocess.TimeoutExpired:
+            failed = True
+            log.write(f"\nerror: it took longer than {BUILD_SECONDS:.0f} s\n")
+        finally:
+            if builder.poll() is None:
+                os.killpg(builder.pid, signal.SIGKILL)
+                builder.wait()
+    if failed:
+        raise CannotBuild
+
+
+def _reason(failure: Path) -> str:
+    """The first error of the compiler, or what was said last."""
+    lines = failure.read_text(errors="replace").strip().splitlines() or ["no reason was given"]
+    first = next((line for line in lines if "error:" in line), lines[-1])
+    return f"{first.strip()} (all that was said is in {failure})"
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Another one each time that the file is replaced. Not a time: clocks of machines differ."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[TextIO]:
+    """The only process in here."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    with path.open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise CannotBuild(
+                        f"another process has held {path} for {WAIT_SECONDS:.0f} s; if it hangs, end it"
+                    ) from None
+                time.sleep(0.1)
+        yield lock
