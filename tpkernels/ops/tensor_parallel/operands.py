@@ -121,7 +121,7 @@ def rows_of(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to know of a call; if not, it is quicker without."""
+    """Whether autograd records a call; one that it does not record is quicker without `apply`."""
     return any_requires_grad(*tensors) or in_forward_mode()
 
 
