@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from unittest.mock import patch
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from tpkernels.comm import calls, groups
 from tpkernels.comm.transports.transfers import Transfers
 from tpkernels.ops import column_linear
-from tpkernels.ops.tensor_parallel import column_steps, parallel
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.column_linear import column_forward, column_gradients
 
 BLOCKS, CALLS = 200, 25
 
@@ -31,15 +31,14 @@ BLOCKS, CALLS = 200, 25
 def unnumbered(group: dist.ProcessGroup) -> Iterator[None]:
     """Calls as they would be without numbers."""
     one = calls.begin("column_linear", "all calls", group)
-    module = import_module("tpkernels.ops.tensor_parallel.column_linear")
     with ExitStack() as stack:
         for where, name, instead in (
             (parallel, "begin_call", lambda *_: one),
             (parallel, "required_group", lambda group, op="": group),
             (groups, "required_group", lambda group, argument="", op="": group),
             (Transfers, "_wait", lambda self, work: work.wait()),
-            (module, "column_forward", column_steps.column_forward.__wrapped__),  # type: ignore[attr-defined]
-            (module, "column_gradients", column_steps.column_gradients.__wrapped__),  # type: ignore[attr-defined]
+            (column_forward, "run", column_forward.run.__wrapped__),  # type: ignore[attr-defined]
+            (column_gradients, "run", column_gradients.run.__wrapped__),  # type: ignore[attr-defined]
         ):
             stack.enter_context(patch.object(where, name, instead))
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,83 +13,105 @@ from torch.library import opcheck
 
 from tests.ops.parallel_behaviour import operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
-from tpkernels.ops.tensor_parallel.column_linear import column_linear
-from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
-from tpkernels.ops.tensor_parallel.registered_column import (
-    registered_column_linear,
-    registered_column_linear_backward,
-)
-from tpkernels.ops.tensor_parallel.row_linear import (
-    registered_row_linear,
-    registered_row_linear_backward,
-    row_linear,
-)
+from tpkernels.dispatch.operators import Operator
+from tpkernels.ops.tensor_parallel.column_linear import column_forward, column_gradients, column_linear
+from tpkernels.ops.tensor_parallel.operands import Layout
+from tpkernels.ops.tensor_parallel.parallel_mlp import mlp_forward, mlp_gradients, parallel_mlp
+from tpkernels.ops.tensor_parallel.row_linear import row_forward, row_gradients, row_linear
 
 K, N, TOKENS = 8, 12, 4
 
 
-def registered_operators_pass_opcheck(names: list[str]) -> list[str]:
+def operators_pass_opcheck(names: list[str]) -> list[str]:
     """The problems that opcheck finds in some calls of the operators, forward and backward."""
-    name = str(dist.group.WORLD.group_name)
-    ranks = dist.get_world_size()
-
-    def random(*shape: int, grad: bool = True) -> Tensor:
-        return torch.randn(*shape, requires_grad=grad)
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    tokens, plain = Layout(group, True, True), Layout(group, False, False)
 
     def short(tensor: Tensor) -> Tensor:
-        return tensor.detach().bfloat16()
+        return tensor.bfloat16()
 
-    x, w, b = random(TOKENS, K), random(N, K), random(N)
-    h, w2 = random(TOKENS * ranks, N), random(K, N)
-    dy, dy_shard = random(TOKENS * ranks, N, grad=False), random(TOKENS, K, grad=False)
-    z = random(TOKENS * ranks, N, grad=False)
-    plain = [t.detach() for t in (x, w, h, w2)]
-    column = ("gelu", True, True, True, False)
-    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "column": (registered_column_linear, (x, [w], [b], [True], name, *column)),
-        "columns": (registered_column_linear, (x, [w, w], [b], [False, True], name, "none", *[True] * 4)),
-        "whole column": (registered_column_linear, (x, [w], [], [False], name, "none", *[False] * 4)),
+    x, w, b = torch.randn(TOKENS, K), torch.randn(N, K), torch.randn(N)
+    h, w2, b2 = torch.randn(TOKENS * ranks, N), torch.randn(K, N), torch.randn(K)
+    z, dh, dy = torch.randn_like(h), torch.randn_like(h), torch.randn_like(x)
+    calls: dict[str, tuple[Operator[..., Any], tuple[Any, ...]]] = {
+        "column": (column_forward, (x, [w], [b], tokens, "gelu", False, True)),
+        "columns": (column_forward, (x, [w, w], [None, b], tokens, "none", ranks > 1, True)),
+        "plain column": (column_forward, (x, [w], [None], plain, "none", False, False)),
         "column backward": (
-            registered_column_linear_backward,
-            ([True, True, False], [dy], plain[0], [plain[1]], [z], [False], name, *column),
+            column_gradients,
+            ([True, True, False], [dh], x, [w], [z], [None], tokens, "gelu", False),
         ),
         "wide column backward": (
-            registered_column_linear_backward,
-            ([True, True, True], [short(dy)], short(x), [short(w)], [short(z)], [True], name, *column),
+            column_gradients,
+            ([True] * 3, [short(dh)], short(x), [short(w)], [short(z)], [w], tokens, "gelu", False),
         ),
-        "row": (registered_row_linear, (h, w2, random(K), name, True, True)),
-        "whole row": (registered_row_linear, (h, w2, None, name, False, False)),
-        "row backward": (
-            registered_row_linear_backward,
-            (dy_shard, plain[2], plain[3], [True, True, True], False, name, True, True),
-        ),
+        "row": (row_forward, (h, w2, b2, tokens)),
+        "plain row": (row_forward, (h, w2, None, plain)),
+        "row backward": (row_gradients, ([True] * 3, dy, h, w2, [None], tokens)),
         "wide row backward": (
-            registered_row_linear_backward,
-            (short(dy_shard), short(h), short(w2), [True, True, False], True, name, True, True),
+            row_gradients,
+            ([True, True, False], short(dy), short(h), short(w2), [w2], tokens),
+        ),
+        "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", None, True)),
+        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "none", "swiglu", False)),
+        "mlp backward": (
+            mlp_gradients,
+            ([True, True, False, False, True], dy, x, [w, w2], [z], [None, w2], tokens, "gelu", None),
+        ),
+        "gated mlp backward": (
+            mlp_gradients,
+            ([True, False, *[True] * 4], dy, x, [w, w, w2], [z, h], [None] * 3, tokens, "none", "swiglu"),
         ),
     }
     problems = []
     for case in names:
         try:
-            opcheck(*calls[case])
+            operator, arguments = calls[case]
+            opcheck(operator.overload, operator.packed(*arguments))
         except Exception as error:  # whatever it says is the answer
             problems.append(f"{case}: {error}")
     return problems
 
 
-def compiled_mlp_differs_by(gated: bool) -> float:
-    """parallel_mlp under torch.compile against eager, which keeps less: y and gradients."""
+def columns(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
+    """Two weights that share x."""
+    y, other = column_linear(x, [w, w2.T.contiguous()], [None, w[:, 0]], dist.group.WORLD, **options)
+    return y * other
+
+
+def row(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
+    return row_linear(x @ w.T, w2, w2[:, 0], dist.group.WORLD, **options)
+
+
+def mlp(x: Tensor, w: Tensor, w2: Tensor, *, gated: bool, **options: Any) -> Tensor:
+    gate, bias = (w.flip(0), None) if gated else (None, w[:, 0])
+    return parallel_mlp(x, w, bias, w2, w2[:, 0], dist.group.WORLD, w_gate_shard=gate, **options)
+
+
+def unlike_compiled(function: Callable[..., Tensor], **options: Any) -> list[str]:
+    """Which of y, gradients and bytes saved for backward are others under torch.compile than eagerly."""
     prepare(Setting())
     torch._dynamo.reset()
+    compiled = torch.compile(partial(function, **options), fullgraph=True, dynamic=True, backend="aot_eager")
+    found = []
+    for run in (partial(function, **options), compiled):
+        leaves = [leaf(t) for t in operands_of(1)]
+        saved: dict[int, int] = {}
 
-    def mlp(x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
-        gate = {"w_gate_shard": w.flip(0)} if gated else {}
-        return parallel_mlp(x, w, None, w2, None, dist.group.WORLD, sequence_parallel=True, **gate)
+        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
 
-    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend="aot_eager")
-    operands = operands_of(1)
-    eager, ours = (with_gradients(function, operands) for function in (mlp, compiled))
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, eager, strict=True))
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            y = run(*leaves)
+        gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        results = {"y": y.detach(), "saved bytes": torch.tensor(sum(saved.values()))}
+        found.append(results | dict(zip(("dx", "dw", "dw2"), gradients, strict=True)))
+    eager, ours = found
+    return [
+        f"{name}: {ours[name]}, not {truth}" for name, truth in eager.items() if not ours[name].equal(truth)
+    ]
 
 
 def sixteen_bit_main_grads() -> float:

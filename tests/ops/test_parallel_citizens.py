@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,20 +15,33 @@ from tests.ops import parallel_compile
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        ("ranks1", ["columns", "whole column", "whole row"]),
-        ("ranks2", ["column", "column backward", "row", "row backward"]),
-        ("ranks2", ["wide column backward", "wide row backward"]),
+        ("ranks1", ["columns", "plain column", "plain row", "gated mlp", "gated mlp backward"]),
+        ("ranks2", ["column", "column backward", "row", "row backward", "mlp", "mlp backward"]),
+        ("ranks2", ["columns", "wide column backward", "wide row backward", "gated mlp backward"]),
     ],
 )
-def test_registered_operators_pass_opcheck(request, world, names):
+def test_operators_pass_opcheck(request, world, names):
     ranks = request.getfixturevalue(world)
-    for problems in ranks.run(citizens.registered_operators_pass_opcheck, names, timeout=180):
+    for problems in ranks.run(citizens.operators_pass_opcheck, names, timeout=180):
         assert problems == []
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_parallel_mlp_compiles_to_its_two_operators(ranks2, gated):
-    assert max(ranks2.run(citizens.compiled_mlp_differs_by, gated, timeout=120)) < 2e-6
+COMPILED = {
+    "columns": (citizens.columns, {}),
+    "columns gelu": (citizens.columns, {"activation": "gelu"}),
+    "columns that save the gathered x": (citizens.columns, {"activation": "silu", "save_gathered": True}),
+    "row": (citizens.row, {}),
+    "mlp": (citizens.mlp, {"gated": False}),
+    "gated mlp": (citizens.mlp, {"gated": True}),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence_parallel"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_ops_save_and_compute_what_eager_ones_do(ranks2, name, sequence_parallel):
+    function, options = COMPILED[name]
+    options = options | {"sequence_parallel": sequence_parallel}
+    assert ranks2.run(partial(citizens.unlike_compiled, function, **options), timeout=120) == [[], []]
 
 
 @pytest.mark.parametrize("world", ["ranks1", "ranks2"])

@@ -7,9 +7,9 @@ without the results that were not asked for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from types import UnionType
 from typing import (
     Annotated,
     Any,
@@ -17,7 +17,7 @@ from typing import (
     Literal,
     ParamSpec,
     TypeVar,
-    cast,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -47,9 +47,9 @@ class Packed:
 class Operator(Generic[P, R]):
     """`run`, or in compiled code the operator `tpkernels::name` that runs it.
 
-    run: tensors, lists of them, numbers, words and NamedTuples of these in; a tensor, or a tuple or list of
+    run: tensors, lists of them, numbers, words and named tuples of these in; a tensor, or a tuple or list of
         tensors and None out; it changes no input, and gives none back
-    fake: the same signature; tensors of the same shapes and dtypes
+    fake: of the same arguments; tensors of the same shapes and dtypes
     given: which of its results a call gives, if some may be None; by default those that `fake` shows
     """
 
@@ -57,25 +57,17 @@ class Operator(Generic[P, R]):
         self,
         name: str,
         run: Callable[P, R],
-        fake: Callable[P, R],
+        fake: Callable[..., R],
         given: Callable[P, Sequence[bool]] | None = None,
     ) -> None:
         self.name, self.run, self.fake = name, run, fake
         hints = get_type_hints(run, include_extras=True)
-        result = _passed(hints.pop("return")).schema
-        self._records = [hint if _is_record(hint) else None for hint in hints.values()]
-        passed = {
-            field: _passed(kind)
-            for name, hint in hints.items()
-            for field, kind in _fields(name, hint).items()
-        }
+        result = hints.pop("return")
         self._given, self._kind = given, get_origin(result) or Tensor
         self._may_lack = any(type(None) in get_args(hint) for hint in get_args(result))
-        self._packs = [packed.pack for packed in passed.values()]
-        definition = torch.library.custom_op(
-            f"tpkernels::{name}", _listing(run, passed, self._records), mutates_args=()
-        )
-        definition.register_fake(_listing(fake, passed, self._records))
+        self._parameters = [_parameter(word, hint) for word, hint in hints.items()]
+        run_listed, fake_listed = (_listing(function, self._parameters) for function in (run, fake))
+        torch.library.custom_op(f"tpkernels::{name}", run_listed, mutates_args=()).register_fake(fake_listed)
         self.overload: Callable[..., list[Tensor]] = getattr(torch.ops.tpkernels, name).default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -86,14 +78,7 @@ class Operator(Generic[P, R]):
                 f"{self.name}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "
                 "reverse mode, or torch's own layers"
             )
-        fields: list[Any] = []
-        for arg, record in zip(args, self._records, strict=False):
-            if record is None:
-                fields.append(arg)
-            else:
-                fields += cast("tuple[Any, ...]", arg)
-        packed = [pack(field) for pack, field in zip(self._packs, fields, strict=False)]
-        found = iter(self.overload(*packed, **kwargs))
+        found = iter(self.overload(*self.packed(*args), **kwargs))
         results: Any
         if self._kind is Tensor:
             results = next(found)
@@ -105,25 +90,57 @@ class Operator(Generic[P, R]):
             results = self._kind(next(found) if there else None for there in given)
         return results  # type: ignore[no-any-return]
 
+    def packed(self, *args: Any) -> list[Any]:
+        """As `overload` takes them."""
+        return [part for p, arg in zip(self._parameters, args, strict=False) for part in p.pack(arg)]
+
 
 def in_forward_mode() -> bool:
     """Whether tensors may carry tangents, which do not show in `requires_grad`."""
     return forward_ad._current_level >= 0
 
 
-def _listing(
-    function: Callable[..., Any], passed: dict[str, Packed], records: Sequence[Any]
-) -> Callable[..., list[Tensor]]:
+@dataclass(frozen=True)
+class _Parameter:
+    """Of `run`. schema: name and type of each argument of the operator that it is packed into"""
+
+    schema: list[tuple[str, Any]]
+    pack: Callable[[Any], list[Any]]
+    unpack: Callable[[Iterator[Any]], Any]
+
+
+def _parameter(name: str, hint: Any) -> _Parameter:
+    if hasattr(hint, "_fields"):  # a named tuple, field by field
+        hints = get_type_hints(hint, include_extras=True)
+        fields = [_parameter(f"{name}_{field}", hints[field]) for field in hint._fields]
+        return _Parameter(
+            [entry for field in fields for entry in field.schema],
+            lambda values: [part for field, v in zip(fields, values, strict=True) for part in field.pack(v)],
+            lambda given: hint(*(field.unpack(given) for field in fields)),
+        )
+    if get_origin(hint) is Annotated:
+        packed: Packed = hint.__metadata__[0]
+        return _Parameter(
+            [(name, packed.schema)], lambda v: [packed.pack(v)], lambda given: packed.unpack(next(given))
+        )
+    return _Parameter([(name, _schema_type(hint))], lambda v: [v], next)
+
+
+def _schema_type(hint: Any) -> Any:
+    """Words are text to a schema, and all sequences are of one kind."""
+    if get_origin(hint) is Literal:
+        return str
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(_schema_type(choice) for choice in get_args(hint))]  # noqa: UP007
+    return Sequence[Tensor] if hint == list[Tensor] else hint
+
+
+def _listing(function: Callable[..., Any], parameters: list[_Parameter]) -> Callable[..., list[Tensor]]:
     """`function` as an operator takes it: with types of its schema, and only tensors in a list out."""
 
     def listed(*args: Any) -> list[Tensor]:
-        fields = iter([packed.unpack(arg) for packed, arg in zip(passed.values(), args, strict=True)])
-        results = function(
-            *(
-                next(fields) if record is None else record(*islice(fields, len(record._fields)))
-                for record in records
-            )
-        )
+        passed = iter(args)
+        results = function(*(parameter.unpack(passed) for parameter in parameters))
         results = (results,) if isinstance(results, Tensor) else results
         given: list[Tensor] = []
         for result in results:
@@ -132,30 +149,10 @@ def _listing(
                 given.append(result.clone() if twice else result.contiguous())
         return given
 
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=packed.schema)
-        for name, packed in passed.items()
+    schema = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+        for parameter in parameters
+        for name, kind in parameter.schema
     ]
-    listed.__signature__ = inspect.Signature(parameters, return_annotation=list[Tensor])  # type: ignore[attr-defined]
+    listed.__signature__ = inspect.Signature(schema, return_annotation=list[Tensor])  # type: ignore[attr-defined]
     return listed
-
-
-def _is_record(hint: Any) -> bool:
-    return isinstance(hint, type) and hasattr(hint, "_fields")
-
-
-def _fields(name: str, hint: Any) -> dict[str, Any]:
-    """What goes through the dispatcher for an argument: the fields of a NamedTuple, else itself."""
-    return get_type_hints(hint, include_extras=True) if _is_record(hint) else {name: hint}
-
-
-def _passed(hint: Any) -> Packed:
-    """How an argument goes through the dispatcher, where words are text and all sequences of one kind."""
-    if get_origin(hint) is Annotated:
-        return next(extra for extra in get_args(hint) if isinstance(extra, Packed))
-    schema = str if get_origin(hint) is Literal else Sequence[Tensor] if hint == list[Tensor] else hint
-    return Packed(schema, _same, _same)
-
-
-def _same(argument: Any) -> Any:
-    return argument

@@ -9,25 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-Backward = Callable[..., Any]
+from tpkernels.ops.inputs import Context, apply
+
+R = TypeVar("R")
 
 
-def first_order(op: str, *, reads_intermediates: bool = False) -> Callable[[Backward], Backward]:
+def first_order(
+    op: str, *, reads_intermediates: bool = False
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A backward whose own derivative is an error; where nobody asks for it, that costs one look.
 
     op: whose backward, for the error
     reads_intermediates: backward reads what forward computed, which depends on all inputs of forward
     """
 
-    def decorate(backward: Backward) -> Backward:
+    def decorate(backward: Callable[..., R]) -> Callable[..., R]:
         @wraps(backward)
-        def run(ctx: Any, *grads: Tensor | None) -> Any:
-            if not torch.is_grad_enabled():  # the usual case
+        def run(ctx: Any, *grads: Tensor | None) -> R:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the usual case; traced once
                 return backward(ctx, *grads)
             return _refusing_more(op, backward, ctx, grads, reads_intermediates)
 
@@ -37,10 +41,11 @@ def first_order(op: str, *, reads_intermediates: bool = False) -> Callable[[Back
 
 
 def _refusing_more(
-    op: str, backward: Backward, ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
-) -> Any:
+    op: str, backward: Callable[..., R], ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
+) -> R:
     """The gradients, connected with all that they depend on by a node that raises."""
-    if _adds_to_main_grad(ctx):
+    own = getattr(ctx, "main_grad", None), getattr(getattr(ctx, "call", None), "main_grad", None)
+    if any(into is not None for into in (*own, *getattr(ctx, "main_grads", ()))):
         raise RuntimeError(
             f"{op}: expected no create_graph=True with main_grad, got both: what is added there cannot be "
             "differentiated again; leave out one of them"
@@ -52,14 +57,8 @@ def _refusing_more(
     unpacked = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
     with torch.no_grad():
         results = backward(unpacked, *grads)
-    return _NoSecondDerivative.apply(op, results, *parents)  # type: ignore[no-untyped-call]
-
-
-def _adds_to_main_grad(ctx: Any) -> bool:
-    call = getattr(ctx, "call", None)
-    several = getattr(ctx, "main_grads", ()) or getattr(call, "main_grads", ())
-    single = getattr(ctx, "main_grad", None), getattr(call, "main_grad", None)
-    return any(into is not None for into in (*several, *single))
+    refusing: R = apply(_NoSecondDerivative, op, results, *parents)
+    return refusing
 
 
 def _unsaved_leaves(op: str, ctx: Any, parents: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -88,11 +87,11 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: str, results: Sequence[Tensor | None], *parents: Tensor
+        ctx: Context, op: str, results: Sequence[Tensor | None], *parents: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.op = op
         return tuple(None if result is None else result.detach() for result in results)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
+    def backward(ctx: Context, *_: Tensor) -> None:
         raise RuntimeError(_message(ctx.op))

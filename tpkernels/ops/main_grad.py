@@ -8,13 +8,27 @@ torch.compile it always holds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.steps import Steps
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Operator, Packed
+from tpkernels.ops.inputs import Context, apply
+
+# What a weight's gradient is added to. None: to nothing, autograd gets it in the weight's dtype. True: in an
+# operator under torch.compile, which returns it in fp32 or wider for `add_if_traced`.
+Into = Tensor | Literal[True] | None
+MainGrads = Annotated[
+    Sequence[Into],
+    Packed(
+        Sequence[bool],
+        lambda main_grads: [into is not None for into in main_grads],
+        lambda flags: [flag or None for flag in flags],
+    ),
+]
 
 
 def check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor) -> None:
@@ -43,50 +57,111 @@ def accumulating(weight: Tensor, owner: str) -> tuple[Tensor, Tensor]:
             "GradientBuckets(..., main_grad=True) do it"
         )
     if hasattr(weight, "grad_added_to_main_grad"):
-        weight = _SayItWasAdded.apply(weight)  # type: ignore[no-untyped-call]
+        weight = apply(_SayItWasAdded, weight)
     return weight, main_grad
 
 
 class _SayItWasAdded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.weight = weight
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor:
+    def backward(ctx: Context, gradient: Tensor | None) -> Tensor:
+        weight: Tensor = ctx.weight
         if gradient is not None:  # a tracer's stand-in
             assert torch.compiler.is_compiling(), "it was added to main_grad"
-            zeros: Tensor = _registered_say_it_was_added(ctx.weight)
-            return zeros
-        ctx.weight.grad_added_to_main_grad = True
-        zeroed = getattr(ctx.weight, "zero_out_wgrad", False)
-        return torch.zeros_like(ctx.weight) if zeroed else torch.empty_like(ctx.weight)
+            return _zeros_for_marked(weight)
+        _mark_as_added(weight)
+        zeroed = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if zeroed else torch.empty_like(weight)
 
 
-@torch.library.custom_op("tpkernels::say_it_was_added", mutates_args=())
-def _registered_say_it_was_added(weight: Tensor) -> Tensor:
-    """Runs in the compiled backward, which hands over the parameter itself."""
+def _mark_as_added(weight: Tensor) -> None:
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(weight)  # not garbage: whoever replays a CUDA graph misses the line above
 
 
-@_registered_say_it_was_added.register_fake
-def _(weight: Tensor) -> Tensor:
-    return torch.empty_like(weight)
+def _zeros_once_marked(weight: Tensor) -> Tensor:
+    """Runs in the compiled backward, which hands over the parameter itself."""
+    _mark_as_added(weight)
+    return torch.zeros_like(weight)  # not garbage: a CUDA graph that is replayed does not run the line above
+
+
+_zeros_for_marked = Operator("say_it_was_added", _zeros_once_marked, torch.empty_like)
+
+
+def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
+    """The shape and dtype of dyᵀ x as an operator returns it."""
+    return x.new_empty(dy.shape[1], x.shape[1], dtype=x.dtype if into is None else _dtype_of_sums(x))
+
+
+def _dtype_of_sums(x: Tensor) -> torch.dtype:
+    """fp32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor | None:
+    """dyᵀ x, or None if it was added to a main_grad."""
+    if into is None or (into is True and x.dtype == _dtype_of_sums(x)):
+        return primitives.wgrad(dy, x)
+    if into is not True:
+        primitives.wgrad_accumulate_(into, dy, x)
+        return None
+    summing = WeightGradient(into)
+    summing.add(dy, x)
+    return summing.get()
+
+
+class WeightGradient:
+    """dyᵀ x, of some tokens after the others: summed in fp32 or wider, and rounded once."""
+
+    def __init__(self, into: Into) -> None:
+        self._into = into
+        self._sum: Tensor | None = None  # main_grad itself where that is wide enough
+
+    def add(self, dy: Tensor, x: Tensor) -> None:
+        if self._sum is None:
+            dtype = _dtype_of_sums(x)
+            if isinstance(self._into, Tensor) and self._into.dtype == dtype:
+                self._sum = self._into
+            else:
+                self._sum = dy.new_zeros(dy.shape[1], x.shape[1], dtype=dtype)
+            self._dtype = x.dtype
+        primitives.wgrad_accumulate_(self._sum, dy, x)
+
+    def get(self) -> Tensor | None:
+        """None if it was added to a main_grad."""
+        assert self._sum is not None, "this rank's own tokens always come, if there are none"
+        if self._into is None:
+            return self._sum.to(self._dtype)
+        if self._into is True:
+            return self._sum
+        if self._sum is not self._into:
+            self._into += self._sum
+        return None
+
+
+def add_if_traced(
+    main_grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """What autograd gets of the gradients that an op has for its weights.
+
+    Eagerly the op has added them to main_grads. Under torch.compile that is done here, for no operator may
+    change a main_grad: to one that changes two parts of a bucket, Inductor hands a copy, which it takes from
+    the wrong place. A main_grad is kept in the autograd function's ctx beside what is saved for backward, for
+    another backward may add to it meanwhile.
+    """
+    if not torch.compiler.is_compiling():
+        return gradients
+    for into, gradient in zip(main_grads, gradients, strict=True):
+        if into is not None and gradient is not None:
+            into.add_(gradient)
+    return [gradient if into is None else None for into, gradient in zip(main_grads, gradients, strict=True)]
 
 
 def with_main_grad(operator: Any, save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """A registered operator as torch.compile calls it where there is a main_grad, which comes last.
-
-    The weight is its second input. main_grad is kept beside what is saved for backward, for another backward
-    may add to it meanwhile. No operator of ours changes it: to one that changes two parts of a bucket,
-    Inductor hands a copy, which it takes from the wrong place.
-
-    save, backward: as `register_autograd` takes them; if ctx.wide, backward gives dw as it was summed
-    """
-
     class Accumulating(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs_and_main_grad: Any) -> Tensor:
@@ -105,44 +180,3 @@ def with_main_grad(operator: Any, save: Callable[..., None], backward: Callable[
             return dx, None, *others, None
 
     return Accumulating.apply
-
-
-def sum_for(dy: Tensor, x: Tensor, *, wide: bool) -> Tensor | None:
-    """Zeros that dyᵀ x is to be added to, or None where it comes as wide as it is asked for by itself."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return dy.new_zeros(dy.shape[1], x.shape[1], dtype=dtype) if wide and x.dtype != dtype else None
-
-
-def weight_gradient(steps: Steps, dy: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """dyᵀ x, or None if it was added to `main_grad`."""
-    if main_grad is None:
-        return steps.wgrad(dy, x)
-    steps.wgrad_accumulate_(main_grad, dy, x)
-    return None
-
-
-class WeightGradient:
-    """dyᵀ x, of some tokens after the others: summed in fp32 or wider, and rounded once."""
-
-    def __init__(self, main_grad: Tensor | None) -> None:
-        self._main_grad = main_grad
-        self._sum: Tensor | None = None  # main_grad itself where that is wide enough
-
-    def add(self, steps: Steps, dy: Tensor, x: Tensor) -> None:
-        if self._sum is None:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            if self._main_grad is not None and self._main_grad.dtype == wide:
-                self._sum = self._main_grad
-            else:
-                self._sum = dy.new_zeros(dy.shape[1], x.shape[1], dtype=wide)
-            self._dtype = x.dtype
-        steps.wgrad_accumulate_(self._sum, dy, x)
-
-    def get(self) -> Tensor | None:
-        """None if it was added to main_grad."""
-        assert self._sum is not None, "this rank's own tokens always come, if there are none"
-        if self._main_grad is None:
-            return self._sum.to(self._dtype)
-        if self._sum is not self._main_grad:
-            self._main_grad += self._sum
-        return None

@@ -9,7 +9,7 @@ R ranks, T tokens, K in_features, N out_features:
     forward   z_shard  = all_gather(x_shard) w_shardᵀ + b_shard      rows as they arrive
               y_shard  = act(z_shard)
     dz        dz_shard = dy_shard * act'(z_shard)
-    dgrad     dx_shard = reduce_scatter(dz_shard w_shard)            pieces travel while others are computed
+    dgrad     dx_shard = reduce_scatter(dz_shard w_shard)            chunks travel while others are computed
     wgrad     dw_shard = dz_shardᵀ x                                 x is gathered again during dgrad
     dbias     db_shard = dz_shard.sum(0)                             no communication
 
@@ -21,43 +21,73 @@ Saved for backward: x_shard (with save_gathered: x), the weights, and z_shard wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.kernels.activations import Activation, require_activation
+from tpkernels.comm.calls import all_or_fail
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Operator
+from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import (
-    any_requires_grad,
-    autocast,
-    casting,
-    check_linear,
-    compiling,
-    features_of,
-    tokens_of,
+from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
+from tpkernels.ops.main_grad import (
+    MainGrads,
+    add_if_traced,
+    check_main_grad,
+    empty_weight_gradient,
+    weight_gradient,
 )
-from tpkernels.ops.main_grad import check_main_grad
-from tpkernels.ops.tensor_parallel.column_steps import (
-    ColumnCall,
-    column_forward,
-    column_gradients,
-    in_dtypes,
-    save_for_column,
+from tpkernels.ops.tensor_parallel.operands import (
+    Layout,
+    apply_distinct,
+    bias_gradient,
+    checked_layout,
+    recorded,
+    rows_of,
+    shaped_like,
+    sum_of_products,
 )
-from tpkernels.ops.tensor_parallel.parallel import checked_group
-from tpkernels.ops.tensor_parallel.registered_column import AccumulatingColumnLinear, registered_column_linear
+from tpkernels.ops.tensor_parallel.parallel import Done, arrivals, compare_in_backward, multiplying
 
-Weights = Tensor | Sequence[Tensor]
-Biases = Tensor | Sequence[Tensor | None] | None
+
+@overload
+def column_linear(
+    x: Tensor,
+    weight_shard: Tensor,
+    bias_shard: Tensor | None,
+    group: ProcessGroup,
+    *,
+    activation: Activation | None = None,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    main_grad: Tensor | None = None,
+    save_gathered: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def column_linear(
+    x: Tensor,
+    weight_shard: Sequence[Tensor],
+    bias_shard: Sequence[Tensor | None] | None,
+    group: ProcessGroup,
+    *,
+    activation: Activation | None = None,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    main_grad: Sequence[Tensor | None] | None = None,
+    save_gathered: bool = False,
+) -> tuple[Tensor, ...]: ...
 
 
 def column_linear(
     x: Tensor,
-    weight_shard: Weights,
-    bias_shard: Biases,
+    weight_shard: Tensor | Sequence[Tensor],
+    bias_shard: Tensor | Sequence[Tensor | None] | None,
     group: ProcessGroup,
     *,
     activation: Activation | None = None,
@@ -65,7 +95,7 @@ def column_linear(
     overlap: bool = True,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
     save_gathered: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """act(x weightᵀ + bias), of which this rank computes its features.
 
     x: (tokens, ..., in_features), or this rank's tokens of dimension 0 if sequence_parallel
@@ -78,59 +108,43 @@ def column_linear(
     op = "column_linear"
     activation = activation or "none"
     require_activation(op, activation)
-    single = isinstance(weight_shard, Tensor)
     weights = [weight_shard] if isinstance(weight_shard, Tensor) else list(weight_shard)
     if not weights:
         raise ValueError(f"{op}: expected at least one weight_shard, got an empty list")
     biases = _listed(op, "bias_shard", bias_shard, len(weights))
     main_grads = _listed(op, "main_grad", main_grad, len(weights))
-    group = checked_group(
-        group,
+    layout = checked_layout(
         op,
-        dtype=x.dtype,
-        rows=x.shape[:-1],
-        width=x.shape[-1] if x.ndim else 0,
-        tensors=[x, *weights, *biases],
-        options=(activation, sequence_parallel, overlap, save_gathered),
-    )
-    count = len(weights)
-    if casting(x):
-        x, *others = cast("list[Tensor]", list(autocast(x, *weights, *biases)))
-        weights, biases = others[:count], list(others[count:])
-    for weight, bias, into in zip(weights, biases, main_grads, strict=True):
-        check_linear(op, x, features_of(op, x), weight, bias, ("weight_shard", "bias_shard"))
-        check_main_grad(op, into, weight)
-    if sequence_parallel and x.ndim < 2:
-        raise ValueError(
-            f"{op}: expected x (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
-        )
-    needs = any_requires_grad(x, *weights, *biases)
-    call = ColumnCall(
+        x,
+        [*weights, *biases],
         group,
-        activation,
         sequence_parallel,
         overlap,
-        keep_z=needs and activation != "none",
-        keep_gathered=needs and save_gathered,
+        (activation, save_gathered),
+        width=x.shape[-1] if x.ndim else 0,
     )
-    tokens = tokens_of(x)
-    if compiling(op):
-        if all(into is None for into in main_grads):
-            given = [bias for bias in biases if bias is not None]
-            has_bias = [bias is not None for bias in biases]
-            ys = registered_column_linear(tokens, weights, given, has_bias, *call.as_options())[:count]
-        else:
-            ys = AccumulatingColumnLinear.apply(call, main_grads, tokens, *weights, *biases)  # type: ignore[no-untyped-call]
+    if is_casting(x):
+        x, *others = autocast(x, *weights, *biases)
+        weights, biases = others[: len(weights)], others[len(weights) :]
+    features = features_of(op, x)
+    for weight, bias, into in zip(weights, biases, main_grads, strict=True):
+        check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
+        check_main_grad(op, into, weight)
+    ys: Sequence[Tensor]
+    if recorded(x, *weights, *biases):
+        keep_rows = save_gathered and layout.token_shards > 1
+        options, tensors = (layout, activation, keep_rows), [tokens_of(x), *weights, *biases]
+        ys = apply_distinct(_ColumnLinear, options, main_grads, tensors=tensors)
     else:
-        ys = _ColumnLinear.apply(call, main_grads, tokens, *weights, *biases)  # type: ignore[no-untyped-call]
-    leading = list(x.shape[:-1])
-    if call.gathers:
-        leading[0] *= group.size()
-    ys = tuple(y if x.ndim == 2 else y.view(*leading, y.shape[1]) for y in ys)
-    return ys[0] if single else ys
+        ys = column_forward(tokens_of(x), weights, biases, layout, activation, False, False)
+    if x.ndim != 2:
+        ys = [shaped_like(y, x, x.shape[0] * layout.token_shards) for y in ys]
+    return ys[0] if isinstance(weight_shard, Tensor) else tuple(ys)
 
 
-def _listed(op: str, name: str, values: Biases, count: int) -> list[Tensor | None]:
+def _listed(
+    op: str, name: str, values: Tensor | Sequence[Tensor | None] | None, count: int
+) -> list[Tensor | None]:
     """One of these for every weight."""
     if values is None:
         return [None] * count
@@ -144,26 +158,140 @@ def _listed(op: str, name: str, values: Biases, count: int) -> list[Tensor | Non
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """The eager way, straight to kernels and transfers."""
-
     @staticmethod
     def forward(
-        ctx: Any, call: ColumnCall, main_grads: list[Tensor | None], x: Tensor, *parameters: Tensor | None
+        ctx: Context,
+        options: tuple[Layout, Activation, bool],
+        main_grads: Sequence[Tensor | None],
+        x: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        count = len(main_grads)
-        weights, biases = cast("list[Tensor]", list(parameters[:count])), list(parameters[count:])
-        results = column_forward(call, x, weights, biases)
-        ctx.call, ctx.main_grads = call, main_grads
-        save_for_column(ctx, call, x, weights, biases, results)
+        count, keep_rows = len(main_grads), options[-1]
+        weights, biases = parameters[:count], parameters[count:]  # some biases may be None
+        results = column_forward(x, weights, biases, *options, keep=True)
+        ctx.options, ctx.main_grads = options, main_grads
+        ctx.save_for_backward(results.pop() if keep_rows else x, *weights, *results[count:])
         return tuple(results[:count])
 
     @staticmethod
     @first_order("column_linear", reads_intermediates=True)
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        count = len(dys)
-        needs = ctx.needs_input_grad[2:]
+    def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        count, main_grads = len(dys), ctx.main_grads
         x, *saved = ctx.saved_tensors
-        dx, dws, dbs = column_gradients(
-            ctx.call, needs, list(dys), x, saved[:count], saved[count:], ctx.main_grads
+        weights, zs = saved[:count], saved[count:]
+        dx, *grads = column_gradients(ctx.needs_input_grad[2:], dys, x, weights, zs, main_grads, *ctx.options)
+        return None, None, dx, *add_if_traced(main_grads, grads[:count]), *grads[count:]
+
+
+@all_or_fail
+def _column_forward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    layout: Layout,
+    activation: Activation,
+    keep_rows: bool,
+    keep: bool,
+) -> list[Tensor]:
+    """y of each weight; if keep, z of each where there is an activation; the gathered x if keep_rows."""
+    keep_z = keep and activation != "none"
+    gathering = layout.gather("column_linear", "gather of x", x)
+    if multiplying(gathering, layout.overlap):
+        products = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
+        results = _ys_and_zs(products)
+    elif activation == "none" and layout.overlap and not isinstance(gathering, Done):
+        results = _column_shapes(x, weights, biases, layout, activation, False, False)
+        for rows, chunk in arrivals(gathering, overlap=True):
+            for y, weight, bias in zip(results, weights, biases, strict=True):
+                primitives.linear_into(y[rows], chunk, weight, bias)
+    else:
+        results = layout.rowwise(
+            gathering,
+            x.shape[0] * layout.token_shards,
+            lambda _, chunk: _ys_and_zs(
+                primitives.linear(chunk, weight, bias, activation, keep_z)
+                for weight, bias in zip(weights, biases, strict=True)
+            ),
         )
-        return None, None, dx, *dws, *in_dtypes(ctx.bias_dtypes, dbs)
+    return [*results, gathering.wait()] if keep_rows else results
+
+
+def _ys_and_zs(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    ys, zs = zip(*products, strict=True)
+    return [*ys, *(z for z in zs if z is not None)]
+
+
+def _column_shapes(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    layout: Layout,
+    activation: Activation,
+    keep_rows: bool,
+    keep: bool,
+) -> list[Tensor]:
+    widths = [weight.shape[0] for weight in weights] * (2 if keep and activation != "none" else 1)
+    widths += [x.shape[1]] if keep_rows else []
+    return [x.new_empty(x.shape[0] * layout.token_shards, width) for width in widths]
+
+
+column_forward = Operator("column_linear", _column_forward, _column_shapes)
+
+
+@all_or_fail
+def _column_gradients(
+    needs: Sequence[bool],
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    zs: Sequence[Tensor],
+    main_grads: MainGrads,
+    layout: Layout,
+    activation: Activation,
+    kept_rows: bool,
+) -> list[Tensor | None]:
+    """dx, dw of each weight, db of each. needs: of x, the weights, the biases; kept_rows: x has all"""
+    op, count = "column_linear backward", len(weights)
+    needs_dx, needs_dws, needs_dbs = needs[0], needs[1 : 1 + count], needs[1 + count :]
+    compare_in_backward(op, layout.group, needs)
+    gathering = layout.gather(op, "gather of x", x, wanted=not kept_rows and any(needs_dws))
+    dzs = [act_grad_ref(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
+    summing = None
+    if needs_dx:
+        summing = layout.sum(
+            op,
+            lambda rows: sum_of_products([rows_of(dz, rows) for dz in dzs], weights),
+            dzs[0].shape[0],
+            weights[0].shape[1],
+            dzs[0],
+        )
+        if not layout.overlap:
+            summing = Done(summing.wait())
+    dbs = [bias_gradient(dz) if need else None for dz, need in zip(dzs, needs_dbs, strict=True)]
+    full_x = gathering.wait()
+    dws = [
+        weight_gradient(dz, full_x, into) if need else None
+        for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
+    ]
+    return [None if summing is None else summing.wait(), *dws, *dbs]
+
+
+def _column_gradient_shapes(
+    needs: Sequence[bool],
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    zs: Sequence[Tensor],
+    main_grads: MainGrads,
+    layout: Layout,
+    *_: object,
+) -> list[Tensor | None]:
+    empty = [
+        x.new_empty(dys[0].shape[0] // layout.token_shards, x.shape[1]),
+        *(empty_weight_gradient(dy, x, into) for dy, into in zip(dys, main_grads, strict=True)),
+        *(weight.new_empty(weight.shape[0]) for weight in weights),
+    ]
+    return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
+
+
+column_gradients = Operator("column_linear_backward", _column_gradients, _column_gradient_shapes)

@@ -3,9 +3,9 @@
     region                                    forward                         backward
     copy_to_region                            as it is                        all-reduce
     reduce_from_region                        all-reduce                      as it is
-    scatter_to_region                         our part of the features        all-gather features
-    gather_from_region                        all-gather features             our part of the features
-    scatter_to_sequence_region                our part of the tokens          all-gather tokens
+    scatter_to_region                         our shard of the features       all-gather features
+    gather_from_region                        all-gather features             our shard of the features
+    scatter_to_sequence_region                our shard of the tokens         all-gather tokens
     gather_from_sequence_region               all-gather tokens               reduce-scatter tokens
     reduce_scatter_to_sequence_region         reduce-scatter tokens           all-gather tokens
 
@@ -18,7 +18,8 @@ Under torch.compile what moves is an operator, which names its group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, all_or_fail
 from tpkernels.comm.transports.c10d import Gathering, Reducing, all_reducing
-from tpkernels.ops.inputs import compiling
-from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group, group_named, name_of
+from tpkernels.dispatch.operators import Operator
+from tpkernels.ops.inputs import Context, apply
+from tpkernels.ops.tensor_parallel.operands import Group
+from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
@@ -43,24 +46,24 @@ def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part of the features of x, which is the same on all ranks."""
+    """This rank's shard of the features of x, which is the same on all ranks."""
     return _region("scatter_to_region", x, group, "our_features", "all_features")
 
 
 def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All features; each rank brings its part."""
+    """All features; each rank brings its shard."""
     return _region("gather_from_region", x, group, "all_features", "our_features")
 
 
 def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part of the tokens of x, which is the same on all ranks."""
+    """This rank's shard of the tokens of x, which is the same on all ranks."""
     return _region("scatter_to_sequence_region", x, group, "our_tokens", "all_tokens")
 
 
 def gather_from_sequence_region(
     x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
 ) -> Tensor:
-    """All tokens; each rank brings its part.
+    """All tokens; each rank brings its shard.
 
     tensor_parallel_output_grad: what follows is split over the ranks: each has a part of the gradient, and
         parts are summed; if False, all ranks have the whole gradient, and each takes its tokens
@@ -83,23 +86,25 @@ def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Mo
     )
     if group.size() == 1:
         return x
-    moved: Tensor = _Region.apply(op, x, group, forward, backward)  # type: ignore[no-untyped-call]
+    moved: Tensor = apply(_Region, op, x, group, forward, backward)
     return moved
 
 
 class _Region(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
-        ctx.op, ctx.group, ctx.moves = op, group, (backward, forward)
+    def forward(
+        ctx: Context, op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move
+    ) -> Tensor:
+        ctx.options = f"{op} backward", group, backward, forward
         return _move(op, x, group, forward)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        op = f"{ctx.op} backward"
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        op, group, backward, forward = ctx.options
         if torch.is_grad_enabled():  # a region again, whose gradient makes the forward's move
-            dx = _Region.apply(op, dy, ctx.group, *ctx.moves)  # type: ignore[no-untyped-call]
+            dx = apply(_Region, op, dy, group, backward, forward)
         else:
-            dx = _move(op, dy, ctx.group, ctx.moves[0])
+            dx = _move(op, dy, group, backward)
         return None, dx, None, None, None
 
 
@@ -107,25 +112,30 @@ def _move(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
     if move == "keep":
         # where compiled code returns a view of a view of an input, it is taken anew of the input, without us
         return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
-    if compiling(op):
-        moved: Tensor = registered_move(op, x, name_of(group), move)
-        return moved
-    return _moved(op, x, group, move)
+    return _travel(op, x, group, move)
 
 
 @all_or_fail
-def _moved(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
+def _moved(op: str, x: Tensor, group: Group, move: Move) -> Tensor:
     return _MOVES[move](op, x, group)
 
 
-def _our_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    _require_even(op, x, -1, group)
-    return x.chunk(group.size(), -1)[group.rank()].clone(memory_format=torch.contiguous_format)
+def _moved_shape(op: str, x: Tensor, group: ProcessGroup, move: Move) -> Tensor:
+    ranks, shape = group.size(), list(x.shape)
+    dim = -1 if move.endswith("features") else 0
+    if move.startswith("all"):
+        shape[dim] *= ranks
+    elif move != "sum":
+        shape[dim] //= ranks
+    return x.new_empty(shape)
 
 
-def _our_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    _require_even(op, x, 0, group)
-    return x.chunk(group.size(), 0)[group.rank()].clone(memory_format=torch.contiguous_format)
+_travel = Operator("move", _moved, _moved_shape)
+
+
+def _ours(dim: int, op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    _require_even(op, x, dim, group)
+    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -178,25 +188,9 @@ def _require_even(op: str, x: Tensor, dim: int, group: ProcessGroup) -> None:
 
 _MOVES: Mapping[Move, Callable[[str, Tensor, ProcessGroup], Tensor]] = {
     "sum": _sum,
-    "our_features": _our_features,
+    "our_features": partial(_ours, -1),
     "all_features": _all_features,
-    "our_tokens": _our_tokens,
+    "our_tokens": partial(_ours, 0),
     "all_tokens": _all_tokens,
     "sum_of_tokens": _sum_of_tokens,
 }
-
-
-@torch.library.custom_op("tpkernels::move", mutates_args=())
-def registered_move(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
-    return _moved(op, x, group_named(group_name), cast("Move", move))
-
-
-@registered_move.register_fake
-def _(op: str, x: Tensor, group_name: str, move: str) -> Tensor:
-    ranks, shape = group_named(group_name).size(), list(x.shape)
-    dim = -1 if move.endswith("features") else 0
-    if move.startswith("all"):
-        shape[dim] *= ranks
-    elif move != "sum":
-        shape[dim] //= ranks
-    return x.new_empty(shape)

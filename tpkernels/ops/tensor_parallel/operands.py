@@ -1,0 +1,150 @@
+"""What every op over a group does with its operands: checked, cast, as rows of tokens, put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.transports.c10d import Pending
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Packed
+from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
+from tpkernels.ops.tensor_parallel.parallel import (
+    Done,
+    Rows,
+    arrivals,
+    checked_group,
+    group_named,
+    name_of,
+    start_rows,
+    start_sum,
+)
+
+Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
+
+
+class Layout(NamedTuple):
+    """How an op is split over ranks."""
+
+    group: Group
+    sequence_parallel: bool
+    overlap: bool
+
+    @property
+    def token_shards(self) -> int:
+        """How many ranks share the tokens, where these are split."""
+        return self.group.size() if self.sequence_parallel else 1
+
+    def gather(self, op: str, name: str, shard: Tensor, *, wanted: bool = True) -> Rows:
+        """All tokens of `shard`, which has all of them already without sequence parallelism."""
+        gathers = wanted and self.sequence_parallel
+        return start_rows(op, name, shard, self.group) if gathers else Done(shard)
+
+    def sum(
+        self,
+        op: str,
+        partial_of: Callable[[slice], Tensor],
+        rows: int,
+        cols: int,
+        like: Tensor,
+        bias: Tensor | None = None,
+    ) -> Pending:
+        """Sums over ranks of `partial_of(rows)`: of our tokens under sequence parallelism, or of all."""
+        scatter, overlap = self.sequence_parallel, self.overlap
+        return start_sum(
+            op, partial_of, rows, cols, like, self.group, scatter=scatter, overlap=overlap, bias=bias
+        )
+
+    def rowwise(
+        self, gathering: Rows, tokens: int, compute: Callable[[slice, Tensor], list[Tensor]]
+    ) -> list[Tensor]:
+        """What `compute` makes of each chunk of rows as it arrives, as rows of as many matrices.
+
+        Nothing is copied where all rows come at once.
+        """
+        full: list[Tensor] = []
+        for rows, chunk in arrivals(gathering, self.overlap):
+            results = compute(rows, chunk)
+            if chunk.shape[0] == tokens:
+                full = results
+                continue
+            full = full or [result.new_empty(tokens, result.shape[1]) for result in results]
+            for into, result in zip(full, results, strict=True):
+                into[rows] = result
+        return full
+
+
+def checked_layout(
+    op: str,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    group: ProcessGroup,
+    sequence_parallel: bool,
+    overlap: bool,
+    options: Sequence[object],
+    *,
+    width: int,
+    name: str = "x",
+) -> Layout:
+    """If this rank is a member of the group, and x has the tokens that sequence parallelism splits.
+
+    options: all else that ranks must have alike; width: features of what is moved; name: of x
+    """
+    group = checked_group(
+        group,
+        op,
+        dtype=x.dtype,
+        rows=x.shape[:-1],
+        width=width,
+        tensors=[x, *parameters],
+        options=(*options, sequence_parallel, overlap),
+    )
+    if sequence_parallel and x.ndim < 2:
+        raise ValueError(
+            f"{op}: expected {name} (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
+        )
+    return Layout(group, sequence_parallel, overlap)
+
+
+def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
+    """(rows, features) -> the leading dimensions of x, of which the first is now `tokens`, and features."""
+    return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
+
+
+def rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    """tensor[rows], at once where that is all."""
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call; one that it does not record is quicker without `apply`."""
+    return any_requires_grad(*tensors) or in_forward_mode()
+
+
+def apply_distinct(
+    function: type[torch.autograd.Function], *args: object, tensors: Sequence[Tensor | None]
+) -> Any:
+    """`function.apply`, which torch.compile traces only where it is given no tensor twice."""
+    if torch.compiler.is_compiling():
+        given, tensors = tensors, []
+        for tensor in given:
+            twice = tensor is not None and any(tensor is other for other in tensors)
+            tensors = [*tensors, tensor.view_as(tensor) if tensor is not None and twice else tensor]
+    return apply(function, *args, *tensors)
+
+
+def sum_of_products(dzs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """dz w of each weight, summed: the gradient of the x that they share."""
+    total = primitives.dgrad(dzs[0], weights[0])
+    for dz, weight in zip(dzs[1:], weights[1:], strict=True):
+        total += primitives.dgrad(dz, weight)
+    return total
+
+
+def bias_gradient(dz: Tensor) -> Tensor:
+    """The sum over tokens, in the dtype of the bias, which is that of dz."""
+    return as_dtype(primitives.bias_grad(dz), dz.dtype)
