@@ -34,9 +34,9 @@ from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
     autocast,
-    casting,
     check_linear,
     features_of,
+    is_casting,
     tokens_of,
 )
 from tpkernels.ops.main_grad import check_main_grad
@@ -92,7 +92,7 @@ def linear_cross_entropy(
         tensors=[hidden, weight_shard],
         options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
     )
-    if casting(hidden):
+    if is_casting(hidden):
         hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
     check_main_grad(OP, main_grad, weight_shard)
