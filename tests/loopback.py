@@ -10,9 +10,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.comm.transports.base import Mailbox, require_shape
+from tpkernels.comm.calls import Call
+from tpkernels.comm.schedule import gather_plan, reduce_plan
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import Mailbox, MailboxDelivery, MailboxExchange, require_shape
 from tpkernels.comm.transports.symmetric import SymmetricExchange
+
+
+def start(
+    exchange: MailboxExchange, shards: Sequence[Tensor], call: Call | None = None, *, reducing: bool = False
+) -> MailboxDelivery:
+    """Begin the next call and send all of it: shard d to rank d; a gather sends the same one to all."""
+    (size, cols), planned = shards[0].shape, reduce_plan if reducing else gather_plan
+    plan = planned(exchange.ranks * size, exchange.ranks, exchange.rank, exchange.splits, False)
+    delivery = exchange.begin(call, plan, cols, shards[0])
+    for swap in plan.swaps:
+        first = (swap.to if reducing else exchange.rank) * size
+        delivery.swap(swap, shards[swap.to][swap.sent.start - first : swap.sent.stop - first])
+    delivery.keep(shards[exchange.rank])
+    return delivery
 
 
 def open_loopback(
@@ -26,7 +42,7 @@ def open_loopback(
 ) -> list[HostExchange]:
     """The ends of an exchange in CPU memory.
 
-    shape: (rows, cols) of a piece
+    shape: (rows, cols) that each rank sends each rank
     """
     memories = _memories(name, ranks, shape, dtype, torch.device("cpu"), splits)
     mailboxes = [Mailbox.over(memory, ranks, shape, dtype, splits) for memory in memories]

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.comm import calls, groups
-from tpkernels.comm.transports.transfers import Transfers
 from tpkernels.ops import column_linear
 from tpkernels.ops.tensor_parallel import column_steps, parallel
 
@@ -37,7 +36,7 @@ def unnumbered(group: dist.ProcessGroup) -> Iterator[None]:
             (parallel, "begin_call", lambda *_: one),
             (parallel, "required_group", lambda group, op="": group),
             (groups, "required_group", lambda group, argument="", op="": group),
-            (Transfers, "_wait", lambda self, work: work.wait()),
+            (calls.Call, "wait_for", lambda self, wait: wait()),
             (module, "column_forward", column_steps.column_forward.__wrapped__),  # type: ignore[attr-defined]
             (module, "column_gradients", column_steps.column_gradients.__wrapped__),  # type: ignore[attr-defined]
         ):

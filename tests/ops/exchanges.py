@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.comm.transports.base import Delivery, Exchange
+from tests.loopback import start
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -36,8 +37,8 @@ def weight_of(rank: int) -> Tensor:
     return torch.randn(N, K, generator=torch.Generator().manual_seed(77 + rank))
 
 
-def arrivals_of(delivery: Delivery, spin_limit: int | None = None) -> Arrivals:
-    return Arrivals(delivery.flags, delivery.awaited, delivery.status, spin_limit)
+def arrivals_of(delivery: MailboxDelivery, spin_limit: int | None = None) -> Arrivals:
+    return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit)
 
 
 class Faulty(HostExchange):
@@ -45,38 +46,40 @@ class Faulty(HostExchange):
 
     fault = ""
 
-    def put(self, peer: int, part: int, rows: Tensor, epoch: int, flag: int) -> None:
-        mailbox, there, chunk = self._mailboxes[peer], self.part_rows(part), self.rank * self.splits + part
-        flags = mailbox.flags[epoch % 2]
+    def put(self, peer: int, there: slice, rows: Tensor, epoch: int, flag: int) -> None:
         if peer == self.rank or epoch < 3:  # the first calls are sound
-            super().put(peer, part, rows, epoch, flag)
-        elif self.fault == "early_flag":
+            super().put(peer, there, rows, epoch, flag)
+            return
+        mailbox, chunk = self.mailbox(peer), self.chunk_numbers(there).start
+        flags, memory = mailbox.flags[epoch % 2], mailbox.buffers[epoch % 2].flatten(0, 1)
+        if self.fault == "early_flag":
             flags[chunk] = flag
             time.sleep(0.2)
-            super().put(peer, part, rows, epoch, flag)
+            super().put(peer, there, rows, epoch, flag)
         elif self.fault == "skipped_flag":
-            mailbox.buffers[epoch % 2, self.rank, there].copy_(rows)
+            memory[there] = rows
         elif self.fault == "stale_slot":  # writes the other buffer
-            mailbox.buffers[(epoch + 1) % 2, self.rank, there].copy_(rows)
+            mailbox.buffers[(epoch + 1) % 2].flatten(0, 1)[there] = rows
             flags[chunk] = flag
         else:
-            mailbox.buffers[epoch % 2, peer, there].copy_(rows)  # as if it came from the receiver
+            shift = (peer - self.rank) * self.shape[0]  # as if it came from the receiver
+            memory[there.start + shift : there.stop + shift] = rows
             flags[chunk] = flag
 
 
 def gather_calls(
-    exchange: Exchange, delays: Sequence[float], spin_limit: int | None = None, calls: int = CALLS
+    exchange: MailboxExchange, delays: Sequence[float], spin_limit: int | None = None, calls: int = CALLS
 ) -> list[Tensor]:
     """`calls` gathered products on the same buffers, with fresh data, each after a delay of this rank."""
     results = []
     for call in range(calls):
         time.sleep(delays[call % len(delays)])
-        shard = shard_of(exchange.rank, call, exchange.piece_shape[0])
-        results.append(gathered_product(exchange.start([shard] * exchange.ranks), spin_limit))
+        shard = shard_of(exchange.rank, call, exchange.shape[0])
+        results.append(gathered_product(start(exchange, [shard] * exchange.ranks), spin_limit))
     return results
 
 
-def gathered_product(delivery: Delivery, spin_limit: int | None = None) -> Tensor:
+def gathered_product(delivery: MailboxDelivery, spin_limit: int | None = None) -> Tensor:
     """The product with this rank's weight, computed while the delivery arrives."""
     rank, arrivals = delivery.exchange.rank, arrivals_of(delivery, spin_limit)
     y = gather_linear_fwd(
@@ -132,7 +135,7 @@ def reduces_on_shared(rows: int, splits: int, delays: Sequence[float]) -> list[b
             shard_of(source, call, ranks * rows).bfloat16().unflatten(0, (ranks, rows))
             for source in range(ranks)
         ]
-        delivery = exchange.start(list(parts[rank]))
+        delivery = start(exchange, list(parts[rank]), reducing=True)
         arrivals = arrivals_of(delivery)
         y = reduce_slots(delivery.slots, arrivals=arrivals)
         raise_if_late(arrivals, rank)
@@ -167,7 +170,7 @@ def unread_call(rows: int) -> str:
     deliveries = []
     try:
         for call in range(3 if dist.get_rank() == 0 else 0):
-            deliveries.append(exchange.start([shard_of(0, call, rows)] * exchange.ranks))
+            deliveries.append(start(exchange, [shard_of(0, call, rows)] * exchange.ranks))
             deliveries[-1].release()
         deliveries[-1].wait() if deliveries else None
     except RuntimeError as error:

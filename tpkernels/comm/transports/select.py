@@ -28,19 +28,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.calls import is_alive
 from tpkernels.comm.groups import timeout_of
-from tpkernels.comm.lifetime import is_alive
 from tpkernels.comm.schedule import even_parts, parts_of_shard
 from tpkernels.comm.transports.base import Exchange
+from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.mailbox import MailboxExchange
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.comm.transports.symmetric import open_symmetric
 
 Transport = Literal["c10d", "shared", "symmetric"]
-WISHES = ("auto", "c10d", "shared", "symmetric")
+TRANSPORTS = ("auto", "c10d", "shared", "symmetric")
 MOST_OPEN = 16  # the ops of one layer need about six
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-wish = os.environ.get("TPKERNELS_TRANSPORT", "auto")
+requested_transport = os.environ.get("TPKERNELS_TRANSPORT", "auto")
 
 
 class Open(Protocol):
@@ -57,7 +59,7 @@ class Open(Protocol):
         splits: int,
         timeout: float,
         op: str,
-    ) -> Exchange: ...
+    ) -> MailboxExchange: ...
 
 
 openers: dict[str, Open] = {"shared": open_shared, "symmetric": open_symmetric}
@@ -70,9 +72,9 @@ class _Exchanges:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._open: OrderedDict[Key, Exchange] = OrderedDict()
+        self._open: OrderedDict[Key, MailboxExchange] = OrderedDict()
 
-    def get(self, op: str, key: Key, group: ProcessGroup) -> Exchange:
+    def get(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
         if key not in self._open:
             if len(self._open) >= MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
@@ -100,28 +102,28 @@ class _Exchanges:
 _of_group: weakref.WeakKeyDictionary[ProcessGroup, _Exchanges] = weakref.WeakKeyDictionary()
 
 
-def exchange_for(
-    op: str, purpose: str, piece: Tensor, rows: int, cols: int, group: ProcessGroup
-) -> Exchange | None:
-    """Our end of the exchange for pieces of (rows, cols), or None if they go over c10d.
+def exchange_for(op: str, purpose: str, like: Tensor, rows: int, cols: int, group: ProcessGroup) -> Exchange:
+    """Our end of the exchange of a matrix of (rows, cols), of which each rank owns a shard.
 
-    piece: a tensor of their dtype and device
+    purpose: what else is in flight at the same time goes through another exchange
+    like: a tensor of its dtype and device
     """
     exchanges = _of_group.get(group) or _agreed(op, group)
-    if exchanges.transport == "c10d" or not (rows and cols):
-        return None
+    ranks = group.size()
+    if exchanges.transport == "c10d" or not (rows and cols) or rows % ranks:
+        return C10D
     if not is_alive(group):
         exchanges.close()
         raise RuntimeError(f"{op}: process group '{group.group_name}' was destroyed; make a new one")
-    return exchanges.get(op, (purpose, (rows, cols), piece.dtype, piece.device), group)
+    return exchanges.get(op, (purpose, (rows // ranks, cols), like.dtype, like.device), group)
 
 
 def _agreed(op: str, group: ProcessGroup) -> _Exchanges:
     """What all ranks of the group ask for, or the same error on all of them."""
-    chosen = "c10d" if wish == "auto" else wish
+    chosen = "c10d" if requested_transport == "auto" else requested_transport
     problem = None
-    if wish not in WISHES:
-        problem = "ValueError", f"TPKERNELS_TRANSPORT is {wish!r}; expected one of {', '.join(WISHES)}"
+    if chosen not in TRANSPORTS:
+        problem = "ValueError", f"TPKERNELS_TRANSPORT is {chosen!r}; expected one of {', '.join(TRANSPORTS)}"
     agree(Claim(f"{op} with TPKERNELS_TRANSPORT={chosen}", (), problem), group)
     for other, left in list(_of_group.items()):
         if not is_alive(other):  # destroyed, and held by somebody

@@ -1,7 +1,5 @@
 """The `shared` transport: ranks that are processes of one machine exchange through memory they all map.
 
-Ranks on other machines are sent to, see `far`.
-
 The memory has no name, so that nothing is left behind however a rank ends: each rank makes an anonymous file,
 the others open it by way of its process, and the system frees it with the last of them.
 """
@@ -15,17 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
-from tpkernels.comm.transports.base import Mailbox, require_shape
-from tpkernels.comm.transports.handshake import (
-    described,
-    exchanged,
-    machine,
-    ranks_beside,
-    require_equal,
-    require_none,
-)
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import Mailbox, offers_by_machine, require_shape
 
 
 def open_shared(
@@ -41,7 +32,7 @@ def open_shared(
 ) -> HostExchange:
     """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
 
-    shape: (rows, cols) of a piece
+    shape: (rows, cols) that each rank sends each rank
     timeout: seconds until a rank that does not read is an error
     op: who needs it, for errors
     """
@@ -63,7 +54,7 @@ def map_shared(
     op: str = "",
 ) -> dict[int, Tensor]:
     """Zeroed bytes for the mailbox of each rank on this machine, by its number in the group."""
-    rank, ranks = group.rank(), group.size()
+    ranks = group.size()
     problem, descriptor, count = "", -1, 0
     try:
         if device.type != "cpu":
@@ -77,18 +68,13 @@ def map_shared(
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"{type(error).__name__}: {error}"
     opening = handshake(op or "open_shared", f"opening {name}", group)
-    # a rank that cannot go on says so here: nobody waits for it below
-    wanted, path = described(shape, dtype, splits), f"/proc/{os.getpid()}/fd/{descriptor}"
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        offers = exchanged((wanted, machine(), path, problem), opening)
-        require_equal(name, [wanted for wanted, *_ in offers], rank)
-        require_none(name, [problem for *_, problem in offers], rank)
-        near = ranks_beside([place for _, place, *_ in offers], rank)
-        paths = [path for *_, path, _ in offers]
-        memories, problem = _mapped([paths[peer] for peer in near], count)
-        # also: all have mapped it, so descriptors may close
-        require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
-        return dict(zip(near, memories, strict=True))
+        # a rank that cannot go on says so here: nobody waits for it below
+        here, paths = offers_by_machine(name, opening, problem, shape, dtype, splits, path)
+        memories, problem = _mapped([paths[peer] for peer in here], count)
+        offers_of_all(name, opening, problem)  # also: all have mapped it, so descriptors may close
+        return dict(zip(here, memories, strict=True))
     finally:
         if descriptor >= 0:
             os.close(descriptor)

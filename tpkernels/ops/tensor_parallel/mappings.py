@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, all_or_fail
-from tpkernels.comm.transports.c10d import Gathering, Reducing, all_reducing
+from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.ops.inputs import compiling
 from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group, group_named, name_of
 
