@@ -41,6 +41,9 @@ class Waits(Protocol):
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         """Rows of a delivery's memory that are there; no later call writes them."""
 
+    def all_rows(self, delivery: Delivery) -> Tensor:
+        """All of them."""
+
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         """(rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
 
@@ -51,6 +54,10 @@ class HostWaits:
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         delivery.await_rows(rows)
         return delivery.memory[rows] if delivery.lasts else delivery.memory[rows].clone()
+
+    def all_rows(self, delivery: Delivery) -> Tensor:
+        delivery.await_rows(slice(0, delivery.plan.rows))
+        return delivery.memory if delivery.lasts else delivery.memory.clone()
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         delivery.await_rows(slice(0, delivery.plan.rows))
@@ -90,17 +97,18 @@ class Gathering:
 
         chunks: of each shard; None: as many as the exchange cuts it into
         """
-        shard, calls, cols = shard.contiguous(), call.calls, shard.shape[1]
+        shard, calls, (size, cols) = shard.contiguous(), call.calls, shard.shape
         if chunks is None:
             chunks = exchange.chunks(-(-rows // calls.ranks) * cols * shard.element_size())
         plan = gather_plan(rows, calls.ranks, calls.rank, chunks, exchange.tapered)
-        first = plan.own.start
-        assert len(shard) == plan.own.stop - first, "the caller divides rows as the plan does"
+        own, first = plan.own, plan.own.start
+        assert size == own.stop - first, "the caller divides rows as the plan does"
         self._waits = waits
         self._full: Tensor | None = None
         self.delivery = delivery = exchange.begin(call, plan, cols, shard)
         for swap in plan.swaps:
-            delivery.swap(swap, shard[swap.sent.start - first : swap.sent.stop - first])
+            sent = swap.sent  # often all of it, which need not be cut out
+            delivery.swap(swap, shard if sent == own else shard[sent.start - first : sent.stop - first])
         delivery.keep(shard)
 
     def arrivals(self) -> Iterator[tuple[slice, Tensor]]:
@@ -117,7 +125,7 @@ class Gathering:
     def wait(self) -> Tensor:
         """All rows."""
         if (full := self._full) is None:
-            full = self._waits.rows(self.delivery, slice(0, self.delivery.plan.rows))
+            full = self._waits.all_rows(self.delivery)
             self._end(full)
         return full
 
@@ -199,7 +207,7 @@ class Swapping:
     def __init__(self, call: Call, partials: Iterable[Tensor], bias: Tensor | None) -> None:
         """partials: of chunks of rows, each computed when the one before is on its way"""
         self._bias, ranks = bias, call.calls.ranks
-        self._chunks = [Gathering(call, each, ranks * len(each), chunks=1) for each in partials]
+        self._chunks = [Gathering(call, each, ranks * each.shape[0], chunks=1) for each in partials]
 
     def wait(self) -> Tensor:
         """The sums of all rows, plus bias."""

@@ -109,8 +109,7 @@ def exchange_for(op: str, purpose: str, like: Tensor, rows: int, cols: int, grou
     like: a tensor of its dtype and device
     """
     exchanges = _of_group.get(group) or _agreed(op, group)
-    ranks = group.size()
-    if exchanges.transport == "c10d" or not (rows and cols) or rows % ranks:
+    if exchanges.transport == "c10d" or not (rows and cols) or rows % (ranks := group.size()):
         return C10D
     if not is_alive(group):
         exchanges.close()

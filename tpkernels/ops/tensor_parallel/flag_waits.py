@@ -26,6 +26,9 @@ class KernelWaits:
     def rows(self, delivery: Delivery, rows: slice) -> Tensor:
         return self._sum(delivery, delivery.memory[rows][None], None, rows)
 
+    def all_rows(self, delivery: Delivery) -> Tensor:
+        return self.rows(delivery, slice(0, delivery.plan.rows))
+
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
 

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import GroupName
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of
 from tpkernels.comm.groups import refuse_other_devices, required_group
+from tpkernels.comm.transports.c10d import C10D
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.comm.transports.select import exchange_for
 from tpkernels.env_flag import switched_on
@@ -144,7 +145,9 @@ def start_sum(
         return Done(alone if bias is None else alone + bias)
     assert not (scatter and rows % group.size()), "the caller refuses rows that the ranks do not divide"
     reduces = exchange_for(op, "reduces", like, rows, cols, group)
-    gathers = reduces if scatter else exchange_for(op, "gathers", like, rows, cols, group)
+    gathers = reduces
+    if not (scatter or reduces is C10D):
+        gathers = exchange_for(op, "gathers", like, rows, cols, group)
     waits = waits_for(op, reduces)
     what = "shards of the sum" if scatter else "all of the sum"
     call = begin_call(op, what, (rows, cols), like, group)
