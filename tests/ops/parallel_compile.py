@@ -12,13 +12,11 @@ from torch import Tensor
 from tests.ops import vocab_behaviour
 from tests.ops.parallel_behaviour import operands_of
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
-from tpkernels.ops import linear_cross_entropy
+from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
-from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
-from tpkernels.ops.vocab import embedding as vocab_embedding
 
 
 def pair(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor, setting: Setting) -> Tensor:

@@ -20,10 +20,15 @@ from tpkernels.buckets import collectives as bucketed
 from tpkernels.comm import calls, watch
 from tpkernels.comm.calls import GroupCalls, calls_of
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.ops import column_linear, linear_cross_entropy, parallel_mlp, row_linear
+from tpkernels.ops import (
+    column_linear,
+    linear_cross_entropy,
+    parallel_mlp,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
 from tpkernels.ops.tensor_parallel import mappings, parallel
-from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
-from tpkernels.ops.vocab import embedding as vocab_embedding
 
 TOKENS, WIDTH = 8, 12
 

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import shard
-from tpkernels.ops import column_linear, linear_cross_entropy, row_linear
+from tpkernels.ops import column_linear, linear_cross_entropy, row_linear, vocab_cross_entropy
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
-from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
 from tpkernels.ops.vocab.embedding import vocab_embedding
 
 WORDS = "expected to be differentiated once, got a second derivative"

@@ -19,11 +19,9 @@ from tests.ops.parallel_behaviour import message_of
 from tests.ops.vocab_cases import computed_by, our_part
 from tpkernels.comm.transports import rows as rows_in_flight
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.ops import linear_cross_entropy
+from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.vocab import chunked_head
-from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
-from tpkernels.ops.vocab import embedding as vocab_embedding
 from tpkernels.ops.vocab.cross_entropy import registered_vocab_cross_entropy
 from tpkernels.ops.vocab.embedding import registered_vocab_embedding
 from tpkernels.ops.vocab.registered_head import registered_reduced_loss, registered_token_losses

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from tests.ops.parallel_cases import BOUND
 from tpkernels.comm import schedule
 from tpkernels.dispatch import steps
-from tpkernels.ops import linear_cross_entropy
-from tpkernels.ops.vocab import cross_entropy as vocab_cross_entropy
-from tpkernels.ops.vocab import embedding as vocab_embedding
+from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 
 FEATURES = 20
 
