@@ -8,7 +8,7 @@ import torch
 from tests.loopback import VirtualHandle, open_symmetric_loopback, start
 from tpkernels.comm.schedule import flag_of, gather_plan
 from tpkernels.comm.transports import symmetric
-from tpkernels.comm.transports.mailbox import machine, same_machine
+from tpkernels.comm.transports.mailbox import Layout, machine, same_machine
 from tpkernels.comm.transports.symmetric import require_gpu_each, why_not
 
 
@@ -39,7 +39,7 @@ def test_every_call_begins_with_a_barrier_and_has_its_own_epoch(monkeypatch):
     monkeypatch.setattr(
         VirtualHandle, "barrier", lambda self, *arguments: barriers.append((self.rank, *arguments))
     )
-    first, second = open_symmetric_loopback("it", 2, (4, 3), torch.float32, timeout=1.5)
+    first, second = open_symmetric_loopback("it", Layout(2, (4, 3), torch.float32), 1.5)
     assert barriers == [(0, 0, 1500), (1, 0, 1500)]  # memory is zeroed before anybody raises a flag
     deliveries = [start(end, [torch.zeros(4, 3)] * 2) for end in (first, second, first, second)]
     assert [rank for rank, *_ in barriers[2:]] == [0, 1, 0, 1]
@@ -50,7 +50,7 @@ def test_every_call_begins_with_a_barrier_and_has_its_own_epoch(monkeypatch):
 
 
 def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
-    ends = open_symmetric_loopback("it", 3, (4, 2), torch.float32, splits=2)
+    ends = open_symmetric_loopback("it", Layout(3, (4, 2), torch.float32, 2))
     plans = [gather_plan(12, 3, rank, 2, tapered=False) for rank in range(3)]
     deliveries = [end.begin(None, plan, 2, torch.empty(0)) for end, plan in zip(ends, plans, strict=True)]
     rows = torch.arange(4.0).view(2, 2) + 1
@@ -67,7 +67,7 @@ def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
 
 
 def test_what_is_pushed_is_held_until_it_is_out():
-    (end,) = open_symmetric_loopback("it", 1, (4, 2), torch.float32)
+    (end,) = open_symmetric_loopback("it", Layout(1, (4, 2), torch.float32))
     delivery = start(end, [torch.ones(4, 2)])
     assert end.in_flight == {delivery}
     delivery.release()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.loopback import start
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
+from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -41,30 +41,37 @@ def arrivals_of(delivery: MailboxDelivery, spin_limit: int | None = None) -> Arr
     return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit)
 
 
+def opened(
+    rows: int, splits: int = 1, timeout: float = 10.0, dtype: torch.dtype = torch.float32
+) -> HostExchange:
+    layout = Layout(dist.get_world_size(), (rows, K), dtype, splits)
+    return open_shared(Opening("gather", dist.group.WORLD, layout, timeout=timeout))
+
+
 class Faulty(HostExchange):
     """Pushes wrongly to other ranks, in one way."""
 
     fault = ""
 
-    def put(self, peer: int, there: slice, rows: Tensor, epoch: int, flag: int) -> None:
-        if peer == self.rank or epoch < 3:  # the first calls are sound
-            super().put(peer, there, rows, epoch, flag)
+    def put(self, peer: int, there: slice, rows: Tensor, number: int, flag: Tensor) -> None:
+        if peer == self.rank or number < 3:  # the first calls are sound
+            super().put(peer, there, rows, number, flag)
             return
-        mailbox, chunk = self.mailbox(peer), self.chunk_numbers(there).start
-        flags, memory = mailbox.flags[epoch % 2], mailbox.buffers[epoch % 2].flatten(0, 1)
+        mailbox = self.mailbox(peer)
+        flags, memory = mailbox.flags[number % 2], mailbox.buffers[number % 2]
         if self.fault == "early_flag":
-            flags[chunk] = flag
+            self.raise_flags(flags, there, flag)
             time.sleep(0.2)
-            super().put(peer, there, rows, epoch, flag)
+            super().put(peer, there, rows, number, flag)
         elif self.fault == "skipped_flag":
             memory[there] = rows
         elif self.fault == "stale_slot":  # writes the other buffer
-            mailbox.buffers[(epoch + 1) % 2].flatten(0, 1)[there] = rows
-            flags[chunk] = flag
+            mailbox.buffers[(number + 1) % 2, there] = rows
+            self.raise_flags(flags, there, flag)
         else:
             shift = (peer - self.rank) * self.shape[0]  # as if it came from the receiver
             memory[there.start + shift : there.stop + shift] = rows
-            flags[chunk] = flag
+            self.raise_flags(flags, there, flag)
 
 
 def gather_calls(
@@ -112,7 +119,7 @@ def gathered_exactly(rank: int, ranks: int, rows: int, results: Sequence[Tensor]
 
 def on_shared(rows: int, splits: int, delays: Sequence[float], fault: str = "") -> list[bool]:
     """On a rank: whether each gathered product, waiting for other processes, is exact."""
-    exchange = open_shared("gather", dist.group.WORLD, (rows, K), torch.float32, splits=splits, timeout=10.0)
+    exchange = opened(rows, splits)
     if fault:
         exchange.__class__, exchange.fault = Faulty, fault  # type: ignore[attr-defined]
     try:
@@ -125,9 +132,7 @@ def on_shared(rows: int, splits: int, delays: Sequence[float], fault: str = "") 
 def reduces_on_shared(rows: int, splits: int, delays: Sequence[float]) -> list[bool]:
     """On a rank: whether each sum of what all ranks pushed is that of the oracle, to the bit."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    exchange = open_shared(
-        "scatter", dist.group.WORLD, (rows, K), torch.bfloat16, splits=splits, timeout=10.0
-    )
+    exchange = opened(rows, splits, dtype=torch.bfloat16)
     exact = []
     for call in range(CALLS):
         time.sleep(delays[call % len(delays)])
@@ -149,7 +154,7 @@ def reduces_on_shared(rows: int, splits: int, delays: Sequence[float]) -> list[b
 def absent_rank(rows: int, absent: int, how: str) -> tuple[str, float]:
     """On a rank: what one says whose peer stays away, and after how many seconds."""
     rank, started = dist.get_rank(), time.monotonic()
-    exchange = open_shared("gather", dist.group.WORLD, (rows, K), torch.float32, splits=2, timeout=2.0)
+    exchange = opened(rows, splits=2, timeout=2.0)
     gather_calls(exchange, [0.0], calls=1)
     if rank == absent and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -166,7 +171,7 @@ def absent_rank(rows: int, absent: int, how: str) -> tuple[str, float]:
 
 def unread_call(rows: int) -> str:
     """On a rank: what one says whose peer never reads."""
-    exchange = open_shared("gather", dist.group.WORLD, (rows, K), torch.float32, timeout=0.5)
+    exchange = opened(rows, timeout=0.5)
     deliveries = []
     try:
         for call in range(3 if dist.get_rank() == 0 else 0):
@@ -195,7 +200,7 @@ def opened_and_dropped() -> tuple[list[str], int]:
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def use() -> None:
-        exchange = open_shared("gather", dist.group.WORLD, (4, K), torch.float32)
+        exchange = opened(4)
         gather_calls(exchange, [0.0], calls=2)
         exchange.close()
 
@@ -208,7 +213,7 @@ def opened_and_dropped() -> tuple[list[str], int]:
 def different_arguments() -> str:
     """On a rank: what all say whose shapes differ."""
     try:
-        open_shared("gather", dist.group.WORLD, (4 + 4 * dist.get_rank(), K), torch.float32)
+        opened(4 + 4 * dist.get_rank())
     except ValueError as error:
         return str(error)
     return "nothing"

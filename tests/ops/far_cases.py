@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from tests.loopback import VirtualHandle, start
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.transport_cases import CPU, open_exchanges, using
+from tests.ops.transport_cases import open_exchanges, using
 from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d, shared, symmetric
 from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.transports.mailbox import Layout, Opening
 from tpkernels.comm.transports.symmetric import name_of_ranks
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
@@ -47,7 +48,7 @@ def peers_by_way() -> tuple[list[int], list[int], list[int]]:
 def later_call_read_first() -> tuple[list[bool], list[bool]]:
     """Which flags are up after the second call was read, then after the first."""
     with using("shared apart"):
-        exchange = shared.open_shared("it", dist.group.WORLD, (1, 2), torch.float32)
+        exchange = shared.open_shared(Opening("it", dist.group.WORLD, Layout(2, (1, 2), torch.float32)))
         found = []
         calls = [begin("it", "gather", dist.group.WORLD) for _ in range(2)]
         for delivery in reversed([start(exchange, [torch.ones(1, 2)] * 2, call) for call in calls]):
@@ -78,7 +79,8 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
     ):
         group = dist.group.WORLD
         first, second = (
-            symmetric.open_symmetric(name, group, (4, 2), torch.float32, CPU) for name in ("a", "b")
+            symmetric.open_symmetric(Opening(name, group, Layout(group.size(), (4, 2), torch.float32)))
+            for name in ("a", "b")
         )
         assert asked == [asked[0]] * 2
         found = dist.distributed_c10d._resolve_process_group(asked[0])

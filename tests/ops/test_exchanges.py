@@ -9,6 +9,7 @@ from tests.loopback import open_loopback, open_symmetric_loopback, start
 from tests.ops import exchanges
 from tests.ops.exchanges import CALLS, FAULTS, K, gathered_exactly, gathered_product, shard_of
 from tests.ranks import RankFailure, RankPool
+from tpkernels.comm.transports.mailbox import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
@@ -88,7 +89,7 @@ def test_open_shared_refuses_different_arguments_on_every_rank(ranks2: RankPool)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("opened", [open_loopback, open_symmetric_loopback], ids=["host", "symmetric"])
 def test_loopback_gathers_among_virtual_ranks(opened, ranks):
-    ends = opened("gather", ranks, (12, K), torch.float32, splits=2, timeout=20.0)
+    ends = opened("gather", Layout(ranks, (12, K), torch.float32, 2), 20.0)
     results: list[list[torch.Tensor]] = [[] for _ in ends]
     for call in range(CALLS):
         deliveries = [start(end, [shard_of(end.rank, call, 12)] * ranks) for end in ends]
@@ -100,7 +101,7 @@ def test_loopback_gathers_among_virtual_ranks(opened, ranks):
 
 
 def test_an_exchange_refuses_what_cannot_work():
-    (end,) = open_loopback("gather", 1, (4, K), torch.float32)
+    (end,) = open_loopback("gather", Layout(1, (4, K), torch.float32))
     piece = torch.zeros(4, K)
     with pytest.raises(ValueError, match=r"pieces of shape \(4, 24\) in torch.float32, got \(4, 24\) in"):
         start(end, [piece.half()])
@@ -111,6 +112,6 @@ def test_an_exchange_refuses_what_cannot_work():
     with pytest.raises(RuntimeError, match="closed: open another"):
         start(end, [piece])
     with pytest.raises(ValueError, match="2 chunks divide, got 3"):
-        open_loopback("gather", 1, (3, K), torch.float32, splits=2)
+        open_loopback("gather", Layout(1, (3, K), torch.float32, 2))
     with pytest.raises(ValueError, match="not empty"):
-        open_loopback("gather", 1, (0, K), torch.float32)
+        open_loopback("gather", Layout(1, (0, K), torch.float32))

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.loopback import open_symmetric_loopback, start
 from tests.ops import gpu_cases
 from tests.ranks import RankPool
-from tpkernels.comm.transports.mailbox import MailboxDelivery
+from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -23,7 +23,7 @@ WAITS = KernelWaits()
 
 @pytest.fixture
 def ends() -> list[SymmetricExchange]:
-    return open_symmetric_loopback("gather", RANKS, (ROWS, K), torch.bfloat16, "cuda", splits=2, timeout=2.0)
+    return open_symmetric_loopback("gather", Layout(RANKS, (ROWS, K), torch.bfloat16, 2), 2.0, "cuda")
 
 
 def shards(call: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels.comm.transports import mailbox, symmetric
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import map_shared
 from tpkernels.dispatch import steps
 from tpkernels.kernels import gather_linear
@@ -31,7 +31,6 @@ from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 T = TypeVar("T")
-CPU = torch.device("cpu")
 
 
 class ProcessHandle:
@@ -48,28 +47,16 @@ class ProcessHandle:
         dist.barrier(self._group)
 
 
-def open_stand_in(
-    name: str,
-    group: dist.ProcessGroup,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    splits: int,
-    timeout: float,
-    op: str = "",
-) -> MailboxExchange:
+def open_stand_in(opening: Opening) -> MailboxExchange:
     """As `open_symmetric` does, but for the memory."""
-    memories = map_shared(name, group, shape, dtype, device, splits)
+    memories, group = map_shared(opening), opening.group
     here = list(memories)
     world_ranks = [dist.get_global_rank(group, rank) for rank in here]
     beside = (
         dist.new_group(world_ranks, use_local_synchronization=True) if len(here) < group.size() else group
     )
     handle, own = ProcessHandle(list(memories.values()), beside), memories[group.rank()]
-    return symmetric.SymmetricExchange(
-        name, handle, own, shape, dtype, splits, timeout, here=here, ranks=group.size()
-    )
+    return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
 
 
 @contextmanager
@@ -131,8 +118,8 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     """Whether calls are exact that use one and the same buffer each time, as a replayed graph does."""
     rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 12
     group = dist.group.WORLD
-    shape = rows, exchanges.K
-    exchange = open_stand_in("replay", group, shape, torch.float32, CPU, splits=2, timeout=20.0)
+    layout = Layout(ranks, (rows, exchanges.K), torch.float32, 2)
+    exchange = open_stand_in(Opening("replay", group, layout, timeout=20.0))
     results = []
     for call in range(4):
         exchange._begun = exchange._read = 0  # what the host counts; epochs are counted on the device

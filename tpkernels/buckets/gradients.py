@@ -50,8 +50,7 @@ from tpkernels.comm.groups import (
     start_all_reduce,
     start_broadcast,
 )
-from tpkernels.comm.shards import problem_over
-from tpkernels.comm.supported import FLOATING, Problem, problem_of
+from tpkernels.comm.supported import FLOATING, Problem, problem_of, problem_over
 
 
 class GradientBuckets:

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, reusable_after, slot_of
-from tpkernels.comm.transports.mailbox import Mailbox, MailboxDelivery, MailboxExchange, code_of
+from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, reusable_after
+from tpkernels.comm.transports.mailbox import Layout, Mailbox, MailboxDelivery, MailboxExchange, code_of
 
 T = TypeVar("T")
 
@@ -38,9 +38,9 @@ class HostExchange(MailboxExchange):
     host_waits = True
 
     def __init__(
-        self, name: str, rank: int, mailboxes: Sequence[Mailbox | None], splits: int, timeout: float
+        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float
     ) -> None:
-        super().__init__(name, rank, mailboxes, splits, timeout)
+        super().__init__(name, rank, layout, mailboxes, timeout)
         self._closing = threading.Event()
         self._pusher = _Pusher(f"push of {name}")
 
@@ -67,15 +67,9 @@ class HostExchange(MailboxExchange):
 
         def push() -> None:
             self._wait_until_free(swap.to, delivery)
-            self.put(swap.to, swap.lands, rows, delivery.number, delivery.flag)
+            self.put(swap.to, swap.lands, rows, delivery.number, delivery.awaited)
 
         return self._pusher.submit(push)
-
-    def put(self, peer: int, there: slice, rows: Tensor, epoch: int, flag: int) -> None:
-        """Write rows of the memory of `peer`, then their flags."""
-        mailbox, chunks = self.mailbox(peer), self.chunk_numbers(there)
-        mailbox.buffers[slot_of(epoch)].flatten(0, 1)[there].copy_(rows)
-        mailbox.flags[slot_of(epoch), chunks.start : chunks.stop] = flag
 
     def _wait_until_free(self, peer: int, delivery: HostDelivery) -> None:
         deadline, epoch = time.monotonic() + self.timeout, delivery.number
@@ -109,9 +103,6 @@ class HostDelivery(MailboxDelivery):
             self._pushing.append(self.exchange.pushing(swap, outgoing, self))
         if (received := self.swap_inter_node(swap, outgoing)) is not None:
             self._received[self.exchange.chunk_numbers(swap.received).start] = received
-
-    def keep(self, rows: Tensor) -> None:
-        self.exchange.put(self.exchange.rank, self.plan.kept, rows, self.number, self.flag)
 
     @property
     def failure(self) -> str:

@@ -31,13 +31,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.agreement import offers_of_all
-from tpkernels.comm.calls import Call
+from tpkernels.comm.calls import Call, handshake
 from tpkernels.comm.schedule import SLOTS, Plan, Swap, chunk_rows, reusable_after, slot_of
 from tpkernels.comm.transports.base import Delivery, Exchange, blaming
 from tpkernels.comm.transports.c10d import Transfers
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +48,78 @@ class Mailbox:
 
     flags: Tensor  # (SLOTS, R * splits) int32
     released: Tensor  # (1,) int32: the last epoch that its owner has read
-    buffers: Tensor  # (SLOTS, R, rows, cols)
+    buffers: Tensor  # (SLOTS, R * rows, cols)
 
-    @staticmethod
-    def sizes(ranks: int, shape: tuple[int, int], dtype: torch.dtype, splits: int) -> tuple[int, int]:
-        """Bytes of the words, up to a boundary that suits the data, and of the buffers."""
-        words = -(-4 * (SLOTS * ranks * splits + 1) // 64) * 64
-        return words, SLOTS * ranks * shape[0] * shape[1] * dtype.itemsize
 
-    @staticmethod
-    def over(memory: Tensor, ranks: int, shape: tuple[int, int], dtype: torch.dtype, splits: int) -> Mailbox:
+@dataclass(frozen=True)
+class Layout:
+    """What mailboxes are for: each of some ranks sends each a matrix of one shape, in `splits` chunks."""
+
+    ranks: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    splits: int = 1
+
+    @property
+    def chunk_rows(self) -> int:
+        return chunk_rows(self.shape[0], 1, self.splits)
+
+    @property
+    def _word_bytes(self) -> int:
+        """Up to a boundary that suits the data behind the words."""
+        return -(-4 * (SLOTS * self.ranks * self.splits + 1) // 64) * 64
+
+    @property
+    def byte_count(self) -> int:
+        rows, cols = self.shape
+        return self._word_bytes + SLOTS * self.ranks * rows * cols * self.dtype.itemsize
+
+    def mailbox(self, memory: Tensor) -> Mailbox:
         """The mailbox that zeroed bytes stand for."""
-        words, data = Mailbox.sizes(ranks, shape, dtype, splits)
-        integers = memory[:words].view(torch.int32)
-        buffers = memory[words : words + data].view(dtype).view(SLOTS, ranks, *shape)
-        flags = integers[: SLOTS * ranks * splits]
-        return Mailbox(flags.view(SLOTS, ranks * splits), integers[len(flags) :][:1], buffers)
+        integers = memory[: self._word_bytes].view(torch.int32)
+        flags = integers[: SLOTS * self.ranks * self.splits]
+        rows, cols = self.shape
+        buffers = (
+            memory[self._word_bytes : self.byte_count].view(self.dtype).view(SLOTS, self.ranks * rows, cols)
+        )
+        return Mailbox(flags.view(SLOTS, -1), integers[len(flags) :][:1], buffers)
+
+    def require_rows(self, name: str) -> None:
+        """At least one row for each rank, in chunks that divide it."""
+        if self.ranks < 1 or min(self.shape) < 1:
+            raise ValueError(
+                f"{name}: expected at least one rank and pieces that are not empty, got {self.ranks}, "
+                f"{self.shape}"
+            )
+        chunk_rows(self.shape[0], 1, self.splits)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"pieces of {tuple(self.shape)} {dtype} in {self.splits} parts"
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What all ranks of a group ask for, at once and alike, when they open an exchange."""
+
+    name: str
+    group: ProcessGroup
+    layout: Layout
+    device: torch.device = _CPU
+    timeout: float = 60.0  # seconds until a rank that does not come is an error
+    op: str = "an exchange"  # who needs it, for errors
+
+    def begin(self) -> Call:
+        return handshake(self.op, f"opening {self.name}", self.group)
+
+    def offers(self, call: Call, problem: str, offer: str) -> tuple[list[int], list[str]]:
+        """(the ranks on this machine, this one among them; what each rank of the group offers)
+
+        All raise if a rank opens an exchange of another shape, or has a problem.
+        """
+        found = offers_of_all(self.name, call, problem, str(self.layout), (machine(), offer))
+        here = same_machine([place for place, _ in found], call.calls.rank)
+        return here, [offer for _, offer in found]
 
 
 class MailboxExchange(Exchange):
@@ -71,22 +129,20 @@ class MailboxExchange(Exchange):
     margin = 0  # processors that a waiting kernel leaves to those who push
 
     def __init__(
-        self, name: str, rank: int, mailboxes: Sequence[Mailbox | None], splits: int, timeout: float
+        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float
     ) -> None:
         """One rank's end of an exchange.
 
         mailboxes: of all ranks, in order; None for ranks on other machines
         timeout: seconds until a rank that does not come is an error
         """
-        self.name, self.rank, self.ranks = name, rank, len(mailboxes)
-        self.splits, self.timeout = splits, timeout
+        self.name, self.rank, self.ranks, self.layout = name, rank, layout.ranks, layout
+        self.shape, self.dtype, self.timeout = layout.shape, layout.dtype, timeout
+        self.splits, self._chunk_rows = layout.splits, layout.chunk_rows
         self.same_machine = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
         self._mailboxes = tuple(mailboxes)
-        buffers = self.mailbox(rank).buffers
-        self.shape, self.dtype = tuple(buffers.shape[2:]), buffers.dtype  # of what each rank sends each rank
         # where a kernel leaves word of a chunk that is late, zero if all is well; for all calls
-        self.status = torch.zeros(1, dtype=torch.int32, device=buffers.device)
-        self.chunk_rows = chunk_rows(self.shape[0], 1, splits)
+        self.status = torch.zeros(1, dtype=torch.int32, device=self.mailbox(rank).flags.device)
         self._begun = 0
 
     def chunks(self, shard_bytes: int) -> int:
@@ -122,7 +178,17 @@ class MailboxExchange(Exchange):
 
     def chunk_numbers(self, rows: slice) -> range:
         """The chunks, numbered as they lie in the slots, that rows of memory are."""
-        return range(rows.start // self.chunk_rows, rows.stop // self.chunk_rows)
+        return range(rows.start // self._chunk_rows, rows.stop // self._chunk_rows)
+
+    def put(self, peer: int, there: slice, rows: Tensor, number: int, flag: Tensor) -> None:
+        """Write rows of the memory of `peer`, then their flags."""
+        mailbox, slot = self.mailbox(peer), slot_of(number)
+        mailbox.buffers[slot, there].copy_(rows, non_blocking=True)
+        self.raise_flags(mailbox.flags[slot], there, flag)
+
+    def raise_flags(self, flags: Tensor, there: slice, flag: Tensor) -> None:
+        chunks = self.chunk_numbers(there)
+        flags[chunks.start : chunks.stop].copy_(flag.expand(len(chunks)), non_blocking=True)
 
     @abstractmethod
     def read(self) -> int:
@@ -150,11 +216,14 @@ class MailboxDelivery(Delivery):
     ) -> None:
         self.exchange, self.number, self.plan, self.awaited, self.call = exchange, number, plan, awaited, call
         own, slot = exchange.mailbox(exchange.rank), slot_of(number)
-        self.memory, self.flags = own.buffers[slot].flatten(0, 1), own.flags[slot]
+        self.memory, self.flags = own.buffers[slot], own.flags[slot]
         self.inter_node = None
         if len(exchange.same_machine) < exchange.ranks:
             assert call is not None, "ranks on other machines are reached through their group"
             self.inter_node = Transfers(call)
+
+    def keep(self, rows: Tensor) -> None:
+        self.exchange.put(self.exchange.rank, self.plan.kept, rows, self.number, self.awaited)
 
     def swap_inter_node(self, swap: Swap, outgoing: Tensor) -> Work | None:
         """Of a swap what goes to other machines, and comes from there.
@@ -232,33 +301,6 @@ def naming(call: Call | None) -> Iterator[None]:
 def code_of(call: Call | None) -> int:
     """What flags hold besides the epoch."""
     return 0 if call is None else call.tag
-
-
-def require_shape(name: str, ranks: int, shape: tuple[int, int], splits: int) -> None:
-    """At least one row for each rank, in chunks that divide it."""
-    if ranks < 1 or min(shape) < 1:
-        raise ValueError(
-            f"{name}: expected at least one rank and pieces that are not empty, got {ranks}, {shape}"
-        )
-    chunk_rows(shape[0], 1, splits)
-
-
-def offers_by_machine(
-    name: str,
-    call: Call,
-    problem: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    splits: int,
-    offer: str,
-) -> tuple[list[int], list[str]]:
-    """(the ranks on this machine, this one among them; what each rank of the group offers)
-
-    All raise if a rank opens an exchange of another shape, or has a problem.
-    """
-    wanted = f"pieces of {tuple(shape)} {str(dtype).removeprefix('torch.')} in {splits} parts"
-    found = offers_of_all(name, call, problem, wanted, (machine(), offer))
-    return same_machine([place for place, _ in found], call.calls.rank), [offer for _, offer in found]
 
 
 def machine() -> str:

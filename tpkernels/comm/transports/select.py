@@ -21,7 +21,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from typing import Literal, Protocol, cast
+from collections.abc import Callable
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import even_parts, parts_of_shard
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import C10D
-from tpkernels.comm.transports.mailbox import MailboxExchange
+from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.comm.transports.symmetric import open_symmetric
 
@@ -45,24 +46,10 @@ MOST_OPEN = 16  # the ops of one layer need about six
 requested_transport = os.environ.get("TPKERNELS_TRANSPORT", "auto")
 
 
-class Open(Protocol):
-    """Opens an exchange; all ranks of the group call it at once."""
-
-    def __call__(
-        self,
-        name: str,
-        group: ProcessGroup,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        splits: int,
-        timeout: float,
-        op: str,
-    ) -> MailboxExchange: ...
-
-
-openers: dict[str, Open] = {"shared": open_shared, "symmetric": open_symmetric}
+openers: dict[str, Callable[[Opening], MailboxExchange]] = {
+    "shared": open_shared,
+    "symmetric": open_symmetric,
+}
 
 Key = tuple[str, tuple[int, int], torch.dtype, torch.device]
 
@@ -79,18 +66,12 @@ class _Exchanges:
             if len(self._open) >= MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
             purpose, shape, dtype, device = key
-            shard_bytes = shape[0] * shape[1] * dtype.itemsize
+            splits = even_parts(shape[0], parts_of_shard(shape[0] * shape[1] * dtype.itemsize))
+            name = f"the {purpose} of process group '{group.group_name}'"
+            layout = Layout(group.size(), shape, dtype, splits)
+            opening = Opening(name, group, layout, device, timeout_of(group, device), op)
             with torch.inference_mode(False):  # its memory outlives a region that may be active now
-                self._open[key] = openers[self.transport](
-                    f"the {purpose} of process group '{group.group_name}'",
-                    group,
-                    shape,
-                    dtype,
-                    device,
-                    splits=even_parts(shape[0], parts_of_shard(shard_bytes)),
-                    timeout=timeout_of(group, device),
-                    op=op,
-                )
+                self._open[key] = openers[self.transport](opening)
         self._open.move_to_end(key)
         return self._open[key]
 

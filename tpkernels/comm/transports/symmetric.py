@@ -35,16 +35,16 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from tpkernels.comm.agreement import offers_of_all
-from tpkernels.comm.calls import Call, handshake
-from tpkernels.comm.schedule import Plan, Swap, flag_of, slot_of
+from tpkernels.comm.calls import Call
+from tpkernels.comm.schedule import Plan, Swap, flag_of
 from tpkernels.comm.side_stream import SideStream
 from tpkernels.comm.transports.mailbox import (
+    Layout,
     Mailbox,
     MailboxDelivery,
     MailboxExchange,
+    Opening,
     code_of,
-    offers_by_machine,
-    require_shape,
 )
 
 if TYPE_CHECKING:
@@ -81,30 +81,23 @@ class SymmetricExchange(MailboxExchange):
     def __init__(
         self,
         name: str,
+        layout: Layout,
         handle: Handle,
         memory: Tensor,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        splits: int,
         timeout: float,
-        *,
-        here: Sequence[int] = (),
-        ranks: int | None = None,
+        here: Sequence[int],
     ) -> None:
         """One rank's end.
 
         handle: of the ranks on this machine
         memory: our own, zeroed bytes
-        here: the numbers of those ranks among all, needed, like the count `ranks` of all, if there are others
+        here: the numbers of the ranks on this machine among all
         """
-        here = here or range(handle.world_size)
-        ranks = ranks or len(here)
-        mailboxes: list[Mailbox | None] = [None] * ranks
+        mailboxes: list[Mailbox | None] = [None] * layout.ranks
         for number, peer in enumerate(here):
-            view = handle.get_buffer(number, (memory.numel(),), torch.uint8)
-            mailboxes[peer] = Mailbox.over(view, ranks, shape, dtype, splits)
-        super().__init__(name, here[handle.rank], mailboxes, splits, timeout)
-        self.margin = (_COPIES if len(here) == ranks else _TRANSFERS) if memory.is_cuda else 0
+            mailboxes[peer] = layout.mailbox(handle.get_buffer(number, (memory.numel(),), torch.uint8))
+        super().__init__(name, here[handle.rank], layout, mailboxes, timeout)
+        self.margin = (_COPIES if len(here) == layout.ranks else _TRANSFERS) if memory.is_cuda else 0
         self._handle, self._memory = handle, memory
         self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
@@ -161,27 +154,15 @@ class SymmetricDelivery(MailboxDelivery):
         if swap.to in exchange.same_machine:
             exchange.side.wait_for(computing)
             with exchange.side.entered():
-                self._write(swap.to, swap.lands, outgoing)
+                exchange.put(swap.to, swap.lands, outgoing, self.number, self.awaited)
         if self.inter_node is not None:
             exchange.inter_node_side.wait_for(computing)
             with exchange.inter_node_side.entered():
                 if (received := self.swap_inter_node(swap, outgoing)) is not None:
                     received.wait()  # holds up this stream, not the host
-                    self._raise_flags(self.flags, swap.received)
+                    exchange.raise_flags(self.flags, swap.received, self.awaited)
                 self.inter_node.await_sends()  # likewise
         self._held.append(outgoing)
-
-    def keep(self, rows: Tensor) -> None:
-        self._write(self.exchange.rank, self.plan.kept, rows)
-
-    def _write(self, peer: int, there: slice, rows: Tensor) -> None:
-        mailbox, slot = self.exchange.mailbox(peer), slot_of(self.number)
-        mailbox.buffers[slot].flatten(0, 1)[there].copy_(rows, non_blocking=True)
-        self._raise_flags(mailbox.flags[slot], there)
-
-    def _raise_flags(self, flags: Tensor, there: slice) -> None:
-        chunks = self.exchange.chunk_numbers(there)
-        flags[chunks.start : chunks.stop].copy_(self.awaited.expand(len(chunks)), non_blocking=True)
 
     def wait(self) -> None:
         self.exchange.side.let_current_wait()
@@ -197,44 +178,31 @@ class SymmetricDelivery(MailboxDelivery):
         self.exchange.released(self.number)
 
 
-def open_symmetric(
-    name: str,
-    group: ProcessGroup,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    splits: int = 1,
-    timeout: float = 60.0,
-    op: str = "",
-) -> SymmetricExchange:
-    """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
-
-    shape: (rows, cols) that each rank sends each rank
-    timeout: seconds until a rank that does not come is an error
-    op: who needs it, for errors
-    """
-    ranks, problem, gpu = group.size(), why_not(device), ""
+def open_symmetric(opening: Opening) -> SymmetricExchange:
+    """Our end of an exchange; all ranks of the group call this at once."""
+    name, group, layout, device = opening.name, opening.group, opening.layout, opening.device
+    problem, gpu = why_not(device), ""
     try:
-        require_shape(name, ranks, shape, splits)
+        layout.require_rows(name)
     except ValueError as error:
         problem = problem or str(error)
     if not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    opening = handshake(op or "open_symmetric", f"opening {name}", group)
-    here, gpus = offers_by_machine(name, opening, problem, shape, dtype, splits, gpu)
+    call = opening.begin()
+    here, gpus = opening.offers(call, problem, gpu)
     require_gpu_each(name, gpus, group.rank())
     handle: Handle | None = None
     try:
-        memory = _memory(sum(Mailbox.sizes(ranks, shape, dtype, splits)), device)
-        handle = _rendezvous(memory, group.group_name if len(here) == ranks else name_of_ranks(group, here))
+        memory = _memory(layout.byte_count, device)
+        all_here = len(here) == layout.ranks
+        handle = _rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"torch's symmetric memory refused: {error}"
-    offers_of_all(name, opening, problem)
+    offers_of_all(name, call, problem)
     assert handle is not None
     own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
     assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout, here=here, ranks=ranks)
+    return SymmetricExchange(name, layout, handle, memory, opening.timeout, here)
 
 
 def why_not(device: torch.device) -> str:
