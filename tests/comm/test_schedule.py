@@ -14,7 +14,7 @@ from tpkernels.comm.schedule import (
     bounds,
     chunk_rows,
     cut,
-    even_parts,
+    even_chunks,
     gather_plan,
     parts_of_shard,
     peers_by_step,
@@ -158,9 +158,9 @@ def test_the_number_of_parts_grows_with_bytes_to_a_limit():
     assert len(set(counts[-2:])) == 1
 
 
-def test_even_parts_divide_the_rows_and_are_the_most_that_do():
+def test_even_chunks_divide_the_rows_and_are_the_most_that_do():
     for rows, wanted in product(range(1, 40), range(1, 6)):
-        parts = even_parts(rows, wanted)
+        parts = even_chunks(rows, wanted)
         assert rows % parts == 0
         assert not [better for better in range(parts + 1, wanted + 1) if rows % better == 0]
 

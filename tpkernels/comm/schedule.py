@@ -115,27 +115,27 @@ def parts_of_shard(shard_bytes: int) -> int:
     return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
 
 
-def swaps_full_sums(whole_bytes: int, ranks: int) -> bool:
-    """Whether ranks sum what all of them send in one step, instead of a reduce and a gather after it.
+def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
+    """Whether each rank sends its full partial sums to all, which add them, instead of a reduce and a gather.
 
-    Each sends (R - 1) times the whole then, and not 2 (R - 1) / R times: as much for two ranks. More ranks do
-    so where what is sent more is not worth a chunk. A function of sizes that all ranks share.
+    Each then sends R - 1 times its partial sums, instead of 2 (R - 1) / R times: as much for two ranks. More
+    ranks do so where the difference is not worth a chunk. A function of sizes that all ranks share.
     """
-    return whole_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
+    return sum_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
 
 
-def even_parts(shard_rows: int, wanted: int) -> int:
-    """The most parts, up to `wanted`, that have as many rows each."""
-    return next(parts for parts in range(max(1, wanted), 0, -1) if shard_rows % parts == 0)
+def even_chunks(shard_rows: int, wanted: int) -> int:
+    """The most chunks of a shard, up to `wanted`, that have as many rows each."""
+    return next(chunks for chunks in range(max(1, wanted), 0, -1) if shard_rows % chunks == 0)
 
 
-def chunk_rows(rows: int, ranks: int, parts: int = 1) -> int:
+def chunk_rows(rows: int, ranks: int, chunks: int = 1) -> int:
     """How many rows each chunk has, where all have as many."""
-    if ranks < 1 or parts < 1 or rows % (ranks * parts):
+    if ranks < 1 or chunks < 1 or rows % (ranks * chunks):
         raise ValueError(
-            f"expected rows that {ranks} ranks times {parts} chunks divide, got {rows}: pad the tokens"
+            f"expected rows that {ranks} ranks times {chunks} chunks divide, got {rows}: pad the tokens"
         )
-    return rows // (ranks * parts)
+    return rows // (ranks * chunks)
 
 
 CODE_BITS = 20  # of a flag: a code of the call; above them is its epoch

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import is_alive
 from tpkernels.comm.groups import timeout_of
-from tpkernels.comm.schedule import even_parts, parts_of_shard
+from tpkernels.comm.schedule import even_chunks, parts_of_shard
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import C10D
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
@@ -66,7 +66,7 @@ class _Exchanges:
             if len(self._open) >= MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
             purpose, shape, dtype, device = key
-            splits = even_parts(shape[0], parts_of_shard(shape[0] * shape[1] * dtype.itemsize))
+            splits = even_chunks(shape[0], parts_of_shard(shape[0] * shape[1] * dtype.itemsize))
             name = f"the {purpose} of process group '{group.group_name}'"
             layout = Layout(group.size(), shape, dtype, splits)
             opening = Opening(name, group, layout, device, timeout_of(group, device), op)
