@@ -86,7 +86,7 @@ def under(transport: str, backend: str, function: Callable[..., T], *args: Any) 
 
 
 def open_exchanges() -> list[MailboxExchange]:
-    return list(transports._of_group[dist.group.WORLD]._open.values())
+    return list(transports._of_group[id(dist.group.WORLD)]._open.values())
 
 
 def differs_from_c10d_by(transport: str, backend: str, sequence_parallel: bool) -> float:

@@ -19,10 +19,10 @@ in the same order, hence close the same. They end with the group, or with the pr
 from __future__ import annotations
 
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal, cast
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ Key = tuple[str, tuple[int, int], torch.dtype, torch.device]
 class _Exchanges:
     """Those that one group has open, the one used last at the end."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, group: ProcessGroup) -> None:
+        self.transport, self._group = transport, ref(group)
         self._open: OrderedDict[Key, MailboxExchange] = OrderedDict()
 
     def get(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
@@ -75,12 +75,15 @@ class _Exchanges:
         self._open.move_to_end(key)
         return self._open[key]
 
+    def is_alive(self) -> bool:
+        return (group := self._group()) is not None and is_alive(group)
+
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
 
 
-_of_group: weakref.WeakKeyDictionary[ProcessGroup, _Exchanges] = weakref.WeakKeyDictionary()
+_of_group: dict[int, _Exchanges] = {}  # by id, as in `calls`; a group takes its own with it
 
 
 def exchange_for(op: str, purpose: str, like: Tensor, rows: int, cols: int, group: ProcessGroup) -> Exchange:
@@ -89,7 +92,7 @@ def exchange_for(op: str, purpose: str, like: Tensor, rows: int, cols: int, grou
     purpose: what else is in flight at the same time goes through another exchange
     like: a tensor of its dtype and device
     """
-    exchanges = _of_group.get(group) or _agreed(op, group)
+    exchanges = _of_group.get(id(group)) or _agreed(op, group)
     if exchanges.transport == "c10d" or not (rows and cols) or rows % (ranks := group.size()):
         return C10D
     if not is_alive(group):
@@ -105,10 +108,13 @@ def _agreed(op: str, group: ProcessGroup) -> _Exchanges:
     if chosen not in TRANSPORTS:
         problem = "ValueError", f"TPKERNELS_TRANSPORT is {chosen!r}; expected one of {', '.join(TRANSPORTS)}"
     agree(Claim(f"{op} with TPKERNELS_TRANSPORT={chosen}", (), problem), group)
-    for other, left in list(_of_group.items()):
-        if not is_alive(other):  # destroyed, and held by somebody
+    for left in list(_of_group.values()):
+        if not left.is_alive():  # destroyed, and held by somebody
             left.close()
-    exchanges = _Exchanges(cast("Transport", chosen))
-    _of_group[group] = exchanges
-    weakref.finalize(group, exchanges.close)  # also at exit
+    exchanges = _of_group[id(group)] = _Exchanges(cast("Transport", chosen), group)
+    finalize(group, _forget, id(group))  # also at exit
     return exchanges
+
+
+def _forget(number: int) -> None:
+    _of_group.pop(number).close()
