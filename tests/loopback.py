@@ -10,45 +10,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.comm.transports.base import Mailbox, require_shape
+from tpkernels.comm.calls import Call
+from tpkernels.comm.schedule import gather_plan, reduce_plan
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 
 
-def open_loopback(
-    name: str,
-    ranks: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    splits: int = 1,
-    timeout: float = 60.0,
-) -> list[HostExchange]:
-    """The ends of an exchange in CPU memory.
+def start(
+    exchange: MailboxExchange, shards: Sequence[Tensor], call: Call | None = None, *, reducing: bool = False
+) -> MailboxDelivery:
+    """Begin the next call and send all of it: shard d to rank d; a gather sends the same one to all."""
+    (size, cols), planned = shards[0].shape, reduce_plan if reducing else gather_plan
+    plan = planned(exchange.ranks * size, exchange.ranks, exchange.rank, exchange.splits, False)
+    delivery = exchange.begin(call, plan, cols, shards[0])
+    for swap in plan.swaps:
+        first = (swap.to if reducing else exchange.rank) * size
+        delivery.swap(swap, shards[swap.to][swap.sent.start - first : swap.sent.stop - first])
+    delivery.keep(shards[exchange.rank])
+    return delivery
 
-    shape: (rows, cols) of a piece
-    """
-    memories = _memories(name, ranks, shape, dtype, torch.device("cpu"), splits)
-    mailboxes = [Mailbox.over(memory, ranks, shape, dtype, splits) for memory in memories]
-    return [HostExchange(name, rank, mailboxes, splits, timeout) for rank in range(ranks)]
+
+def open_loopback(name: str, layout: Layout, timeout: float = 60.0) -> list[HostExchange]:
+    """The ends of an exchange in CPU memory."""
+    mailboxes = [layout.mailbox(memory) for memory in _memories(name, layout, torch.device("cpu"))]
+    return [HostExchange(name, rank, layout, mailboxes, timeout) for rank in range(layout.ranks)]
 
 
 def open_symmetric_loopback(
-    name: str,
-    ranks: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    *,
-    splits: int = 1,
-    timeout: float = 60.0,
+    name: str, layout: Layout, timeout: float = 60.0, device: torch.device | str = "cpu"
 ) -> list[SymmetricExchange]:
     """The ends of an exchange on one device, by the code of `symmetric`."""
-    memories = _memories(name, ranks, shape, dtype, torch.device(device), splits)
-    handles = [VirtualHandle(memories, rank) for rank in range(ranks)]
+    memories = _memories(name, layout, torch.device(device))
     return [
-        SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout)
-        for handle, memory in zip(handles, memories, strict=True)
+        SymmetricExchange(name, layout, VirtualHandle(memories, rank), memory, timeout, range(layout.ranks))
+        for rank, memory in enumerate(memories)
     ]
 
 
@@ -65,9 +61,6 @@ class VirtualHandle:
         """Nothing to wait for: all ranks compute in one stream, which pushes wait for."""
 
 
-def _memories(
-    name: str, ranks: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, splits: int
-) -> list[Tensor]:
-    require_shape(name, ranks, shape, splits)
-    count = sum(Mailbox.sizes(ranks, shape, dtype, splits))
-    return [torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(ranks)]
+def _memories(name: str, layout: Layout, device: torch.device) -> list[Tensor]:
+    layout.require_rows(name)
+    return [torch.zeros(layout.byte_count, dtype=torch.uint8, device=device) for _ in range(layout.ranks)]

@@ -20,7 +20,7 @@ from bench.case import Case, Computation, Work
 from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
 from tpkernels.comm.calls import begin
-from tpkernels.comm.transports.c10d import Gathering, Reducing
+from tpkernels.comm.transports.rows import Gathering, Reducing
 from tpkernels.ops import column_linear, row_linear
 
 TOKENS, IN, OUT_SHARD = 2048, 1024, 6144  # 4 MiB a rank travel, and a product is 26 GFLOP

@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
 from bench.slow_link import SlowLink, throttle, why_not
 from bench.timeline import Sample, chrome_trace, pieces_received
-from tpkernels.comm.schedule import gather_swaps, parts_of_shard
+from tpkernels.comm.schedule import gather_plan, parts_of_shard
 from tpkernels.dispatch import primitives
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
@@ -105,7 +105,7 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     done.set()
     watcher.join()
     shard_bytes = TOKENS // 2 * IN * 4
-    pieces = [swap.received for swap in gather_swaps(TOKENS, 2, rank, parts_of_shard(shard_bytes))]
+    pieces = [swap.received for swap in gather_plan(TOKENS, 2, rank, parts_of_shard(shard_bytes)).swaps]
     return spans + pieces_received(rank, samples, [piece.stop - piece.start for piece in pieces])
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.comm import calls, groups
-from tpkernels.comm.transports.transfers import Transfers
 from tpkernels.ops import column_linear
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_forward, column_gradients
@@ -36,7 +35,7 @@ def unnumbered(group: dist.ProcessGroup) -> Iterator[None]:
             (parallel, "begin_call", lambda *_: one),
             (parallel, "required_group", lambda group, op="": group),
             (groups, "required_group", lambda group, argument="", op="": group),
-            (Transfers, "_wait", lambda self, work: work.wait()),
+            (calls.Call, "wait_for", lambda self, wait: wait()),
             (column_forward, "run", column_forward.run.__wrapped__),  # type: ignore[attr-defined]
             (column_gradients, "run", column_gradients.run.__wrapped__),  # type: ignore[attr-defined]
         ):

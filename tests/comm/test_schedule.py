@@ -7,26 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.ring import chunks_of_tile, first_tile, tile_order
 from tpkernels.comm import schedule
 from tpkernels.comm.schedule import (
     SLOTS,
-    Chunk,
     bounds,
-    chunk_order,
     chunk_rows,
-    chunks_of_tile,
     cut,
-    even_parts,
-    first_tile,
-    gather_swaps,
+    even_chunks,
+    gather_plan,
     parts_of_shard,
     peers_by_step,
-    reduce_swaps,
+    reduce_plan,
     reusable_after,
     slot_of,
-    source_of,
-    swaps_whole_parts,
-    tile_order,
+    swaps_full_sums,
 )
 
 ROWS = (0, 1, 2, 5, 7, 16, 33)
@@ -40,8 +35,14 @@ TILINGS = [
 ]
 
 
-def rows_of(chunks: list[Chunk]) -> list[int]:
+def rows_of(chunks: list[slice]) -> list[int]:
     return [row for chunk in chunks for row in range(chunk.start, chunk.stop)]
+
+
+def chunk_order(rank: int, ranks: int, chunks: int) -> list[int]:
+    """The chunks of all ranks, numbered as they lie, in the order in which a gather brings them to `rank`."""
+    plan = gather_plan(ranks * chunks, ranks, rank, chunks, tapered=False)
+    return rows_of([plan.own, *(swap.received for swap in plan.swaps)])
 
 
 def arrivals(ranks: int, rank: int) -> list[int]:
@@ -54,17 +55,11 @@ def arrivals(ranks: int, rank: int) -> list[int]:
 
 def test_chunks_hold_every_row_once():
     for rows, ranks, parts in WORLDS:
-        chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, range(1, parts + 1))]
-        assert rows_of(chunks) == list(range(rows))
-        assert len(chunks) == ranks * parts
-        for owner in range(ranks):
-            assert rows_of([c for c in chunks if c.owner == owner]) == list(
-                range(*bounds(rows, ranks, owner))
-            )
-
-
-def test_a_chunk_names_its_rows():
-    assert Chunk(1, 4, 6).rows == slice(4, 6)
+        chunks = [cut(rows, ranks, owner, range(1, parts + 1)) for owner in range(ranks)]
+        assert [len(each) for each in chunks] == [parts] * ranks
+        for owner, each in enumerate(chunks):
+            assert rows_of(each) == list(range(*bounds(rows, ranks, owner)))
+        assert rows_of([chunk for each in chunks for chunk in each]) == list(range(rows))
 
 
 def test_each_step_sends_to_one_and_receives_from_one():
@@ -74,49 +69,68 @@ def test_each_step_sends_to_one_and_receives_from_one():
             others = [other for other in range(ranks) if other != rank]
             assert sorted(to for to, _ in plan) == others
             assert sorted(source for _, source in plan) == others
-            for step, (to, source) in enumerate(plan):
+            for step, (to, _) in enumerate(plan):
                 assert plans[to][step][1] == rank, "whom I send to in a step receives from me in that step"
-                assert source_of(ranks, rank, to) == source
 
 
-def test_a_gather_brings_every_row_to_every_rank_once():
+@pytest.mark.parametrize("tapered", [True, False])
+def test_a_gather_brings_every_row_to_every_rank_once(tapered):
     for rows, ranks, parts in WORLDS:
         for rank in range(ranks):
-            brought = rows_of([swap.received for swap in gather_swaps(rows, ranks, rank, parts)])
-            assert sorted([*brought, *range(*bounds(rows, ranks, rank))]) == list(range(rows))
+            plan = gather_plan(rows, ranks, rank, parts, tapered)
+            brought = rows_of([plan.kept, *(swap.received for swap in plan.swaps)])
+            assert sorted(brought) == list(range(rows)) == list(range(plan.rows))
+            assert plan.kept == plan.own == slice(*bounds(rows, ranks, rank))
 
 
-def test_a_reduce_brings_every_row_of_an_owner_from_each_other_rank_once():
+@pytest.mark.parametrize("tapered", [True, False])
+def test_a_reduce_fills_the_slot_of_each_rank_once(tapered):
     for rows, ranks, parts in WORLDS:
         for rank in range(ranks):
-            swaps = list(reduce_swaps(rows, ranks, rank, parts))
-            for source in {swap.source for swap in swaps}:
-                brought = rows_of([swap.received for swap in swaps if swap.source == source])
-                assert brought == list(range(*bounds(rows, ranks, rank)))
-            assert {swap.source for swap in swaps} == set(range(ranks)) - {rank}
+            plan = reduce_plan(rows, ranks, rank, parts, tapered)
+            assert plan.own == slice(*bounds(rows, ranks, rank))
+            size = plan.own.stop - plan.own.start
+            slots = [range(source * size, (source + 1) * size) for source in range(ranks)]
+            assert plan.rows == ranks * size
+            assert rows_of([plan.kept]) == list(slots[rank])
+            for source in {swap.source for swap in plan.swaps}:
+                brought = rows_of([swap.received for swap in plan.swaps if swap.source == source])
+                assert brought == list(slots[source])
+            assert {swap.source for swap in plan.swaps} == set(range(ranks)) - {rank}
 
 
-@pytest.mark.parametrize("swaps", [gather_swaps, reduce_swaps])
-def test_what_is_sent_is_what_is_received(swaps):
+@pytest.mark.parametrize("plan_of", [gather_plan, reduce_plan])
+@pytest.mark.parametrize("tapered", [True, False])
+def test_what_is_sent_lands_where_it_is_received(plan_of, tapered):
     for rows, ranks, parts in WORLDS:
-        plans = [list(swaps(rows, ranks, rank, parts)) for rank in range(ranks)]
+        plans = [plan_of(rows, ranks, rank, parts, tapered) for rank in range(ranks)]
         for rank, plan in enumerate(plans):
-            assert all(swap.received == plans[swap.source][n].sent for n, swap in enumerate(plan))
-            assert all(plans[swap.source][n].to == rank for n, swap in enumerate(plan))
+            for n, swap in enumerate(plan.swaps):
+                theirs = plans[swap.source].swaps[n]
+                assert (theirs.to, theirs.lands) == (rank, swap.received)
+                shift = (
+                    plan.kept.start
+                    - plan.own.start
+                    + (swap.source - rank) * (plan_of is reduce_plan) * (plan.own.stop - plan.own.start)
+                )
+                assert (theirs.sent.start + shift, theirs.sent.stop + shift) == (
+                    swap.received.start,
+                    swap.received.stop,
+                )
 
 
 def test_a_rank_sends_its_part_of_what_must_travel():
     """Over all ranks a gather, and a reduce, moves every row to R - 1 others: (R - 1) / R of it a rank."""
     for rows, ranks, parts in WORLDS:
-        for swaps in (gather_swaps, reduce_swaps):
-            sent = [swap.sent for rank in range(ranks) for swap in swaps(rows, ranks, rank, parts)]
+        for plan_of in (gather_plan, reduce_plan):
+            sent = [swap.sent for rank in range(ranks) for swap in plan_of(rows, ranks, rank, parts).swaps]
             assert len(rows_of(sent)) == (ranks - 1) * rows
 
 
 def test_chunks_that_nothing_hides_are_small():
     for ranks in (2, 4):
-        gathered = [swap.received for swap in gather_swaps(40 * ranks, ranks, 0, 4)]
-        reduced = [swap.sent for swap in reduce_swaps(40 * ranks, ranks, 0, 4)]
+        gathered = [swap.received for swap in gather_plan(40 * ranks, ranks, 0, 4).swaps]
+        reduced = [swap.sent for swap in reduce_plan(40 * ranks, ranks, 0, 4).swaps]
         between = [10] * 4 * (ranks - 2)
         assert [chunk.stop - chunk.start for chunk in gathered] == [*between, 16, 12, 8, 4]
         assert [chunk.stop - chunk.start for chunk in reduced] == [4, 8, 12, 16, *between]
@@ -144,9 +158,9 @@ def test_the_number_of_parts_grows_with_bytes_to_a_limit():
     assert len(set(counts[-2:])) == 1
 
 
-def test_even_parts_divide_the_rows_and_are_the_most_that_do():
+def test_even_chunks_divide_the_rows_and_are_the_most_that_do():
     for rows, wanted in product(range(1, 40), range(1, 6)):
-        parts = even_parts(rows, wanted)
+        parts = even_chunks(rows, wanted)
         assert rows % parts == 0
         assert not [better for better in range(parts + 1, wanted + 1) if rows % better == 0]
 
@@ -154,8 +168,8 @@ def test_even_parts_divide_the_rows_and_are_the_most_that_do():
 def test_whole_parts_are_swapped_where_little_more_is_sent():
     for ranks, whole_bytes in product(range(2, 9), (0, 4, 10_000, 100_000, 1_000_000, 2**30)):
         swapped, reduced = (ranks - 1) * whole_bytes, 2 * (ranks - 1) * whole_bytes / ranks
-        assert swaps_whole_parts(whole_bytes, ranks) == (swapped - reduced <= schedule.LEAST_BYTES)
-    assert swaps_whole_parts(2**40, 2)
+        assert swaps_full_sums(whole_bytes, ranks) == (swapped - reduced <= schedule.LEAST_BYTES)
+    assert swaps_full_sums(2**40, 2)
 
 
 def test_even_chunks_are_what_a_kernel_takes_them_for():
@@ -163,9 +177,7 @@ def test_even_chunks_are_what_a_kernel_takes_them_for():
     for ranks, parts, size in product(range(1, 6), range(1, 4), range(1, 6)):
         rows = ranks * parts * size
         chunks = [chunk for owner in range(ranks) for chunk in cut(rows, ranks, owner, [1] * parts)]
-        assert [(c.start, c.stop) for c in chunks] == [
-            (n * size, (n + 1) * size) for n in range(ranks * parts)
-        ]
+        assert chunks == [slice(n * size, (n + 1) * size) for n in range(ranks * parts)]
         assert chunk_rows(rows, ranks, parts) == size
 
 

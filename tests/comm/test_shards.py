@@ -8,7 +8,7 @@ from torch import nn
 from tests.buckets.golden import chain
 from tests.checks import error_of
 from tpkernels import GradientBuckets
-from tpkernels.comm.shards import problem_over
+from tpkernels.comm.supported import problem_over
 
 
 def named(holders: tuple[int, ...] = (), *, split: bool = False, marked: bool = False):

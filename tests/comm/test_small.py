@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ranks import RankFailure
 from tpkernels.comm.calls import GroupCalls, begin
-from tpkernels.comm.gather_small import gather_small
+from tpkernels.comm.transports.rows import gather_small
 
 
 def backend(tags: bool) -> Any:

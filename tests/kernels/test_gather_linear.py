@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.checks import DTYPES, SHAPES, TILE, assert_accurate, normal, raise_if_late
+from tests.kernels.ring import first_tile
 from tests.kernels.test_linear import operands
-from tpkernels.comm.schedule import first_tile
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import gather_linear_ref

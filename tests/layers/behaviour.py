@@ -27,7 +27,7 @@ from tpkernels import (
     reduce_from_tensor_model_parallel_region,
 )
 from tpkernels.comm import schedule
-from tpkernels.comm.transports import transfers
+from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.layers.world import State
 
 
@@ -313,17 +313,17 @@ def tied_weights_keep_both_gradients() -> bool:
 def counted() -> Iterator[list[int]]:
     """How many transfers were begun inside."""
     count = [0]
-    original = transfers.Transfers.exchange
+    original = Transfers.exchange
 
     def exchange(self: object, *arguments: object) -> object:
         count[0] += 1
         return original(self, *arguments)  # type: ignore[arg-type]
 
-    transfers.Transfers.exchange = exchange  # type: ignore[assignment, method-assign]
+    Transfers.exchange = exchange  # type: ignore[assignment, method-assign]
     try:
         yield count
     finally:
-        transfers.Transfers.exchange = original  # type: ignore[method-assign]
+        Transfers.exchange = original  # type: ignore[method-assign]
 
 
 def mistakes() -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from torch import nn
 from tests.fake_world import each_rank
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel, parallel_state
-from tpkernels.comm.transports import transfers
+from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.layers.attributes import Attributes
 from tpkernels.runtime.state import ParallelStateError, uninstall
 
@@ -28,7 +28,7 @@ def nothing_moves(monkeypatch):
     def refuse(*_):
         raise AssertionError("a transfer was made before the mistake was found")
 
-    monkeypatch.setattr(transfers.Transfers, "exchange", refuse)
+    monkeypatch.setattr(Transfers, "exchange", refuse)
 
 
 def test_lesson_pieces_are_the_lessons():

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.kernels.checks import raise_if_late
-from tpkernels.comm.transports.base import Delivery, Exchange
+from tests.loopback import start
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -37,8 +38,15 @@ def weight_of(rank: int) -> Tensor:
     return torch.randn(N, K, generator=torch.Generator().manual_seed(77 + rank))
 
 
-def arrivals_of(delivery: Delivery, spin_limit: int | None = None) -> Arrivals:
-    return Arrivals(delivery.flags, delivery.awaited, delivery.status, spin_limit)
+def arrivals_of(delivery: MailboxDelivery, spin_limit: int | None = None) -> Arrivals:
+    return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit)
+
+
+def opened(
+    rows: int, splits: int = 1, timeout: float = 10.0, dtype: torch.dtype = torch.float32
+) -> HostExchange:
+    layout = Layout(dist.get_world_size(), (rows, K), dtype, splits)
+    return open_shared(Opening("gather", dist.group.WORLD, layout, timeout=timeout))
 
 
 class Faulty(HostExchange):
@@ -46,38 +54,40 @@ class Faulty(HostExchange):
 
     fault = ""
 
-    def put(self, peer: int, part: int, rows: Tensor, epoch: int, flag: int) -> None:
-        mailbox, there, chunk = self._mailboxes[peer], self.part_rows(part), self.rank * self.splits + part
-        flags = mailbox.flags[epoch % 2]
-        if peer == self.rank or epoch < 3:  # the first calls are sound
-            super().put(peer, part, rows, epoch, flag)
-        elif self.fault == "early_flag":
-            flags[chunk] = flag
+    def put(self, peer: int, there: slice, rows: Tensor, number: int, flag: Tensor) -> None:
+        if peer == self.rank or number < 3:  # the first calls are sound
+            super().put(peer, there, rows, number, flag)
+            return
+        mailbox = self.mailbox(peer)
+        flags, memory = mailbox.flags[number % 2], mailbox.buffers[number % 2]
+        if self.fault == "early_flag":
+            self.raise_flags(flags, there, flag)
             time.sleep(0.2)
-            super().put(peer, part, rows, epoch, flag)
+            super().put(peer, there, rows, number, flag)
         elif self.fault == "skipped_flag":
-            mailbox.buffers[epoch % 2, self.rank, there].copy_(rows)
+            memory[there] = rows
         elif self.fault == "stale_slot":  # writes the other buffer
-            mailbox.buffers[(epoch + 1) % 2, self.rank, there].copy_(rows)
-            flags[chunk] = flag
+            mailbox.buffers[(number + 1) % 2, there] = rows
+            self.raise_flags(flags, there, flag)
         else:
-            mailbox.buffers[epoch % 2, peer, there].copy_(rows)  # as if it came from the receiver
-            flags[chunk] = flag
+            shift = (peer - self.rank) * self.shape[0]  # as if it came from the receiver
+            memory[there.start + shift : there.stop + shift] = rows
+            self.raise_flags(flags, there, flag)
 
 
 def gather_calls(
-    exchange: Exchange, delays: Sequence[float], spin_limit: int | None = None, calls: int = CALLS
+    exchange: MailboxExchange, delays: Sequence[float], spin_limit: int | None = None, calls: int = CALLS
 ) -> list[Tensor]:
     """`calls` gathered products on the same buffers, with fresh data, each after a delay of this rank."""
     results = []
     for call in range(calls):
         time.sleep(delays[call % len(delays)])
-        shard = shard_of(exchange.rank, call, exchange.piece_shape[0])
-        results.append(gathered_product(exchange.start([shard] * exchange.ranks), spin_limit))
+        shard = shard_of(exchange.rank, call, exchange.shape[0])
+        results.append(gathered_product(start(exchange, [shard] * exchange.ranks), spin_limit))
     return results
 
 
-def gathered_product(delivery: Delivery, spin_limit: int | None = None) -> Tensor:
+def gathered_product(delivery: MailboxDelivery, spin_limit: int | None = None) -> Tensor:
     """The product with this rank's weight, computed while the delivery arrives."""
     rank, arrivals = delivery.exchange.rank, arrivals_of(delivery, spin_limit)
     y = gather_linear_fwd(
@@ -110,7 +120,7 @@ def gathered_exactly(rank: int, ranks: int, rows: int, results: Sequence[Tensor]
 
 def on_shared(rows: int, splits: int, delays: Sequence[float], fault: str = "") -> list[bool]:
     """On a rank: whether each gathered product, waiting for other processes, is exact."""
-    exchange = open_shared("gather", dist.group.WORLD, (rows, K), torch.float32, splits=splits, timeout=10.0)
+    exchange = opened(rows, splits)
     if fault:
         exchange.__class__, exchange.fault = Faulty, fault  # type: ignore[attr-defined]
     try:
@@ -123,9 +133,7 @@ def on_shared(rows: int, splits: int, delays: Sequence[float], fault: str = "") 
 def reduces_on_shared(rows: int, splits: int, delays: Sequence[float]) -> list[bool]:
     """On a rank: whether each sum of what all ranks pushed is that of the oracle, to the bit."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    exchange = open_shared(
-        "scatter", dist.group.WORLD, (rows, K), torch.bfloat16, splits=splits, timeout=10.0
-    )
+    exchange = opened(rows, splits, dtype=torch.bfloat16)
     exact = []
     for call in range(CALLS):
         time.sleep(delays[call % len(delays)])
@@ -133,7 +141,7 @@ def reduces_on_shared(rows: int, splits: int, delays: Sequence[float]) -> list[b
             shard_of(source, call, ranks * rows).bfloat16().unflatten(0, (ranks, rows))
             for source in range(ranks)
         ]
-        delivery = exchange.start(list(parts[rank]))
+        delivery = start(exchange, list(parts[rank]), reducing=True)
         arrivals = arrivals_of(delivery)
         y = reduce_slots(delivery.slots, arrivals=arrivals)
         raise_if_late(arrivals, rank)
@@ -147,7 +155,7 @@ def reduces_on_shared(rows: int, splits: int, delays: Sequence[float]) -> list[b
 def absent_rank(rows: int, absent: int, how: str) -> tuple[str, float]:
     """On a rank: what one says whose peer stays away, and after how many seconds."""
     rank, started = dist.get_rank(), time.monotonic()
-    exchange = open_shared("gather", dist.group.WORLD, (rows, K), torch.float32, splits=2, timeout=2.0)
+    exchange = opened(rows, splits=2, timeout=2.0)
     gather_calls(exchange, [0.0], calls=1)
     if rank == absent and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -164,11 +172,11 @@ def absent_rank(rows: int, absent: int, how: str) -> tuple[str, float]:
 
 def unread_call(rows: int) -> str:
     """On a rank: what one says whose peer never reads."""
-    exchange = open_shared("gather", dist.group.WORLD, (rows, K), torch.float32, timeout=0.5)
+    exchange = opened(rows, timeout=0.5)
     deliveries = []
     try:
         for call in range(3 if dist.get_rank() == 0 else 0):
-            deliveries.append(exchange.start([shard_of(0, call, rows)] * exchange.ranks))
+            deliveries.append(start(exchange, [shard_of(0, call, rows)] * exchange.ranks))
             deliveries[-1].release()
         deliveries[-1].wait() if deliveries else None
     except RuntimeError as error:
@@ -193,7 +201,7 @@ def opened_and_dropped() -> tuple[list[str], int]:
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def use() -> None:
-        exchange = open_shared("gather", dist.group.WORLD, (4, K), torch.float32)
+        exchange = opened(4)
         gather_calls(exchange, [0.0], calls=2)
         exchange.close()
 
@@ -206,7 +214,7 @@ def opened_and_dropped() -> tuple[list[str], int]:
 def different_arguments() -> str:
     """On a rank: what all say whose shapes differ."""
     try:
-        open_shared("gather", dist.group.WORLD, (4 + 4 * dist.get_rank(), K), torch.float32)
+        opened(4 + 4 * dist.get_rank())
     except ValueError as error:
         return str(error)
     return "nothing"

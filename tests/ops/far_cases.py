@@ -10,13 +10,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.loopback import VirtualHandle
+from tests.loopback import VirtualHandle, start
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.transport_cases import CPU, open_exchanges, using
+from tests.ops.transport_cases import open_exchanges, using
 from tpkernels.comm.calls import begin
-from tpkernels.comm.transports import shared, symmetric, transfers
-from tpkernels.comm.transports.neighbours import name_of_neighbours
-from tpkernels.comm.transports.transfers import Transfers
+from tpkernels.comm.transports import c10d, shared, symmetric
+from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.transports.mailbox import Layout, Opening
+from tpkernels.comm.transports.symmetric import name_of_ranks
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
@@ -41,16 +42,16 @@ def peers_by_way() -> tuple[list[int], list[int], list[int]]:
         for _ in range(2):
             sent.clear()
             row_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-        return sorted(set(gathered_to)), sorted(set(sent)), sorted(open_exchanges()[0].near)
+        return sorted(set(gathered_to)), sorted(set(sent)), sorted(open_exchanges()[0].same_machine)
 
 
 def later_call_read_first() -> tuple[list[bool], list[bool]]:
     """Which flags are up after the second call was read, then after the first."""
     with using("shared apart"):
-        exchange = shared.open_shared("it", dist.group.WORLD, (1, 2), torch.float32)
+        exchange = shared.open_shared(Opening("it", dist.group.WORLD, Layout(2, (1, 2), torch.float32)))
         found = []
         calls = [begin("it", "gather", dist.group.WORLD) for _ in range(2)]
-        for delivery in reversed([exchange.start([torch.ones(1, 2)] * 2, call) for call in calls]):
+        for delivery in reversed([start(exchange, [torch.ones(1, 2)] * 2, call) for call in calls]):
             assert not any(map(delivery.missing, range(2)))
             found.append((delivery.flags == delivery.awaited).tolist())
             delivery.release()
@@ -70,7 +71,6 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
 
     with (
         using(f"symmetric{places}"),
-        patch.object(symmetric, "machine", shared.machine),
         patch.object(symmetric, "why_not", return_value=""),
         patch.object(symmetric, "require_gpu_each"),
         patch.object(torch.cuda, "get_device_properties"),
@@ -79,18 +79,19 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
     ):
         group = dist.group.WORLD
         first, second = (
-            symmetric.open_symmetric(name, group, (4, 2), torch.float32, CPU) for name in ("a", "b")
+            symmetric.open_symmetric(Opening(name, group, Layout(group.size(), (4, 2), torch.float32)))
+            for name in ("a", "b")
         )
         assert asked == [asked[0]] * 2
         found = dist.distributed_c10d._resolve_process_group(asked[0])
-        return asked[0], found.rank(), found.size(), sorted(first.near), second.rank
+        return asked[0], found.rank(), found.size(), sorted(first.same_machine), second.rank
 
 
 def neighbours_of_a_group_that_ends() -> list[bool]:
     """Whether torch knows the name of neighbours: while their group lives, then no more."""
     group = dist.new_group()
-    name = name_of_neighbours(group, [group.rank()])
-    assert name_of_neighbours(group, [group.rank()]) == name
+    name = name_of_ranks(group, [group.rank()])
+    assert name_of_ranks(group, [group.rank()]) == name
     known = [_is_known(name)]
     dist.barrier()
     dist.destroy_process_group(group)
@@ -112,5 +113,5 @@ def broken_swap() -> str:
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     with using("shared apart"):
         column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-        with patch.object(transfers, "start_together", side_effect=RuntimeError("broken")):
+        with patch.object(c10d, "start_together", side_effect=RuntimeError("broken")):
             return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))

@@ -25,7 +25,7 @@ def blocks_on_one_gpu(sequence_parallel: bool) -> float:
         for seed in range(5):
             operands = operands_of(seed)
             expected = with_gradients(block, operands, sequence_parallel=sequence_parallel, group=cpu)
-            with patch.object(transports, "wish", "symmetric"):
+            with patch.object(transports, "requested_transport", "symmetric"):
                 found = with_gradients(
                     block, [t.to(device) for t in operands], sequence_parallel=sequence_parallel
                 )
@@ -40,6 +40,6 @@ def gpu_shared_without_asking() -> str:
     """What ranks say that share a GPU, unless torch was told that they may."""
     torch.cuda.set_device(0)
     x, w = torch.randn(4, 16, device="cuda"), torch.randn(8, 16, device="cuda")
-    with patch.dict(os.environ), patch.object(transports, "wish", "symmetric"):
+    with patch.dict(os.environ), patch.object(transports, "requested_transport", "symmetric"):
         os.environ.pop(OVERLAPPING, None)
         return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tpkernels.comm.calls import begin
 from tpkernels.comm.schedule import bounds
-from tpkernels.comm.transports import transfers
-from tpkernels.comm.transports.c10d import AllReducing, Swapping
+from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.rows import AllReducing, Swapping
 from tpkernels.ops import column_linear, row_linear
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -49,7 +49,7 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-SENDING = {"c10d": (transfers.Transfers, "exchange"), "shared": (HostExchange, "put")}
+SENDING = {"c10d": (Transfers, "exchange"), "shared": (HostExchange, "put")}
 
 
 def repeats_are_equal(sequence_parallel: bool, transport: str = "c10d", rounds: int = 5) -> bool:
@@ -134,20 +134,20 @@ def lists_share_one_gather() -> tuple[bool, int]:
         return torch.cat(ys, 1)
 
     column(x, *weights)  # before transfers are counted: ranks agree on the transport
-    original = transfers.Transfers.exchange
+    original = Transfers.exchange
 
     def counted(self: Any, *arguments: Any) -> Any:
         counts[-1] += 1
         return original(self, *arguments)
 
-    transfers.Transfers.exchange = counted  # type: ignore[method-assign]
+    Transfers.exchange = counted  # type: ignore[method-assign]
     try:
         with torch.no_grad():
             for several in (weights, weights[:1]):
                 counts.append(0)
                 column(x, *several)
     finally:
-        transfers.Transfers.exchange = original  # type: ignore[method-assign]
+        Transfers.exchange = original  # type: ignore[method-assign]
     together = with_gradients(column, [x, *weights])
     apart = with_gradients(one_by_one, [x, *weights])
     close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(together, apart, strict=True))
@@ -158,7 +158,7 @@ def a_rank_alone_touches_no_transfer() -> bool:
     def forbidden(*_: Any) -> None:
         raise AssertionError("a rank alone has nobody to talk to")
 
-    transfers.Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
+    Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
     results = with_gradients(block, operands_of(6), sequence_parallel=True)
     mlp = with_gradients(
         lambda x, w, w2: parallel_mlp(x, w, None, w2, None, dist.group.WORLD, sequence_parallel=True),
@@ -244,9 +244,10 @@ def wrong_all_reduces(dtypes: list[torch.dtype]) -> list[str]:
         exact, own = (total + bias).to(dtype), parts[group.rank()]
         chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
         swap, reduce_and_gather = (begin(op, "all", group) for op in ("swap", "reduce and gather"))
+        partials = ((own[chunk].__getitem__, chunk.stop - chunk.start) for chunk in chunk_rows)
         ways = {
-            "swap": Swapping(swap, own.__getitem__, chunk_rows, bias),
-            "reduce and gather": AllReducing(reduce_and_gather, own.__getitem__, chunk_rows, cols, own, bias),
+            "swap": Swapping(swap, (own[chunk] for chunk in chunk_rows), bias),
+            "reduce and gather": AllReducing(reduce_and_gather, partials, cols, own, bias),
         }
         for name, way in ways.items():
             if not torch.equal(way.wait(), exact):

@@ -19,7 +19,7 @@ from tests.ops.transport_cases import using
 from tpkernels.buckets import collectives as bucketed
 from tpkernels.comm import calls, watch
 from tpkernels.comm.calls import GroupCalls, calls_of
-from tpkernels.comm.transports.transfers import Transfers
+from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.loopback import open_symmetric_loopback
+from tests.loopback import open_symmetric_loopback, start
 from tests.ops import gpu_cases
 from tests.ranks import RankPool
-from tpkernels.comm.transports.base import Delivery
+from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -23,7 +23,7 @@ WAITS = KernelWaits()
 
 @pytest.fixture
 def ends() -> list[SymmetricExchange]:
-    return open_symmetric_loopback("gather", RANKS, (ROWS, K), torch.bfloat16, "cuda", splits=2, timeout=2.0)
+    return open_symmetric_loopback("gather", Layout(RANKS, (ROWS, K), torch.bfloat16, 2), 2.0, "cuda")
 
 
 def shards(call: int) -> list[Tensor]:
@@ -37,7 +37,7 @@ def weight() -> Tensor:
     ).bfloat16()
 
 
-def finish(delivery: Delivery) -> None:
+def finish(delivery: MailboxDelivery) -> None:
     delivery.release()
     delivery.wait()
 
@@ -46,10 +46,10 @@ def test_virtual_ranks_gather_and_multiply(ends):
     w = weight()
     for call in range(6):
         pieces = shards(call)
-        deliveries = [end.start([pieces[end.rank]] * RANKS) for end in ends]
+        deliveries = [start(end, [pieces[end.rank]] * RANKS) for end in ends]
         expected = linear_fwd(torch.cat(pieces), w).y.float()
         for delivery in deliveries:
-            y, _ = WAITS.product("test", delivery, w, None, "none", False)
+            y, _ = WAITS.product(delivery, w, None, "none", False)
             finish(delivery)
             assert (y.float() - expected).norm() < 1e-2 * expected.norm()
     torch.cuda.synchronize()
@@ -59,9 +59,9 @@ def test_virtual_ranks_gather_and_multiply(ends):
 def test_virtual_ranks_reduce(ends):
     for call in range(6):
         parts = [shards(10 * call + rank) for rank in range(RANKS)]
-        deliveries = [end.start(parts[end.rank]) for end in ends]
+        deliveries = [start(end, parts[end.rank], reducing=True) for end in ends]
         for rank, delivery in enumerate(deliveries):
-            total = WAITS.total("test", delivery, None)
+            total = WAITS.total(delivery, None)
             finish(delivery)
             assert torch.equal(total, reduce_slots_ref(torch.stack([part[rank] for part in parts])))
 
@@ -70,10 +70,10 @@ def test_a_captured_call_can_be_replayed(ends):
     w, pieces = weight(), shards(0)
 
     def call() -> list[Tensor]:
-        deliveries = [end.start([pieces[end.rank]] * RANKS) for end in ends]
+        deliveries = [start(end, [pieces[end.rank]] * RANKS) for end in ends]
         ys = []
         for delivery in deliveries:
-            ys.append(WAITS.product("test", delivery, w, None, "none", False)[0])
+            ys.append(WAITS.product(delivery, w, None, "none", False)[0])
             finish(delivery)
         return ys
 
@@ -94,14 +94,11 @@ def test_a_captured_call_can_be_replayed(ends):
 
 
 def test_rows_that_never_come_are_an_error_of_a_later_call(ends):
-    deliveries = [end.begin() for end in ends]
-    for delivery in deliveries[:-1]:  # the last rank pushes nothing
-        for peer in range(RANKS):
-            delivery.push_piece(peer, shards(0)[0])
-    WAITS.product("test", deliveries[0], weight(), None, "none", False)
+    deliveries = [start(end, [shards(0)[0]] * RANKS) for end in ends[:-1]]  # the last rank pushes nothing
+    WAITS.product(deliveries[0], weight(), None, "none", False)
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match=r"test: rows of rank 3 \(chunk \d\) did not arrive"):
-        WAITS.product("test", deliveries[0], weight(), None, "none", False)
+    with pytest.raises(RuntimeError, match=r"gather: rows of rank 3 \(chunk \d\) did not arrive"):
+        WAITS.product(deliveries[0], weight(), None, "none", False)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -15,14 +15,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.loopback import start
 from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ranks import COLLECTIVE_SECONDS
+from tpkernels.comm.transports import mailbox, symmetric
 from tpkernels.comm.transports import select as transports
-from tpkernels.comm.transports import shared, symmetric
-from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import map_shared
 from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
@@ -30,7 +31,6 @@ from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 T = TypeVar("T")
-CPU = torch.device("cpu")
 
 
 class ProcessHandle:
@@ -47,28 +47,16 @@ class ProcessHandle:
         dist.barrier(self._group)
 
 
-def open_stand_in(
-    name: str,
-    group: dist.ProcessGroup,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    splits: int,
-    timeout: float,
-    op: str = "",
-) -> Exchange:
+def open_stand_in(opening: Opening) -> MailboxExchange:
     """As `open_symmetric` does, but for the memory."""
-    memories = map_shared(name, group, shape, dtype, device, splits)
-    near = list(memories)
-    world_ranks = [dist.get_global_rank(group, rank) for rank in near]
+    memories, group = map_shared(opening), opening.group
+    here = list(memories)
+    world_ranks = [dist.get_global_rank(group, rank) for rank in here]
     beside = (
-        dist.new_group(world_ranks, use_local_synchronization=True) if len(near) < group.size() else group
+        dist.new_group(world_ranks, use_local_synchronization=True) if len(here) < group.size() else group
     )
     handle, own = ProcessHandle(list(memories.values()), beside), memories[group.rank()]
-    return symmetric.SymmetricExchange(
-        name, handle, own, shape, dtype, splits, timeout, near=near, ranks=group.size()
-    )
+    return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
 
 
 @contextmanager
@@ -83,8 +71,8 @@ def using(transport: str, backend: str = "torch") -> Iterator[None]:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     place = {"": "one", "apart": f"host{rank % 2}", "alone": f"host{rank == last}"}[places]
     with (
-        patch.object(shared, "machine", lambda: place),
-        patch.object(transports, "wish", "symmetric" if standing_in else transport),
+        patch.object(mailbox, "machine", lambda: place),
+        patch.object(transports, "requested_transport", "symmetric" if standing_in else transport),
         patch.object(backends, "backend", backend),
         patch.dict(transports.openers, standing_in),
     ):
@@ -97,8 +85,8 @@ def under(transport: str, backend: str, function: Callable[..., T], *args: Any) 
         return function(*args)
 
 
-def open_exchanges() -> list[Exchange]:
-    return list(transports._of_group[dist.group.WORLD]._open.values())
+def open_exchanges() -> list[MailboxExchange]:
+    return list(transports._of_group[id(dist.group.WORLD)]._open.values())
 
 
 def differs_from_c10d_by(transport: str, backend: str, sequence_parallel: bool) -> float:
@@ -130,13 +118,13 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     """Whether calls are exact that use one and the same buffer each time, as a replayed graph does."""
     rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 12
     group = dist.group.WORLD
-    shape = rows, exchanges.K
-    exchange = open_stand_in("replay", group, shape, torch.float32, CPU, splits=2, timeout=20.0)
+    layout = Layout(ranks, (rows, exchanges.K), torch.float32, 2)
+    exchange = open_stand_in(Opening("replay", group, layout, timeout=20.0))
     results = []
     for call in range(4):
         exchange._begun = exchange._read = 0  # what the host counts; epochs are counted on the device
         with nullcontext() if with_barrier or not call else patch.object(exchange, "barrier"):
-            delivery = exchange.start([exchanges.shard_of(rank, call, rows)] * ranks)
+            delivery = start(exchange, [exchanges.shard_of(rank, call, rows)] * ranks)
         time.sleep(0.1 * rank)  # the first rank is far ahead
         results.append(exchanges.gathered_product(delivery, None if with_barrier else 5_000))
     dist.barrier()
@@ -176,11 +164,11 @@ def rows_that_do_not_divide() -> tuple[list[tuple[int, int]], list[tuple[int, ..
     with using("shared"):
         for rows in (7 * ranks, 6 * ranks, 5 * ranks, 8 * ranks):
             row_linear(torch.randn(rows, 12), w, None, dist.group.WORLD, sequence_parallel=True)
-        shapes = [(exchange.piece_shape[0], exchange.splits) for exchange in open_exchanges()]
+        shapes = [(exchange.shape[0], exchange.splits) for exchange in open_exchanges()]
         for rows in (ranks + 1, 0):
             row_linear(torch.randn(rows, 12), w, None, dist.group.WORLD)
         column_linear(torch.randn(0, 12), w, None, dist.group.WORLD, sequence_parallel=True)
-        return shapes, [exchange.piece_shape for exchange in open_exchanges()[len(shapes) :]]
+        return shapes, [exchange.shape for exchange in open_exchanges()[len(shapes) :]]
 
 
 def many_shapes() -> tuple[list[int], int, int]:
@@ -189,7 +177,7 @@ def many_shapes() -> tuple[list[int], int, int]:
         for rows in (1, 2, 3, 1, 4, 5):
             x, w = torch.randn(rows, 8), torch.randn(4, 8)
             column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-        rows_open = [exchange.piece_shape[0] for exchange in open_exchanges()]
+        rows_open = [exchange.shape[0] for exchange in open_exchanges()]
     gc.collect()
     return rows_open, _pushers(), _mappings()
 
@@ -275,7 +263,7 @@ def peer_dies_while_an_exchange_opens() -> None:
 
     with using("shared"):
         if dist.get_rank() == 1:
-            shared.machine = die
+            mailbox.machine = die
         block(*operands_of(7), sequence_parallel=True)
 
 
@@ -326,5 +314,5 @@ def call_after_half_a_call() -> str:
         call()
         (exchange,) = open_exchanges()
         for _ in range(2):
-            exchange.start([x] * exchange.ranks)
+            start(exchange, [x] * exchange.ranks)
         return message_of(call)

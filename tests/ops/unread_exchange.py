@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from tests.loopback import start
 from tests.ops.transport_cases import open_exchanges, using
 from tpkernels.ops import column_linear
 
@@ -19,7 +20,7 @@ def serve(rank: int, path: str) -> None:
         (exchange,) = open_exchanges()
         for _ in range(4 * (rank == 0)):
             exchange.released(exchange._begun)
-            exchange.start([torch.zeros(2, 8)] * 2)
+            start(exchange, [torch.zeros(2, 8)] * 2)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.test_behaviour import saved_bytes
 from tests.ops.vocab_cases import computed_by, our_part
-from tpkernels.comm import gather_small as small
-from tpkernels.comm.transports import transfers
+from tpkernels.comm.transports import rows as rows_in_flight
+from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
@@ -365,8 +365,8 @@ def a_rank_alone_touches_no_transfer() -> bool:
     def forbidden(*_: Any) -> None:
         raise AssertionError("a rank alone has nobody to talk to")
 
-    transfers.Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
-    small.start_all_gather = forbidden  # type: ignore[assignment]
+    Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
+    rows_in_flight.start_all_gather = forbidden  # type: ignore[assignment]
     return all(bool(t.isfinite().all()) for t in with_gradients(model, *operands(), sequence_parallel=True))
 
 

@@ -46,8 +46,7 @@ from tpkernels.comm.groups import (
     start_all_reduce,
     start_broadcast,
 )
-from tpkernels.comm.shards import problem_over
-from tpkernels.comm.supported import FLOATING, Problem, problem_of
+from tpkernels.comm.supported import FLOATING, Problem, problem_of, problem_over
 
 LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 

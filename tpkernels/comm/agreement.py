@@ -1,7 +1,8 @@
-"""All ranks of a group bring the same tensors, or all get the same error.
+"""All ranks of a group agree, or all raise the same error.
 
-One small all-gather of a digest. Only if digests differ, a second one brings what each rank has, so that
-every rank can say who differs, and where.
+`agree` compares what ranks bring to a call: one small all-gather of a digest. Only if digests differ, a
+second one brings what each rank has, so that every rank can say who differs, and where. `offers_of_all` tells
+each rank what the others offer for something that all make together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, handshake
-from tpkernels.comm.gather_small import gather_small
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.supported import Problem
+from tpkernels.comm.transports.rows import gather_small
 
 _DIGEST_BYTES = 16
+_OFFER_CHARACTERS, _OFFER_BYTES = 256, 16 * 1024  # of a text, and of what a rank offers: up to five texts
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
                 return
             claims = [claim] * len(answers)
         else:
-            claims = _exchange(text, [_length(answer) for answer in answers], call)
+            claims = [
+                Claim(request, tuple(tensors), tuple(problem) if problem else None)
+                for request, tensors, problem in _gather_json(text, max(map(_length, answers)), call)
+            ]
     except RuntimeError as error:
         raise RuntimeError(
             f"{claim.request}: ranks of process group '{group.group_name}' could not compare what they "
@@ -68,6 +73,29 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     _raise_problem(claims, ranks)
     _raise_difference(claims, ranks)
+
+
+def offers_of_all(
+    name: str, call: Call, problem: str, wanted: str = "", offer: Sequence[str] = ()
+) -> list[list[str]]:
+    """What each rank offers; all raise if a rank asks for something else or cannot take part.
+
+    problem: why this rank cannot take part, if so
+    wanted: what all must ask for alike. Long texts are cut.
+    """
+    texts = [text[:_OFFER_CHARACTERS] for text in (wanted, problem, *offer)]
+    found = _gather_json(json.dumps(texts).encode(), _OFFER_BYTES, call)
+    here = f"{name} on rank {call.calls.rank}"
+    for peer, (theirs, *_) in enumerate(found):
+        if theirs != texts[0]:
+            raise ValueError(
+                f"{here}: expected equal arguments on all ranks, got {texts[0]} here and "
+                f"{theirs} on rank {peer}"
+            )
+    for peer, (_, why, *_) in enumerate(found):
+        if why:
+            raise RuntimeError(f"{here}: rank {peer} cannot take part: {why}")
+    return [offered for _, _, *offered in found]
 
 
 def describe(name: str, tensor: Tensor, *, strides: bool = True) -> str:
@@ -90,13 +118,10 @@ def _length(answer: Tensor) -> int:
     return int.from_bytes(bytes(answer[_DIGEST_BYTES:].tolist()), "little")
 
 
-def _exchange(text: bytes, lengths: list[int], call: Call) -> list[Claim]:
-    padded = torch.frombuffer(bytearray(text.ljust(max(lengths), b" ")), dtype=torch.uint8)
-    claims = []
-    for row in _all_gather(padded, call):
-        request, tensors, problem = json.loads(bytes(row.tolist()))
-        claims.append(Claim(request, tuple(tensors), tuple(problem) if problem else None))
-    return claims
+def _gather_json(text: bytes, longest: int, call: Call) -> list[Any]:
+    """What the texts of all ranks say, which are padded to one length."""
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    return [json.loads(bytes(row.tolist())) for row in _all_gather(padded, call)]
 
 
 def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:

@@ -8,6 +8,10 @@ that of another. A rank that waits for long shows the others its last calls, see
 After an exception in the middle of a call nobody can say which messages are on their way. The group has
 failed then: the cause is put into its store, its connections are closed, so that nobody waits in vain, and
 every later call on it is an error on all ranks that names the first cause.
+
+A destroyed group that is still held must end its threads before the interpreter ends: gloo's take Python's
+lock to free a finished collective's tensors, and a thread that asks for the lock while the interpreter ends
+aborts the process.
 """
 
 from __future__ import annotations
@@ -26,10 +30,16 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import finalize, ref
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 
-from tpkernels.comm.lifetime import note_use
+from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.watch import Watcher, parting, shown
+
+# Functions of torch's take the default group for a default argument there. Imported when there is one already
+# (the first optimizer does, by way of torch.compile), they hold it to the last; imported earlier, None.
+if not dist.is_initialized():
+    import torch.distributed.nn.functional
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +49,7 @@ MOST_DESCRIBED = 1024  # kinds of calls
 LONGEST_CAUSE = 2000  # characters
 _FAILURE, _RECENT = "tpkernels failure", "tpkernels calls of rank "
 _NEVER_SENT = 2**31 - 1  # a tag
+_LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
 
 
 Key = tuple[str, str, tuple[int, ...], torch.dtype | None]  # operator, what moves, of which shape and dtype
@@ -71,7 +82,8 @@ class GroupCalls:
         self.begun_by = 0  # which thread
         self._number = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
-        self._group = ref(group)  # its threads end with it, see `lifetime`
+        self._group = ref(group)  # its threads end with it
+        self.inherited = False  # by a fork, which has none of its threads
         self._matches_tags: dict[str, bool] = {}
         self._kinds: dict[Key, Kind] = {}
 
@@ -164,7 +176,13 @@ class GroupCalls:
                     group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _is_alive(self) -> bool:
-        return self._group() in distributed_c10d._world.pg_map
+        return (group := self._group()) is not None and is_alive(group)
+
+    def end_threads(self) -> None:
+        """If the group was destroyed and is held. What runs after us at exit may need the others."""
+        group = self._group()
+        if group is not None and not is_alive(group) and not self.inherited:
+            torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
     def _store(self) -> Store | None:
         group = self._group()
@@ -176,9 +194,13 @@ class GroupCalls:
         return group
 
 
-_of_group: dict[
-    int, GroupCalls
-] = {}  # by id, which takes a third of a WeakKeyDictionary's time; see `_added`
+def is_alive(group: ProcessGroup) -> bool:
+    """Whether `group` has not been destroyed."""
+    return group in distributed_c10d._world.pg_map
+
+
+# By id, which takes a third of a WeakKeyDictionary's time; see `_added`.
+_of_group: dict[int, GroupCalls] = {}
 
 
 def calls_of(group: ProcessGroup) -> GroupCalls:
@@ -192,7 +214,6 @@ def calls_of(group: ProcessGroup) -> GroupCalls:
 
 def _added(group: ProcessGroup) -> GroupCalls:
     found = _of_group[id(group)] = GroupCalls(group)
-    note_use(group)
     finalize(group, _of_group.pop, id(group), None)  # another group may get the id
     return found
 
@@ -203,6 +224,13 @@ def _look_at_those_that_wait() -> None:
             with suppress(RuntimeError):  # a store may have died with its rank
                 calls.compare()
         calls.waited = calls.waiting
+
+
+@atexit.register
+def _end_threads_of_destroyed_groups() -> None:
+    if extension().state is ExtensionState.LOADED:
+        for calls in list(_of_group.values()):
+            calls.end_threads()
 
 
 _watcher = Watcher(_look_at_those_that_wait)
@@ -264,8 +292,10 @@ def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
 
 def _disown_groups_of_parent() -> None:
     """A forked child has none of the threads that move rows."""
+    _of_group.clear()
     for group in distributed_c10d._world.pg_map:
         calls = _of_group[id(group)] = GroupCalls(group)
+        calls.inherited = True
         calls.failure = (
             f"it was made in process {os.getppid()}, of which this process {os.getpid()} is a fork; make "
             "process groups after the fork"

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
-from tpkernels.comm.calls import calls_of
-from tpkernels.comm.lifetime import is_alive
+from tpkernels.comm.calls import calls_of, is_alive
 
 
 def required_group(group: object, argument: str = "group", op: str = "") -> ProcessGroup:

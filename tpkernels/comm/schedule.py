@@ -1,4 +1,4 @@
-"""Which rows travel when, which tile is computed first, what a flag must hold: plain arithmetic.
+"""Which rows travel when, and what a flag must hold: plain arithmetic.
 
 R ranks own the rows of a matrix in rank order, each a shard of them. A shard is cut into chunks, so that a
 product can start on the first while the others travel. In step s (1 to R-1) rank r sends to rank r - s and
@@ -8,16 +8,16 @@ receives from rank r + s: in no step does anybody get two messages.
     a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
 
 Where transfers take longer than the product, nothing hides the product of what arrives last, nor that of what
-is sent first. So there chunks get smaller and smaller towards the end, or larger and larger from the start.
-
-Who waits for flags computes tiles of rows in the order of arrival, each once all chunks that it has rows of
-are there; for this, chunks are of one size. A flag says which call its chunk is there of; none is ever reset.
+is sent first. So there chunks are tapered: smaller and smaller towards the end, or larger and larger from the
+start. Where flags tell of chunks, all are of one size. A flag says which call its chunk is there of; none is
+ever reset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 # A chunk is worth its launch from some size on; more than a few cost the product its efficiency.
@@ -28,16 +28,29 @@ SLOTS = 2  # buffers in turn: a rank may be one call ahead of another
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows `start` to `stop` of the whole matrix, which belong to rank `owner` of the group."""
+class Swap:
+    """The two chunks that a rank sends and receives at once."""
 
-    owner: int
-    start: int
-    stop: int
+    to: int
+    sent: slice  # rows of the matrix
+    lands: slice  # where they land in the memory of `to`
+    source: int
+    received: slice  # where the chunk of `source` lands in this rank's memory
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank swaps in a call, in this order, and where rows lie in its memory.
+
+    Memory is the gathered matrix, or the slots of a reduce: what each rank sends, in rank order.
+    """
+
+    rank: int
+    ranks: int
+    rows: int  # of memory
+    own: slice  # this rank's rows of the matrix
+    kept: slice  # where they lie in its memory
+    swaps: tuple[Swap, ...]
 
 
 def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
@@ -47,14 +60,14 @@ def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
     return start, start + size + (part < longer)
 
 
-Shares = Sequence[int]  # sizes of a shard's chunks, relative to each other
+def cut(rows: int, ranks: int, owner: int, shares: Sequence[int]) -> list[slice]:
+    """One rank's shard in chunks, in order; some are empty where it has fewer rows than that.
 
-
-def cut(rows: int, ranks: int, owner: int, shares: Shares) -> list[Chunk]:
-    """One rank's shard in chunks, in order; some are empty where it has fewer rows than that."""
+    shares: sizes of the chunks, relative to each other
+    """
     first, last = bounds(rows, ranks, owner)
     edges = [first + (last - first) * upto // sum(shares) for upto in accumulate(shares, initial=0)]
-    return [Chunk(owner, start, stop) for start, stop in pairwise(edges)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
@@ -63,35 +76,38 @@ def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
         yield (rank - step) % ranks, (rank + step) % ranks
 
 
-def source_of(ranks: int, rank: int, to: int) -> int:
-    """Whom to receive from in the step that sends to `to`."""
-    return (2 * rank - to) % ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """What a rank sends and receives at once."""
-
-    to: int
-    sent: Chunk
-    source: int
-    received: Chunk
-
-
-def gather_swaps(rows: int, ranks: int, rank: int, parts: int) -> Iterator[Swap]:
-    """What `rank` swaps, in this order, until it has the rows of all."""
+@lru_cache(maxsize=256)
+def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = True) -> Plan:
+    """How `rank` gets the rows of all; each shard is cut into as many chunks."""
+    own, swaps = slice(*bounds(rows, ranks, rank)), list[Swap]()
     for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
-        shares = range(parts, 0, -1) if step == ranks - 1 else [1] * parts
-        chunks = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
-        yield from (Swap(to, sent, source, received) for sent, received in chunks)
+        shares = range(chunks, 0, -1) if tapered and step == ranks - 1 else [1] * chunks
+        pairs = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
+        swaps += [Swap(to, sent, sent, source, received) for sent, received in pairs]
+    return Plan(rank, ranks, rows, own, own, tuple(swaps))
 
 
-def reduce_swaps(rows: int, ranks: int, rank: int, parts: int) -> Iterator[Swap]:
-    """What `rank` swaps, in this order, until it has what all others have for its own rows."""
+@lru_cache(maxsize=256)
+def reduce_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = True) -> Plan:
+    """How `rank` gets what all others have for its own rows; each shard is cut into as many chunks."""
+    own, swaps = slice(*bounds(rows, ranks, rank)), list[Swap]()
     for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
-        shares = range(1, parts + 1) if step == 1 else [1] * parts
-        chunks = zip(cut(rows, ranks, to, shares), cut(rows, ranks, rank, shares), strict=True)
-        yield from (Swap(to, sent, source, received) for sent, received in chunks)
+        shares = range(1, chunks + 1) if tapered and step == 1 else [1] * chunks
+        theirs = slice(*bounds(rows, ranks, to))
+        swaps += [
+            Swap(to, sent, _in_slot(rank, sent, theirs), source, _in_slot(source, received, own))
+            for sent, received in zip(
+                cut(rows, ranks, to, shares), cut(rows, ranks, rank, shares), strict=True
+            )
+        ]
+    kept = _in_slot(rank, own, own)
+    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, tuple(swaps))
+
+
+def _in_slot(source: int, rows: slice, shard: slice) -> slice:
+    """Where rows of a shard lie in its owner's memory, if `source` has sent them."""
+    shift = source * (shard.stop - shard.start) - shard.start
+    return slice(rows.start + shift, rows.stop + shift)
 
 
 def parts_of_shard(shard_bytes: int) -> int:
@@ -99,52 +115,27 @@ def parts_of_shard(shard_bytes: int) -> int:
     return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
 
 
-def swaps_whole_parts(whole_bytes: int, ranks: int) -> bool:
-    """Whether ranks sum what all of them send in one step, instead of a reduce and a gather after it.
+def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
+    """Whether each rank sends its full partial sums to all, which add them, instead of a reduce and a gather.
 
-    Each sends (R - 1) times the whole then, and not 2 (R - 1) / R times: as much for two ranks. More ranks do
-    so where what is sent more is not worth a chunk. A function of sizes that all ranks share.
+    Each then sends R - 1 times its partial sums, instead of 2 (R - 1) / R times: as much for two ranks. More
+    ranks do so where the difference is not worth a chunk. A function of sizes that all ranks share.
     """
-    return whole_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
+    return sum_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
 
 
-def even_parts(shard_rows: int, wanted: int) -> int:
-    """The most parts, up to `wanted`, that have as many rows each."""
-    return next(parts for parts in range(max(1, wanted), 0, -1) if shard_rows % parts == 0)
+def even_chunks(shard_rows: int, wanted: int) -> int:
+    """The most chunks of a shard, up to `wanted`, that have as many rows each."""
+    return next(chunks for chunks in range(max(1, wanted), 0, -1) if shard_rows % chunks == 0)
 
 
-def chunk_rows(rows: int, ranks: int, parts: int = 1) -> int:
+def chunk_rows(rows: int, ranks: int, chunks: int = 1) -> int:
     """How many rows each chunk has, where all have as many."""
-    if ranks < 1 or parts < 1 or rows % (ranks * parts):
+    if ranks < 1 or chunks < 1 or rows % (ranks * chunks):
         raise ValueError(
-            f"expected rows that {ranks} ranks times {parts} chunks divide, got {rows}: pad the tokens"
+            f"expected rows that {ranks} ranks times {chunks} chunks divide, got {rows}: pad the tokens"
         )
-    return rows // (ranks * parts)
-
-
-def chunk_order(rank: int, ranks: int, parts: int = 1) -> list[int]:
-    """The chunks of all ranks, numbered as they lie, in the order in which `rank` gets them."""
-    sources = [rank, *(source for _, source in peers_by_step(ranks, rank))]
-    return [source * parts + part for source in sources for part in range(parts)]
-
-
-def first_tile(rank: int, rows: int, ranks: int, block_rows: int) -> int:
-    """The first tile that begins in the rows of `rank`; one that reaches into them from before comes last."""
-    own_row = rank * chunk_rows(rows, ranks)
-    return -(-own_row // block_rows) % max(1, -(-rows // block_rows))
-
-
-def tile_order(rank: int, rows: int, ranks: int, block_rows: int) -> list[int]:
-    """The tiles of rows as `rank` computes them: from its own rows on, round the ring."""
-    tiles = -(-rows // block_rows)
-    return [(first_tile(rank, rows, ranks, block_rows) + step) % tiles for step in range(tiles)]
-
-
-def chunks_of_tile(tile: int, rows: int, chunks: int, block_rows: int) -> range:
-    """The chunks that a tile has rows of, all of which it waits for."""
-    size = chunk_rows(rows, chunks)
-    last_row = min((tile + 1) * block_rows, rows) - 1
-    return range(tile * block_rows // size, last_row // size + 1)
+    return rows // (ranks * chunks)
 
 
 CODE_BITS = 20  # of a flag: a code of the call; above them is its epoch

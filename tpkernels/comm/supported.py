@@ -1,8 +1,12 @@
-"""Which tensors collectives take. Raw backends answer others with silence, garbage, or a crash."""
+"""Which tensors collectives take, and which ranks may average a parameter's gradients.
+
+Raw backends answer other tensors with silence, garbage, or a crash. Shards are not averaged over ranks that
+hold other shards, which are other rows or columns of a weight.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -39,3 +43,55 @@ def problem_of(
         if tensor.device != device:
             return "ValueError", f"'{name}' is on {tensor.device}, others on {device}; expected one device"
     return None
+
+
+def mixing_of(name: str, holders: Collection[int], ranks: Collection[int], wrapper: str) -> str | None:
+    """What is wrong if `wrapper` averages over `ranks` a parameter of which `holders` have a shard each."""
+    peers = set(holders) & set(ranks)
+    if len(peers) < 2:
+        return None
+    if set(ranks) <= set(holders):
+        advice = "these ranks share one model, so there is nothing to average: do not wrap it"
+    else:
+        advice = (
+            'pass the data-parallel group, whose ranks hold the same shard: state.process_group("dp"), or '
+            'mesh["dp"]'
+        )
+    return (
+        f"{wrapper} over ranks {_listed(ranks)} would average different shards: tensor-parallel ranks "
+        f"{_listed(peers)} each hold other rows or columns of '{name}'; {advice}"
+    )
+
+
+def problem_over(
+    named: Iterable[tuple[str, Tensor]],
+    ranks: Collection[int],
+    *,
+    tensor_parallel_ranks: Collection[int],
+    average: bool,
+) -> Problem | None:
+    """Why `GradientBuckets` may not reduce gradients of these parameters over `ranks`, if so.
+
+    tensor_parallel_ranks: of the `tensor_parallel_group` that was given; parameters of layers know their own
+    """
+    for name, parameter in named:
+        holders = {*tensor_parallel_ranks, *getattr(parameter, "tensor_parallel_ranks", ())}
+        if getattr(parameter, "tensor_model_parallel", False):
+            text = mixing_of(name, holders, ranks, "GradientBuckets")
+            if text is not None:
+                return "ValueError", text
+            continue
+        summed = getattr(parameter, "sequence_parallel", False) and len(holders & set(ranks)) > 1
+        if summed and (average or tensor_parallel_ranks):
+            return "ValueError", (
+                f"'{name}' is marked sequence_parallel: its gradient is to be summed once over "
+                f"tensor-parallel ranks {_listed(holders)}, but `group` has ranks {_listed(ranks)}, and "
+                f"would {'average' if average else 'sum again'}; pass the data-parallel group, and the "
+                "tensor-parallel one as tensor_parallel_group"
+            )
+    return None
+
+
+def _listed(ranks: Collection[int]) -> str:
+    shown = [str(rank) for rank in sorted(ranks)]
+    return ", ".join(shown if len(shown) <= 16 else [*shown[:8], "...", shown[-1]])

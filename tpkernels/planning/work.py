@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.comm.schedule import parts_of_shard, swaps_whole_parts
+from tpkernels.comm.schedule import parts_of_shard, swaps_full_sums
 from tpkernels.planning.job import Job
 
 
@@ -59,7 +59,7 @@ class _Transfers:
         """An all-reduce beside products, or under sequence parallelism so many of its halves."""
         if self.job.sequence_parallel:
             return self.gathers(flops, scatters)
-        is_small = swaps_whole_parts(self._bytes, self.tensor)
+        is_small = swaps_full_sums(self._bytes, self.tensor)
         sent = (self.tensor - 1) * self._bytes if is_small else 2 * self._once
         return Work(flops, sent, self._parts, ends_with_sum=True)
 

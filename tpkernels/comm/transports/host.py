@@ -2,12 +2,12 @@
 
 The hazards of writing after reading, and what excludes each:
 
-- A piece of epoch e lands in buffer e % 2 while its owner still reads epoch e - 2 there. Whoever writes first
+- A chunk of epoch e lands in buffer e % 2 while its owner still reads epoch e - 2 there. Whoever writes first
   waits until that owner's `released` word holds e - 2.
-- A piece of epoch e + 1 lands while its owner reads epoch e: another buffer, with flags of its own.
+- A chunk of epoch e + 1 lands while its owner reads epoch e: another buffer, with flags of its own.
 - A flag is seen before its data: it is written after them, by the same thread, and stores become visible in
   order (x86; elsewhere the interpreter's lock, taken between the two, orders them).
-- The own piece is changed while it is being pushed: the caller waits for `wait()`.
+- Rows are changed while they are being pushed: the caller waits for `wait()`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from torch import Tensor
 from torch.distributed import Work
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import flag_of, is_other_call, reusable_after, slot_of
-from tpkernels.comm.transports.base import Delivery, Exchange, Mailbox, code_of
+from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, reusable_after
+from tpkernels.comm.transports.mailbox import Layout, Mailbox, MailboxDelivery, MailboxExchange, code_of
 
 T = TypeVar("T")
 
 POLL_SECONDS = 50e-6
 
 
-class HostExchange(Exchange):
+class HostExchange(MailboxExchange):
     """One rank's end in CPU memory."""
 
+    host_waits = True
+
     def __init__(
-        self,
-        name: str,
-        rank: int,
-        mailboxes: Sequence[Mailbox | None],
-        splits: int,
-        timeout: float,
+        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float
     ) -> None:
-        super().__init__(name, rank, mailboxes, splits, timeout)
+        super().__init__(name, rank, layout, mailboxes, timeout)
         self._closing = threading.Event()
         self._pusher = _Pusher(f"push of {name}")
 
     def read(self) -> int:
-        return int(self._mailbox(self.rank).released)
+        return int(self.mailbox(self.rank).released)
 
     def late(self) -> int:
         return int(self.status)
@@ -58,30 +55,25 @@ class HostExchange(Exchange):
         self._pusher.close()
         self._mailboxes = ()
 
-    def _delivery(self, epoch: int, own: Mailbox, call: Call | None) -> HostDelivery:
-        return HostDelivery(self, epoch, own, flag_of(epoch, code_of(call)), call)
+    def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> HostDelivery:
+        return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
 
     def released(self, epoch: int) -> None:
         """Tell all ranks that ours has read call number `epoch`, and the calls before."""
-        self._mailbox(self.rank).released.fill_(epoch)
+        self.mailbox(self.rank).released.fill_(epoch)
 
-    def pushing(self, peer: int, part: int, rows: Tensor, delivery: HostDelivery) -> Future[None]:
+    def pushing(self, swap: Swap, rows: Tensor, delivery: HostDelivery) -> Future[None]:
         """In order of calls; a push that fails ends those behind it, too."""
-        return self._pusher.submit(lambda: self._push(peer, part, rows, delivery))
 
-    def _push(self, peer: int, part: int, rows: Tensor, delivery: HostDelivery) -> None:
-        self._wait_until_free(peer, delivery)
-        self.put(peer, part, rows, delivery.number, delivery.flag)
+        def push() -> None:
+            self._wait_until_free(swap.to, delivery)
+            self.put(swap.to, swap.lands, rows, delivery.number, delivery.awaited)
 
-    def put(self, peer: int, part: int, rows: Tensor, epoch: int, flag: int) -> None:
-        """Write the rows before their flag."""
-        mailbox = self._mailbox(peer)
-        mailbox.buffers[slot_of(epoch), self.rank, self.part_rows(part)].copy_(rows)
-        mailbox.flags[slot_of(epoch), self.rank * self.splits + part] = flag
+        return self._pusher.submit(push)
 
     def _wait_until_free(self, peer: int, delivery: HostDelivery) -> None:
         deadline, epoch = time.monotonic() + self.timeout, delivery.number
-        released = self._mailbox(peer).released
+        released = self.mailbox(peer).released
         while int(released) < reusable_after(epoch):
             if self._closing.is_set():
                 raise RuntimeError(f"{self.name} on rank {self.rank} was closed during call {epoch}")
@@ -95,30 +87,22 @@ class HostExchange(Exchange):
             time.sleep(POLL_SECONDS)
 
 
-class HostDelivery(Delivery):
+class HostDelivery(MailboxDelivery):
     """One call in CPU memory."""
 
     exchange: HostExchange
 
-    def __init__(
-        self, exchange: HostExchange, number: int, own: Mailbox, flag: int, call: Call | None
-    ) -> None:
-        super().__init__(exchange, number, own, torch.tensor([flag], dtype=torch.int32), call)
+    def __init__(self, exchange: HostExchange, number: int, plan: Plan, flag: int, call: Call | None) -> None:
+        super().__init__(exchange, number, plan, torch.tensor([flag], dtype=torch.int32), call)
         self.flag = flag
         self._pushing: list[Future[None]] = []
         self._received: dict[int, Work] = {}  # by chunk, until its flag is up
 
-    def push(self, peer: int, part: int, rows: Tensor) -> None:
-        exchange = self.exchange
-        if peer == exchange.rank:
-            exchange.put(peer, part, rows, self.number, self.flag)
-            return
-        if peer in exchange.near:
-            self._pushing.append(exchange.pushing(peer, part, rows, self))
-        if self._far is not None:
-            source, received = self._far.swap(peer, exchange.part_rows(part), rows)
-            if received is not None:
-                self._received[source * exchange.splits + part] = received
+    def swap(self, swap: Swap, outgoing: Tensor) -> None:
+        if swap.to in self.exchange.same_machine:
+            self._pushing.append(self.exchange.pushing(swap, outgoing, self))
+        if (received := self.swap_inter_node(swap, outgoing)) is not None:
+            self._received[self.exchange.chunk_numbers(swap.received).start] = received
 
     @property
     def failure(self) -> str:
@@ -129,8 +113,8 @@ class HostDelivery(Delivery):
         for pushing in self._pushing:
             self._watched(pushing.result)
         self._pushing.clear()
-        if self._far is not None:
-            self._far.await_sends()
+        if self.inter_node is not None:
+            self.inter_node.await_sends()
 
     def release(self) -> None:
         self.exchange.released(self.number)
@@ -139,13 +123,12 @@ class HostDelivery(Delivery):
         failed = (pushing.exception() for pushing in self._pushing if pushing.done())
         return next((error for error in failed if error is not None), None)
 
-    @property
-    def for_the_host(self) -> list[int]:
-        """Chunks from other machines: no kernel can wait for them, as `missing` raises their flags."""
-        return list(self._received)
+    def before_kernels_wait(self) -> None:
+        """For chunks from other machines: no kernel can wait for them, as `missing` raises their flags."""
+        for chunk in list(self._received):
+            self.await_chunk(chunk)
 
     def missing(self, chunk: int) -> str:
-        """Why the chunk is not there before time runs out; nothing once it is."""
         if received := self._received.pop(chunk, None):
             try:
                 received.wait()

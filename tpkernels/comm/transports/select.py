@@ -19,48 +19,37 @@ in the same order, hence close the same. They end with the group, or with the pr
 from __future__ import annotations
 
 import os
-import weakref
 from collections import OrderedDict
-from typing import Literal, Protocol, cast
+from collections.abc import Callable
+from typing import Literal, cast
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.calls import is_alive
 from tpkernels.comm.groups import timeout_of
-from tpkernels.comm.lifetime import is_alive
-from tpkernels.comm.schedule import even_parts, parts_of_shard
+from tpkernels.comm.schedule import even_chunks, parts_of_shard
 from tpkernels.comm.transports.base import Exchange
+from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.comm.transports.symmetric import open_symmetric
 
 Transport = Literal["c10d", "shared", "symmetric"]
-WISHES = ("auto", "c10d", "shared", "symmetric")
+TRANSPORTS = ("auto", "c10d", "shared", "symmetric")
 MOST_OPEN = 16  # the ops of one layer need about six
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-wish = os.environ.get("TPKERNELS_TRANSPORT", "auto")
+requested_transport = os.environ.get("TPKERNELS_TRANSPORT", "auto")
 
 
-class Open(Protocol):
-    """Opens an exchange; all ranks of the group call it at once."""
-
-    def __call__(
-        self,
-        name: str,
-        group: ProcessGroup,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        splits: int,
-        timeout: float,
-        op: str,
-    ) -> Exchange: ...
-
-
-openers: dict[str, Open] = {"shared": open_shared, "symmetric": open_symmetric}
+openers: dict[str, Callable[[Opening], MailboxExchange]] = {
+    "shared": open_shared,
+    "symmetric": open_symmetric,
+}
 
 Key = tuple[str, tuple[int, int], torch.dtype, torch.device]
 
@@ -68,65 +57,64 @@ Key = tuple[str, tuple[int, int], torch.dtype, torch.device]
 class _Exchanges:
     """Those that one group has open, the one used last at the end."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self._open: OrderedDict[Key, Exchange] = OrderedDict()
+    def __init__(self, transport: Transport, group: ProcessGroup) -> None:
+        self.transport, self._group = transport, ref(group)
+        self._open: OrderedDict[Key, MailboxExchange] = OrderedDict()
 
-    def get(self, op: str, key: Key, group: ProcessGroup) -> Exchange:
+    def get(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
         if key not in self._open:
             if len(self._open) >= MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
             purpose, shape, dtype, device = key
-            shard_bytes = shape[0] * shape[1] * dtype.itemsize
+            splits = even_chunks(shape[0], parts_of_shard(shape[0] * shape[1] * dtype.itemsize))
+            name = f"the {purpose} of process group '{group.group_name}'"
+            layout = Layout(group.size(), shape, dtype, splits)
+            opening = Opening(name, group, layout, device, timeout_of(group, device), op)
             with torch.inference_mode(False):  # its memory outlives a region that may be active now
-                self._open[key] = openers[self.transport](
-                    f"the {purpose} of process group '{group.group_name}'",
-                    group,
-                    shape,
-                    dtype,
-                    device,
-                    splits=even_parts(shape[0], parts_of_shard(shard_bytes)),
-                    timeout=timeout_of(group, device),
-                    op=op,
-                )
+                self._open[key] = openers[self.transport](opening)
         self._open.move_to_end(key)
         return self._open[key]
+
+    def is_alive(self) -> bool:
+        return (group := self._group()) is not None and is_alive(group)
 
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
 
 
-_of_group: weakref.WeakKeyDictionary[ProcessGroup, _Exchanges] = weakref.WeakKeyDictionary()
+_of_group: dict[int, _Exchanges] = {}  # by id, as in `calls`; a group takes its own with it
 
 
-def exchange_for(
-    op: str, purpose: str, piece: Tensor, rows: int, cols: int, group: ProcessGroup
-) -> Exchange | None:
-    """Our end of the exchange for pieces of (rows, cols), or None if they go over c10d.
+def exchange_for(op: str, purpose: str, like: Tensor, rows: int, cols: int, group: ProcessGroup) -> Exchange:
+    """Our end of the exchange of a matrix of (rows, cols), of which each rank owns a shard.
 
-    piece: a tensor of their dtype and device
+    purpose: what else is in flight at the same time goes through another exchange
+    like: a tensor of its dtype and device
     """
-    exchanges = _of_group.get(group) or _agreed(op, group)
-    if exchanges.transport == "c10d" or not (rows and cols):
-        return None
+    exchanges = _of_group.get(id(group)) or _agreed(op, group)
+    if exchanges.transport == "c10d" or not (rows and cols) or rows % (ranks := group.size()):
+        return C10D
     if not is_alive(group):
         exchanges.close()
         raise RuntimeError(f"{op}: process group '{group.group_name}' was destroyed; make a new one")
-    return exchanges.get(op, (purpose, (rows, cols), piece.dtype, piece.device), group)
+    return exchanges.get(op, (purpose, (rows // ranks, cols), like.dtype, like.device), group)
 
 
 def _agreed(op: str, group: ProcessGroup) -> _Exchanges:
     """What all ranks of the group ask for, or the same error on all of them."""
-    chosen = "c10d" if wish == "auto" else wish
+    chosen = "c10d" if requested_transport == "auto" else requested_transport
     problem = None
-    if wish not in WISHES:
-        problem = "ValueError", f"TPKERNELS_TRANSPORT is {wish!r}; expected one of {', '.join(WISHES)}"
+    if chosen not in TRANSPORTS:
+        problem = "ValueError", f"TPKERNELS_TRANSPORT is {chosen!r}; expected one of {', '.join(TRANSPORTS)}"
     agree(Claim(f"{op} with TPKERNELS_TRANSPORT={chosen}", (), problem), group)
-    for other, left in list(_of_group.items()):
-        if not is_alive(other):  # destroyed, and held by somebody
+    for left in list(_of_group.values()):
+        if not left.is_alive():  # destroyed, and held by somebody
             left.close()
-    exchanges = _Exchanges(cast("Transport", chosen))
-    _of_group[group] = exchanges
-    weakref.finalize(group, exchanges.close)  # also at exit
+    exchanges = _of_group[id(group)] = _Exchanges(cast("Transport", chosen), group)
+    finalize(group, _forget, id(group))  # also at exit
     return exchanges
+
+
+def _forget(number: int) -> None:
+    _of_group.pop(number).close()

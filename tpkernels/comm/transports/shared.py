@@ -1,7 +1,5 @@
 """The `shared` transport: ranks that are processes of one machine exchange through memory they all map.
 
-Ranks on other machines are sent to, see `far`.
-
 The memory has no name, so that nothing is left behind however a rank ends: each rank makes an anonymous file,
 the others open it by way of its process, and the system frees it with the last of them.
 """
@@ -13,82 +11,42 @@ import os
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import handshake
-from tpkernels.comm.transports.base import Mailbox, require_shape
-from tpkernels.comm.transports.handshake import (
-    described,
-    exchanged,
-    machine,
-    ranks_beside,
-    require_equal,
-    require_none,
-)
+from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.mailbox import Mailbox, Opening
 
 
-def open_shared(
-    name: str,
-    group: ProcessGroup,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  # a value, never changed
-    *,
-    splits: int = 1,
-    timeout: float = 60.0,
-    op: str = "",
-) -> HostExchange:
-    """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
-
-    shape: (rows, cols) of a piece
-    timeout: seconds until a rank that does not read is an error
-    op: who needs it, for errors
-    """
-    memories = map_shared(name, group, shape, dtype, device, splits, op=op)
-    mailboxes: list[Mailbox | None] = [None] * group.size()
+def open_shared(opening: Opening) -> HostExchange:
+    """Our end of an exchange; all ranks of the group call this at once."""
+    rank, layout, memories = opening.group.rank(), opening.layout, map_shared(opening)
+    mailboxes: list[Mailbox | None] = [None] * layout.ranks
     for peer, memory in memories.items():
-        mailboxes[peer] = Mailbox.over(memory, group.size(), shape, dtype, splits)
-    return HostExchange(name, group.rank(), mailboxes, splits, timeout)
+        mailboxes[peer] = layout.mailbox(memory)
+    return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout)
 
 
-def map_shared(
-    name: str,
-    group: ProcessGroup,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    splits: int,
-    *,
-    op: str = "",
-) -> dict[int, Tensor]:
+def map_shared(opening: Opening) -> dict[int, Tensor]:
     """Zeroed bytes for the mailbox of each rank on this machine, by its number in the group."""
-    rank, ranks = group.rank(), group.size()
-    problem, descriptor, count = "", -1, 0
+    name, layout, problem, descriptor = opening.name, opening.layout, "", -1
     try:
-        if device.type != "cpu":
+        if opening.device.type != "cpu":
             raise ValueError(
-                f"TPKERNELS_TRANSPORT=shared exchanges memory of the CPU, got {device}; use symmetric or c10d"
+                "TPKERNELS_TRANSPORT=shared exchanges memory of the CPU, got "
+                f"{opening.device}; use symmetric or c10d"
             )
-        require_shape(name, ranks, shape, splits)
-        count = sum(Mailbox.sizes(ranks, shape, dtype, splits))
+        layout.require_rows(name)
         descriptor = os.memfd_create(f"tpkernels {name}", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, count)
+        os.ftruncate(descriptor, layout.byte_count)
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"{type(error).__name__}: {error}"
-    opening = handshake(op or "open_shared", f"opening {name}", group)
-    # a rank that cannot go on says so here: nobody waits for it below
-    wanted, path = described(shape, dtype, splits), f"/proc/{os.getpid()}/fd/{descriptor}"
+    call, path = opening.begin(), f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        offers = exchanged((wanted, machine(), path, problem), opening)
-        require_equal(name, [wanted for wanted, *_ in offers], rank)
-        require_none(name, [problem for *_, problem in offers], rank)
-        near = ranks_beside([place for _, place, *_ in offers], rank)
-        paths = [path for *_, path, _ in offers]
-        memories, problem = _mapped([paths[peer] for peer in near], count)
-        # also: all have mapped it, so descriptors may close
-        require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
-        return dict(zip(near, memories, strict=True))
+        # a rank that cannot go on says so here: nobody waits for it below
+        here, paths = opening.offers(call, problem, path)
+        memories, problem = _mapped([paths[peer] for peer in here], layout.byte_count)
+        offers_of_all(name, call, problem)  # also: all have mapped it, so descriptors may close
+        return dict(zip(here, memories, strict=True))
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -11,10 +11,10 @@ The hazards of writing after reading, and what excludes each:
   uses one buffer each time. Two calls may be begun before the first is read: they have different buffers.
 - A flag is seen before its rows: it is copied behind them in one stream.
 - The epoch is counted up before it has been copied: each call has its own copy of it.
-- A piece is changed while it is being pushed: `wait()` lets the current stream wait for the pushes.
+- Rows are changed while they are being pushed: `wait()` lets the current stream wait for the pushes.
 
-Ranks on other machines are sent to, see `far`, in a stream for them alone: a push to a neighbour does not
-queue behind a slow link. There a flag is raised behind the arrival of its rows.
+What goes to other machines goes in a stream of its own: a push inside the machine does not queue behind a
+slow link. There a flag is raised behind the arrival of its rows.
 
 Not run on a GPU yet.
 """
@@ -23,27 +23,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
+from weakref import WeakKeyDictionary, finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 
-from tpkernels.comm.calls import Call, handshake
-from tpkernels.comm.schedule import flag_of, slot_of
+from tpkernels.comm.agreement import offers_of_all
+from tpkernels.comm.calls import Call
+from tpkernels.comm.schedule import Plan, Swap, flag_of
 from tpkernels.comm.side_stream import SideStream
-from tpkernels.comm.transports.base import Delivery, Exchange, Mailbox, code_of, require_shape
-from tpkernels.comm.transports.handshake import (
-    described,
-    exchanged,
-    machine,
-    ranks_beside,
-    require_equal,
-    require_none,
+from tpkernels.comm.transports.mailbox import (
+    Layout,
+    Mailbox,
+    MailboxDelivery,
+    MailboxExchange,
+    Opening,
+    code_of,
 )
-from tpkernels.comm.transports.inter_node import FarCall
-from tpkernels.comm.transports.neighbours import name_of_neighbours
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -71,41 +73,36 @@ class Handle(Protocol):
         """All ranks, in their current streams."""
 
 
-class SymmetricExchange(Exchange):
+class SymmetricExchange(MailboxExchange):
     """One rank's end in memory that all ranks of its machine can write."""
+
+    host_waits = False
 
     def __init__(
         self,
         name: str,
+        layout: Layout,
         handle: Handle,
         memory: Tensor,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        splits: int,
         timeout: float,
-        *,
-        near: Sequence[int] = (),
-        ranks: int | None = None,
+        here: Sequence[int],
     ) -> None:
         """One rank's end.
 
         handle: of the ranks on this machine
         memory: our own, zeroed bytes
-        near: the numbers of those ranks among all, needed, like the count `ranks` of all, if there are others
+        here: the numbers of the ranks on this machine among all
         """
-        near = near or range(handle.world_size)
-        ranks = ranks or len(near)
-        mailboxes: list[Mailbox | None] = [None] * ranks
-        for number, peer in enumerate(near):
-            view = handle.get_buffer(number, (memory.numel(),), torch.uint8)
-            mailboxes[peer] = Mailbox.over(view, ranks, shape, dtype, splits)
-        super().__init__(name, near[handle.rank], mailboxes, splits, timeout)
-        self.margin = (_COPIES if len(near) == ranks else _TRANSFERS) if memory.is_cuda else 0
+        mailboxes: list[Mailbox | None] = [None] * layout.ranks
+        for number, peer in enumerate(here):
+            mailboxes[peer] = layout.mailbox(handle.get_buffer(number, (memory.numel(),), torch.uint8))
+        super().__init__(name, here[handle.rank], layout, mailboxes, timeout)
+        self.margin = (_COPIES if len(here) == layout.ranks else _TRANSFERS) if memory.is_cuda else 0
         self._handle, self._memory = handle, memory
         self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
         self._read = 0
-        self.side, self.far_side = SideStream(memory.device), SideStream(memory.device)
+        self.side, self.inter_node_side = SideStream(memory.device), SideStream(memory.device)
         self.in_flight: set[SymmetricDelivery] = set()
         self.barrier()  # nobody raises a flag before it has been zeroed
 
@@ -129,68 +126,47 @@ class SymmetricExchange(Exchange):
     def released(self, number: int) -> None:
         self._read = max(self._read, number)
 
-    def mailbox(self, peer: int) -> Mailbox:
-        return self._mailbox(peer)
-
-    def _delivery(self, epoch: int, own: Mailbox, call: Call | None) -> SymmetricDelivery:
+    def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> SymmetricDelivery:
         if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
-            self.far_side.let_current_wait()
+            self.inter_node_side.let_current_wait()
         self.barrier()
         awaited = self._word.add_(flag_of(1, 0)).bitwise_or(flag_of(0, code_of(call)))
-        return SymmetricDelivery(self, epoch, own, awaited, call)
+        return SymmetricDelivery(self, epoch, plan, awaited, call)
 
 
-class SymmetricDelivery(Delivery):
+class SymmetricDelivery(MailboxDelivery):
     """One call in the memory of GPUs."""
 
     exchange: SymmetricExchange
 
     def __init__(
-        self, exchange: SymmetricExchange, number: int, own: Mailbox, awaited: Tensor, call: Call | None
+        self, exchange: SymmetricExchange, number: int, plan: Plan, awaited: Tensor, call: Call | None
     ) -> None:
-        super().__init__(exchange, number, own, awaited, call)
+        super().__init__(exchange, number, plan, awaited, call)
         self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
         exchange.in_flight.add(self)
 
-    def push(self, peer: int, part: int, rows: Tensor) -> None:
+    def swap(self, swap: Swap, outgoing: Tensor) -> None:
         exchange = self.exchange
-        if peer == exchange.rank:
-            self._write(peer, part, rows)
-            return
         computing: list[torch.Stream] = []
         exchange.side.note_current(computing)
-        if peer in exchange.near:
+        if swap.to in exchange.same_machine:
             exchange.side.wait_for(computing)
             with exchange.side.entered():
-                self._write(peer, part, rows)
-        if self._far is not None:
-            exchange.far_side.wait_for(computing)
-            with exchange.far_side.entered():
-                self._swap(self._far, peer, part, rows)
-        self._held.append(rows)
-
-    def _swap(self, far: FarCall, to: int, part: int, rows: Tensor) -> None:
-        source, received = far.swap(to, self.exchange.part_rows(part), rows)
-        if received is not None:
-            received.wait()  # holds up this stream, not the host
-            self._raise_flag(self.flags, source, part)
-        far.await_sends()  # likewise
-
-    def _write(self, peer: int, part: int, rows: Tensor) -> None:
-        exchange = self.exchange
-        mailbox = exchange.mailbox(peer)
-        there = mailbox.buffers[slot_of(self.number), exchange.rank, exchange.part_rows(part)]
-        there.copy_(rows, non_blocking=True)
-        self._raise_flag(mailbox.flags[slot_of(self.number)], exchange.rank, part)
-
-    def _raise_flag(self, flags: Tensor, source: int, part: int) -> None:
-        flag = source * self.exchange.splits + part
-        flags[flag : flag + 1].copy_(self.awaited, non_blocking=True)
+                exchange.put(swap.to, swap.lands, outgoing, self.number, self.awaited)
+        if self.inter_node is not None:
+            exchange.inter_node_side.wait_for(computing)
+            with exchange.inter_node_side.entered():
+                if (received := self.swap_inter_node(swap, outgoing)) is not None:
+                    received.wait()  # holds up this stream, not the host
+                    exchange.raise_flags(self.flags, swap.received, self.awaited)
+                self.inter_node.await_sends()  # likewise
+        self._held.append(outgoing)
 
     def wait(self) -> None:
         self.exchange.side.let_current_wait()
-        self.exchange.far_side.let_current_wait()
+        self.exchange.inter_node_side.let_current_wait()
         self._held.clear()
         self.exchange.in_flight.discard(self)
 
@@ -198,54 +174,35 @@ class SymmetricDelivery(Delivery):
         readers: list[torch.Stream] = []
         self.exchange.side.note_current(readers)
         self.exchange.side.wait_for(readers)
-        self.exchange.far_side.wait_for(readers)
+        self.exchange.inter_node_side.wait_for(readers)
         self.exchange.released(self.number)
 
 
-def open_symmetric(
-    name: str,
-    group: ProcessGroup,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    splits: int = 1,
-    timeout: float = 60.0,
-    op: str = "",
-) -> SymmetricExchange:
-    """Our end of an exchange among the ranks of `group`; all call this with equal arguments.
-
-    shape: (rows, cols) of a piece
-    timeout: seconds until a rank that does not come is an error
-    op: who needs it, for errors
-    """
-    rank, ranks = group.rank(), group.size()
+def open_symmetric(opening: Opening) -> SymmetricExchange:
+    """Our end of an exchange; all ranks of the group call this at once."""
+    name, group, layout, device = opening.name, opening.group, opening.layout, opening.device
     problem, gpu = why_not(device), ""
     try:
-        require_shape(name, ranks, shape, splits)
+        layout.require_rows(name)
     except ValueError as error:
         problem = problem or str(error)
     if not problem:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    opening = handshake(op or "open_symmetric", f"opening {name}", group)
-    offers = exchanged((described(shape, dtype, splits), machine(), gpu, problem), opening)
-    require_equal(name, [wanted for wanted, *_ in offers], rank)
-    require_none(name, [problem for *_, problem in offers], rank)
-    near = ranks_beside([place for _, place, *_ in offers], rank)
-    require_gpu_each(name, [gpu for *_, gpu, _ in offers], rank)
+    call = opening.begin()
+    here, gpus = opening.offers(call, problem, gpu)
+    require_gpu_each(name, gpus, group.rank())
     handle: Handle | None = None
     try:
-        memory = _memory(sum(Mailbox.sizes(ranks, shape, dtype, splits)), device)
-        handle = _rendezvous(
-            memory, group.group_name if len(near) == ranks else name_of_neighbours(group, near)
-        )
+        memory = _memory(layout.byte_count, device)
+        all_here = len(here) == layout.ranks
+        handle = _rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"torch's symmetric memory refused: {error}"
-    require_none(name, [said for (said,) in exchanged([problem], opening)], rank)
+    offers_of_all(name, call, problem)
     assert handle is not None
     own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
     assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-    return SymmetricExchange(name, handle, memory, shape, dtype, splits, timeout, near=near, ranks=ranks)
+    return SymmetricExchange(name, layout, handle, memory, opening.timeout, here)
 
 
 def why_not(device: torch.device) -> str:
@@ -286,3 +243,25 @@ def _rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
 
     handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
     return handle
+
+
+_of_group: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  # torch holds them weakly
+
+
+def name_of_ranks(group: ProcessGroup, here: Sequence[int]) -> GroupName:
+    """A name by which torch's rendezvous finds the ranks `here` of `group`, known as long as the group lives.
+
+    What bears it has a store and no backend: nothing is connected, and no collective can be called on it.
+    """
+    name = cast("GroupName", f"{group.group_name}, ranks {', '.join(map(str, here))}")
+    if group not in _of_group:
+        store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(group))
+        _of_group[group] = ProcessGroup(store, here.index(group.rank()), len(here))
+        c10d._register_process_group(name, _of_group[group])
+        finalize(group, _forget, name)
+    return name
+
+
+def _forget(name: GroupName) -> None:
+    with suppress(RuntimeError):  # destroy_process_group() forgets all names at once
+        c10d._unregister_process_group(name)

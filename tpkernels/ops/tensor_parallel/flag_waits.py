@@ -1,129 +1,128 @@
-"""Who waits for the chunks of a delivery: our kernels, or the host where torch computes on the CPU."""
+"""Who waits for the chunks of a call: our kernels where they compute, else the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from tpkernels.comm.transports.base import Delivery, Exchange
-from tpkernels.comm.transports.c10d import sum_of_slots
-from tpkernels.comm.transports.host import HostDelivery, HostExchange
-from tpkernels.comm.transports.transfers import blaming
+from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
+from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, Waits
 from tpkernels.dispatch import backends
 from tpkernels.kernels.activations import Activation
 
 if TYPE_CHECKING:
     from tpkernels.kernels.waits import Arrivals
 
-
-class Waits(Protocol):
-    """Each gives a new tensor, of chunks that are there; chunks are numbered as they lie in the slots."""
-
-    def rows(self, op: str, delivery: Delivery, chunks: range) -> Tensor:
-        """(rows, cols) of some chunks that lie one after the other."""
-
-    def total(self, op: str, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        """(rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
-
-
-class HostWaits:
-    """Looks at flags in memory of the CPU."""
-
-    def rows(self, op: str, delivery: Delivery, chunks: range) -> Tensor:
-        self._await(op, delivery, chunks)
-        return _rows_of(delivery, chunks).clone()
-
-    def total(self, op: str, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        self._await(op, delivery, range(delivery.flags.numel()))
-        return sum_of_slots(delivery.slots, bias)
-
-    def _await(self, op: str, delivery: Delivery, chunks: range) -> None:
-        assert isinstance(delivery, HostDelivery), "flags of a GPU are for kernels"
-        await_on_host(op, delivery, chunks)
-
-
-def await_on_host(op: str, delivery: HostDelivery, chunks: Iterable[int]) -> None:
-    for chunk in chunks:
-        if cause := delivery.missing(chunk):
-            raise late_chunk(op, delivery, chunk, cause)
+# Kernels are imported where they are called: who computes on a CPU need not have Triton.
 
 
 class KernelWaits:
     """Leaves it to kernels: the host goes on at once. Where it can know, it reports a wait that ran out."""
 
-    def rows(self, op: str, delivery: Delivery, chunks: range) -> Tensor:
-        return self._sum(op, delivery, _rows_of(delivery, chunks)[None], None, chunks)
+    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
+        return self._sum(delivery, delivery.memory[rows][None], None, rows)
 
-    def total(self, op: str, delivery: Delivery, bias: Tensor | None) -> Tensor:
-        return self._sum(op, delivery, delivery.slots, bias, range(delivery.flags.numel()))
+    def all_rows(self, delivery: Delivery) -> Tensor:
+        return self.rows(delivery, slice(0, delivery.plan.rows))
+
+    def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
+        return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
 
     def product(
         self,
-        op: str,
         delivery: Delivery,
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation,
         keep_z: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Product:
         """act(x weightᵀ + bias) of all rows, each tile once its rows are there, and z on request."""
-        from tpkernels.kernels.gather_linear import gather_linear_fwd  # here: a CPU user need not have Triton
+        from tpkernels.kernels.gather_linear import gather_linear_fwd
 
-        exchange = delivery.exchange
+        delivery = cast("MailboxDelivery", delivery)
         y, z = gather_linear_fwd(
-            delivery.slots.flatten(0, 1),
+            delivery.memory,
             weight,
             bias,
-            arrivals=self._arrivals(op, delivery),
-            first_row=exchange.rank * exchange.piece_shape[0],
+            arrivals=_arrivals(delivery),
+            first_row=delivery.plan.own.start,
             activation=activation,
             keep_z=keep_z,
-            margin=exchange.margin,
-        )
-        self._raise_if_late(op, delivery)
-        return y, z
-
-    def _sum(self, op: str, delivery: Delivery, slots: Tensor, bias: Tensor | None, chunks: range) -> Tensor:
-        """A sum over one slot copies it."""
-        from tpkernels.kernels.reduce import reduce_slots
-
-        total = reduce_slots(
-            slots,
-            bias,
-            arrivals=self._arrivals(op, delivery),
-            chunks=chunks,
             margin=delivery.exchange.margin,
         )
-        self._raise_if_late(op, delivery)
+        _raise_if_late(delivery)
+        return y, z
+
+    def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        """rows: of memory, that the slots are. A sum over one slot copies it."""
+        from tpkernels.kernels.reduce import reduce_slots
+
+        delivery = cast("MailboxDelivery", delivery)
+        exchange, arrivals = delivery.exchange, _arrivals(delivery)
+        chunks = exchange.chunk_numbers(rows)
+        total = reduce_slots(slots, bias, arrivals=arrivals, chunks=chunks, margin=exchange.margin)
+        _raise_if_late(delivery)
         return total
 
-    def _arrivals(self, op: str, delivery: Delivery) -> Arrivals:
-        from tpkernels.kernels.target import target_of
-        from tpkernels.kernels.waits import Arrivals, spins_in
 
-        if isinstance(delivery, HostDelivery):
-            await_on_host(op, delivery, delivery.for_the_host)
-
-        limit = spins_in(delivery.exchange.timeout, target_of(delivery.flags.device))
-        return Arrivals(delivery.flags, delivery.awaited, delivery.status, limit)
-
-    def _raise_if_late(self, op: str, delivery: Delivery) -> None:
-        from tpkernels.kernels.waits import kernel_and_chunk
-
-        if word := delivery.exchange.late():
-            kernel, chunk = kernel_and_chunk(word)
-            raise late_chunk(op, delivery, chunk, f"a wait of {kernel} ran out; results are not valid")
+KERNEL_WAITS = KernelWaits()
+Product = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
 
-def _rows_of(delivery: Delivery, chunks: range) -> Tensor:
-    size = delivery.exchange.part_rows(0).stop
-    return delivery.slots.flatten(0, 1)[chunks.start * size : chunks.stop * size]
+def _arrivals(delivery: MailboxDelivery) -> Arrivals:
+    from tpkernels.kernels.target import target_of
+    from tpkernels.kernels.waits import Arrivals, spins_in
+
+    delivery.before_kernels_wait()
+    exchange = delivery.exchange
+    limit = spins_in(exchange.timeout, target_of(delivery.flags.device))
+    return Arrivals(delivery.flags, delivery.awaited, exchange.status, limit)
+
+
+def _raise_if_late(delivery: MailboxDelivery) -> None:
+    from tpkernels.kernels.waits import kernel_and_chunk
+
+    if word := delivery.exchange.late():
+        kernel, chunk = kernel_and_chunk(word)
+        raise delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
+
+
+class MultipliedRows(Gathering):
+    """A gather whose rows a kernel multiplies as they arrive."""
+
+    def products(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: Activation,
+        keep_z: bool,
+        *,
+        keep_rows: bool,
+    ) -> list[Product]:
+        """act(x weightᵀ + bias) of all rows, from our own on, as they arrive.
+
+        keep_rows: `wait` is called later
+        """
+        found = [
+            KERNEL_WAITS.product(self.delivery, weight, bias, activation, keep_z)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        if keep_rows:
+            self.wait()
+        else:
+            self.delivery.end()
+        return found
 
 
 def waits_for(op: str, exchange: Exchange) -> Waits:
     """The host waits in its own memory if torch computes; else kernels do."""
+    if exchange is C10D:
+        return HOST_WAITS
+    assert isinstance(exchange, MailboxExchange)
     if backends.backend == "triton" or (backends.backend == "auto" and exchange.status.is_cuda):
         from tpkernels.kernels.operands import DTYPES
 
@@ -132,20 +131,10 @@ def waits_for(op: str, exchange: Exchange) -> Waits:
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {exchange.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
             )
-        return KernelWaits()
-    if isinstance(exchange, HostExchange):
-        return HostWaits()
+        return KERNEL_WAITS
+    if exchange.host_waits:
+        return HOST_WAITS
     raise ValueError(
         f"{op}: TPKERNELS_BACKEND={backends.backend} computes with torch, which cannot wait for flags of a "
         "GPU: leave it at auto, or set TPKERNELS_TRANSPORT=c10d"
     )
-
-
-def late_chunk(op: str, delivery: Delivery, chunk: int, cause: str) -> RuntimeError:
-    exchange, problem = delivery.exchange, delivery.problem()
-    if first := delivery.call is not None and delivery.call.calls.first_failure():
-        cause = first
-    elif problem is not None:
-        cause += f"; this rank's own rows are not out either: {problem}"
-    what = f"rows of rank {chunk // exchange.splits} (chunk {chunk}) did not arrive"
-    return blaming(op, what, exchange.name, exchange.rank, exchange.ranks, cause)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, all_or_fail
-from tpkernels.comm.transports.c10d import Gathering, Reducing, all_reducing
+from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.operands import Group

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.transports.c10d import Pending
+from tpkernels.comm.transports.rows import Pending
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Packed
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode

@@ -1,4 +1,4 @@
-"""What every op over a group does first: look at the group, and agree on shapes where that was asked for."""
+"""What every op over a group needs: its group checked, calls begun, rows gathered and sums reduced."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of
-from tpkernels.comm.gather_small import gather_small
 from tpkernels.comm.groups import refuse_other_devices, required_group
-from tpkernels.comm.transports.c10d import Gathering, Pending, Reducing, all_reducing
+from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.comm.transports.select import exchange_for
 from tpkernels.env_flag import switched_on
-from tpkernels.ops.tensor_parallel.flag_waits import waits_for
-from tpkernels.ops.tensor_parallel.flagged import FlaggedAllSum, FlaggedRows, FlaggedSum
+from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, waits_for
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = switched_on("TPKERNELS_DEBUG", default=False)
@@ -144,27 +143,22 @@ def start_sum(
     if group.size() == 1:
         alone = partial_of(slice(0, rows))
         return Done(alone if bias is None else alone + bias)
-    ranks = group.size()
-    if not rows % ranks:
-        shard = rows // ranks
-        reduces = exchange_for(op, "reduces", like, shard, cols, group)
-        gathers = None if scatter else exchange_for(op, "gathers", like, shard, cols, group)
-    else:
-        assert not scatter, "the caller refuses rows that the ranks do not divide"
-        reduces = gathers = None
-    waits = None if reduces is None else waits_for(op, reduces)
+    assert not (scatter and rows % group.size()), "the caller refuses rows that the ranks do not divide"
+    reduces = exchange_for(op, "reduces", like, rows, cols, group)
+    gathers = reduces
+    if not (scatter or reduces is C10D):
+        gathers = exchange_for(op, "gathers", like, rows, cols, group)
+    waits = waits_for(op, reduces)
     what = "shards of the sum" if scatter else "all of the sum"
     call = begin_call(op, what, (rows, cols), like, group)
     if not overlap:
         partial_of = partial_of(slice(0, rows)).__getitem__
-    if reduces is not None and waits is not None:
-        summing = FlaggedSum(call, partial_of, reduces, waits, bias)
-        return summing if gathers is None else FlaggedAllSum(call, summing, gathers, waits)
-    sums = Reducing if scatter else all_reducing
-    return sums(call, partial_of, rows, cols, like, bias)
+    if scatter:
+        return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits)
+    return all_reducing(call, partial_of, rows, cols, like, bias, reduces, gathers, waits)
 
 
-Rows = Gathering | FlaggedRows | Done
+Rows = Gathering | Done
 
 
 def start_rows(op: str, name: str, shard: Tensor, group: ProcessGroup) -> Rows:
@@ -172,12 +166,12 @@ def start_rows(op: str, name: str, shard: Tensor, group: ProcessGroup) -> Rows:
     ranks = group.size()
     if ranks == 1:
         return Done(shard)
-    gathers = exchange_for(op, "gathers", shard, shard.shape[0], shard.shape[1], group)
-    waits = None if gathers is None else waits_for(op, gathers)
+    rows = ranks * shard.shape[0]
+    gathers = exchange_for(op, "gathers", shard, rows, shard.shape[1], group)
+    waits = waits_for(op, gathers)
     call = begin_call(op, name, shard.shape, shard, group)
-    if gathers is None or waits is None:
-        return Gathering(call, shard, ranks * shard.shape[0])
-    return FlaggedRows(call, shard, gathers, waits)
+    gathering = MultipliedRows if waits is KERNEL_WAITS else Gathering
+    return gathering(call, shard, rows, gathers, waits)
 
 
 def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -189,6 +183,6 @@ def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, full.shape[0]), full
 
 
-def multiplying(gathering: Rows, overlap: bool) -> TypeGuard[FlaggedRows]:
+def multiplying(gathering: Rows, overlap: bool) -> TypeGuard[MultipliedRows]:
     """Whether a kernel multiplies the rows as they arrive, all of them in one launch."""
-    return overlap and isinstance(gathering, FlaggedRows) and gathering.multiplies
+    return overlap and isinstance(gathering, MultipliedRows)

@@ -1,0 +1,317 @@
+"""Chunks pushed into the other ranks' memory, and flags raised after them: what kernels can wait on.
+
+A `MailboxExchange` belongs to one rank of R and one shape. Call number e, its epoch, is a `MailboxDelivery`:
+
+    delivery.slots    (R, rows, cols)  what rank r sends at index r; valid once its flags are up
+    delivery.flags    (R * splits,)    int32: flag r * splits + i is `awaited` once chunk i of it is there
+    delivery.awaited  (1,)             int32: e and a code of the call, which other calls do not have
+
+A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d.
+`release()` says that the slots have been read; `wait()` that what we sent is out, so that its memory may
+change. Both must happen, in any order, before the call after the next.
+
+Each rank has two slot buffers and two rows of flags, used in turn: a call is pushed while its receivers still
+read the one before. A flag is compared by equality: rows of another call, made by a rank that left the common
+order, are never taken for this one's. How memory is mapped, who pushes, and what keeps writers off slots that
+are being read, is the transport's: `host`, `shared`, `symmetric`.
+
+Chunks for ranks on other machines go point to point. They land in the receiver's slots, and the receiver
+raises their flags. A slot is free by then: its owner has begun the call, hence released the one before there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from tpkernels.comm.agreement import offers_of_all
+from tpkernels.comm.calls import Call, handshake
+from tpkernels.comm.schedule import SLOTS, Plan, Swap, chunk_rows, reusable_after, slot_of
+from tpkernels.comm.transports.base import Delivery, Exchange, blaming
+from tpkernels.comm.transports.c10d import Transfers
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """The memory of one rank that all ranks of its machine can write."""
+
+    flags: Tensor  # (SLOTS, R * splits) int32
+    released: Tensor  # (1,) int32: the last epoch that its owner has read
+    buffers: Tensor  # (SLOTS, R * rows, cols)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What mailboxes are for: each of some ranks sends each a matrix of one shape, in `splits` chunks."""
+
+    ranks: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    splits: int = 1
+
+    @property
+    def chunk_rows(self) -> int:
+        return chunk_rows(self.shape[0], 1, self.splits)
+
+    @property
+    def _word_bytes(self) -> int:
+        """Up to a boundary that suits the data behind the words."""
+        return -(-4 * (SLOTS * self.ranks * self.splits + 1) // 64) * 64
+
+    @property
+    def byte_count(self) -> int:
+        rows, cols = self.shape
+        return self._word_bytes + SLOTS * self.ranks * rows * cols * self.dtype.itemsize
+
+    def mailbox(self, memory: Tensor) -> Mailbox:
+        """The mailbox that zeroed bytes stand for."""
+        integers = memory[: self._word_bytes].view(torch.int32)
+        flags = integers[: SLOTS * self.ranks * self.splits]
+        rows, cols = self.shape
+        buffers = (
+            memory[self._word_bytes : self.byte_count].view(self.dtype).view(SLOTS, self.ranks * rows, cols)
+        )
+        return Mailbox(flags.view(SLOTS, -1), integers[len(flags) :][:1], buffers)
+
+    def require_rows(self, name: str) -> None:
+        """At least one row for each rank, in chunks that divide it."""
+        if self.ranks < 1 or min(self.shape) < 1:
+            raise ValueError(
+                f"{name}: expected at least one rank and pieces that are not empty, got {self.ranks}, "
+                f"{self.shape}"
+            )
+        chunk_rows(self.shape[0], 1, self.splits)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"pieces of {tuple(self.shape)} {dtype} in {self.splits} parts"
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What all ranks of a group ask for, at once and alike, when they open an exchange."""
+
+    name: str
+    group: ProcessGroup
+    layout: Layout
+    device: torch.device = _CPU
+    timeout: float = 60.0  # seconds until a rank that does not come is an error
+    op: str = "an exchange"  # who needs it, for errors
+
+    def begin(self) -> Call:
+        return handshake(self.op, f"opening {self.name}", self.group)
+
+    def offers(self, call: Call, problem: str, offer: str) -> tuple[list[int], list[str]]:
+        """(the ranks on this machine, this one among them; what each rank of the group offers)
+
+        All raise if a rank opens an exchange of another shape, or has a problem.
+        """
+        found = offers_of_all(self.name, call, problem, str(self.layout), (machine(), offer))
+        here = same_machine([place for place, _ in found], call.calls.rank)
+        return here, [offer for _, offer in found]
+
+
+class MailboxExchange(Exchange):
+    """One rank's end: `begin` a call, push, read its `MailboxDelivery`, `release` it."""
+
+    tapered = False
+    margin = 0  # processors that a waiting kernel leaves to those who push
+
+    def __init__(
+        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float
+    ) -> None:
+        """One rank's end of an exchange.
+
+        mailboxes: of all ranks, in order; None for ranks on other machines
+        timeout: seconds until a rank that does not come is an error
+        """
+        self.name, self.rank, self.ranks, self.layout = name, rank, layout.ranks, layout
+        self.shape, self.dtype, self.timeout = layout.shape, layout.dtype, timeout
+        self.splits, self._chunk_rows = layout.splits, layout.chunk_rows
+        self.same_machine = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
+        self._mailboxes = tuple(mailboxes)
+        # where a kernel leaves word of a chunk that is late, zero if all is well; for all calls
+        self.status = torch.zeros(1, dtype=torch.int32, device=self.mailbox(rank).flags.device)
+        self._begun = 0
+
+    def chunks(self, shard_bytes: int) -> int:
+        return self.splits
+
+    def begin(self, call: Call | None, plan: Plan, cols: int, like: Tensor) -> MailboxDelivery:
+        """The next call; every rank must make it.
+
+        call: of the group; None for virtual ranks of one process, which have none
+        """
+        shape = plan.rows // self.ranks, cols
+        if shape != self.shape or like.dtype != self.dtype:
+            raise ValueError(
+                f"{self.name}: expected pieces of shape {self.shape} in {self.dtype}, got {shape} in "
+                f"{like.dtype}: open an exchange for each shape"
+            )
+        with naming(call):
+            if not self._mailboxes:
+                raise RuntimeError(f"{self.name} on rank {self.rank} is closed: open another")
+            epoch = self._begun + 1
+            if self.read() < reusable_after(epoch):
+                raise RuntimeError(
+                    f"{self.name} on rank {self.rank}: expected call {reusable_after(epoch)} to be released "
+                    f"before call {epoch} begins; has an error ended it? Then destroy the process group"
+                )
+            self._begun = epoch
+            return self._delivery(epoch, plan, call)
+
+    def mailbox(self, peer: int) -> Mailbox:
+        mailbox = self._mailboxes[peer]
+        assert mailbox is not None, "ranks on other machines are not written to"
+        return mailbox
+
+    def chunk_numbers(self, rows: slice) -> range:
+        """The chunks, numbered as they lie in the slots, that rows of memory are."""
+        return range(rows.start // self._chunk_rows, rows.stop // self._chunk_rows)
+
+    def put(self, peer: int, there: slice, rows: Tensor, number: int, flag: Tensor) -> None:
+        """Write rows of the memory of `peer`, then their flags."""
+        mailbox, slot = self.mailbox(peer), slot_of(number)
+        mailbox.buffers[slot, there].copy_(rows, non_blocking=True)
+        self.raise_flags(mailbox.flags[slot], there, flag)
+
+    def raise_flags(self, flags: Tensor, there: slice, flag: Tensor) -> None:
+        chunks = self.chunk_numbers(there)
+        flags[chunks.start : chunks.stop].copy_(flag.expand(len(chunks)), non_blocking=True)
+
+    @abstractmethod
+    def read(self) -> int:
+        """The last call that this rank has released."""
+
+    @abstractmethod
+    def late(self) -> int:
+        """What kernels have left in `status`, as far as the host can know without waiting for them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop pushing and let go of the memory, which lives as long as some rank has it."""
+
+    @abstractmethod
+    def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> MailboxDelivery: ...
+
+
+class MailboxDelivery(Delivery):
+    """One call in flight."""
+
+    lasts = False
+
+    def __init__(
+        self, exchange: MailboxExchange, number: int, plan: Plan, awaited: Tensor, call: Call | None
+    ) -> None:
+        self.exchange, self.number, self.plan, self.awaited, self.call = exchange, number, plan, awaited, call
+        own, slot = exchange.mailbox(exchange.rank), slot_of(number)
+        self.memory, self.flags = own.buffers[slot], own.flags[slot]
+        self.inter_node = None
+        if len(exchange.same_machine) < exchange.ranks:
+            assert call is not None, "ranks on other machines are reached through their group"
+            self.inter_node = Transfers(call)
+
+    def keep(self, rows: Tensor) -> None:
+        self.exchange.put(self.exchange.rank, self.plan.kept, rows, self.number, self.awaited)
+
+    def swap_inter_node(self, swap: Swap, outgoing: Tensor) -> Work | None:
+        """Of a swap what goes to other machines, and comes from there.
+
+        returns: what to wait for before rows are read, if they come from there
+        """
+        if self.inter_node is None:
+            return None
+        near, incoming = self.exchange.same_machine, self.memory[swap.received]
+        return self.inter_node.exchange(
+            swap.to,
+            outgoing if swap.to not in near else outgoing[:0],
+            swap.source,
+            incoming if swap.source not in near else incoming[:0],
+        )
+
+    def await_rows(self, rows: slice) -> None:
+        for chunk in self.exchange.chunk_numbers(rows):
+            self.await_chunk(chunk)
+
+    def await_chunk(self, chunk: int) -> None:
+        if cause := self.missing(chunk):
+            raise self.late_chunk(chunk, cause)
+
+    def missing(self, chunk: int) -> str:
+        """Why the chunk is not there before time runs out, if the host can look; nothing once it is."""
+        raise AssertionError("flags of a GPU are for kernels")
+
+    def before_kernels_wait(self) -> None:
+        """What the host has to wait for itself."""
+
+    def late_chunk(self, chunk: int, cause: str) -> RuntimeError:
+        """The error of a chunk that did not come."""
+        exchange, problem = self.exchange, self.problem()
+        if first := self.call is not None and self.call.calls.first_failure():
+            cause = first
+        elif problem is not None:
+            cause += f"; this rank's own rows are not out either: {problem}"
+        what = f"rows of rank {chunk // exchange.splits} (chunk {chunk}) did not arrive"
+        return blaming(self.op, what, exchange.name, exchange.rank, exchange.ranks, cause)
+
+    @property
+    def op(self) -> str:
+        return self.exchange.name if self.call is None else self.call.op
+
+    def problem(self) -> BaseException | None:
+        """Why pushing has failed, if it has, as far as the host knows."""
+        return None
+
+    def end(self) -> None:
+        self.release()
+        with naming(self.call):
+            self.wait()
+
+    @abstractmethod
+    def release(self) -> None:
+        """The slots have been read: other ranks may write the call after the next."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until what we sent is out; an error if a rank does not take it in time."""
+
+
+@contextmanager
+def naming(call: Call | None) -> Iterator[None]:
+    """Errors of an exchange, which serves many operators, name the one it failed in."""
+    try:
+        yield
+    except RuntimeError as error:
+        if call is None or str(error).startswith(f"{call.op}: "):
+            raise
+        raise RuntimeError(f"{call.op}: {error}") from error
+
+
+def code_of(call: Call | None) -> int:
+    """What flags hold besides the epoch."""
+    return 0 if call is None else call.tag
+
+
+def machine() -> str:
+    """Equal for two processes that see the same processes of the same machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def same_machine(machines: Sequence[str], rank: int) -> list[int]:
+    """The ranks on the machine of `rank`, this one among them."""
+    return [peer for peer, theirs in enumerate(machines) if theirs == machines[rank]]

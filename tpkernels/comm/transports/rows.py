@@ -1,0 +1,283 @@
+"""Rows in flight between the ranks of a group: gathered, or reduced. No autograd, no kernels.
+
+    gathering = Gathering(call, shard, rows)        reducing = Reducing(call, partial_of, rows, cols, like)
+    for rows, chunk in gathering.arrivals():        ... more work ...
+        ... chunk = full[rows] is there ...
+    full = gathering.wait()                         total = reducing.wait()
+
+`schedule` plans what travels when, and any transport moves it: c10d unless an exchange is given.
+
+Sums are taken here and not by a backend: in fp32 (or wider) and in the order of ranks, so that they depend
+neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm.calls import Call
+from tpkernels.comm.groups import start_all_gather
+from tpkernels.comm.schedule import bounds, gather_plan, parts_of_shard, reduce_plan, swaps_full_sums
+from tpkernels.comm.transports.base import Delivery, Exchange
+from tpkernels.comm.transports.c10d import C10D
+
+PartialOf = Callable[[slice], Tensor]
+
+
+class Pending(Protocol):
+    """A result in flight."""
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+
+
+class Waits(Protocol):
+    """Who waits for chunks: the host, or kernels."""
+
+    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
+        """Rows of a delivery's memory that are there; no later call writes them."""
+
+    def all_rows(self, delivery: Delivery) -> Tensor:
+        """All of them."""
+
+    def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
+        """(rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
+
+
+class HostWaits:
+    """The host blocks until chunks are there."""
+
+    def rows(self, delivery: Delivery, rows: slice) -> Tensor:
+        delivery.await_rows(rows)
+        return delivery.memory[rows] if delivery.lasts else delivery.memory[rows].clone()
+
+    def all_rows(self, delivery: Delivery) -> Tensor:
+        delivery.await_rows(slice(0, delivery.plan.rows))
+        return delivery.memory if delivery.lasts else delivery.memory.clone()
+
+    def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
+        delivery.await_rows(slice(0, delivery.plan.rows))
+        return sum_of_slots(delivery.slots, bias)
+
+
+HOST_WAITS = HostWaits()
+
+
+def sum_of_slots(slots: Tensor, bias: Tensor | None) -> Tensor:
+    """slots: (ranks, rows, cols), two or more; in fp32 or wider, in the order of ranks, rounded once."""
+    wide = slots.dtype
+    if wide.is_floating_point:
+        wide = torch.promote_types(wide, torch.float32)
+    total = slots[0].to(wide) + slots[1]
+    for slot in slots[2:]:
+        total += slot
+    if bias is not None:
+        total += bias
+    return total.to(slots.dtype)
+
+
+class Gathering:
+    """Shards of all ranks on their way into one matrix."""
+
+    def __init__(
+        self,
+        call: Call,
+        shard: Tensor,
+        rows: int,
+        exchange: Exchange = C10D,
+        waits: Waits = HOST_WAITS,
+        *,
+        chunks: int | None = None,
+    ) -> None:
+        """shard: (this rank's rows, cols), as `schedule.bounds` divides `rows` over the ranks
+
+        chunks: of each shard; None: as many as the exchange cuts it into
+        """
+        shard, calls, (size, cols) = shard.contiguous(), call.calls, shard.shape
+        if chunks is None:
+            chunks = exchange.chunks(-(-rows // calls.ranks) * cols * shard.element_size())
+        plan = gather_plan(rows, calls.ranks, calls.rank, chunks, exchange.tapered)
+        own, first = plan.own, plan.own.start
+        assert size == own.stop - first, "the caller divides rows as the plan does"
+        self._waits = waits
+        self._full: Tensor | None = None
+        self.delivery = delivery = exchange.begin(call, plan, cols, shard)
+        for swap in plan.swaps:
+            sent = swap.sent  # often all of it, which need not be cut out
+            delivery.swap(swap, shard if sent == own else shard[sent.start - first : sent.stop - first])
+        delivery.keep(shard)
+
+    def arrivals(self) -> Iterator[tuple[slice, Tensor]]:
+        """Row ranges and their rows, each as soon as it is there: own rows first, then as planned."""
+        delivery = self.delivery
+        full = delivery.memory if delivery.lasts else torch.empty_like(delivery.memory)
+        for rows in (delivery.plan.own, *(swap.received for swap in delivery.plan.swaps)):
+            arrived = self._waits.rows(delivery, rows)
+            if not delivery.lasts:
+                full[rows] = arrived
+            yield rows, arrived
+        self._end(full)
+
+    def wait(self) -> Tensor:
+        """All rows."""
+        if (full := self._full) is None:
+            full = self._waits.all_rows(self.delivery)
+            self._end(full)
+        return full
+
+    def slots(self) -> Tensor:
+        """(ranks, rows, cols): all rows, if all ranks have as many."""
+        plan, full = self.delivery.plan, self.wait()
+        return full.view(plan.ranks, plan.rows // plan.ranks, full.shape[1])
+
+    def _end(self, full: Tensor) -> None:
+        self._full = full
+        self.delivery.end()
+
+
+class Reducing:
+    """Partial sums of all ranks on their way to the owners of the rows: a reduce-scatter."""
+
+    def __init__(
+        self,
+        call: Call,
+        partial_of: PartialOf,
+        rows: int,
+        cols: int,
+        like: Tensor,
+        bias: Tensor | None = None,
+        exchange: Exchange = C10D,
+        waits: Waits = HOST_WAITS,
+    ) -> None:
+        """Compute and send, others' rows first.
+
+        partial_of: this rank's term of the sums of some rows
+        like: a tensor of the dtype and device of partial sums
+        bias: (cols,), added once
+        """
+        calls = call.calls
+        chunks = exchange.chunks(-(-rows // calls.ranks) * cols * like.element_size())
+        plan = reduce_plan(rows, calls.ranks, calls.rank, chunks, exchange.tapered)
+        self._bias, self._waits = bias, waits
+        self.delivery = delivery = exchange.begin(call, plan, cols, like)
+        for swap in plan.swaps:
+            delivery.swap(swap, partial_of(swap.sent).contiguous())
+        delivery.keep(partial_of(plan.own))
+
+    def wait(self) -> Tensor:
+        """The sums of this rank's rows, over ranks in their order, plus bias; rounded once."""
+        total = self._waits.total(self.delivery, self._bias)
+        self.delivery.end()
+        return total
+
+
+def all_reducing(
+    call: Call,
+    partial_of: PartialOf,
+    rows: int,
+    cols: int,
+    like: Tensor,
+    bias: Tensor | None = None,
+    reduces: Exchange = C10D,
+    gathers: Exchange = C10D,
+    waits: Waits = HOST_WAITS,
+) -> Pending:
+    """Partial sums of all ranks on their way to all of them, a chunk of rows after the other.
+
+    Arguments as of `Reducing`. Sizes alone choose the way, and all end with the same bits on all ranks.
+    """
+    if reduces is not C10D:  # whose memory has the shape of all rows
+        return AllReducing(call, [(partial_of, rows)], cols, like, bias, reduces, gathers, waits)
+    ranks, row_bytes = call.calls.ranks, cols * like.element_size()
+    chunks = parts_of_shard(-(-rows // ranks) * row_bytes)
+    chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
+    if swaps_full_sums(rows * row_bytes, ranks):
+        return Swapping(call, map(partial_of, chunk_rows), bias)
+    partials = ((partial_of(chunk).__getitem__, chunk.stop - chunk.start) for chunk in chunk_rows)
+    return AllReducing(call, partials, cols, like, bias)
+
+
+class Swapping:
+    """Each rank's partial sums go to all others, and all ranks add them: an all-reduce in one step."""
+
+    def __init__(self, call: Call, partials: Iterable[Tensor], bias: Tensor | None) -> None:
+        """partials: of chunks of rows, each computed when the one before is on its way"""
+        self._bias, ranks = bias, call.calls.ranks
+        self._chunks = [Gathering(call, each, ranks * each.shape[0], chunks=1) for each in partials]
+
+    def wait(self) -> Tensor:
+        """The sums of all rows, plus bias."""
+        sums = [sum_of_slots(chunk.slots(), self._bias) for chunk in self._chunks]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+class AllReducing:
+    """A chunk is reduced while the next one is computed, and gathered while the one after that is."""
+
+    def __init__(
+        self,
+        call: Call,
+        partials: Iterable[tuple[PartialOf, int]],
+        cols: int,
+        like: Tensor,
+        bias: Tensor | None,
+        reduces: Exchange = C10D,
+        gathers: Exchange = C10D,
+        waits: Waits = HOST_WAITS,
+    ) -> None:
+        """partials: of chunks of rows, with how many rows each has; the others as of `Reducing`"""
+        self._call, self._gathers, self._waits = call, gathers, waits
+        self._gathering: list[Gathering] = []
+        self._reducing: tuple[int, Reducing] | None = None
+        for partial_of, rows in partials:
+            reducing = Reducing(call, partial_of, rows, cols, like, bias, reduces, waits)
+            self._gather_reduced()
+            self._reducing = rows, reducing
+
+    def wait(self) -> Tensor:
+        """The sums of all rows, plus bias."""
+        self._gather_reduced()
+        chunks = [gathering.wait() for gathering in self._gathering]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def _gather_reduced(self) -> None:
+        if self._reducing is not None:
+            rows, reducing = self._reducing
+            self._gathering.append(Gathering(self._call, reducing.wait(), rows, self._gathers, self._waits))
+            self._reducing = None
+
+
+def gather_small(call: Call, part: Tensor) -> Tensor:
+    """(ranks, *shape of part): a few numbers of all ranks, which have one shape, too small to be cut.
+
+    In one collective, but where tags can keep a rank in another call from being taken for one in this: gloo
+    aborts a process that gets a message of another length than it expects.
+    """
+    calls = call.calls
+    try:
+        if calls.matches_tags(part.device):
+            return Gathering(call, part.reshape(1, -1), calls.ranks).wait().view(calls.ranks, *part.shape)
+        return _gathered_at_once(call, part)
+    except BaseException as error:  # Ctrl-C, too: the others do not know
+        calls.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _gathered_at_once(call: Call, part: Tensor) -> Tensor:
+    calls = call.calls
+    gathered = part.new_empty(calls.ranks, *part.shape)
+    if not gathered.numel():
+        return gathered
+    try:
+        call.wait_for(start_all_gather(call.group, gathered.view(-1), part.reshape(-1)).wait)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call.op}: rank {calls.rank} of {calls.ranks} in process group '{calls.name}' did not get what "
+            "the others know of their parts: one died, came too late, or left the common order of calls. "
+            f"Cause: {calls.first_failure() or error}"
+        ) from error
+    return gathered
