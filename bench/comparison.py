@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bench.recorded import Case, Run
-from tpkernels.pictures.bars import EVEN, Bar, bars
+from tpkernels.pictures.charts import EVEN, Bar, bars
+from tpkernels.pictures.figure import Picture
 from tpkernels.pictures.page import paragraph, table
 
 
@@ -20,7 +21,7 @@ def change(before: Case, after: Case) -> Bar | None:
     return Bar(f"{after.op} {after.label}", new.ratio / old.ratio, new_low / old_high, new_high / old_low)
 
 
-def section(before: Run, after: Run) -> tuple[str, dict[str, str]]:
+def section(before: Run, after: Run) -> tuple[str, dict[str, Picture]]:
     """Its HTML, and its pictures by name."""
     was, now = ({case.name: case for case in run.cases} for run in (before, after))
     both = [name for name in now if name in was]
@@ -43,7 +44,7 @@ def section(before: Run, after: Run) -> tuple[str, dict[str, str]]:
     if not changed:
         return paragraph(said), {}
     farthest = sorted(changed, key=lambda name: changed[name].ratio)
-    svg = bars(
+    picture = bars(
         "Ratios that changed",
         [changed[name] for name in farthest[:20] + farthest[20:][-20:]],
         note=f"the {min(40, len(farthest))} that changed most; whiskers: what both spreads allow",
@@ -53,4 +54,4 @@ def section(before: Run, after: Run) -> tuple[str, dict[str, str]]:
         [changed[name].name, *(f"{case.number('ratio'):.3f}" for case in (was[name], now[name]))]
         for name in farthest
     ]
-    return paragraph(said) + svg + table(["", "before", "after"], rows), {"changes": svg}
+    return paragraph(said) + picture.svg + table(["", "before", "after"], rows), {"changes": picture}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
-from tpkernels.pictures.bars import Bar
+from tpkernels.pictures.charts import Bar
 from tpkernels.pictures.lanes import Span
 
 Object = Mapping[str, Any]

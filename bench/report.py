@@ -15,21 +15,20 @@ from pathlib import Path
 from bench import comparison
 from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
 from tpkernels.cli import OneLineParser
-from tpkernels.pictures import png
-from tpkernels.pictures.bars import FILLS, Bar, bars
+from tpkernels.gpus import RATED_GPUS
+from tpkernels.pictures.charts import FILLS, Bar, Work, bars, roofline
+from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, save
 from tpkernels.pictures.lanes import lanes
 from tpkernels.pictures.page import page, paragraph, table, verbatim
-from tpkernels.pictures.roofline import Work, roofline
-from tpkernels.planning.gpus import GPUS
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one
 NAIVE = "the naive way"
 SIXTEEN_BITS = ("bfloat16", "float16")  # what the peaks of data sheets are of
-SPREAD = "median over rounds, whiskers over the middle half of them; grey: 1.0 is among these"
+SPREAD = "median over rounds, whiskers: interquartile range; grey: 1.0 is within it"
 
 Section = tuple[str, str]
-Pictures = dict[str, str]  # by what their PNG is called
+Pictures = dict[str, Picture]  # by what their PNG is called
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
             print(tally(runs[-1]))
         print(f"page      {options.o}")
         if options.png:
-            files = {options.png / f"{name}.png": svg for name, svg in pictures.items()}
-            print(f"pictures  {png.save(files)}")
+            files = {options.png / f"{name}.png": picture for name, picture in pictures.items()}
+            print(f"pictures  {save(files)}")
     except OSError as error:
         parser.error(f"cannot write {error.filename}: {error.strerror}")
     return 0
@@ -80,28 +79,32 @@ def _sections(
         yield "", paragraph(tally(runs[-1])) + _environment(runs)
         yield from _failures(runs[-1])
         if len(runs) == 2:
-            html, svgs = comparison.section(*runs)
-            pictures |= svgs
+            html, drawn = comparison.section(*runs)
+            pictures |= drawn
             yield "What changed", html
-        svgs = dict(_ratios(runs[-1].compared))
-        pictures |= svgs
-        yield "Against the naive way", "".join(svgs.values())
-        svgs = dict(_rooflines(runs[-1].cases))
-        pictures |= svgs
-        if svgs:
-            yield "Roofline", "".join(svgs.values()) + paragraph(_HOW_TO_READ_ROOFS)
+        drawn = dict(_ratios(runs[-1].compared))
+        pictures |= drawn
+        yield "Against the naive way", _svgs(drawn)
+        drawn = dict(_rooflines(runs[-1].cases))
+        pictures |= drawn
+        if drawn:
+            yield "Roofline", _svgs(drawn) + paragraph(_HOW_TO_READ_ROOFS)
         yield from _host_cost(runs[-1].cases)
     for one in found:
         if isinstance(one, TimeLine):
-            svgs = {f"timeline-{one.path.stem}": lanes(one.path.stem, one.panels)}
-            pictures |= svgs
-            yield "Time line", "".join(svgs.values())
+            drawn = {f"timeline-{one.path.stem}": lanes(one.path.stem, one.panels)}
+            pictures |= drawn
+            yield "Time line", _svgs(drawn)
         elif isinstance(one, Overlaps):
-            html, svgs = _overlap(one)
-            pictures |= svgs
+            html, drawn = _overlap(one)
+            pictures |= drawn
             yield "Transfers behind products", html
     if runs:
         yield "All cases", _all_cases(runs[-1].cases)
+
+
+def _svgs(pictures: Pictures) -> str:
+    return "".join(picture.svg for picture in pictures.values()) or paragraph(NO_MATPLOTLIB) * bool(pictures)
 
 
 _HOW_TO_READ_ROOFS = (
@@ -121,7 +124,7 @@ def _failures(run: Run) -> Iterator[Section]:
         yield "Failed", "".join(verbatim(f"{name}\n{why.strip()}") for name, why in run.failures.items())
 
 
-def _ratios(cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
+def _ratios(cases: Sequence[Case]) -> Iterator[tuple[str, Picture]]:
     """Pictures for each op that has many cases; the others share theirs."""
     counts = Counter(case.op for case in cases)
     for op in (op for op, count in counts.items() if count >= OWN_PICTURE):
@@ -135,17 +138,17 @@ def _ratios(cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
         yield from _in_parts(title, named, NAIVE)
 
 
-def _in_parts(title: str, rows: Sequence[Bar], naive: str) -> Iterator[tuple[str, str]]:
+def _in_parts(title: str, rows: Sequence[Bar], naive: str) -> Iterator[tuple[str, Picture]]:
     for start in range(0, len(rows), MOST_BARS):
         part, numbered = rows[start : start + MOST_BARS], len(rows) > MOST_BARS
         range_ = f", {start + 1} to {start + len(part)} of {len(rows)}" if numbered else ""
         number = f"-{start // MOST_BARS + 1}" if numbered else ""
-        svg = bars(title + range_, part, note=SPREAD, across=f"times as fast as {naive}")
-        yield f"ratios-{_file_name(title)}{number}", svg
+        across = f"times as fast as {naive}"
+        yield f"ratios-{_file_name(title)}{number}", bars(title + range_, part, note=SPREAD, across=across)
 
 
-def _rooflines(cases: Sequence[Case]) -> Iterator[tuple[str, str]]:
-    for name, gpu in GPUS.items():
+def _rooflines(cases: Sequence[Case]) -> Iterator[tuple[str, Picture]]:
+    for name, gpu in RATED_GPUS.items():
         works = [
             Work(case.label, series, case.number("flops"), case.number("bytes"), 1e-3 * case.number(key))
             for case in cases
@@ -167,7 +170,7 @@ def _host_cost(cases: Sequence[Case]) -> Iterator[Section]:
             most = f"{1 / promised:.2f}{_unless_kept(case)}" if promised > 0 else ""
             rows.append([case.label, f"{1 / bar.ratio:.2f}", f"{1 / high:.2f} to {1 / low:.2f}", most])
     if rows:
-        head = ["", "times naive's", "middle half", "promised at most"]
+        head = ["", "times naive's", "interquartile range", "promised at most"]
         yield "What a call costs on the host", table(head, rows)
 
 
@@ -194,14 +197,18 @@ def _overlap(one: Overlaps) -> tuple[str, Pictures]:
         numbers = [_written(value, ".3f") for value in milliseconds]
         rows.append([label, *numbers, *(_written(share, ".0%") for share in shares)])
         shown.append(Bar(label, sequential / overlapped if overlapped > 0 else float("nan")))
-    head = ["", "product", "transfer", "in turn", "at once", "hidden", "hidden by the control"]
-    svg = bars("At once, against one after the other", shown, across="times as fast as in turn")
+    head = ["", "product", "transfer", "sequential", "overlapped", "hidden", "hidden by the control"]
+    drawn = {
+        f"overlap-{_file_name(one.path.stem)}": bars(
+            "Overlapped against sequential", shown, across="times as fast as sequential"
+        )
+    }
     words = paragraph("Milliseconds. Hidden: what is saved, of what could be; by the control nothing.")
-    return svg + table(head, rows) + words, {f"overlap-{_file_name(one.path.stem)}": svg}
+    return _svgs(drawn) + table(head, rows) + words, drawn
 
 
 def _all_cases(cases: Sequence[Case]) -> str:
-    head = ["", "ratio", "middle half", "ours, ms", "naive, ms", "of the roof", "promised", "and to"]
+    head = ["", "ratio", "interquartile range", "ours, ms", "naive, ms", "of the roof", "promised", "and to"]
     rows = []
     for case in cases:
         spread = [_written(case.number(f"ratio_quartile_{end}"), ".3f") for end in ("low", "high")]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.planning.gpus import GPUS, Gpu
+from tpkernels.gpus import RATED_GPUS, RatedGpu
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ def all_shapes() -> Iterator[Shape]:
 GPU_SET = [shape for shape in all_shapes() if shape.tokens == 4096 and shape.tensor in (1, 8)]
 
 
-def this_gpu() -> Gpu | None:
+def this_gpu() -> RatedGpu | None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((gpu for gpu in GPUS.values() if gpu.name == name), None)
+    return next((gpu for gpu in RATED_GPUS.values() if gpu.name == name), None)
 
 
 def table() -> Iterator[str]:
     """The lines of `shapes.csv`: each product with its work and, in microseconds, its floor on each GPU."""
-    floors = ",".join(f"{gpu}_us" for gpu in GPUS)
+    floors = ",".join(f"{gpu}_us" for gpu in RATED_GPUS)
     yield f"model,tensor,tokens,layer,out_features,in_features,gflop,mbyte,{floors}"
     for s in all_shapes():
         sizes = f"{s.model.name},{s.tensor},{s.tokens},{s.layer},{s.out_features},{s.in_features}"
-        floors = ",".join(f"{1e6 * gpu.floor(s.flops, s.traffic):.1f}" for gpu in GPUS.values())
+        floors = ",".join(f"{1e6 * gpu.floor(s.flops, s.traffic):.1f}" for gpu in RATED_GPUS.values())
         yield f"{sizes},{s.flops / 1e9:.1f},{s.traffic / 1e6:.1f},{floors}"
 
 

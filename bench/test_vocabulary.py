@@ -23,8 +23,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 ROUNDS = 21
-TOKENS, FEATURES = (8192, 4096) if ON_GPU else (256, 64)
-COLUMNS = (128256, 16032) if ON_GPU else (2048,)
+FEATURES = 4096 if ON_GPU else 64
+SMOKE = [(8192, 128256), (8192, 16032)] if ON_GPU else [(256, 2048)]  # tokens, columns
+LARGER = [] if ON_GPU else [(2048, 2048), (256, 16384)]
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,11 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(DTYPE).requires_grad_()
 
 
-def work(op: str, columns: int, naive: str, flops: int, elements: int) -> Work:
+def work(op: str, tokens: int, columns: int, naive: str, flops: int, elements: int) -> Work:
     """elements: read and written in `DTYPE`"""
     return Work(
         op=op,
-        shape=f"{TOKENS}x{FEATURES}x{columns}",
+        shape=f"{tokens}x{FEATURES}x{columns}",
         pass_="forward_backward",
         naive=naive,
         dtype=DTYPE,
@@ -54,52 +55,55 @@ def work(op: str, columns: int, naive: str, flops: int, elements: int) -> Work:
     )
 
 
-def embedding(group: ProcessGroup, columns: int) -> Case:
-    ids = torch.randint(columns, (TOKENS,), device=DEVICE)
+def embedding(group: ProcessGroup, tokens: int, columns: int) -> Case:
+    ids = torch.randint(columns, (tokens,), device=DEVICE)
     return differentiated(
-        work("embedding", columns, "F.embedding", 0, 4 * TOKENS * FEATURES + columns * FEATURES),
+        work("embedding", tokens, columns, "F.embedding", 0, 4 * tokens * FEATURES + columns * FEATURES),
         lambda table: ops.vocab_embedding(ids, table, group),
         lambda table: F.embedding(ids, table),
         [normal(columns, FEATURES)],
     )
 
 
-def loss(group: ProcessGroup, columns: int) -> Case:
-    target = torch.randint(columns, (TOKENS,), device=DEVICE)
+def loss(group: ProcessGroup, tokens: int, columns: int) -> Case:
+    target = torch.randint(columns, (tokens,), device=DEVICE)
     return differentiated(
-        work("cross_entropy", columns, "F.cross_entropy in fp32", 0, 3 * TOKENS * columns),
+        work("cross_entropy", tokens, columns, "F.cross_entropy in fp32", 0, 3 * tokens * columns),
         lambda logits: ops.vocab_cross_entropy(logits, target, group).mean(),
         lambda logits: F.cross_entropy(logits.float(), target),
-        [normal(TOKENS, columns)],
+        [normal(tokens, columns)],
     )
 
 
-def head(group: ProcessGroup, columns: int) -> Case:
-    target = torch.randint(columns, (TOKENS,), device=DEVICE)
+def head(group: ProcessGroup, tokens: int, columns: int) -> Case:
+    target = torch.randint(columns, (tokens,), device=DEVICE)
     return differentiated(
         work(
             "linear_cross_entropy",
+            tokens,
             columns,
             "F.linear and F.cross_entropy in fp32",
-            3 * 2 * TOKENS * FEATURES * columns,
-            3 * FEATURES * (TOKENS + columns),
+            3 * 2 * tokens * FEATURES * columns,
+            3 * FEATURES * (tokens + columns),
         ),
         lambda hidden, weight: ops.linear_cross_entropy(hidden, weight, target, group),
         lambda hidden, weight: F.cross_entropy(F.linear(hidden, weight).float(), target),
-        [normal(TOKENS, FEATURES), normal(columns, FEATURES)],
+        [normal(tokens, FEATURES), normal(columns, FEATURES)],
     )
 
 
-@pytest.mark.smoke
 @pytest.mark.gpu_set
-@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(
+    ("tokens", "columns"), [*(pytest.param(*sizes, marks=pytest.mark.smoke) for sizes in SMOKE), *LARGER]
+)
 @pytest.mark.parametrize("build", [embedding, loss, head], ids=lambda build: build.__name__)
 def test_vocabulary(
     record: Callable[[Work, Seconds], None],
     group: ProcessGroup,
-    build: Callable[[ProcessGroup, int], Case],
+    build: Callable[[ProcessGroup, int, int], Case],
+    tokens: int,
     columns: int,
 ) -> None:
     torch.manual_seed(0)
-    case = build(group, columns)
+    case = build(group, tokens, columns)
     record(case.work, case.time(ROUNDS))

@@ -24,10 +24,8 @@ import pickle
 import signal
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +37,10 @@ from typing import Any, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from tests.rank_answers import Answer, Died, Raised, Returned, all_alive, attempt, failure
+from tests.rank_answers import RankFailure as RankFailure
+from tpkernels.training.launch import loopback_store
 
 T = TypeVar("T")
 
@@ -52,21 +54,16 @@ FORKED, SPAWNED = "forkserver", "spawn"
 multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint"])
 
 
-class RankFailure(RuntimeError):
-    """Some ranks raised, died or hung. The message tells each one's story, the likely cause first."""
-
-    def __init__(self, message: str, exceptions: dict[int, BaseException | None]) -> None:
-        super().__init__(message)
-        self.exceptions = exceptions  # of the ranks that failed; None: died, hung, or could not be pickled
-
-
 class RankPool:
     """`world_size` ranks, started by the first call."""
 
-    def __init__(self, world_size: int, start: str = FORKED) -> None:
-        """start: ranks that are SPAWNED order sets each in its own way, as those of users do"""
+    def __init__(self, world_size: int, start: str = FORKED, enter: Callable[[], None] | None = None) -> None:
+        """start: ranks that are SPAWNED order sets each in its own way, as those of users do
+        enter: called first in each rank, before it has threads; ranks meet in a file then, not over a network
+        """
         self.world_size = world_size
         self._start = SPAWNED if torch.cuda.is_available() else start  # a GPU may not outlive a fork
+        self._enter = enter
         self._processes: _Processes | None = None
         atexit.register(self.close)
 
@@ -87,15 +84,25 @@ class RankPool:
         if len(args_of_rank) != self.world_size:
             raise ValueError(f"expected arguments for {self.world_size} ranks, got {len(args_of_rank)}")
         calls = [_pickled_call(function, args) for args in args_of_rank]
-        if self._processes is None:
-            self._processes = _Processes(self.world_size, self._start)
+        self.start()
+        assert self._processes is not None
         try:
             results = self._processes.call(calls, timeout, _name(function))
-        finally:  # also after Ctrl-C: nobody knows what the ranks are doing then
+        finally:  # also after Ctrl-C: what the ranks are doing then is not known
             if not self._processes.idle:
                 self._processes.kill()
                 self._processes = None
         return [pickle.loads(result) for result in results]
+
+    def start(self) -> list[int]:
+        """Their process ids; a call starts them, too."""
+        if self._processes is None:
+            self._processes = _Processes(self.world_size, self._start, self._enter)
+        return self._processes.pids
+
+    @property
+    def is_running(self) -> bool:
+        return self._processes is not None
 
     def close(self) -> None:
         """End all ranks. A later call would start new ones."""
@@ -131,30 +138,6 @@ def leave_world() -> None:
             dist.destroy_process_group()
 
 
-# What a rank answers. `None` stands for no answer: the rank hangs.
-
-
-@dataclass(frozen=True)
-class _Returned:
-    result: bytes  # pickled
-
-
-@dataclass(frozen=True)
-class _Raised:
-    at: float  # of the monotonic clock, which all processes share: a cause sorts before its consequences
-    summary: str
-    traceback: str
-    exception: bytes | None  # pickled, where it can be
-
-
-@dataclass(frozen=True)
-class _Died:
-    exitcode: int | None
-
-
-_Answer = _Returned | _Raised | _Died
-
-
 @dataclass(frozen=True)
 class _Rank:
     """The parent's end of one rank."""
@@ -163,45 +146,49 @@ class _Rank:
     connection: Connection  # calls go out, answers come back
     stacks: TextIO  # where faulthandler of the rank writes, when the rank crashes or gets SIGUSR1
 
-    def answer(self) -> _Answer:
+    def answer(self) -> Answer:
         try:
-            return cast("_Answer", self.connection.recv())
+            return cast("Answer", self.connection.recv())
         except (EOFError, OSError):
             self.process.join(EXIT_SECONDS)
-            return _Died(self.process.exitcode)
+            return Died(self.process.exitcode)
 
 
 class _Processes:
     """One set of processes. Once it is not `idle` after a call, it is of no more use."""
 
-    def __init__(self, world_size: int, start: str) -> None:
+    def __init__(self, world_size: int, start: str, enter: Callable[[], None] | None) -> None:
         context: Any = multiprocessing.get_context(start)
-        # Port 0: the system picks a free one. Hosted here: it outlives any rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        self._store = loopback_store() if enter is None else None  # hosted here: it outlives any rank
+        meeting = Path(self._folder.name, "store") if self._store is None else self._store.port
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._ranks: list[_Rank] = []
         self.idle = False
         try:
-            with tempfile.TemporaryDirectory() as folder:  # not needed once both sides have opened the files
-                for rank in range(world_size):
-                    stacks = Path(folder, f"{rank}.txt")
-                    reader = stacks.open("w+")
-                    ours, theirs = context.Pipe()
-                    process = context.Process(
-                        target=_serve,
-                        args=(rank, world_size, self._store.port, theirs, lifeline, stacks),
-                        name=f"rank {rank}",
-                        daemon=True,
-                    )
-                    process.start()
-                    self._ranks.append(_Rank(process, ours, reader))
-                    theirs.close()  # the rank now holds the only copy: its death is an end of file
-                lifeline.close()
-                self._results("starting", self._listen(START_SECONDS))
-                self.idle = True
+            for rank in range(world_size):
+                stacks = Path(self._folder.name, f"{rank}.txt")
+                reader = stacks.open("w+")
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, world_size, meeting, enter, theirs, lifeline, stacks),
+                    name=f"rank {rank}",
+                    daemon=True,
+                )
+                process.start()
+                self._ranks.append(_Rank(process, ours, reader))
+                theirs.close()  # the rank now holds the only copy: its death is an end of file
+            lifeline.close()
+            self._results("starting", self._listen(START_SECONDS))
+            self.idle = True
         except BaseException:
             self.kill()
             raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid or 0 for rank in self._ranks]
 
     def call(self, calls: Sequence[bytes], timeout: float, name: str) -> list[bytes]:
         __tracebackhide__ = True
@@ -211,11 +198,11 @@ class _Processes:
                 rank.connection.send_bytes(call)
         self._results(f"joining the world for {name}", self._listen(JOIN_SECONDS))
         answers = self._listen(timeout)
-        if _all_alive(answers):
+        if all_alive(answers):
             partings = self._listen(LEAVE_SECONDS)
-            self.idle = _all_alive(partings)
+            self.idle = all_alive(partings)
             answers = [
-                answer if isinstance(answer, _Raised) or isinstance(parting, _Returned) else parting
+                answer if isinstance(answer, Raised) or isinstance(parting, Returned) else parting
                 for answer, parting in zip(answers, partings, strict=True)
             ]
         return self._results(name, answers)
@@ -229,23 +216,24 @@ class _Processes:
             rank.connection.close()
             rank.stacks.close()
         self._lifeline.close()
+        self._folder.cleanup()
 
     def _join(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
-    def _results(self, name: str, answers: list[_Answer | None]) -> list[bytes]:
+    def _results(self, name: str, answers: list[Answer | None]) -> list[bytes]:
         __tracebackhide__ = True
-        results = [answer.result for answer in answers if isinstance(answer, _Returned)]
+        results = [answer.result for answer in answers if isinstance(answer, Returned)]
         if len(results) < len(answers):
-            raise _failure(name, answers, [""] * len(answers) if self.idle else self._last_stacks())
+            raise failure(name, answers, [""] * len(answers) if self.idle else self._last_stacks())
         return results
 
-    def _listen(self, seconds: float) -> list[_Answer | None]:
+    def _listen(self, seconds: float) -> list[Answer | None]:
         """One answer of each rank. A death shows at once: it ends the rank's pipe, as nobody else has it."""
         deadline = time.monotonic() + seconds
-        answers: list[_Answer | None] = [None] * len(self._ranks)
+        answers: list[Answer | None] = [None] * len(self._ranks)
         while silent := {number: rank for number, rank in enumerate(self._ranks) if answers[number] is None}:
             left = max(0.0, deadline - time.monotonic())
             speaking = wait([rank.connection for rank in silent.values()], left)
@@ -254,7 +242,7 @@ class _Processes:
             for number, rank in silent.items():
                 if rank.connection in speaking:
                     answer = answers[number] = rank.answer()
-                    if not isinstance(answer, _Returned):
+                    if not isinstance(answer, Returned):
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 
@@ -268,9 +256,20 @@ class _Processes:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, connection: Connection, lifeline: Connection, stacks: Path
+    rank: int,
+    world_size: int,
+    meeting: int | Path,
+    enter: Callable[[], None] | None,
+    connection: Connection,
+    lifeline: Connection,
+    stacks: Path,
 ) -> None:
-    """The whole life of a rank."""
+    """The whole life of a rank. meeting: the port of a store, or its file"""
+    if enter is not None:
+        entered = attempt(enter)
+        if isinstance(entered, Raised):
+            connection.send(entered)
+            return
     stacks_file = stacks.open("a")
     faulthandler.enable(stacks_file)
     # Chained to the default action, death: once the process has ended, its stacks are complete.
@@ -279,24 +278,30 @@ def _serve(
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name need not resolve
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
-    connection.send(_Returned(b""))  # ready
+    patience = timedelta(seconds=COLLECTIVE_SECONDS)
+    store: dist.Store = (
+        dist.FileStore(str(meeting), world_size)
+        if isinstance(meeting, Path)
+        else dist.TCPStore("127.0.0.1", meeting, is_master=False, timeout=patience)
+    )
+    store.set_timeout(patience)
+    connection.send(Returned(b""))  # ready
     for number in itertools.count():
         try:
             call = connection.recv_bytes()
         except EOFError:  # the parent is gone
             return
-        meeting = dist.PrefixStore(f"call {number}", store)
-        join_world("gloo", meeting, rank, world_size)
-        _meet(meeting, "arrival", world_size)  # a rank that left now would break connections still being made
-        connection.send(_Returned(b""))  # from now on time counts
-        answer = _attempt(_called, call)
+        place = dist.PrefixStore(f"call {number}", store)
+        join_world("gloo", place, rank, world_size)
+        _meet(place, "arrival", world_size)  # a rank that left now would break connections still being made
+        connection.send(Returned(b""))  # from now on time counts
+        answer = attempt(_called, call)
         sys.stdout.flush()  # into the output of this test, not of a later one
         connection.send(answer)
-        if isinstance(answer, _Raised):
-            meeting.set("departure", "now")  # broken connections are what waits of the others need
-        _meet(meeting, "departure", world_size)
-        connection.send(_attempt(leave_world))
+        if isinstance(answer, Raised):
+            place.set("departure", "now")  # broken connections are what waits of the others need
+        _meet(place, "departure", world_size)
+        connection.send(attempt(leave_world))
 
 
 def _meet(store: dist.Store, event: str, world_size: int) -> None:
@@ -322,17 +327,6 @@ def _called(call: bytes) -> Any:
     return function(*args)
 
 
-def _attempt(function: Callable[..., Any], *args: Any) -> _Returned | _Raised:
-    try:
-        return _Returned(pickle.dumps(function(*args)))
-    except BaseException as error:  # SystemExit too: a rank answers every call
-        at, exception = time.monotonic(), None
-        with suppress(Exception):
-            exception = pickle.dumps(error)
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return _Raised(at, summary, "".join(traceback.format_exception(error)), exception)
-
-
 def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     # Not Connection.send, whose pickler puts tensors into shared memory that dies with the sender.
     try:
@@ -344,57 +338,3 @@ def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-
-
-def _all_alive(answers: Sequence[_Answer | None]) -> bool:
-    return all(isinstance(answer, _Returned | _Raised) for answer in answers)
-
-
-def _failure(name: str, answers: Sequence[_Answer | None], stacks: Sequence[str]) -> RankFailure:
-    stories = []
-    exceptions: dict[int, BaseException | None] = {}
-    for rank in sorted(range(len(answers)), key=lambda rank: _order(answers[rank])):
-        answer, details = answers[rank], stacks[rank]
-        match answer:
-            case _Raised():
-                summary, details = answer.summary, answer.traceback
-            case _Died():
-                summary = _end(answer.exitcode)
-            case _Returned():
-                summary = "returned"
-            case None:
-                summary = "no answer in time"
-        stories.append(f"rank {rank}: {summary}\n{textwrap.indent(details, '    ')}")
-        if not isinstance(answer, _Returned):
-            exceptions[rank] = _exception(answer)
-    return RankFailure(
-        "\n".join([f"{len(exceptions)} of {len(answers)} ranks failed: {name}", *stories]), exceptions
-    )
-
-
-def _order(answer: _Answer | None) -> tuple[int, float]:
-    """The likely cause first: deaths, exceptions by time, ranks that hang, ranks that are well."""
-    match answer:
-        case _Died():
-            return 0, 0.0
-        case _Raised():
-            return 1, answer.at
-        case None:
-            return 2, 0.0
-        case _Returned():
-            return 3, 0.0
-
-
-def _end(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "closed its pipe"
-    if exitcode < 0:
-        return f"killed by signal {-exitcode} ({signal.strsignal(-exitcode)})"
-    return f"exited with code {exitcode}"
-
-
-def _exception(answer: _Answer | None) -> BaseException | None:
-    if isinstance(answer, _Raised) and answer.exception is not None:
-        with suppress(Exception):  # many exceptions with arguments of their own can be pickled only one way
-            return cast("BaseException", pickle.loads(answer.exception))
-    return None

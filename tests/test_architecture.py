@@ -11,6 +11,7 @@ PACKAGE = ROOT / "tpkernels"
 MAY_IMPORT = {  # room -> rooms it may enter
     "_renamed": set(),
     "files": set(),
+    "gpus": set(),
     "topology": set(),
     "pictures": set(),
     "runtime": {"topology"},
@@ -18,16 +19,17 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "comm": {"env_flag", "files"},
     "buckets": {"comm"},
     "kernels": {"env_flag", "files"},
-    "dispatch": {"env_flag", "files", "kernels"},
+    "dispatch": {"env_flag", "files", "gpus", "kernels"},
     "gate": {"dispatch", "files", "kernels"},
     "ops": {"comm", "dispatch", "env_flag", "kernels"},
     "layers": {"buckets", "ops", "runtime", "topology"},
     "models": {"layers", "ops", "runtime", "topology"},
-    "planning": {"buckets", "comm", "kernels", "layers", "models", "topology"},
+    "planning": {"buckets", "comm", "gpus", "kernels", "layers", "models", "topology"},
     "training": {
         "buckets",
         "comm",
         "files",
+        "gpus",
         "interop",
         "layers",
         "models",
@@ -37,7 +39,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
         "runtime",
         "topology",
     },
-    "interop": {"files", "models", "layers", "ops", "runtime", "topology", "parallel_state"},
+    "interop": {"comm", "files", "models", "layers", "ops", "runtime", "topology", "parallel_state"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything
 }
@@ -87,12 +89,49 @@ def foreign_imports(source: str) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"tpkernels"}
 
 
+def modules_imported(source: str) -> set[str]:
+    """All that are imported anywhere: in functions, and for type checkers alone, too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Modules that import themselves by way of others, those of a circle together.
+
+    sources: text by name of the module
+    """
+    imports = {name: modules_imported(text) & sources.keys() - {name} for name, text in sources.items()}
+    reached = dict(imports)
+    for _ in sources:  # one step further each time
+        reached = {name: its.union(*(imports[other] for other in its)) for name, its in reached.items()}
+    inside = sorted(name for name, its in reached.items() if name in its)
+    return [
+        list(own)
+        for own in dict.fromkeys(
+            tuple(other for other in inside if other in reached[name] and name in reached[other])
+            for name in inside
+        )
+    ]
+
+
 @pytest.mark.parametrize("path", ROOM_FILES, ids=str)
 def test_file_keeps_to_its_room(path):
     room = room_of(path)
     assert room in MAY_IMPORT, f"{room} is not a room of the house: give it a row in MAY_IMPORT"
     trespass = trespasses(room, (ROOT / path).read_text())
     assert not trespass, f"{room} may import {sorted(MAY_IMPORT[room])}, not {sorted(trespass)}"
+
+
+@pytest.mark.parametrize("room", sorted({room_of(path) for path in ROOM_FILES}))
+def test_files_of_a_room_import_each_other_in_no_circle(room):
+    paths = [path for path in ROOM_FILES if room_of(path) == room]
+    names = {".".join(path.with_suffix("").parts): (ROOT / path).read_text() for path in paths}
+    assert circles(names) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -102,14 +141,17 @@ def test_file_holds_one_idea(path):
     assert not has_global(source), "no `global` statements"
 
 
-def test_topology_and_files_stand_on_the_standard_library_alone():
-    for path in [*(PACKAGE / "topology").glob("*.py"), PACKAGE / "files.py"]:
+def test_topology_files_and_gpus_stand_on_the_standard_library_alone():
+    for path in [*(PACKAGE / "topology").glob("*.py"), PACKAGE / "files.py", PACKAGE / "gpus.py"]:
         assert not foreign_imports(path.read_text()), path
 
 
-def test_pictures_need_pillow_for_pixels_alone():
+def test_pictures_need_matplotlib_alone_and_only_to_draw():
     for path in (PACKAGE / "pictures").glob("*.py"):
-        assert foreign_imports(path.read_text()) <= ({"PIL"} if path.name == "png.py" else set()), path
+        assert foreign_imports(path.read_text()) <= {"matplotlib"}, path
+        for node in ast.parse(path.read_text()).body:  # what is imported when the file is
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not foreign_imports(ast.unparse(node)), path
 
 
 def test_groups_are_created_in_one_place():
@@ -133,4 +175,8 @@ def test_rules_see_planted_faults():
     assert not trespasses("ops", "from tpkernels.comm import a\nfrom tpkernels.kernels import b")
     assert not trespasses("cli", "from tpkernels.ops import anything")
     assert has_global("def f():\n    global x\n    x = 1")
+    there, back = "def f():\n    from r import b", "if TYPE_CHECKING:\n    from r.a import x"
+    assert circles({"r.a": there, "r.b": back, "r.c": "import r.a"}) == [["r.a", "r.b"]]
+    assert circles({"r.a": "import r.b", "r.b": "import r.c", "r.c": "import r.a"}) == [["r.a", "r.b", "r.c"]]
+    assert circles({"r.a": "import r.b", "r.b": "import r.c", "r.c": "import os"}) == []
     assert foreign_imports("import os, torch.nn\nfrom numpy import array") == {"torch", "numpy"}

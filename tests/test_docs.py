@@ -2,16 +2,19 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from torch.distributed import TCPStore
 
+from tests.cli.living_ranks import told_by
+from tests.ranks import RankPool
 from tpkernels.topology.plan import plan_groups
 
 ROOT = Path(__file__).parents[1]
@@ -65,28 +68,23 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As torchrun does, without its own start, which takes longer than most programs."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            cwd=folder,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    """As torchrun does, on ranks that have imported torch, which takes longer than most programs."""
+    with RankPool(2) as own:  # a program may leave anything behind
+        return told_by(own, _execute, [str(program), str(folder)])
+
+
+def _execute(program_and_folder: list[str]) -> int:
+    program, folder = program_and_folder
+    here = os.getcwd()
+    os.chdir(folder)
     try:
-        said = [rank.communicate(timeout=300) for rank in ranks]
+        runpy.run_path(program, run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        return 1
     finally:
-        for rank in ranks:
-            rank.kill()
-    code = next((rank.returncode for rank in ranks if rank.returncode), 0)
-    return subprocess.CompletedProcess(ranks[0].args, code, *map("\n".join, zip(*said, strict=True)))
+        os.chdir(here)
+    return 0
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)

@@ -26,35 +26,35 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.layers.block import TransformerBlock as TransformerBlock
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
     from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
-    from tpkernels.layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from tpkernels.layers.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tpkernels.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from tpkernels.layers.functional import (
+        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.functional import (
+        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
+    )
+    from tpkernels.layers.functional import (
+        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.functional import linear_cross_entropy as linear_cross_entropy
+    from tpkernels.layers.functional import (
+        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.functional import (
+        reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+    )
+    from tpkernels.layers.functional import (
+        scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region,
+    )
+    from tpkernels.layers.functional import (
+        scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
+    )
+    from tpkernels.layers.functional import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tpkernels.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.layers.linear import RowParallelLinear as RowParallelLinear
     from tpkernels.layers.mlp import ParallelMLP as ParallelMLP
     from tpkernels.layers.norm import LayerNorm as LayerNorm
     from tpkernels.layers.norm import RMSNorm as RMSNorm
-    from tpkernels.layers.regions import (
-        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
-    )
-    from tpkernels.layers.regions import (
-        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
-    )
-    from tpkernels.layers.regions import (
-        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
-    )
-    from tpkernels.layers.regions import (
-        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
-    )
-    from tpkernels.layers.regions import (
-        reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
-    )
-    from tpkernels.layers.regions import (
-        scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region,
-    )
-    from tpkernels.layers.regions import (
-        scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
-    )
     from tpkernels.layers.replicas import check_replicas as check_replicas
     from tpkernels.layers.replicas import finalize_gradients as finalize_gradients
     from tpkernels.models.config import GPTConfig as GPTConfig
@@ -88,21 +88,21 @@ _HOME = {
     "TransformerBlock": "tpkernels.layers.block",
     "checkpoint": "tpkernels.layers.checkpoint",
     "clip_grad_norm_": "tpkernels.layers.clip",
-    "linear_cross_entropy": "tpkernels.layers.cross_entropy",
-    "vocab_parallel_cross_entropy": "tpkernels.layers.cross_entropy",
+    "linear_cross_entropy": "tpkernels.layers.functional",
+    "vocab_parallel_cross_entropy": "tpkernels.layers.functional",
     "VocabParallelEmbedding": "tpkernels.layers.embedding",
     "ColumnParallelLinear": "tpkernels.layers.linear",
     "RowParallelLinear": "tpkernels.layers.linear",
     "ParallelMLP": "tpkernels.layers.mlp",
     "LayerNorm": "tpkernels.layers.norm",
     "RMSNorm": "tpkernels.layers.norm",
-    "copy_to_tensor_model_parallel_region": "tpkernels.layers.regions",
-    "gather_from_sequence_parallel_region": "tpkernels.layers.regions",
-    "gather_from_tensor_model_parallel_region": "tpkernels.layers.regions",
-    "reduce_from_tensor_model_parallel_region": "tpkernels.layers.regions",
-    "reduce_scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
-    "scatter_to_sequence_parallel_region": "tpkernels.layers.regions",
-    "scatter_to_tensor_model_parallel_region": "tpkernels.layers.regions",
+    "copy_to_tensor_model_parallel_region": "tpkernels.layers.functional",
+    "gather_from_sequence_parallel_region": "tpkernels.layers.functional",
+    "gather_from_tensor_model_parallel_region": "tpkernels.layers.functional",
+    "reduce_from_tensor_model_parallel_region": "tpkernels.layers.functional",
+    "reduce_scatter_to_sequence_parallel_region": "tpkernels.layers.functional",
+    "scatter_to_sequence_parallel_region": "tpkernels.layers.functional",
+    "scatter_to_tensor_model_parallel_region": "tpkernels.layers.functional",
     "check_replicas": "tpkernels.layers.replicas",
     "finalize_gradients": "tpkernels.layers.replicas",
     "GPT": "tpkernels.models.gpt",

@@ -1,4 +1,4 @@
-"""Files that others may have swapped, damaged or left half written: read and replaced without surprises."""
+"""Reading and replacing files that may be damaged, half written, or not regular files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Of a regular file; ValueError for what a reader could wait for without end, such as a FIFO."""
-    # opened without waiting, and looked at once it is open: nobody can swap it in between
+    """The content of a regular file; ValueError for others, such as a FIFO, on which a reader could hang."""
+    # checked after opening, so that it cannot be replaced in between
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -22,12 +22,12 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """As `read_bytes`, of UTF-8; ValueError for what is not."""
+    """As `read_bytes`, decoded; ValueError if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; ValueError for what is none, and for what is nested too deeply."""
+    """The value of a JSON text; ValueError if it is no JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -35,9 +35,9 @@ def parsed(text: str) -> Any:
 
 
 def clear(path: Path) -> None:
-    """Remove what a run that ended early left under a temporary name.
+    """Remove the temporary file or folder that a run left when it ended early.
 
-    A symbolic link is refused: what it leads to is not ours to write or to remove.
+    A symbolic link is refused: its target may be somebody else's.
     """
     if path.is_symlink():
         raise FileExistsError(f"expected no symbolic link at {path}; remove it, nothing was written")
@@ -48,13 +48,13 @@ def clear(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The file has its old text or all of the new one, whatever happens. Called by one process at a time.
+    """Replace a file's text atomically. Called by one process at a time.
 
-    A symbolic link is replaced itself; what it leads to stays as it is.
+    A symbolic link is replaced itself; its target does not change.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     clear(unfinished)
-    with unfinished.open("x", encoding="utf-8") as file:  # x: not through a link that came meanwhile
+    with unfinished.open("x", encoding="utf-8") as file:  # x: fails if a link was created meanwhile
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -64,7 +64,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def unused(path: Path) -> Path:
-    """The path, or one with a number behind it, where nothing lies yet."""
+    """The path, or the path with a number, that does not exist yet."""
     number, candidate = 1, path
     while os.path.lexists(candidate):
         number += 1

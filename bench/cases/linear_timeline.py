@@ -27,6 +27,7 @@ from bench.timeline import Sample, chrome_trace, pieces_received
 from tpkernels.comm.schedule import gather_swaps, parts_of_shard
 from tpkernels.dispatch import primitives
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 from tpkernels.pictures.lanes import Span, lanes
 
 PANELS = {"one after the other": False, "at once, in pieces": True}
@@ -129,7 +130,7 @@ def write(link: SlowLink, kind: str, target: Path, ratio: float = 1.0, rounds: i
     target.parent.mkdir(parents=True, exist_ok=True)
     target.with_suffix(".json").write_text(json.dumps(chrome_trace(panels), indent=1) + "\n")
     heading = f"Forward of a {kind}-parallel linear layer: 2 ranks, throttled link"
-    target.with_suffix(".svg").write_text(lanes(heading, panels))
+    target.with_suffix(".svg").write_text(lanes(heading, panels).svg)
     return target.with_suffix(".svg")
 
 
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("kind", choices=["column", "row"])
     parser.add_argument("target", type=Path, help="where to write, without suffix")
     arguments = parser.parse_args()
-    if reason := why_not():
+    if reason := why_not() or (None if can_draw() else NO_MATPLOTLIB):
         parser.exit(1, f"{reason}\n")
     with SlowLink(bits_per_second=1e9) as link:
         print(write(link, arguments.kind, arguments.target))

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tpkernels import GPTConfig
-from tpkernels.layers.rotary import Rotation, rotate, rotation
+from tpkernels.layers.attention import Rotation, rotate, rotation
 
 
 class Attention(nn.Module):

@@ -19,11 +19,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from bench.case import Case, Work
 from bench.cases.plain_llama import PlainLlama, split_by_torch
-from tpkernels import GPTConfig, create_parallel_state, plan_groups
-from tpkernels.cli.train import SMALL
-from tpkernels.interop.full_state_dict import whole_state_dict
-from tpkernels.training.schedule import learning_rate
-from tpkernels.training.trainer import TrainConfig, Trainer
+from tpkernels import create_parallel_state, plan_groups
+from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.models.config import SMALL
+from tpkernels.training.config import TrainConfig, learning_rate
+from tpkernels.training.trainer import Trainer
 
 Step = Callable[[], float]  # the loss
 
@@ -34,13 +34,9 @@ DATA = Path(__file__).parents[2] / "data" / "alice.txt"
 def demo_config() -> TrainConfig:
     """What `make demo` trains."""
     return TrainConfig(
-        model=GPTConfig(**SMALL),
+        model=SMALL,
         data=str(DATA),
         steps=150,
-        batch=16,
-        tokens=128,
-        peak_rate=2e-3,
-        floor_rate=2e-4,
         sequence_parallel=True,
     )
 
@@ -67,7 +63,7 @@ def _loss(step: Step) -> list[Tensor]:
 def torch_step(ours: Trainer) -> Step:
     """A step of torch's own, from the weights of `ours`: loss, backward, clipping, AdamW."""
     config = ours.config
-    weights = [whole_state_dict(ours.model)]
+    weights = [full_state_dict(ours.model)]
     dist.broadcast_object_list(weights)
     model = PlainLlama(config.model, config.tokens)
     model.take(weights[0])

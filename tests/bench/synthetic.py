@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from bench.shapes import GPUS, MODELS, shapes_of
+from bench.shapes import MODELS, RATED_GPUS, shapes_of
 
-H100 = GPUS["h100"]
+H100 = RATED_GPUS["h100"]
 PASSES = ("forward", "wgrad", "wgrad_add")
 
 

@@ -20,7 +20,7 @@ from bench.baseline import path_for, read_baseline
 from bench.case import Case, Work, timed_on_ranks
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
 from bench.record import KEYS, PastRounds, extra_info
-from bench.shapes import GPUS
+from bench.shapes import RATED_GPUS
 from bench.summary import summary
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_every_result_has_the_same_keys_and_one_for_each_further_way():
 
 
 def test_roofline_is_the_data_sheets_time_by_the_best_of_ours(monkeypatch):
-    gpu = GPUS["h100"]
+    gpu = RATED_GPUS["h100"]
     monkeypatch.setattr(record, "this_gpu", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu.name)
     on_gpu = replace(WORK, device="cuda")

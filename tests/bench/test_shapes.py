@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import shapes
-from bench.shapes import GPUS, MODELS, all_shapes, shapes_of, table
+from bench.shapes import MODELS, RATED_GPUS, all_shapes, shapes_of, table
 
 TABLE = Path(shapes.__file__).with_name("shapes.csv")
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))
@@ -24,7 +24,7 @@ def test_bounds_follow_from_the_data_sheet():
     assert (row["out_features"], row["in_features"]) == ("12288", "1536")
     assert float(row["gflop"]) == pytest.approx(2 * 4096 * 12288 * 1536 / 1e9, abs=0.05)
     assert float(row["h100_us"]) == pytest.approx(1e3 * float(row["gflop"]) / 989, abs=0.1)
-    assert GPUS["h100"].floor(1.0, 3.35e12) == 1.0  # little work, much memory
+    assert RATED_GPUS["h100"].floor(1.0, 3.35e12) == 1.0  # little work, much memory
 
 
 def test_ranks_share_the_work_of_a_layer():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bench import slow_link
 from bench.slow_link import SlowLink, throttle, why_not
+from tests import ranks
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -96,21 +97,21 @@ def test_ranks_are_apart_from_us_and_from_each_other(link: SlowLink) -> None:
     ("function", "story", "timeout"),
     [
         (fail_on_rank_1, "rank 1: .*no luck", 60),
-        (die_on_rank_1, "rank 1: died", 60),
+        (die_on_rank_1, "rank 1: exited with code 3", 60),
         (sleep_long, "no answer in", 1),
     ],
 )
 def test_nothing_is_left_after_a_failure(
     function: object, story: str, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slow_link, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     with SlowLink(1e9) as link:
-        ranks = link.run(pid_and_namespace)
+        places = link.run(pid_and_namespace)
         with pytest.raises(RuntimeError, match=f"(?s){story}"):
             link.run(function, timeout=timeout)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="closed"):
             link.run(pid_and_namespace)
-    assert_gone(ranks)
+    assert_gone(places)
 
 
 @needs_link

@@ -10,6 +10,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -27,13 +28,19 @@ TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
 
 def train_on(ranks: RankPool, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What the ranks of a run say together; its exit code is that of one that failed, if any did."""
+    return told_by(ranks, main, ["train", "--data", str(ALICE), *TINY, *arguments])
+
+
+def told_by(
+    ranks: RankPool, program: Callable[[list[str]], int], command: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """The same of any program, which finds the environment of a launcher and no process group."""
     store = loopback_store()  # as the launcher's own
-    command = ["train", "--data", str(ALICE), *TINY, *arguments]
-    codes, printed, errors = zip(*ranks.run(_as_rank, store.port, command), strict=True)
+    codes, printed, errors = zip(*ranks.run(_as_rank, store.port, program, command), strict=True)
     return subprocess.CompletedProcess(command, max(codes), "".join(printed), "".join(errors))
 
 
-def _as_rank(port: int, command: list[str]) -> tuple[int, str, str]:
+def _as_rank(port: int, program: Callable[[list[str]], int], command: list[str]) -> tuple[int, str, str]:
     environment = {
         "RANK": dist.get_rank(),
         "LOCAL_RANK": dist.get_rank(),
@@ -44,5 +51,5 @@ def _as_rank(port: int, command: list[str]) -> tuple[int, str, str]:
     told = patch.dict(os.environ, {name: str(value) for name, value in environment.items()})
     hook = patch.object(sys, "excepthook", sys.excepthook)  # torch wraps it when a run makes its world
     with told, hook, redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
-        code = main(command)
+        code = program(command)
     return code, printed.getvalue(), errors.getvalue()

@@ -82,7 +82,7 @@ PLANTED_CATALOG = """
 from dataclasses import replace
 
 def catalog():
-    entries = {entry.name: entry for entry in (*matmul_entries(), *row_entries())}
+    entries = {entry.name: entry for entry in (*_matmul_entries(), *_row_entries())}
     linear = entries["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
     dgrad = entries["dgrad/descriptor/bf16/128x128x64/gelu_tanh+db"]
     pointer = entries["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
@@ -97,7 +97,7 @@ def catalog():
 
 
 def test_check_turns_red_on_each_fault_of_compilation(copy):
-    with (copy / "tpkernels" / "kernels" / "catalog.py").open("a") as file:
+    with (copy / "tpkernels" / "gate" / "catalog.py").open("a") as file:
         file.write(PLANTED_CATALOG)
     (copy / "tpkernels" / "kernels" / "deadly.py").write_text("import os; os._exit(9)")
     plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")

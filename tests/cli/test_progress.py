@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tpkernels.cli.progress import Progress
+from tpkernels.cli import Progress
 
 
 class Terminal(io.StringIO):

@@ -10,13 +10,18 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.living_ranks import ALICE, TINY, train_on
+from tests.conftest import HAS_GPU
 from tpkernels.cli import main
 from tpkernels.cli import train as train_command
+from tpkernels.models.config import SMALL
+from tpkernels.training.config import TrainConfig
 
 
 def train(*arguments, launcher=(), environment=None, timeout=300):
@@ -46,10 +51,10 @@ def test_trains_proves_itself_and_writes(tmp_path):
     assert f"loss {reports[0]['loss']:.3f} -> {reports[-1]['loss']:.3f} in" in closing
     assert "losses of 2 steps agree with an unsharded run's within" in closing
     assert f"page      {page}\n" in closing
-    assert str(page.with_name("timeline.png")) in closing or "pip install pillow" in closing
+    assert str(page.with_name("timeline.png")) in closing or "no pictures: expected matplotlib" in closing
     html = page.read_text(encoding="utf-8")
-    assert html.count("<svg") == 3
-    assert "rank 3 computes" in html
+    assert html.count("<svg") in (1, 3)
+    assert "rank 3 computes" in html or html.count("<svg") == 1  # without matplotlib
 
 
 def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
@@ -86,6 +91,25 @@ def test_a_mistake_is_one_message_of_all_ranks(arguments, message, ranks1, ranks
     run = train_on(ranks2 if {"--tp", "--dp"} & {*arguments} else ranks1, *arguments)
     assert run.returncode == 2
     assert run.stderr.count(message) == run.stderr.count("python -m tpkernels train: rank ") == 1
+
+
+def test_each_field_of_a_run_is_an_option_with_its_default_and_help():
+    parser = train_command._parser()
+    usual = TrainConfig(model=SMALL, data="x", dtype=torch.bfloat16 if HAS_GPU else torch.float32)
+    assert train_command._config(parser.parse_args(["--data", "x"])) == usual
+    told = " ".join(parser.format_help().split())
+    for option in fields(TrainConfig):
+        assert option.metadata.get("help", "") in told, option.name
+    changed = "--batch 2 --peak-rate 0.5 --no-overlap --sequence-parallel --recompute full --dtype float64"
+    assert train_command._config(parser.parse_args(["--data", "x", *changed.split()])) == replace(
+        usual,
+        batch=2,
+        peak_rate=0.5,
+        overlap=False,
+        sequence_parallel=True,
+        recompute="full",
+        dtype=torch.float64,
+    )
 
 
 @pytest.mark.parametrize(

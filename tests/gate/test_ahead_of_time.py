@@ -11,30 +11,43 @@ from dataclasses import replace
 
 import pytest
 
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Facts, compile_entry
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts, compile_entry
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
+from tpkernels.kernels.tiles import KERNELS
 
 ENTRIES = {entry.name: entry for entry in catalog()}
 LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
 POINTER = ENTRIES["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
+GATHER_LINEAR = ENTRIES["gather_linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+
+
+def largest(stem: str) -> Entry:
+    return next(entry for name, entry in ENTRIES.items() if name.startswith(f"{stem}/bf16"))
+
+
+SOUND = {
+    **{f"{kernel}_descriptor": (largest(f"{kernel}/descriptor"), "sm_90") for kernel in KERNELS},
+    "gather_linear_descriptor": (GATHER_LINEAR, "sm_90"),
+    **{f"{kernel}_pointer": (largest(f"{kernel}/pointer"), "sm_80") for kernel in KERNELS},
+    "pointer_on_hopper": (POINTER, "sm_90"),
+    "amd": (ENTRIES["sum_rows/pointer/bf16/512x128"], "gfx942"),
+}
 FAULTS = {  # name -> (entry with a fault planted, architecture)
-    "sound": (LINEAR, "sm_90"),
-    "sound_pointer": (POINTER, "sm_90"),
     "spilling_tile": (replace(LINEAR, num_warps=4), "sm_90"),
     "shared_memory_overflow": (replace(LINEAR, num_stages=5), "sm_90"),
     "lost_alignment": (replace(POINTER, aligned=frozenset()), "sm_90"),
     "lost_alignment_of_one": (replace(POINTER, aligned=POINTER.aligned - {"stride_xt"}), "sm_90"),
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
     "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
-    "sound_amd": (ENTRIES["sum_rows/pointer/bf16/512x128"], "gfx942"),
 }
+JOBS = SOUND | FAULTS
 PROGRAM = """
 import json, sys
-from tests.gate.test_ahead_of_time import FAULTS
+from tests.gate.test_ahead_of_time import JOBS
 from tpkernels.gate.ahead_of_time import CompileError, compile_entry, compile_key
 for name in sys.argv[1:]:
-    entry, architecture = FAULTS[name]
+    entry, architecture = JOBS[name]
     try:
         told = compile_entry(entry, architecture).as_json()
     except CompileError as error:
@@ -42,9 +55,16 @@ for name in sys.argv[1:]:
     print(json.dumps([name, told, compile_key(entry, architecture)]))
 """
 KEYS = """
-from tests.gate.test_ahead_of_time import FAULTS
+from tests.gate.test_ahead_of_time import JOBS
 from tpkernels.gate.ahead_of_time import compile_key
-print(*(compile_key(*fault) for fault in FAULTS.values()))
+print(*(compile_key(*job) for job in JOBS.values()))
+"""
+PTX = """
+import triton
+from tests.gate.test_ahead_of_time import GATHER_LINEAR
+from tpkernels.gate.ahead_of_time import ast_source, gpu_target
+target, options = gpu_target("sm_90"), GATHER_LINEAR.options
+print(triton.compile(ast_source(GATHER_LINEAR), target=target, options=options).asm["ptx"])
 """
 
 
@@ -57,15 +77,15 @@ def compiling(program: str, *arguments: str, **variables: str) -> subprocess.Pop
 
 
 def printed(process: subprocess.Popen) -> str:
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=550)  # on a busy machine
     assert process.returncode == 0, errors
     return output
 
 
 @pytest.fixture(scope="module")
 def told_with_keys() -> dict[str, tuple[object, str]]:
-    """What the compiler told of each of FAULTS, and its key: from two processes, on a core each."""
-    names = list(FAULTS)
+    """What the compiler told of each of JOBS, and its key: from two processes, on a core each."""
+    names = list(JOBS)
     halves = [compiling(PROGRAM, *names[half::2], PYTHONHASHSEED=str(half)) for half in range(2)]
     lines = [json.loads(line) for half in halves for line in printed(half).splitlines()]
     return {name: (what, key) for name, what, key in lines}
@@ -77,17 +97,17 @@ def told(told_with_keys) -> dict:
 
 
 def broken(told: dict, name: str) -> list[str]:
-    entry, architecture = FAULTS[name]
+    entry, architecture = JOBS[name]
     return [*violations(entry, architecture, Facts.from_json(told[name]))]
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("sound")])
+@pytest.mark.parametrize("name", SOUND)
 def test_rules_are_kept_by_what_is_sound(told, name):
     assert broken(told, name) == []
 
 
 def test_facts_of_a_descriptor_kernel(told):
-    facts = Facts.from_json(told["sound"])
+    facts = Facts.from_json(told["linear_descriptor"])
     assert 0 < facts.registers <= 255
     assert facts.stack == facts.spills == 0
     assert 128 * 256 * 2 < facts.shared <= SHARED_LIMIT["sm_90"]
@@ -99,7 +119,7 @@ def test_facts_of_a_descriptor_kernel(told):
 
 
 def test_facts_of_an_amd_kernel(told):
-    facts = Facts.from_json(told["sound_amd"])
+    facts = Facts.from_json(told["amd"])
     assert 0 < facts.registers <= 512
     assert facts.count("global_load")
 
@@ -127,14 +147,27 @@ def test_rules_see_serialised_wgmma(told):
     assert any(failure.startswith("wgmma serialised") for failure in broken(told, "serialised_wgmma"))
 
 
+def test_wgrad_accumulates_by_the_copy_engine(told):
+    assert SOUND["wgrad_descriptor"][0].name.endswith("+=fp32")
+    assert Facts.from_json(told["wgrad_descriptor"]).count("UTMAREDG") > 0
+
+
+def test_no_load_of_x_overtakes_the_wait():
+    """In PTX the look at the flag and the fence stand before the first load by TMA."""
+    ptx = printed(compiling(PTX))
+    load = ptx.find("cp.async.bulk.tensor.2d.shared")
+    assert 0 <= ptx.find("ld.global.sys.acquire") < load
+    assert 0 <= ptx.find("fence.proxy.async.global") < load
+
+
 def test_failed_compilation_names_its_cause(told):
     assert "unknown activation" in told["unknown_constant"]
 
 
 def test_key_is_the_same_in_every_process_and_differs_between_entries(told_with_keys):
     elsewhere = printed(compiling(KEYS, PYTHONHASHSEED="2")).split()
-    assert elsewhere == [told_with_keys[name][1] for name in FAULTS]
-    assert len(set(elsewhere)) == len(FAULTS)
+    assert elsewhere == [told_with_keys[name][1] for name in JOBS]
+    assert len(set(elsewhere)) == len(JOBS)
 
 
 def test_compiling_is_refused_where_kernels_are_interpreted():

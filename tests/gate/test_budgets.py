@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tpkernels.gate import budgets, check_compile
+from tpkernels.gate import budgets, compile_gate
 from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import catalog
-from tpkernels.gate.check_compile import Job, judge
+from tpkernels.gate.compile_gate import Job, judge
 
 FACTS = Facts(
     registers=163,
@@ -44,7 +44,7 @@ def test_any_other_count_of_instructions_is_told():
 
 
 def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
-    monkeypatch.setattr(check_compile, "violations", lambda *_: [])
+    monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
     job = Job(catalog()[0], "sm_80")
     measured = {("sm_80", job.entry.name): FACTS}
     table = budgets.updated(None, measured, measured, {"triton": "3.7.1"})

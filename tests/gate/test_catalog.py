@@ -1,4 +1,4 @@
-"""The catalog says what launches really do; a few entries are compiled here, all of them by the gate."""
+"""The catalog is what launches say: who changes a launcher changes its entries."""
 
 import importlib
 from collections import Counter
@@ -6,19 +6,24 @@ from itertools import product
 
 import pytest
 import torch
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.kernels.checks import normal
-from tests.kernels.conftest import device as device
-from tpkernels.gate.catalog import Entry, catalog
-from tpkernels.kernels import linear
+from tpkernels.gate import calls
+from tpkernels.gate.ahead_of_time import Entry
+from tpkernels.gate.catalog import catalog, has_parts
+from tpkernels.gate.recording import MetaOperands, _is_aligned, _type_of, recorded
+from tpkernels.kernels import launch
+from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import stem_of
+from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 
 ENTRIES = catalog()
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GPUS = {"sm_80": A100, "sm_89": Target("cuda", 89, 142), "sm_90": H100, "sm_100": B200, "gfx942": MI300}
-SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 
 
 def jit_function(entry: Entry):
@@ -59,53 +64,122 @@ def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
                 assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
 
 
-@pytest.mark.parametrize(("form", "aligned"), [("descriptor", True), ("pointer", False)])
-def test_catalog_constants_are_those_of_a_launch(form, aligned, device, monkeypatch):
-    """What reaches Triton from the launcher, against the entry of the same name."""
-    seen = {}
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **constants: seen.update(constants)
-
-    monkeypatch.setattr(linear, "_linear_fwd_kernel", Recorder())
-    entry = next(
-        e for e in ENTRIES if e.name.startswith(f"linear/{form}/bf16") and e.name.endswith("gelu_tanh+bias+z")
-    )
-    c = entry.constants
-    tile = MatmulTile(
-        c["BLOCK_ROWS"], c["BLOCK_COLS"], c["BLOCK_DEPTH"], entry.num_warps, entry.num_stages, c["PARTS"],
-        flatten=c["FLATTEN"], group=c["GROUP"],
-    )  # fmt: skip
-    x, w, b = (normal(16, 16, torch.bfloat16, device) for _ in range(3))
-    linear.linear_fwd(x, w, b[0], activation="gelu_tanh", keep_z=True, tile=tile, form=form)
-    assert (seen.pop("num_warps"), seen.pop("num_stages")) == (entry.num_warps, entry.num_stages)
-    strides = {name for name in c if name.startswith("stride_")}
-    assert seen.pop("FAST") is (device.type == "cuda")  # never in the interpreter
-    assert seen == {name: value for name, value in c.items() if name not in strides | {"FAST"}}
+TILE = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True)
 
 
-def test_descriptor_kernels_compile_to_wgmma_and_tma(compiled):
-    assert len(compiled["sm_90"]) == len(KERNELS) + 1
-    for name, facts in compiled["sm_90"].items():
-        assert facts["wgmma"] > 0, name
-        assert facts["serial_wgmma"] == 0, name
-        assert facts["tma_loads"] > 0, name
-        assert facts["shared"] <= SHARED_LIMIT, name
+def operands(dtype: torch.dtype = torch.bfloat16, ragged: bool = False) -> MetaOperands:
+    return MetaOperands(dtype, 64, 32, 48, chunks=2, ragged=ragged)
 
 
-def test_wgrad_accumulates_by_the_copy_engine(compiled):
-    (name,) = (name for name in compiled["sm_90"] if name.startswith("wgrad"))
-    assert name.endswith("+=fp32")
-    assert compiled["sm_90"][name]["tma_reductions"] > 0
+def entry_of(call, of: MetaOperands, **options) -> Entry:
+    return recorded("an entry", call, of, H100, ("sm_90",), **options)
 
 
-def test_pointer_kernels_pipeline_and_address_in_64_bits(compiled):
-    """32-bit offsets would wrap in tensors past 2**31 elements."""
-    assert len(compiled["sm_80"]) == len(KERNELS)
-    for name, facts in compiled["sm_80"].items():
-        assert facts["async_copies"] > 0, name
-        if name.startswith("wgrad"):
-            assert facts["offset_types"] == ["i64"], name
-        else:  # beside matrices, vectors of bias or of partial sums
-            assert set(facts["offset_types"]) <= {"i32", "i64"}, name
+def linear_entry(of: MetaOperands, *, x: torch.Tensor | None = None, **options) -> Entry:
+    x = of.matrix(64, 32) if x is None else x
+    return entry_of(lambda of: linear_fwd(x, of.matrix(48, 32), of.vector(48), tile=TILE, **options), of)
+
+
+def test_entry_is_what_the_launcher_passes(monkeypatch):
+    of = operands()
+    entry = linear_entry(of)
+    assert (entry.module, entry.function, entry.form) == ("linear", "_linear_fwd_kernel", "descriptor")
+    assert entry.options == {"num_warps": 8, "num_stages": 4}
+    assert entry.arguments["x"] == "tensordesc<bf16[128, 64]>"
+    assert entry.constants["stride_xk"] == 1
+    assert (entry.constants["ACTIVATION"], entry.constants["GROUP"]) == ("none", 8)
+    assert linear_entry(of, activation="silu").constants["ACTIVATION"] == "silu"
+    assert linear_entry(of, form="pointer").arguments["x"] == "*bf16"
+
+    def other_constants(tile, form):
+        return sound(tile, form) | {"GROUP": 4, "num_stages": 3}
+
+    sound = launch.constants
+    monkeypatch.setattr(launch, "constants", other_constants)
+    assert linear_entry(of).constants == entry.constants | {"GROUP": 4}
+    assert linear_entry(of).options == {"num_warps": 8, "num_stages": 3}
+
+
+def test_alignment_is_that_of_each_operand():
+    of = operands()
+    entry = linear_entry(of, form="pointer")
+    assert entry.aligned == set(entry.arguments)
+    wide, long = of.matrix(64, 40), of.vector(65 * 32)
+    assert linear_entry(of, form="pointer", x=wide[:, :32]).aligned == entry.aligned - {"stride_xt"}
+    shifted = long[1 : 64 * 32 + 1].view(64, 32)
+    assert linear_entry(of, form="pointer", x=shifted).aligned == entry.aligned - {"x"}
+
+
+def test_ragged_operands_and_outputs_are_aligned_nowhere():
+    entry = linear_entry(operands(ragged=True))  # of sizes that are multiples of 16
+    assert entry.form == "pointer"
+    assert entry.aligned == {"T", "N", "K", "stride_xt", "stride_wn"}
+
+
+def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
+    of = operands(torch.float32)
+    first = entry_of(lambda of: bias_grad(of.matrix(4096, 64)), of)  # in two steps
+    assert (first.function, first.options, first.num_stages) == ("_sum_rows_kernel", {"num_warps": 4}, None)
+    last = entry_of(calls.rms_norm, of, function="_sum_rows_kernel")
+    assert last.function == "_sum_rows_kernel"
+    assert entry_of(calls.rms_norm, of).function == "_norm_fwd_kernel"
+
+
+def test_types_and_alignment_are_tritons_own():
+    matrix = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    for value in (
+        *(matrix, matrix[:, 1:], matrix.float(), matrix.half(), matrix.int(), matrix.long()),
+        *(0, 2, 16, 17, -(2**31), 2**31 - 1, 2**31, 0.5, 1.0),
+        TensorDescriptor(matrix, [64, 64], [64, 1], [32, 16]),
+    ):
+        kind, hint = native_specialize_impl(CUDABackend, value, False, True, True)
+        assert (_type_of(value), _is_aligned(value)) == (kind, hint == "D")
+    assert native_specialize_impl(CUDABackend, 1, False, True, True) == ("constexpr", 1)
+
+
+def test_tf32_is_recorded_where_it_is_asked_for_and_torch_is_left_as_it_was():
+    before, of = torch.backends.cuda.matmul.fp32_precision, operands(torch.float32)
+    for precision in ("tf32", "ieee"):
+        entry = entry_of(lambda of: calls.product(of, "linear"), of, precision=precision)
+        assert entry.constants["PRECISION"] == precision
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_meta_tensors_are_refused_outside_a_recording():
+    x = torch.empty(16, 16, device="meta")
+    with pytest.raises(ValueError, match="got meta"):
+        linear_fwd(x, x)
+
+
+ENTRY = "gfx942/linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "",
+        "/",
+        "linear",
+        "linear/",
+        "/linear",
+        "linear/pointer",
+        "gfx942",
+        "gfx942/*",
+        "*bias*",
+        "l*r",
+        "*+z",
+        ENTRY,
+    ],
+)
+def test_parts_in_a_row_are_named(wanted):
+    assert has_parts(ENTRY, wanted)
+
+
+@pytest.mark.parametrize("wanted", ["line", "inear", "linear/bf16", "pointer/linear", "gelu_tanh", "LINEAR"])
+def test_half_a_part_is_not_named(wanted):
+    assert not has_parts(ENTRY, wanted)
+
+
+def test_a_name_that_ends_alike_needs_a_wildcard():
+    assert not has_parts("gather_linear/pointer/bf16", "linear/pointer")
+    assert has_parts("gather_linear/pointer/bf16", "*linear/pointer")

@@ -13,7 +13,7 @@ from tests.checks import error_of
 from tests.interop.split_cases import PLAN, Toy, differences
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
-from tpkernels.interop.full_state_dict import load_whole
+from tpkernels.interop.full_state_dict import load_full_state_dict
 
 WIDTH = 16
 
@@ -84,7 +84,7 @@ def whole_and_split(kind: str, tied: bool = False) -> tuple[Turned, Turned]:
         split = Turned(kind, tied).double()
     parallelize(split, plan=PLAN)
     split.to_empty(device="cpu")
-    load_whole(split, whole.state_dict())
+    load_full_state_dict(split, whole.state_dict())
     return whole, split
 
 
@@ -109,7 +109,7 @@ def carried_over() -> list[str]:
     wrong = []
     for model in (split, deepcopy(split)):
         model.to_empty(device="cpu")
-        load_whole(model, whole.state_dict())
+        load_full_state_dict(model, whole.state_dict())
         wrong += differences(model, whole)
     return wrong
 

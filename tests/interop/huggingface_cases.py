@@ -12,7 +12,7 @@ from tests.interop.models import built
 from tests.models.small import IDS
 from tpkernels import GPT, initialize_model_parallel
 from tpkernels.interop import huggingface, safetensors
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 
 def logits_of_folder(folder: str) -> torch.Tensor:
@@ -20,13 +20,13 @@ def logits_of_folder(folder: str) -> torch.Tensor:
     initialize_model_parallel(dist.get_world_size())
     config = huggingface.gpt_config(json.loads(Path(folder, "config.json").read_text()))
     model = GPT(config, sequence_parallel=True)
-    load_whole(model, huggingface.from_huggingface(safetensors.read(folder)))
+    load_full_state_dict(model, huggingface.from_huggingface(safetensors.read(folder)))
     return model(IDS).detach()
 
 
 def write_folder(folder: str, kind: str) -> torch.Tensor:
     initialize_model_parallel(dist.get_world_size())
     model = built(kind, 7)
-    whole = huggingface.to_huggingface(whole_state_dict(model))
+    whole = huggingface.to_huggingface(full_state_dict(model))
     safetensors.write(Path(folder, "model.safetensors"), whole)
     return model(IDS).detach()

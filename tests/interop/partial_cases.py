@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.checks import error_of
+from tests.interop.split_cases import loss_of
 from tests.models.small import IDS, TARGETS
 from tpkernels import (
     GradientBuckets,
@@ -82,10 +83,6 @@ PARTIAL = ("q_norm.weight", "k_norm.weight", "scale", "temperature")
 def normed(scalar: bool = True) -> Normed:
     torch.manual_seed(5)
     return Normed(scalar).double()
-
-
-def loss_of(model: nn.Module, ids: Tensor = IDS, targets: Tensor = TARGETS) -> Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
 def train(model: nn.Module, how: str, state: Any = None) -> list[float]:

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.checks import error_of
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
-from tpkernels.interop.parts import parts_of, unwrapped
+from tpkernels.interop.shards import shards_of, unwrapped
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ def wrong_gradients(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> 
     wrong = []
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     for name, parameter in unwrapped(split).named_parameters():
-        part, gradient = parts_of(split)[name], parameter.grad
+        part, gradient = shards_of(split)[name], parameter.grad
         if (gradient is None) != (expected[name] is None):
             wrong.append(f"{name} has a gradient")
         if gradient is None or expected[name] is None:
@@ -134,7 +134,7 @@ def split_alike(tensor: int) -> list[str]:
             if split.blocks[1].down.weight.requires_grad or not split.blocks[1].down.bias.requires_grad:
                 wrong.append("frozen")
             check_replicas(split, state=where)
-    gathered = whole_state_dict(split)
+    gathered = full_state_dict(split)
     wrong += [name for name, value in gathered.items() if not torch.equal(value, whole.state_dict()[name])]
     drawn = toy(seed=dist.get_rank() % tensor)
     first = toy(seed=0)
@@ -143,7 +143,7 @@ def split_alike(tensor: int) -> list[str]:
         later = Toy(bias=False).double()
     later = parallelize(later, plan=PLAN).to_empty(device="cpu")
     whole = toy(bias=False)
-    load_whole(later, whole.state_dict())
+    load_full_state_dict(later, whole.state_dict())
     return wrong + differences(later, whole)
 
 
@@ -245,6 +245,9 @@ def refuse() -> list[tuple[str, str]]:
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
     single = nn.ModuleDict({"a": nn.Linear(4, 8)})
     parallelize(single, plan={"a": "column"})
+    inner, outer = toy(), DistributedDataParallel(toy())
+    keeps_it = DistributedDataParallel(inner)
+    dropped = DistributedDataParallel(deepcopy(inner)).module
     calls: list[tuple[nn.Module, dict[str, Any], str]] = [
         (model, {}, "check"),
         (model, {"blocks.*.gates": "column"}, "check"),
@@ -263,13 +266,17 @@ def refuse() -> list[tuple[str, str]]:
         (single, {"a": "column"}, "check"),
         (encoder, {"0.linear1": "column", "0.linear2": "row"}, "check"),
         (other, PLAN, "check"),
+        (outer, {f"module.{pattern}": entry for pattern, entry in PLAN.items()}, "check"),
+        (inner, PLAN, "check"),
         (model, PLAN, "ignore"),
         (model, PLAN if rank else {"head": "head"}, "check"),
         (model if rank else odd, {"a": "head"} if not rank else {"head": "head"}, "check"),
     ]
     errors = [error_of(parallelize, each, plan=plan, weights=weights) for each, plan, weights in calls]
     assert [type(module) for module in model.modules()] == before
-    parallelize(model, plan=PLAN)
+    for each in (model, dropped):
+        parallelize(each, plan=PLAN)
+    assert keeps_it.module is inner
     return errors
 
 
@@ -297,7 +304,7 @@ def huggingface_alike(config_of: dict[str, dict[str, Any]], tensor: int) -> list
         greedy = [model.generate(IDS[:, :3], max_new_tokens=4, do_sample=False) for model in (split, whole)]
         if not torch.equal(*greedy):
             wrong.append(f"{kind}: text")
-        gathered = whole_state_dict(split)
+        gathered = full_state_dict(split)
         if not all(torch.equal(value, whole.state_dict()[name]) for name, value in gathered.items()):
             wrong.append(f"{kind}: whole weights")
     destroy_model_parallel()

@@ -11,7 +11,7 @@ from tests.interop.models import built
 from tests.layers.worlds import posing
 from tpkernels import ColumnParallelLinear, VocabParallelEmbedding, initialize_model_parallel, parallel_state
 from tpkernels.interop.dtensor import as_dtensors
-from tpkernels.interop.parts import parts_of
+from tpkernels.interop.shards import shards_of
 
 
 def wholes(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str], bool]:
@@ -53,7 +53,7 @@ def test_torch_puts_the_whole_together(kind, ranks4):
 def test_offsets_are_those_of_the_whole():
     with posing(1, 2):
         model = built("odd", 1)
-        parts = parts_of(model)
+        parts = shards_of(model)
         starts = {name: [chunk.offsets for chunk in part.chunks()] for name, part in parts.items()}
         assert starts["fused.weight"] == [(4, 0), (12, 0), (20, 0)]
         assert starts["back.weight"] == [(0, 4), (0, 12), (0, 20)]
@@ -69,9 +69,9 @@ def test_offsets_are_those_of_the_whole():
 def test_wrappers_do_not_change_names():
     with posing(0, 1):
         model = built("odd", 1)
-        names = list(parts_of(model))
-        assert list(parts_of(torch.compile(model))) == names
-        assert list(parts_of(nn.parallel.DistributedDataParallel(model))) == names
+        names = list(shards_of(model))
+        assert list(shards_of(torch.compile(model))) == names
+        assert list(shards_of(nn.parallel.DistributedDataParallel(model))) == names
 
 
 def test_models_of_other_sizes_and_kinds_are_refused():
@@ -82,13 +82,13 @@ def test_models_of_other_sizes_and_kinds_are_refused():
         with pytest.raises(
             ValueError, match="'other' was built as rank 0 of 4, but the tensor-parallel group"
         ):
-            parts_of(model)
-        assert parts_of(model["inner"], state)
+            shards_of(model)
+        assert shards_of(model["inner"], state)
         strange = nn.Linear(2, 2)
         strange.weight.tensor_model_parallel, strange.weight.partition_dim = True, 2
         with pytest.raises(ValueError, match="'weight': expected a partition_dim from 0 to 1, got 2"):
-            parts_of(strange, state)
+            shards_of(strange, state)
         with pytest.raises(ValueError, match="'weight' is on the meta device"):
-            parts_of(VocabParallelEmbedding(7, 4, device="meta", state=state))
+            shards_of(VocabParallelEmbedding(7, 4, device="meta", state=state))
         with pytest.raises(TypeError, match="cannot be saved or loaded here"):
-            parts_of(nn.ParameterDict({"weight": as_dtensors(model["inner"])["plain.weight"]}), state)
+            shards_of(nn.ParameterDict({"weight": as_dtensors(model["inner"])["plain.weight"]}), state)

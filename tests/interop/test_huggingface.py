@@ -13,7 +13,7 @@ from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS
 from tpkernels import GPT
 from tpkernels.interop import huggingface
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 try:
@@ -60,9 +60,9 @@ def test_ours_computes_what_theirs_does_and_back(kind, tied):
     with posing(0, 1):
         config = huggingface.gpt_config(model.config)
         ours = GPT(config)
-        load_whole(ours, huggingface.from_huggingface(model.state_dict()))
+        load_full_state_dict(ours, huggingface.from_huggingface(model.state_dict()))
         torch.testing.assert_close(ours(IDS), expected, rtol=0, atol=1e-5)
-        back = huggingface.to_huggingface(whole_state_dict(ours))
+        back = huggingface.to_huggingface(full_state_dict(ours))
     assert config.tied == tied
     other = theirs(kind, tie_word_embeddings=tied)
     with torch.no_grad():

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from tests.checks import error_of
-from tests.interop.models import built
-from tests.interop.whole_cases import (
+from tests.interop.full_cases import (
+    by_former_names,
     growth_while_loading,
     load_all,
     load_into_a_model_from_meta,
     refuse,
     save_all,
 )
+from tests.interop.models import built
 from tests.layers.worlds import posing
 from tpkernels import initialize_model_parallel
 from tpkernels.interop import safetensors as ours
@@ -76,6 +77,15 @@ def test_copies_of_a_model_are_saved_once(ranks4, saved_by_4, tmp_path):
 def test_model_built_on_the_meta_device_loads(ranks2, saved_by_4):
     file = str(saved_by_4[0] / "llama.safetensors")
     assert ranks2.run(load_into_a_model_from_meta, file) == [True] * 2
+
+
+def test_former_names_warn_and_work(ranks1):
+    assert ranks1.run(by_former_names) == [
+        [
+            "DeprecationWarning: whole_state_dict is full_state_dict now",
+            "DeprecationWarning: load_whole is load_full_state_dict now",
+        ]
+    ]
 
 
 def test_a_rank_reads_its_part_only(ranks4, tmp_path):

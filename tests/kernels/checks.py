@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Arrivals, kernel_and_chunk
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -92,3 +93,10 @@ def assert_accurate(
 def assert_framed(frames: Frames) -> None:
     overruns = frames.take_overruns()
     assert not overruns, f"a kernel wrote outside its output of {overruns[0]} elements"
+
+
+def raise_if_late(arrivals: Arrivals, rank: int) -> None:
+    """What ops do after a kernel that waits."""
+    if word := int(arrivals.status):
+        kernel, chunk = kernel_and_chunk(word)
+        raise RuntimeError(f"{kernel} on rank {rank}: chunk {chunk} had not arrived")

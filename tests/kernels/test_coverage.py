@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 from tpkernels.gate.catalog import catalog
-from tpkernels.gate.numeric_cases import cases
+from tpkernels.gate.numerics import cases
 from tpkernels.kernels import launch
 
 SOURCES = {path.stem: path.read_text() for path in Path(launch.__file__).parent.glob("*.py")}
@@ -43,11 +43,11 @@ def without_numeric_case(sources: dict[str, str]) -> set[str]:
 
 
 def test_every_kernel_is_in_the_catalog():
-    assert not not_in_catalog(SOURCES), "give it an entry: see catalog_*.py"
+    assert not not_in_catalog(SOURCES), "give it an entry: see gate/catalog.py"
 
 
 def test_every_launcher_has_a_numeric_case():
-    assert not without_numeric_case(SOURCES), "give it a case: see gate/numeric_cases.py"
+    assert not without_numeric_case(SOURCES), "give it a case: see gate/numerics.py"
 
 
 def test_newcomer_is_noticed():

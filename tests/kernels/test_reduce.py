@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from tests.kernels.checks import DTYPES, assert_accurate
+from tests.kernels.checks import DTYPES, assert_accurate, raise_if_late
 from tests.kernels.test_gather_linear import EPOCH, PATIENCE, arrivals, interpreted
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import SlotSumTile
-from tpkernels.kernels.waits import raise_if_late, spins_in
+from tpkernels.kernels.waits import spins_in
 
 TILE = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
 SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}

@@ -1,9 +1,12 @@
 """Launchers refuse what they cannot compute, before launching, and say expected, got, and what to do."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from tests.kernels.checks import TILE
+from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.dglu import dglu
@@ -180,3 +183,22 @@ def test_tiles_refuse_sizes_that_cannot_compile():
         MatmulTile(64, 32, 32, num_warps=4, num_stages=1, parts=4)
     with pytest.raises(ValueError, match="block_rows to divide chunk"):
         RowTile(block_rows=64, block_cols=64, num_warps=4, chunk=32)
+
+
+def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
+    """Triton takes the current device, which is left as it was."""
+    seen, current = [], [0]
+
+    @contextmanager
+    def device(index):
+        before, current[0] = current[0], index.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = {(4,): lambda *arguments, **constants: seen.append((current[0], arguments, constants))}
+    for index in (0, 1):
+        launch.on(torch.device("cuda", index), kernel, (4,))(1, 2, BLOCK=3)
+    assert seen == [(0, (1, 2), {"BLOCK": 3}), (1, (1, 2), {"BLOCK": 3})]
+    assert current == [0]

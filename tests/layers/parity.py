@@ -236,12 +236,12 @@ CASES = {"pair": pair, "block": block, "gathered": gathered}
 def swapped_shards() -> float:
     """What the comparison says of a layer that holds its neighbour's rows."""
     initialize_model_parallel(dist.get_world_size())
-    original = linear.pieces_of
-    linear.pieces_of = lambda rank, **sizes: original((rank + 1) % sizes["ranks"], **sizes)  # type: ignore[assignment]
+    original = linear.ranges_of
+    linear.ranges_of = lambda rank, **sizes: original((rank + 1) % sizes["ranks"], **sizes)  # type: ignore[assignment]
     try:
         return max(pair(Setting()).values())
     finally:
-        linear.pieces_of = original
+        linear.ranges_of = original
 
 
 def run_all(name: str, tensor: int, settings: list[Setting]) -> list[dict[str, float]]:

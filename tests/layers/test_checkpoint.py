@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.checks import error_of
 from tests.layers.worlds import posing
 from tpkernels import checkpoint, get_rng_tracker, initialize_model_parallel, manual_seed
-from tpkernels.layers.dropout import ParallelDropout
+from tpkernels.layers.attention import ParallelDropout
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tpkernels import (
 )
 from tpkernels.layers.init import fill_shard
 from tpkernels.runtime.random import get_rng_tracker
-from tpkernels.topology.shard import pieces_of
+from tpkernels.topology.shard import ranges_of
 
 SHAPE = (12, 24)
 
@@ -41,9 +41,9 @@ def shards(ranks: int, dim: int, stride: int = 1, dtype=torch.float32, init=nn.i
         fill_shard(
             shard,
             init,
-            whole=SHAPE,
+            full=SHAPE,
             dim=dim,
-            pieces=pieces_of(rank, size=SHAPE[dim], ranks=ranks, stride=stride),
+            ranges=ranges_of(rank, size=SHAPE[dim], ranks=ranks, stride=stride),
         )
         made.append(shard)
     return made
@@ -62,7 +62,7 @@ def test_shards_are_parts_of_one_weight(ranks, dim, dtype):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_stride_picks_megatrons_pieces(dim):
+def test_stride_picks_megatrons_ranges(dim):
     parts = whole().split(SHAPE[dim] // 6, dim)
     for rank, shard in enumerate(shards(2, dim, stride=3)):
         assert torch.equal(shard, torch.cat(parts[rank::2], dim))
@@ -75,7 +75,7 @@ def test_draws_come_from_the_default_stream():
     shard = torch.empty(SHAPE)
     with tracker.fork():  # ranks would draw apart from this one
         before = torch.get_rng_state()
-        fill_shard(shard, nn.init.xavier_normal_, whole=SHAPE, dim=0, pieces=[range(12)])
+        fill_shard(shard, nn.init.xavier_normal_, full=SHAPE, dim=0, ranges=[range(12)])
         assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(shard, whole())
 
@@ -89,9 +89,9 @@ def test_as_much_is_drawn_whatever_the_number_of_ranks():
     assert torch.equal(after[0], after[2])
 
 
-def test_what_lies_beyond_the_pieces_is_zero():
+def test_what_lies_beyond_the_ranges_is_zero():
     shard = torch.full((7, 24), torch.nan)
-    fill_shard(shard, nn.init.ones_, whole=SHAPE, dim=0, pieces=[range(8, 12)])
+    fill_shard(shard, nn.init.ones_, full=SHAPE, dim=0, ranges=[range(8, 12)])
     assert shard[:4].eq(1).all()
     assert shard[4:].eq(0).all()
 
@@ -99,7 +99,7 @@ def test_what_lies_beyond_the_pieces_is_zero():
 def test_the_whole_weight_comes_back_in_fp32():
     shard = torch.empty(6, 24, dtype=torch.bfloat16)
     torch.manual_seed(5)
-    master = fill_shard(shard, nn.init.xavier_normal_, whole=SHAPE, dim=0, pieces=[range(6)])
+    master = fill_shard(shard, nn.init.xavier_normal_, full=SHAPE, dim=0, ranges=[range(6)])
     assert master is not None
     assert torch.equal(master, whole())
 
@@ -107,7 +107,7 @@ def test_the_whole_weight_comes_back_in_fp32():
 def test_meta_shard_is_left_alone():
     shard = torch.empty(SHAPE, device="meta")
     before = torch.get_rng_state()
-    assert fill_shard(shard, nn.init.normal_, whole=SHAPE, dim=0, pieces=[range(12)]) is None
+    assert fill_shard(shard, nn.init.normal_, full=SHAPE, dim=0, ranges=[range(12)]) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.checks import raise_if_late
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.shared import open_shared
@@ -19,7 +20,7 @@ from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.tiles import MatmulTile
-from tpkernels.kernels.waits import Arrivals, raise_if_late
+from tpkernels.kernels.waits import Arrivals
 
 K, N = 24, 40
 TILE = MatmulTile(16, 32, 32, num_warps=4, num_stages=1, group=2)

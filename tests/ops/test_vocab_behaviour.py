@@ -48,9 +48,21 @@ def test_checkpointing_around_it(ranks2, reentrant):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_compiled_gives_the_same_numbers(ranks2, sequence_parallel):
+def test_compiled_gives_the_same_bits(ranks2, sequence_parallel):
     for same in ranks2.run(behaviour.compiled_equals_eager, sequence_parallel, timeout=180):
         assert same == [True] * 3
+
+
+def test_compiled_keeps_as_many_bytes_for_backward(ranks1):
+    (found,) = ranks1.run(behaviour.saved_when_eager_and_compiled, timeout=180)
+    ids, losses, gradients = 12 * 8, 12 * 4, (12 + behaviour.VOCAB) * behaviour.FEATURES * 4
+    expected = {
+        "embedding": ids,
+        "cross_entropy": ids + 2 * losses,
+        "mean": gradients + 4,
+        "none": ids + 2 * losses,
+    }
+    assert found == {name: (count, count) for name, count in expected.items()}
 
 
 def test_compiled_head_takes_frozen_operands(ranks2):

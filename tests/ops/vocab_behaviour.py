@@ -16,15 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.ops.parallel_behaviour import message_of
+from tests.ops.test_behaviour import saved_bytes
 from tests.ops.vocab_cases import computed_by, our_part
 from tpkernels.comm import gather_small as small
 from tpkernels.comm.transports import transfers
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel import name_of
 from tpkernels.ops.vocab import chunked_head
-from tpkernels.ops.vocab.cross_entropy import registered_vocab_cross_entropy
-from tpkernels.ops.vocab.embedding import registered_vocab_embedding
-from tpkernels.ops.vocab.registered_head import registered_reduced_loss, registered_token_losses
 
 VOCAB, FEATURES = 14, 6
 
@@ -73,8 +72,28 @@ def compiled_equals_eager(sequence_parallel: bool) -> list[bool]:
             with_gradients(function, *operands(rows, seed=rows), sequence_parallel=sequence_parallel)
             for function in (model, compiled)
         ]
-        same.append(all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(*results, strict=True)))
+        same.append(equal(*results))
     return same
+
+
+def saved_when_eager_and_compiled() -> dict[str, tuple[int, int]]:
+    """Bytes that each op keeps for backward, for VOCAB ids or columns and 12 tokens."""
+    group, ids = dist.group.WORLD, torch.arange(12)
+    hidden, weight = torch.randn(12, FEATURES), torch.randn(VOCAB, FEATURES)
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "embedding": (lambda table: vocab_embedding(ids, table, group), [weight]),
+        "cross_entropy": (lambda x: vocab_cross_entropy(x, ids, group), [torch.randn(12, VOCAB)]),
+        "mean": (lambda x, w: linear_cross_entropy(x, w, ids, group), [hidden, weight]),
+        "none": (lambda x, w: linear_cross_entropy(x, w, ids, group, reduction="none"), [hidden, weight]),
+    }
+    found = {}
+    for name, (function, operands) in calls.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        leaves = [t.requires_grad_() for t in operands]
+        compiled(*leaves)  # not counted: compiling
+        found[name] = saved_bytes(function, *leaves), saved_bytes(compiled, *leaves)
+    return found
 
 
 def compiled_with_frozen_operands() -> list[bool]:
@@ -219,12 +238,12 @@ def frozen_and_forward_only() -> bool:
     def forbidden(*_: Any) -> None:
         raise AssertionError("nobody asks for gradients")
 
-    original, chunked_head.HeadGradients.add = chunked_head.HeadGradients.add, forbidden
+    original, chunked_head.PartialGradients.add = chunked_head.PartialGradients.add, forbidden
     try:
         with torch.no_grad():
             alone = model(table.requires_grad_(), weight.requires_grad_(), ids, target)
     finally:
-        chunked_head.HeadGradients.add = original
+        chunked_head.PartialGradients.add = original
     weight.requires_grad_(False)
     hidden = torch.randn(*target.shape, FEATURES)
     results = []
@@ -300,19 +319,32 @@ def peak_of_head(reduction: str, tokens: int, vocab: int, chunk: int) -> dict[st
 
 def pass_opcheck() -> None:
     table, weight, ids, target = operands(4)
-    name = str(dist.group.WORLD.group_name)
     flat, counted = ids.flatten(), target.flatten()
-    table.requires_grad_(), weight.requires_grad_()
-    hidden, logits = torch.randn(12, FEATURES, requires_grad=True), torch.randn(12, VOCAB, requires_grad=True)
-    opcheck(registered_vocab_embedding, (flat, table, name, VOCAB, False, None))
-    opcheck(registered_vocab_embedding, (flat, table, name, VOCAB, True, 3))
-    opcheck(registered_vocab_cross_entropy, (logits, counted, name, VOCAB, 0.1, -100))
-    options = (name, VOCAB, 0.1, -100, False, 5)
-    opcheck(registered_token_losses, (hidden, weight, counted, *options))
-    opcheck(registered_reduced_loss, (hidden, weight, counted, "mean", [True, True], *options))
-    # without the test of gradients, which would find that what is not needed is not there
-    frozen = (hidden.detach(), weight.detach(), counted, "sum", [False, False], *options)
-    opcheck(registered_reduced_loss, frozen)
+    hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
+    operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
+    loss = (group, VOCAB, 0.1, -100, False, 5)
+    calls: dict[str, list[tuple[Any, ...]]] = {
+        "vocab_embedding": [(flat, table, group, VOCAB, False), (flat, table, group, VOCAB, True)],
+        "vocab_embedding_backward": [(hidden, flat, VOCAB, torch.float32, group, True, 3)],
+        "vocab_cross_entropy": [(logits, counted, *loss)],
+        "vocab_cross_entropy_backward": [(logits, counted, tokens, tokens, tokens, *loss)],
+        "linear_cross_entropy": [
+            (hidden, weight, counted, *needs, "mean", *loss)
+            for needs in ((True, True), (False, True), (True, False), (False, False))
+        ],
+        "linear_cross_entropy_backward": [
+            (tokens[0], *gradients, torch.float32, *loss)
+            for gradients in ((hidden, weight), (None, weight), (hidden, None))
+        ],
+        "linear_token_losses": [(hidden, weight, counted, *loss)],
+        "linear_token_losses_backward": [
+            (tokens, hidden, weight, counted, tokens, tokens, *needs, torch.float32, *loss)
+            for needs in ((True, True), (False, True), (True, False))
+        ],
+    }
+    for name, ways in calls.items():
+        for arguments in ways:
+            opcheck(getattr(operators, name).default, arguments)
 
 
 def autocast_dtypes() -> list[torch.dtype]:

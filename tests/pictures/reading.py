@@ -1,58 +1,38 @@
-"""What a picture's SVG says: its shapes, its words, and what lies outside of its sheet."""
+"""What a picture's SVG says: its words, and where the shapes lie that have a hint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from xml.etree import ElementTree
-
-from tpkernels.pictures.svg import width_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-
-def shapes(svg: str, tag: str) -> list[ElementTree.Element]:
-    return list(ElementTree.fromstring(svg).iter(SVG + tag))
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def words(svg: str) -> list[str]:
-    return [element.text or "" for element in shapes(svg, "text")]
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def hinted(svg: str, tag: str) -> dict[str, ElementTree.Element]:
+def hinted(svg: str) -> dict[str, Box]:
     """Shapes by what is shown to who points at them."""
-    found = {shape.findtext(f"{SVG}title"): shape for shape in shapes(svg, tag)}
-    return {hint: shape for hint, shape in found.items() if hint}
+    groups = ElementTree.fromstring(svg).iter(f"{SVG}g")
+    found = {group.findtext(f"{SVG}title"): group for group in groups}
+    return {hint: _box(group) for hint, group in found.items() if hint}
 
 
-def outside(svg: str) -> list[str]:
-    """Shapes and words that are cut by the edge of the sheet."""
-    root = ElementTree.fromstring(svg)
-    _, _, width, height = map(float, root.get("viewBox").split())
-    return [
-        ElementTree.tostring(element, encoding="unicode")
-        for element in root.iter()
-        for left, top, right, bottom in _boxes(element)
-        if left < -0.05 or top < -0.05 or right > width + 0.05 or bottom > height + 0.05
-    ]
+def fills(svg: str) -> dict[str, str]:
+    """Their colours."""
+    groups = ElementTree.fromstring(svg).iter(f"{SVG}g")
+    found = {group.findtext(f"{SVG}title"): group for group in groups}
+    styles = {hint: group.find(f".//{SVG}path").get("style", "") for hint, group in found.items() if hint}
+    return {hint: re.search(r"fill: (#\w+)", style)[1] for hint, style in styles.items()}
 
 
-def _boxes(element: ElementTree.Element) -> Iterator[tuple[float, float, float, float]]:
-    tag, number = element.tag.removeprefix(SVG), lambda name: float(element.get(name, "0"))
-    if tag == "rect":
-        x, y = number("x"), number("y")
-        yield x, y, x + number("width"), y + number("height")
-    elif tag == "line":
-        yield number("x1"), number("y1"), number("x2"), number("y2")
-    elif tag == "circle":
-        x, y, r = number("cx"), number("cy"), number("r")
-        yield x - r, y - r, x + r, y + r
-    elif tag == "polyline":
-        for point in element.get("points").split():
-            x, y = map(float, point.split(","))
-            yield x, y, x, y
-    elif tag == "text":
-        size = number("font-size")
-        # Pillow's letters; `width_of` leaves room for wider ones
-        width = 0.9 * width_of(element.text or "", size, bold=element.get("font-weight") == "600")
-        left = number("x") - {"start": 0.0, "middle": 0.5, "end": 1.0}[element.get("text-anchor")] * width
-        yield left, number("y") - size, left + width, number("y") + size / 4
+def _box(group: ElementTree.Element) -> Box:
+    dots = [(float(dot.get("x")), float(dot.get("y"))) for dot in group.iter(f"{SVG}use")]
+    if not dots:
+        numbers = list(map(float, re.findall(r"-?[\d.]+(?:e-?\d+)?", group.find(f"{SVG}path").get("d"))))
+        dots = list(zip(numbers[::2], numbers[1::2], strict=True))
+    xs, ys = zip(*dots, strict=True)
+    return min(xs), min(ys), max(xs), max(ys)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 
-from tpkernels.pictures.bars import Bar, bars
-from tpkernels.pictures.curve import curve
+from tpkernels.pictures.charts import Bar, Work, bars, curve, roofline
+from tpkernels.pictures.figure import Picture, sheet
 from tpkernels.pictures.lanes import Span, lanes
-from tpkernels.pictures.roofline import Work, roofline
+from tpkernels.topology.plan import plan_groups
 
 NAN, INF = float("nan"), float("inf")
 STRANGE = '<b> & "c" \x00\x1b\ud800 ' + "long " * 60
@@ -50,21 +50,25 @@ def works(count: int) -> list[Work]:
     ]
 
 
-def hopper(heading: str, shown: list[Work]) -> str:
+def losses(heading: str, points: list[tuple[float, float]], across: str = "step") -> Picture:
+    return curve(heading, points, across=across, along="loss, nats per token")
+
+
+def hopper(heading: str, shown: list[Work]) -> Picture:
     return roofline(heading, shown, flops=989e12, bytes=3.35e12)
 
 
 SAMPLES = {
-    "curve": curve("Loss", FALLING, across="step"),
-    "curve_of_nothing": curve("Loss", [(1, NAN), (2, INF)], across="step"),
-    "curve_of_one": curve("Loss", [(1, 3.0)], across="step"),
-    "curve_of_equals": curve("Loss", [(1, 2.0), (2, 2.0)], across="step"),
-    "curve_of_tiny": curve("Loss", [(1, 1e-9), (2, 0.0)], across="step"),
-    "curve_of_large": curve("Loss", [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)], across="step"),
-    "curve_of_monsters": curve("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)], across="step"),
-    "curve_of_denormals": curve("Loss", [(1, 5e-324), (2, 1e-320)], across="step"),
-    "curve_of_negatives": curve("Loss", [(1, -1e30), (2, 1e30)], across="step"),
-    "curve_strange": curve(STRANGE, [(0, NAN), *FALLING], across=STRANGE),
+    "curve": losses("Loss", FALLING),
+    "curve_of_nothing": losses("Loss", [(1, NAN), (2, INF)]),
+    "curve_of_one": losses("Loss", [(1, 3.0)]),
+    "curve_of_equals": losses("Loss", [(1, 2.0), (2, 2.0)]),
+    "curve_of_tiny": losses("Loss", [(1, 1e-9), (2, 0.0)]),
+    "curve_of_large": losses("Loss", [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)]),
+    "curve_of_monsters": losses("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)]),
+    "curve_of_denormals": losses("Loss", [(1, 5e-324), (2, 1e-320)]),
+    "curve_of_negatives": losses("Loss", [(1, -1e30), (2, 1e30)]),
+    "curve_strange": losses(STRANGE, [(0, NAN), *FALLING], STRANGE),
     "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
     "lanes_of_nothing": lanes("Nothing", {"empty": []}),
@@ -91,6 +95,7 @@ SAMPLES = {
     ),
     "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
     "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
+    "plan": sheet(plan_groups(world_size=16, tensor=2, pipeline=4).to_svg()),
     "roofline": hopper("H100", works(40)),
     "roofline_of_nothing": hopper("H100", []),
     "roofline_odd": hopper(

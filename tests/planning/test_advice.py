@@ -7,13 +7,13 @@ import pytest
 from tests.layers.worlds import posing
 from tests.planning.shapes import GPT2, LLAMA
 from tpkernels import GPT, model_config
+from tpkernels.gpus import RATED_GPUS
 from tpkernels.planning import advice as module
 from tpkernels.planning.advice import advise, predict
-from tpkernels.planning.gpus import GPUS
 from tpkernels.planning.job import Job, Layout, layouts
 from tpkernels.planning.machine import Machine
 
-H100 = Machine(GPUS["h100"])
+H100 = Machine(RATED_GPUS["h100"])
 LLAMA_70B = Job(model=model_config("llama3-70b"), tokens=8192, batch=512)
 
 
@@ -29,9 +29,9 @@ def test_layouts_are_all_that_use_every_gpu():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", RATED_GPUS)
 def test_each_layout_is_in_one_place(gpu, recompute):
-    machine = Machine(GPUS[gpu])
+    machine = Machine(RATED_GPUS[gpu])
     advice = advise(replace(LLAMA_70B, recompute=recompute), machine, 64, 8)
     fitting = [found.layout for found in advice.fitting]
     large = [found.layout for found in advice.too_large]

@@ -21,7 +21,8 @@ from tpkernels.planning.memory import (
     memory_of,
     memory_of_stage,
 )
-from tpkernels.training.trainer import TrainConfig, Trainer
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 2
 
@@ -133,7 +134,7 @@ def test_stages_keep_micro_batches_until_their_backward():
     block = kept_by_block(job, 1) + kept_by_rotation(job)
     found = [activations_of_stage(job, layout, stage) for stage in range(4)]
     assert found == [4 * (block + 8 * TOKENS), 3 * block, 2 * block, block + kept_by_head(job, 1)]
-    few = replace(job, batch=2)  # fewer micro-batches than stages
+    few = replace(job, batch=2)  # fewer microbatches than stages
     assert activations_of_stage(few, layout, 1) == 2 * block
 
 

@@ -19,9 +19,9 @@ def counted(model):
     for parameter in model.parameters():
         marks, count = Attributes.of(parameter), parameter.numel()
         if marks.tensor_model_parallel:
-            found += Parameters(split=count)
+            found += Parameters(sharded=count)
         else:
-            found += Parameters(copied=count, marked=count * marks.sequence_parallel)
+            found += Parameters(replicated=count, marked=count * marks.sequence_parallel)
     return found
 
 
@@ -33,7 +33,7 @@ def test_counts_are_those_of_a_model(name, tensor):
     with posing(tensor - 1, tensor):
         real = counted(GPT(config, sequence_parallel=True, device=torch.device("meta")))
     ours = parameters_of_stage(job, Layout(tensor, 1, 1), 0)
-    assert (ours.split, ours.copied) == (real.split, real.copied)
+    assert (ours.sharded, ours.replicated) == (real.sharded, real.replicated)
     if tensor > 1:
         assert ours.marked == real.marked
 

@@ -7,15 +7,15 @@ import pytest
 
 from tests.planning.shapes import GPT2, LLAMA
 from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
-from tpkernels.planning.gpus import GPUS, Gpu, gpu_named
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
 from tpkernels.planning.work import Work, message_between_stages
 
-ROUND = Gpu("round numbers", flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
+ROUND = RatedGpu("round numbers", 1, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
@@ -23,24 +23,24 @@ JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 @pytest.mark.parametrize(
     ("work", "products", "transfers", "seconds"),
     [
-        (Work(pieces=4), 8.0, 6.0, 0.0),  # all but the last quarter of the product hide it
-        (Work(pieces=4), 8.0, 7.0, 1.0),
-        (Work(pieces=1), 8.0, 7.0, 7.0),  # one after the other
-        (Work(pieces=4), 0.0, 7.0, 7.0),  # nothing to hide behind
-        (Work(pieces=4, ends_with_sum=True), 80.0, 8.0, 2.0),  # the last chunk, however long the product
-        (Work(pieces=4, ends_with_sum=True), 8.0, 12.0, 6.0),
-        (Work(pieces=4, ends_with_sum=True), 8.0, 0.0, 0.0),
+        (Work(chunks=4), 8.0, 6.0, 0.0),  # all but the last quarter of the product hide it
+        (Work(chunks=4), 8.0, 7.0, 1.0),
+        (Work(chunks=1), 8.0, 7.0, 7.0),  # one after the other
+        (Work(chunks=4), 0.0, 7.0, 7.0),  # nothing to hide behind
+        (Work(chunks=4, ends_with_sum=True), 80.0, 8.0, 2.0),  # the last chunk, however long the product
+        (Work(chunks=4, ends_with_sum=True), 8.0, 12.0, 6.0),
+        (Work(chunks=4, ends_with_sum=True), 8.0, 0.0, 0.0),
     ],
 )
 def test_products_hide_transfers_but_for_a_piece(work, products, transfers, seconds):
     assert exposed(work, products, transfers) == seconds
 
 
-def simulated(products, transfers, pieces, kind):
-    """A gather or a reduce-scatter, piece by piece: one at a time is computed, and one transferred."""
-    computing, moving = products / pieces, transfers / pieces
+def simulated(products, transfers, chunks, kind):
+    """A gather or a reduce-scatter, chunk by chunk: one at a time is computed, and one transferred."""
+    computing, moving = products / chunks, transfers / chunks
     computed = moved = 0.0
-    for _ in range(pieces):
+    for _ in range(chunks):
         if kind == "gather":
             moved += moving
             computed = max(computed, moved) + computing
@@ -54,9 +54,9 @@ def simulated(products, transfers, pieces, kind):
 @pytest.mark.parametrize(("products", "transfers"), [(4.0, 8.0), (1.0, 9.0), (3.0, 3.0)])
 def test_the_formula_is_what_pieces_do(kind, products, transfers):
     """Where transfers take no less than products. Where they take less, own rows hide the rest of them."""
-    for pieces in (1, 2, 8):
-        expected = products + exposed(Work(pieces=pieces), products, transfers)
-        assert simulated(products, transfers, pieces, kind) == pytest.approx(expected)
+    for chunks in (1, 2, 8):
+        expected = products + exposed(Work(chunks=chunks), products, transfers)
+        assert simulated(products, transfers, chunks, kind) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_copies_of_a_table_are_summed_between_stages():
 
 def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
-    for gpu in GPUS.values():
+    for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
     assert MOST_CHUNKS > 1
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):

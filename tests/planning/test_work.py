@@ -16,7 +16,8 @@ from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import gradient_bytes, marked_bytes, update_bytes
 from tpkernels.planning.work import FlopsOfBlock, block_backward, block_forward, embedding_work, head_work
-from tpkernels.training.trainer import TrainConfig, Trainer
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 4
 
@@ -163,8 +164,8 @@ def test_ranks_share_the_products():
 def test_pieces_are_those_that_the_library_cuts():
     large = replace(job_of(LLAMA), tokens=65536, micro_batch=1)  # 8 MiB of rows
     gather, *_, down = block_forward(large, 2)
-    assert (gather.pieces, gather.ends_with_sum) == (8, False)  # four of each rank's shard
-    assert (down.pieces, down.ends_with_sum) == (8, False)
+    assert (gather.chunks, gather.ends_with_sum) == (8, False)  # four of each rank's shard
+    assert (down.chunks, down.ends_with_sum) == (8, False)
     *_, down = block_forward(replace(large, sequence_parallel=False), 2)
-    assert (down.pieces, down.ends_with_sum) == (4, True)
-    assert block_forward(job_of(LLAMA), 2)[0].pieces == 2  # too small to be cut
+    assert (down.chunks, down.ends_with_sum) == (4, True)
+    assert block_forward(job_of(LLAMA), 2)[0].chunks == 2  # too small to be cut

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.checks import error_of
 from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
 from tpkernels.runtime import agreement
-from tpkernels.runtime.agreement import agree
+from tpkernels.runtime.agreement import World
 from tpkernels.runtime.initialize import (
     create_parallel_state,
     initialize_model_parallel,
@@ -164,7 +164,7 @@ def come_to_a_file_store(folder: str, late: int, seconds: float) -> tuple[str, s
         world.wait(["the other gave up"])
         seconds = LONG
     start = time.monotonic()
-    error = error_of(agree, "x", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
+    error = error_of(World(store, rank, 2, timedelta(seconds=seconds)).agree, "x")
     world.set("the other gave up", "now")
     return (*error, time.monotonic() - start)
 
@@ -186,9 +186,7 @@ def test_verdict_is_one_however_close_the_race():
 
         def call(rank: int, wait: float, store=store, heard=heard) -> None:
             time.sleep(wait)
-            heard[rank] = error_of(
-                agree, "x", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=0.2)
-            )
+            heard[rank] = error_of(World(store, rank, 2, timedelta(seconds=0.2)).agree, "x")
 
         threads = [threading.Thread(target=call, args=args) for args in [(0, 0.0), (1, delay)]]
         for thread in threads:
@@ -206,4 +204,4 @@ class LostStore(dist.Store):
 def test_lost_store_is_told_in_words(monkeypatch):
     monkeypatch.setattr(agreement, "PrefixStore", lambda prefix, store: store)
     with pytest.raises(ParallelStateError, match=r"the store of torch\.distributed is gone.*rank 0"):
-        agree("x", store=LostStore(), rank=1, world_size=2, timeout=timedelta(seconds=1))
+        World(LostStore(), 1, 2, timedelta(seconds=1)).agree("x")

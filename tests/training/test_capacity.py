@@ -8,7 +8,7 @@ from tpkernels import create_parallel_state, plan_groups
 from tpkernels.models.config import model_config
 from tpkernels.training import capacity
 from tpkernels.training.capacity import least_bytes, memory_of_machine, require_room
-from tpkernels.training.memory import largest_memory
+from tpkernels.training.measures import largest_memory
 from tpkernels.training.trainer import Trainer
 
 CPU = torch.device("cpu")

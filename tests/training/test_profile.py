@@ -8,8 +8,7 @@ from torch.profiler import profile
 
 from tests.training.test_training import config_for
 from tpkernels import create_parallel_state, plan_groups
-from tpkernels.training.phases import phase
-from tpkernels.training.profile import StepProfile
+from tpkernels.training.profile import StepProfile, phase
 from tpkernels.training.trainer import Trainer
 
 PHASES = ("forward", "backward", "clipping: norm of the gradients", "optimizer step", "bucket 0 of 1")
@@ -28,9 +27,11 @@ def traced(config, folder):
     for with_profile in (False, True):
         trainer = Trainer(config, state, torch.device("cpu"))
         if with_profile:
-            trainer.around = StepProfile(folder, torch.distributed.get_rank(), done=0, steps=config.steps)
+            trainer.step_context = StepProfile(
+                folder, torch.distributed.get_rank(), done=0, steps=config.steps
+            )
         losses.append([trainer.step().loss for _ in range(config.steps)])
-    return losses, trainer.around.outcome()
+    return losses, trainer.step_context.outcome()
 
 
 def test_each_rank_writes_the_parts_of_one_step(config, tmp_path, ranks2):

@@ -13,9 +13,9 @@ from tests.layers.worlds import posing
 from tests.models.small import LLAMA
 from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
 from tpkernels.interop import dcp
+from tpkernels.training.config import TrainConfig, learning_rate
 from tpkernels.training.data import Batches, TokenFile
-from tpkernels.training.schedule import learning_rate
-from tpkernels.training.trainer import TrainConfig, Trainer
+from tpkernels.training.trainer import Trainer
 
 TINY = LLAMA.with_sizes(vocab_size=256)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from signal import SIGINT
+from types import TracebackType
 from typing import Any, NoReturn
+
+from tpkernels.files import parsed
 
 COMMANDS = {
     "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
@@ -18,6 +22,7 @@ COMMANDS = {
     "train": "train a GPT on ranks of this machine, or under torchrun",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
+MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
 
 
 class OneLineParser(ArgumentParser):
@@ -66,3 +71,50 @@ def written_to(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ArgumentTypeError(f"cannot write to {text!r}")
     return path
+
+
+def require_ranks(option: str, count: int) -> None:
+    if count > MOST_RANKS:
+        raise ValueError(f"{option}: expected at most {MOST_RANKS}, got {count}")
+
+
+def size_of(text: str) -> tuple[str, Any]:
+    """`--size NAME=VALUE`"""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--size: expected NAME=VALUE, got {text!r}")
+    try:
+        return name, parsed(value)
+    except ValueError:
+        return name, value  # a word, such as swiglu
+
+
+class Progress:
+    """One line on a terminal that says how far a long command is; nothing where standard error is none.
+
+    `with Progress("compiling", total) as step: step("what was done")`; a total may be unknown.
+    """
+
+    def __init__(self, verb: str, total: int | None = None) -> None:
+        self.verb = verb
+        self.total = total
+        self.done = 0
+        self.shown = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __call__(self, what: object) -> None:
+        self.done += 1
+        if self.shown:
+            width = shutil.get_terminal_size().columns - 1
+            of_total = "" if self.total is None else f"/{self.total}"
+            line = f"{self.verb} [{self.done}{of_total}] {what}"
+            sys.stderr.write(f"\r{line[:width]:<{width}}")
+            sys.stderr.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.shown and self.done:
+            sys.stderr.write(f"\r{'':<{shutil.get_terminal_size().columns - 1}}\r")

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser
-from tpkernels.cli.sizes import require_ranks, size_of
+from tpkernels.cli import OneLineParser, require_ranks, size_of
+from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
-from tpkernels.planning.gpus import gpu_named
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
@@ -192,7 +191,7 @@ def _without_stages(advice: Advice) -> str:
 
 
 def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> str:
-    whole = {
+    report = {
         "model": options.model,
         "gpus": options.gpus,
         "job": asdict(job),
@@ -200,4 +199,4 @@ def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> 
         "layouts": [found.as_dict() for found in advice.fitting + advice.too_large],
         "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
     }
-    return json.dumps(whole, indent=1) + "\n"
+    return json.dumps(report, indent=1) + "\n"

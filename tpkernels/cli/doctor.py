@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 
 from tpkernels import __version__
 from tpkernels.cli import OneLineParser
-from tpkernels.cli.findings import PREFIX, Finding, note, ok, problem
+from tpkernels.cli.probe import PREFIX, Finding, note, ok, problem
 
 PROBE_SECONDS = 120
 SELF_TEST_SECONDS = 120
@@ -104,14 +104,17 @@ def _environment() -> list[Finding]:
 
 
 def _self_test() -> Finding:
-    lines, ending = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS)
+    lines, ending = _run("tpkernels.cli.selftest", SELF_TEST_SECONDS, words=2)  # a rank's, and its launcher's
     if ending:
         return problem("self-test", f"two gloo processes on this machine: {ending}")
     return ok("self-test", lines[-1] if lines else "two gloo processes agree")
 
 
-def _run(module: str, seconds: float) -> tuple[list[str], str]:
-    """The lines that `python -m module` printed, and in words how it failed: "" if it did not."""
+def _run(module: str, seconds: float, *, words: int = 1) -> tuple[list[str], str]:
+    """The lines that `python -m module` printed, and in words how it failed: "" if it did not.
+
+    words: how many of its last lines about errors to cite
+    """
     with TemporaryFile("w+", errors="replace") as output, TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -129,9 +132,9 @@ def _run(module: str, seconds: float) -> tuple[list[str], str]:
             ending = f"took more than {seconds:g} s"
         output.seek(0)
         errors.seek(0)
-        last_words = [line.strip() for line in errors if line.strip()][-1:]
+        last_words = [line.strip() for line in errors if line.strip()][-words:]
         if ending and last_words:
-            ending = f"{ending}: {last_words[0]}"
+            ending = f"{ending}: {'; '.join(last_words)}"
         return output.read().splitlines(), ending
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser, advice
-from tpkernels.cli.sizes import require_ranks
+from tpkernels.cli import OneLineParser, advice, require_ranks
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER

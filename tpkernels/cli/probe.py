@@ -8,10 +8,35 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-from tpkernels.cli.findings import PREFIX, Finding, note, ok, problem
-
+PREFIX = "tpkernels-finding: "  # before each line, to tell it from what libraries print
 TESTED_TORCH = ("2.11", "2.14")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing, how it is, and in words what that means."""
+
+    name: str
+    health: Literal["ok", "note", "problem"]  # a note costs something, a problem stops work
+    text: str
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def ok(name: str, text: str) -> Finding:
+    return Finding(name, "ok", text)
+
+
+def note(name: str, text: str) -> Finding:
+    return Finding(name, "note", text)
+
+
+def problem(name: str, text: str) -> Finding:
+    return Finding(name, "problem", text)
 
 
 def probe_torch() -> list[Finding]:

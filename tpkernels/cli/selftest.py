@@ -1,27 +1,27 @@
-"""The part of `doctor` that starts two processes and lets them talk."""
+"""The part of `doctor` that starts two processes, as `train` starts its ranks, and lets them talk."""
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from datetime import timedelta
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tpkernels.runtime.initialize import destroy_model_parallel, initialize_model_parallel
+from tpkernels.training.launch import hold_lifeline, join_world, run_ranks
 
 RANKS = 2
+AS_RANK = "rank"
 
 
-def rank_main(rank: int, store: str) -> None:
+def rank_main() -> None:
+    hold_lifeline()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
-    )
+    join_world("gloo", timedelta(seconds=30))
     state = initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    rank = dist.get_rank()
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total, group=state.process_group("tp"))
     if total.item() != 3:
@@ -30,15 +30,16 @@ def rank_main(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    # gloo resolves the host's name otherwise, and many containers cannot
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def main() -> int:
+    if AS_RANK in sys.argv:
+        rank_main()
+        return 0
     start = time.perf_counter()
-    with TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        mp.spawn(rank_main, args=(store,), nprocs=RANKS)
-    print(f"{RANKS} gloo processes formed a group and agreed in {time.perf_counter() - start:.1f} s")
+    code = run_ranks([sys.executable, "-m", "tpkernels.cli.selftest", AS_RANK], RANKS)
+    if not code:
+        print(f"{RANKS} gloo processes formed a group and agreed in {time.perf_counter() - start:.1f} s")
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,28 +7,24 @@ import os
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import Field, asdict, fields
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
-from tpkernels.cli import OneLineParser
-from tpkernels.cli.progress import Progress
-from tpkernels.cli.sizes import size_of
+import torch
+import torch.distributed as dist
+
+from tpkernels.cli import OneLineParser, Progress, size_of
 from tpkernels.files import parsed
+from tpkernels.models.config import SMALL, model_config
+from tpkernels.training.capacity import require_room
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.folder import prepare
+from tpkernels.training.launch import hold_lifeline, run_ranks
+from tpkernels.training.measures import Speed, largest_memory, median_step
+from tpkernels.training.session import Session, is_first_to_say, shown
 
 _DTYPES = ("float32", "bfloat16", "float64")
-# Learns English in a minute on two cores.
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "activation": "swiglu",
-    "norm": "rms_norm",
-    "bias": False,
-    "tied": False,
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,11 +35,12 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" in os.environ:  # under torchrun, or as one of our own ranks
         return _as_rank(parser, options)
     try:
-        _require_room(_config(options), options)
+        config = _config(options)
+        if not torch.cuda.is_available():  # ranks look at GPUs, which this process leaves alone
+            local = options.tp * options.dp
+            require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
     except (ValueError, TypeError, ArithmeticError) as error:  # a rank may be ended before it has said so
         parser.error(str(error))
-    from tpkernels.training.launch import run_ranks
-
     return run_ranks([sys.executable, "-m", "tpkernels", "train", *argv], options.tp * options.dp)
 
 
@@ -53,7 +50,6 @@ def _parser() -> OneLineParser:
         description="Train a GPT. Starts its ranks itself, unless it runs under torchrun.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON of these options, by name")
-    parser.add_argument("--data", metavar="FILE", help="any text, or ids: .bin (16 bits), .bin32")
     parser.add_argument(
         "--model", metavar="NAME", help="such as gpt2-small or llama3-8b; default: a small one"
     )
@@ -64,20 +60,12 @@ def _parser() -> OneLineParser:
         metavar="NAME=VALUE",
         help="a size of the model, such as num_layers=2",
     )
-    sizes = {"steps": 200, "batch": 16, "tokens": 128, "accumulate": 1, "warmup": 10, "seed": 1234}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
-    rates = {"peak-rate": 2e-3, "floor-rate": 2e-4, "weight-decay": 0.1, "max-norm": 1.0, "dropout": 0.0}
-    for name, rate in rates.items():
-        parser.add_argument(f"--{name}", type=float, default=rate, metavar="X")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     parser.add_argument(
         "--dp", type=int, default=1, metavar="N", help="data-parallel ranks; torchrun's own count"
     )
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--no-overlap", dest="overlap", action="store_false")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, float32 on the CPU")
+    for option in _fields():
+        _add(parser, option)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="checkpoints: at the end, and on SIGTERM")
     parser.add_argument("--save-every", type=int, default=0, metavar="N", help="and after each N steps")
     parser.add_argument(
@@ -112,6 +100,31 @@ def _parser() -> OneLineParser:
         help="run N steps unsharded and blocking, too, and compare losses",
     )
     return parser
+
+
+def _fields() -> list[Field[Any]]:
+    """Of a run, what is typed as it is; a model has options of its own."""
+    return [option for option in fields(TrainConfig) if option.name != "model"]
+
+
+def _add(parser: ArgumentParser, option: Field[Any]) -> None:
+    """The option of a field: its name, type, default and help."""
+    kind, default, told = get_type_hints(TrainConfig)[option.name], option.default, option.metadata["help"]
+    name = f"--{option.name.replace('_', '-')}"
+    usual = f"{told} (default {default})"
+    if option.name == "data":
+        parser.add_argument(name, metavar="FILE", help=told)
+    elif option.name == "dtype":  # whose default is known once there are devices
+        parser.add_argument(name, choices=_DTYPES, help=told)
+    elif kind is bool and default:
+        parser.add_argument(name.replace("--", "--no-", 1), dest=option.name, action="store_false", help=told)
+    elif kind is bool:
+        parser.add_argument(name, action="store_true", help=told)
+    elif get_origin(kind) is Literal:
+        parser.add_argument(name, choices=get_args(kind), default=default, help=usual)
+    else:
+        metavar = "N" if kind is int else "X"
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=usual)
 
 
 def _with_config(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
@@ -179,11 +192,6 @@ def _page_at(text: str) -> Path:
 
 
 def _as_rank(parser: OneLineParser, options: Namespace) -> int:
-    import torch.distributed as dist
-
-    from tpkernels.training.launch import hold_lifeline
-    from tpkernels.training.session import Session, is_first_to_say, shown
-
     hold_lifeline()
     session = None
     is_prepared = False
@@ -208,41 +216,16 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
     return 0
 
 
-def _config(options: Namespace) -> Any:
-    import torch
-
-    from tpkernels.models.config import GPTConfig, model_config
-    from tpkernels.training.trainer import TrainConfig
-
+def _config(options: Namespace) -> TrainConfig:
     sizes = dict(size_of(text) for text in options.size)
-    model = model_config(options.model, **sizes) if options.model else GPTConfig(**SMALL).with_sizes(**sizes)
+    model = model_config(options.model, **sizes) if options.model else SMALL.with_sizes(**sizes)
+    given = {option.name: getattr(options, option.name) for option in _fields()}
     usual = "bfloat16" if torch.cuda.is_available() else "float32"
-    names = (
-        "data steps batch tokens accumulate peak_rate floor_rate warmup weight_decay max_norm dropout seed "
-        "recompute sequence_parallel overlap"
-    )
-    return TrainConfig(
-        model=model,
-        dtype=getattr(torch, options.dtype or usual),
-        **{name: getattr(options, name) for name in names.split()},
-    )
+    return TrainConfig(model=model, **{**given, "dtype": getattr(torch, options.dtype or usual)})
 
 
-def _require_room(config: Any, options: Namespace) -> None:
-    """On a CPU; ranks look at GPUs, which this process leaves alone."""
-    import torch
-
-    from tpkernels.training.capacity import require_room
-
-    if not torch.cuda.is_available():
-        local = options.tp * options.dp
-        require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
-
-
-def _prepare(session: Any, options: Namespace) -> TextIO | None:
+def _prepare(session: Session, options: Namespace) -> TextIO | None:
     """All that can be refused before the first step; where the first rank writes lines."""
-    from tpkernels.training.folder import prepare
-
     if options.prove:
         session.require_proof()
     if options.sample:
@@ -252,16 +235,13 @@ def _prepare(session: Any, options: Namespace) -> TextIO | None:
     session.say(session.describe())
     if options.resume:
         session.resume(options.save)
-    return cast("TextIO | None", session.lines(options.json)) if options.json else None
+    return session.lines(options.json) if options.json else None
 
 
-def _run(session: Any, options: Namespace, lines: TextIO | None) -> None:
-    from tpkernels.training.flops import Speed, median_step
-    from tpkernels.training.memory import largest_memory
-
+def _run(session: Session, options: Namespace, lines: TextIO | None) -> None:
     config = session.config
     speed = Speed.of_run(config, session.device, options.peak_tflops)
-    profile = _profile(session, options) if options.profile is not None else None
+    profile = session.profile(options.profile, options.profile_step) if options.profile is not None else None
     reports = []
     is_profiled = profile is not None and profile.step == config.steps  # a step has one profiler at most
     record_last = options.page is not None and not is_profiled
@@ -291,7 +271,7 @@ def _run(session: Any, options: Namespace, lines: TextIO | None) -> None:
         session.say(profile.outcome())
     if session.was_asked_to_stop:
         return
-    proof = _prove(session, [report.loss for report in reports[: options.prove]]) if options.prove else ""
+    proof = session.prove([report.loss for report in reports[: options.prove]]) if options.prove else ""
     sample = session.sample(options.prompt, options.sample) if options.sample else ""
     if sample:
         session.say(f"\n{sample}")
@@ -301,40 +281,3 @@ def _run(session: Any, options: Namespace, lines: TextIO | None) -> None:
         if proof:
             session.say(f"  proof     {proof}")
         session.say(f"  page      {options.page}\n  pictures  {pictures}")
-
-
-def _profile(session: Any, options: Namespace) -> Any:
-    """Of one of the steps that are to come, or a word that it is none of these."""
-    from tpkernels.training.profile import StepProfile
-
-    trainer = session.trainer
-    profile = trainer.around = StepProfile(
-        options.profile,
-        session.rank,
-        done=trainer.done,
-        steps=session.config.steps,
-        step=options.profile_step,
-    )
-    if not profile.comes:
-        session.say(profile.outcome())
-    return profile
-
-
-def _prove(session: Any, losses: Sequence[float]) -> str:
-    """Print losses side by side; an error if they differ by more than rounding, else a line that says so."""
-    count = len(losses)
-    blocking = session.losses(
-        count, replace(session.config, overlap=not session.config.overlap), session.tensor
-    )
-    alone = session.losses(count, replace(session.config, sequence_parallel=False), 1)
-    session.say(f"\n  step  {session.tensor} ranks      the other overlap  unsharded")
-    worst = 0.0
-    for step, row in enumerate(zip(losses, blocking, alone, strict=True), start=1):
-        session.say(f"  {step:<4}  " + "  ".join(f"{loss:<15.7f}" for loss in row))
-        worst = max(worst, *(abs(other - row[0]) / abs(row[0]) for other in row[1:]))
-    session.say(f"  largest difference {worst:.1e} of the loss; allowed {session.tolerance:.0e}")
-    if not worst <= session.tolerance:
-        raise RuntimeError(
-            f"sharded and unsharded losses differ by {worst:.1e}, expected {session.tolerance:.0e}"
-        )
-    return f"losses of {count} steps agree with an unsharded run's within {worst:.0e}"

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.cli import OneLineParser, written_to
-from tpkernels.cli.progress import Progress
+from tpkernels.cli import OneLineParser, Progress, written_to
 from tpkernels.dispatch.cache import Choice, render, versions_for
 from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.chooser import Chooser, chooser_on

@@ -6,6 +6,7 @@ every rank can say who differs, and where.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 from collections.abc import Sequence
@@ -106,8 +107,8 @@ def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:
     assert claim.problem is not None
     kind, text = claim.problem
     alike = [rank for rank, other in problems if other.problem == claim.problem]
-    errors = {error.__name__: error for error in (TypeError, ValueError, ImportError)}
-    raise errors[kind](f"{claim.request}: on {_listed(alike or [first])}: {text}")
+    error = getattr(builtins, kind, ValueError)
+    raise error(f"{claim.request}: on {_listed(alike or [first])}: {text}")
 
 
 def _raise_difference(claims: Sequence[Claim], ranks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tpkernels import gpus
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target, target_of
 
 
@@ -19,13 +20,16 @@ class Gpu:
     shared_memory: int  # bytes that one program can have
 
 
+_TARGETS = {
+    "a100": A100,
+    "l40s": Target("cuda", 89, 142),
+    "h100": H100,
+    "h200": H100,
+    "b200": B200,
+    "mi300x": MI300,
+}
 GPUS: Mapping[str, Gpu] = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", A100, 166_912),
-    "l40s": Gpu("NVIDIA L40S", Target("cuda", 89, 142), 101_376),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", H100, 232_448),
-    "h200": Gpu("NVIDIA H200", H100, 232_448),
-    "b200": Gpu("NVIDIA B200", B200, 232_448),
-    "mi300x": Gpu("AMD Instinct MI300X", MI300, 65_536),
+    key: Gpu(gpus.GPUS[key].name, target, gpus.GPUS[key].shared_memory) for key, target in _TARGETS.items()
 }
 
 

@@ -1,27 +1,37 @@
-"""Compile a catalog entry for a GPU that need not be there, and report what the compiler made of it.
+"""Compile entries for GPUs that need not be there, and report what the compiler made of each.
 
 Nothing is launched and no driver is asked: Triton brings its compilers, ptxas and a disassembler along.
+Compiling runs in processes of its own: in parallel, away from TRITON_INTERPRET (this file imports no kernel),
+and where a compiler that dies takes nothing but its own entry along.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import os
 import re
+import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.gate import machine_code, triton_ir
-from tpkernels.gate.entry import Entry, ast_source
 from tpkernels.kernels.disk_cache import DiskCache
+from tpkernels.kernels.operands import Form
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
+Constant = int | bool | str
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
 SHARED_LIMIT: Mapping[str, int] = {
     "sm_80": 166_912,
@@ -31,6 +41,37 @@ SHARED_LIMIT: Mapping[str, int] = {
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A kernel with the type of each argument, and the GPUs it is shipped for."""
+
+    name: str  # "linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"
+    module: str  # of tpkernels.kernels
+    function: str
+    form: Form
+    arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
+    aligned: frozenset[str]  # arguments that are multiples of 16
+    constants: Mapping[str, Constant]
+    num_warps: int
+    num_stages: int | None  # None: Triton's default
+    architectures: tuple[str, ...]  # "sm_90", "gfx942"
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What `triton.compile` takes as such."""
+        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        return {"num_warps": self.num_warps} | stages
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    entry: Entry
+    architecture: str
+
+    def __str__(self) -> str:
+        return f"{self.entry.name} on {self.architecture}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +107,36 @@ class CompileError(RuntimeError):
     """Triton refused an entry, or the compiler behind it did."""
 
 
+def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], None]) -> list[Facts | str]:
+    """The facts of each job, or in words why there are none; `report` hears of each as it is done."""
+    results: dict[int, Facts | str] = {}
+    lost: list[int] = []
+    with _pool(processes) as pool:
+        futures = {pool.submit(_facts_or_error, job): number for number, job in enumerate(jobs)}
+        try:
+            for future in as_completed(futures):
+                number = futures[future]
+                try:
+                    results[number] = future.result()
+                    report(jobs[number])
+                except BrokenProcessPool:
+                    lost.append(number)
+        except BaseException:  # leaving the pool would first compile all the rest
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    while lost:  # one died and took the others with it: one at a time shows which
+        with _pool(1) as pool:
+            while lost:
+                number = lost.pop()
+                report(jobs[number])
+                try:
+                    results[number] = pool.submit(_facts_or_error, jobs[number]).result()
+                except BrokenProcessPool:
+                    results[number] = "the compiler died"
+                    break
+    return [results[number] for number in range(len(jobs))]
+
+
 def facts_of(entry: Entry, architecture: str, cache: DiskCache) -> Facts:
     """The facts of one entry on one architecture: from the cache, or compiled and put there."""
     key = compile_key(entry, architecture)
@@ -82,12 +153,11 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
     import triton
 
     target = gpu_target(architecture)
-    options = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
     start = time.perf_counter()
     with TemporaryDirectory(prefix="tpkernels-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         try:
-            compiled = triton.compile(ast_source(entry), target=target, options=options)
+            compiled = triton.compile(ast_source(entry), target=target, options=entry.options)
         except Exception as error:  # whatever the compiler raises is a finding about this entry
             raise CompileError(_reason(error)) from error
         seconds = time.perf_counter() - start
@@ -101,7 +171,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 
     backend = make_backend(gpu_target(architecture))
-    options = backend.parse_options({"num_warps": entry.num_warps, "num_stages": entry.num_stages})
+    options = backend.parse_options(entry.options)
     variables = get_cache_invalidating_env_vars()  # of Triton: TRITON_PTXAS_PATH and the like
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
@@ -110,6 +180,20 @@ def compile_key(entry: Entry, architecture: str) -> str:
         Path(str(module)).read_bytes() for module in (__file__, machine_code.__file__, triton_ir.__file__)
     )
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
+
+
+def ast_source(entry: Entry) -> ASTSource:
+    """What `triton.compile(..., target=..., options=entry.options)` takes."""
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"tpkernels.kernels.{entry.module}"), entry.function)
+    names = list(kernel.arg_names)
+    return ASTSource(
+        fn=kernel,
+        signature={name: entry.arguments.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in entry.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in entry.aligned},
+    )
 
 
 def gpu_target(architecture: str) -> GPUTarget:
@@ -124,6 +208,25 @@ def gpu_target(architecture: str) -> GPUTarget:
     if architecture.startswith("gfx"):
         return GPUTarget("hip", architecture, 64)
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    # spawned, not forked: Triton reads TRITON_INTERPRET on import, and threads do not survive a fork
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here)
+
+
+def _compile_here() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end without a word, one speaks for all
+
+
+def _facts_or_error(job: Job) -> Facts | str:
+    try:
+        return facts_of(job.entry, job.architecture, DiskCache.of_user("facts"))
+    except CompileError as error:
+        return str(error)
+    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
+        return f"{type(error).__name__}: {error}"
 
 
 def _reason(error: BaseException) -> str:

@@ -1,20 +1,185 @@
-"""Every kernel form that is shipped, as plain data: what to compile, for which GPUs, without having one.
+"""Every kernel form that is shipped: what is launched with which tiles and dtypes, on which GPUs.
 
-An entry holds what Triton derives at launch: the type of each run-time argument, which of them are multiples
-of 16 (addresses and sizes; without this the compiler silently drops pipelining), and the constants.
-`ast_source` turns one into what `triton.compile` takes. Tests hold the names to those of the kernels.
+A list of launches, each recorded on the meta device. Every epilogue is compiled where the speed is, in bf16
+on Hopper; elsewhere the costliest of each tile.
 """
 
 from __future__ import annotations
 
-from tpkernels.gate.catalog_matmul import matmul_entries
-from tpkernels.gate.catalog_rows import row_entries
-from tpkernels.gate.catalog_vocabulary import vocabulary_entries
-from tpkernels.gate.entry import Entry, ast_source
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, partial
 
-__all__ = ["Entry", "ast_source", "catalog"]
+import torch
+
+from tpkernels.gate import calls
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
+from tpkernels.gate.recording import MetaOperands, recorded
+from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
+from tpkernels.kernels.operands import Form
+from tpkernels.kernels.target import A100, B200, H100, MI300, Target
+from tpkernels.kernels.tiles import (
+    EMBEDDING,
+    EMBEDDING_GRAD,
+    KERNELS,
+    LOGITS,
+    MAX_FEATURES,
+    SLOT_SUM,
+    SUM,
+    Kernel,
+    MatmulTile,
+    candidates,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# what each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
+
+T, N, K = 2096, 512, 1024  # multiples of 16
+FEATURES = (1024, 8192, MAX_FEATURES)  # of a norm
+
+Call = Callable[[MetaOperands], object]
 
 
+@cache
 def catalog() -> tuple[Entry, ...]:
     """All entries, in a fixed order; names are unique."""
-    return (*matmul_entries(), *row_entries(), *vocabulary_entries())
+    return (*_matmul_entries(), *_row_entries())
+
+
+def has_parts(name: str, wanted: str) -> bool:
+    """What `check --only` takes: whether `wanted` is in `name` between slashes; `*` stands for anything.
+
+    >>> has_parts("gfx942/linear/pointer/bf16", "linear/pointer")
+    True
+    >>> has_parts("gather_linear/pointer/bf16", "linear"), has_parts("gather_linear/pointer/bf16", "*linear")
+    (False, True)
+    """
+    wanted = wanted.strip("/")
+    return not wanted or fnmatchcase(f"/{name}/", f"*/{wanted}/*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A kernel with one tile for one kind of GPU; the epilogues multiply it."""
+
+    kernel: Kernel
+    form: Form
+    dtype: torch.dtype
+    tile: MatmulTile
+    target: Target
+    architectures: tuple[str, ...]
+    ragged: bool = False  # addresses and sizes that are multiples of nothing
+
+
+def _cases() -> Iterator[_Case]:
+    for kernel in KERNELS:
+        for target, architecture in ((H100, "sm_90"), (B200, "sm_100")):
+            for tile in candidates(kernel, "descriptor", BF16, target):
+                yield _Case(kernel, "descriptor", BF16, tile, target, (architecture,))
+        largest = candidates(kernel, "descriptor", FP16, H100)[0]
+        yield _Case(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
+        for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
+            for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
+                for tile in candidates(kernel, "pointer", dtype, target, ragged):
+                    yield _Case(kernel, "pointer", dtype, tile, target, architectures, ragged)
+            largest = candidates(kernel, "pointer", FP16, target)[0]
+            yield _Case(kernel, "pointer", FP16, largest, target, architectures)
+
+
+def _matmul_entries() -> Iterator[Entry]:
+    for case in _cases():
+        yield from _entries(case)
+    largest = candidates("linear", "pointer", FP32, A100)[0]
+    yield from _entries(_Case("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
+
+
+def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
+    """What is launched with a tile: the costliest epilogues, and where the speed is the others too."""
+    odd = int(case.ragged)  # T / 2 and (T + 1) / 3 are multiples of nothing, and hold a group of tiles
+    of = MetaOperands(
+        case.dtype, T + odd, K + odd, N + odd, 2 + odd, case.form, case.tile, ragged=case.ragged
+    )
+    stem = stem_of(case.kernel, case.form, case.dtype, case.tile)
+    prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
+    suffix = "/ragged" * case.ragged + "/tf32" * tf32
+    thorough = case.target == H100 and case.dtype == BF16
+    for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
+        for name, start in names.items():
+            kernel, epilogue = name.split("/")
+            yield recorded(
+                f"{prefix}{stem.replace(case.kernel, kernel, 1)}/{epilogue}{suffix}",
+                start,
+                of,
+                case.target,
+                case.architectures,
+                precision="tf32" if tf32 else "ieee",
+            )
+
+
+COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
+    "linear": {
+        "linear/gelu_tanh+bias+z": partial(calls.product, name="linear", activation="gelu_tanh"),
+        "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
+    },
+    "glu": {"glu/swiglu+gu": partial(calls.product, name="glu", glu="swiglu")},
+    "dgrad": {"dgrad/gelu_tanh+db": partial(calls.product, name="dgrad_act", activation="gelu_tanh")},
+    "dglu": {"dglu/swiglu+h": partial(calls.product, name="dglu", glu="swiglu")},
+    "wgrad": {"wgrad/+=fp32": partial(calls.product, name="wgrad_accumulate_", into=FP32)},
+}
+OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
+    "linear": {
+        "linear/none": partial(calls.product, name="linear", optional=False),  # z is y then
+        "linear/gelu+bias+z": partial(calls.product, name="linear", activation="gelu"),
+        "linear/silu+bias+z": partial(calls.product, name="linear", activation="silu"),
+        "linear/relu2+bias+z": partial(calls.product, name="linear", activation="relu2"),
+    },
+    "glu": {
+        "glu/swiglu": partial(calls.product, name="glu", optional=False),
+        "glu/geglu+gu": partial(calls.product, name="glu", glu="geglu"),
+        "glu/geglu_tanh+gu": partial(calls.product, name="glu", glu="geglu_tanh"),
+    },
+    "dgrad": {
+        "dgrad/none": partial(calls.product, name="dgrad"),
+        "dgrad/gelu_tanh": partial(calls.product, name="dgrad_act", activation="gelu_tanh", optional=False),
+        "dgrad/gelu+db": partial(calls.product, name="dgrad_act", activation="gelu"),
+        "dgrad/silu+db": partial(calls.product, name="dgrad_act", activation="silu"),
+        "dgrad/relu2+db": partial(calls.product, name="dgrad_act", activation="relu2"),
+    },
+    "dglu": {
+        "dglu/geglu+h": partial(calls.product, name="dglu", glu="geglu"),
+        "dglu/geglu_tanh+h": partial(calls.product, name="dglu", glu="geglu_tanh"),
+    },
+    "wgrad": {
+        "wgrad/=bf16": partial(calls.product, name="wgrad", into=BF16),
+        "wgrad/=fp32": partial(calls.product, name="wgrad", into=FP32),
+        "wgrad/+=bf16": partial(calls.product, name="wgrad_accumulate_", into=BF16),
+    },
+}
+
+
+def _row_entries() -> Iterator[Entry]:
+    """Norms with every option on, at three widths; the others in the dtypes that they meet."""
+    for kind, norm in (("rms", calls.rms_norm), ("layer", calls.layer_norm)):
+        for features in FEATURES:
+            yield _row_entry("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
+            yield _row_entry("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
+    for dtype in (BF16, FP32):
+        yield _row_entry("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, calls.row_sums)
+    block = f"{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}"
+    for epilogue, wait in (("bias", False), ("bias+wait", True)):
+        for dtype in (BF16, FP32):
+            yield _row_entry(
+                "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
+            )
+    for kernel, tile in (("embedding_fwd", EMBEDDING), ("embedding_bwd", EMBEDDING_GRAD)):
+        yield _row_entry(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, calls.embedding)
+    for dtype in (BF16, FP32):
+        for kernel in ("softmax_statistics", "cross_entropy_grad"):
+            yield _row_entry(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
+
+
+def _row_entry(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Entry:
+    name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(dtype, T, features, N, chunks=2)
+    return recorded(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")

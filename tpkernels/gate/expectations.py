@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tpkernels.gate.ahead_of_time import SHARED_LIMIT, Facts
-from tpkernels.gate.entry import Entry
+from tpkernels.gate.ahead_of_time import SHARED_LIMIT, Entry, Facts
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dglu", "wgrad")

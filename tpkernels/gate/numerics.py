@@ -1,21 +1,162 @@
-"""The numerical half of `check`, a program of its own: every launcher, interpreted, against float64.
+"""The numeric gate: every launcher, interpreted, against float64: once per form, dtype and activation.
 
-Prints one JSON line a case: its name, its largest error as a part of what is allowed, and in words what is
-wrong. Run with TRITON_INTERPRET=1; the one argument says which names to run, see `named`.
+`python -m tpkernels.gate.numerics NAME` computes the cases that NAME names (see `has_parts`), with
+TRITON_INTERPRET=1, and prints one JSON line a case: its name, its largest error as a part of what is allowed,
+and in words what is wrong. `check` runs that program, and remembers a run without a finding.
+
+Operands lie in NaN, so that reading outside one shows; sizes straddle the interpreter's tiles.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.gate import calls
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
-from tpkernels.gate.name_filter import has_parts
-from tpkernels.gate.numeric_cases import Case, Results, cases
+from tpkernels.gate.calls import Operands, Results
+from tpkernels.gate.catalog import has_parts
 from tpkernels.kernels import launch
+from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
+from tpkernels.kernels.bias_grad import sum_partials
+from tpkernels.kernels.disk_cache import DiskCache
+from tpkernels.kernels.footprints import SHORT_NAMES
+from tpkernels.kernels.operands import Form
+
+PACKAGE = Path(__file__).parents[1]
+SOURCES = ("kernels/*.py", "dispatch/*.py", "gate/*.py")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
+SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
+LAUNCHERS = {"linear": "linear_fwd", "glu": "glu_fwd"}  # of other names than their primitives
+WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A case with what came of it."""
+
+    case: str
+    error: float  # the largest, as a part of what is allowed
+    failure: str  # "" if there is none
+
+
+def check(only: str, report: Callable[[str], None]) -> list[Computed]:
+    """All cases that `only` names, see `has_parts`; `report` hears of each as it is done."""
+    cache, key = DiskCache.of_user("numerics"), _key(only)
+    remembered = cache.get(key)
+    if remembered is not None:
+        return [Computed(**case) for case in remembered]
+    computed = _run(only, report)
+    if not any(case.failure for case in computed):
+        cache.put(key, [asdict(case) for case in computed])
+    return computed
+
+
+def _run(only: str, report: Callable[[str], None]) -> list[Computed]:
+    computed = []
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tpkernels.gate.numerics", only]
+    with (
+        TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"case"'):  # not what a library printed
+                computed.append(Computed(**json.loads(line)))
+                report(computed[-1].case)
+        if process.wait():
+            errors.seek(0)
+            last_words = [line.strip() for line in errors if line.strip()][-1:] or ["no message"]
+            failure = f"ended with exit code {process.returncode}: {last_words[0]}"
+            computed.append(Computed("the interpreter", float("nan"), failure))
+    return computed
+
+
+def _key(only: str) -> str:
+    """What the results depend on."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(PACKAGE.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    versions = [f"{name} {import_module(name).__version__}" for name in ("triton", "numpy", "torch")]
+    return f"{only} {versions} {digest.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str  # "dgrad_act/descriptor/bf16/silu", starting with the launcher's name
+    run: Callable[[], Results]
+
+
+class RandomOperands(Operands):
+    """Views into wider matrices; all around them is NaN."""
+
+    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
+        pitch = -(-cols // 8) * 8 + 8  # rows stay 16-byte aligned
+        wide = torch.full((rows + 2, pitch), float("nan"), dtype=dtype or self.dtype)
+        wide[1 : rows + 1, :cols] = torch.randn(rows, cols)
+        return wide[1 : rows + 1, :cols]
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(low, high, (count,), dtype=dtype)
+
+
+def cases() -> Iterator[Case]:
+    for form, dtype in WAYS:
+        yield from _matmuls(RandomOperands(dtype, *SIZES[form], chunks=3, form=form))
+    yield from _rows(RandomOperands(FP32, *SIZES["pointer"], chunks=3))
+    yield from _rows(RandomOperands(BF16, *SIZES["pointer"], chunks=3))
+
+
+def _matmuls(of: Operands) -> Iterator[Case]:
+    way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
+    for name, record in PRODUCTS.items():
+        launcher, call = LAUNCHERS.get(name, name), partial(calls.product, of, name)
+        options = signature(record.by_torch).parameters
+        if "activation" in options:
+            for activation in ACTIVATIONS:
+                yield Case(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
+        elif "kind" in options:
+            for kind in GATE_OF:
+                yield Case(f"{launcher}/{way}/{kind}", partial(call, glu=kind))
+        elif record.changes_first:
+            for into in (FP32, BF16):
+                yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
+        else:
+            yield Case(f"{launcher}/{way}", call)
+    for activation in ACTIVATIONS:
+        yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
+
+
+def _rows(of: Operands) -> Iterator[Case]:
+    way = SHORT_NAMES[of.dtype]
+    if of.dtype == FP32:  # which partial sums are in
+        yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+    yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
+    yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
+    yield Case(f"embedding_fwd/embedding_bwd/{way}", partial(calls.embedding, of))
+    yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
+    for suffix, residual in (("", False), ("/residual", True)):
+        yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}{suffix}", partial(calls.rms_norm, of, residual))
+        yield Case(f"layer_norm_fwd/layer_norm_bwd/{way}{suffix}", partial(calls.layer_norm, of, residual))
 
 
 def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
@@ -33,19 +174,18 @@ def _flaw(actual: Tensor | None, exact: Tensor, error: float) -> str:
     return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
 
 
-def examine(case: Case, frames: Frames) -> dict[str, str | float]:
-    """The line that is printed of a case."""
+def examine(case: Case, frames: Frames) -> Computed:
     try:
         results: Results = case.run()
     except Exception as error:  # a kernel that does not run is a finding
         frames.take_overruns()
-        return {"case": case.name, "error": float("nan"), "failure": f"{type(error).__name__}: {error}"}
+        return Computed(case.name, float("nan"), f"{type(error).__name__}: {error}")
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
     failures = [f"{what} {_flaw(*results[what], error)}" for what, error in errors.items() if not error < 1]
     if frames.take_overruns():
         failures.append("written outside an output")
     largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
-    return {"case": case.name, "error": largest, "failure": "; ".join(failures)}
+    return Computed(case.name, largest, "; ".join(failures))
 
 
 def main(only: str = "") -> None:
@@ -54,7 +194,7 @@ def main(only: str = "") -> None:
     launch.empty = frames.empty
     for case in cases():
         if has_parts(case.name, only):
-            print(json.dumps(examine(case, frames)), flush=True)
+            print(json.dumps(asdict(examine(case, frames))), flush=True)
 
 
 if __name__ == "__main__":

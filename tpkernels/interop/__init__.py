@@ -1,4 +1,4 @@
-"""Other people's names and formats, over ours. Modules are imported when they are first used."""
+"""Other libraries' names and formats. Modules are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -16,24 +16,15 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _MODULES
     from tpkernels.interop import safetensors as safetensors
     from tpkernels.interop.parallelize import plan as plan
 
-_HOME = {
-    "dcp": "tpkernels.interop",
-    "dtensor": "tpkernels.interop",
-    "full_state_dict": "tpkernels.interop",
-    "huggingface": "tpkernels.interop",
-    "megatron": "tpkernels.interop",
-    "mpu": "tpkernels.interop",
-    "plan": "tpkernels.interop.parallelize",
-    "safetensors": "tpkernels.interop",
-}
+_MODULES = ("dcp", "dtensor", "full_state_dict", "huggingface", "megatron", "mpu", "plan", "safetensors")
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
     def __getattr__(name: str) -> ModuleType:
-        if name not in _HOME:
+        if name not in _MODULES:
             raise AttributeError(f"module 'tpkernels.interop' has no attribute {name!r}")
-        return import_module(f"{_HOME[name]}.{name}")
+        return import_module(f"tpkernels.interop.{'parallelize.' * (name == 'plan')}{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOME)
+    return sorted(_MODULES)

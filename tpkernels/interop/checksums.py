@@ -1,6 +1,6 @@
-"""SHA-256 of a checkpoint's files, kept beside them: what is read is what was written, or an error.
+"""SHA-256 sums of a checkpoint's files, in a file beside them: a damaged file is an error.
 
-`sha256sum --check SHA256SUMS` in the checkpoint's folder compares them without this package.
+`sha256sum --check SHA256SUMS` in the checkpoint's folder checks them without this package.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from tpkernels.files import read_bytes, replace_text
 
 SUMS = "SHA256SUMS"
-_AT_ONCE = 1 << 20  # bytes in memory: enough that reading, not calls, takes the time
+_AT_ONCE = 1 << 20  # bytes: enough that the calls themselves cost nothing
 
 
 def sums_of_own(folder: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Of the files that this rank wrote, by name; of all ranks together each file once."""
+    """The sums of this rank's files by name; each file belongs to one rank."""
     names = [path.name for path in folder.iterdir()]
     return {name: _sum(folder / name) for name in names if _is_ours(name, rank, ranks)}
 
@@ -27,10 +27,10 @@ def write(folder: Path, sums: dict[str, str]) -> None:
 
 
 def intact_files(folder: Path, rank: int, ranks: int) -> set[str] | None:
-    """Compare this rank's part of the files with their sums; the names of all, None if there are no sums."""
+    """Check the sums of this rank's files; return the names of all files, None if there are no sums."""
     try:
         text = read_bytes(folder / SUMS).decode(errors="replace")
-    except FileNotFoundError:  # written before there were any
+    except FileNotFoundError:  # an old checkpoint
         return None
     sums = _parsed(folder, text)
     for name, expected in sums.items():
@@ -42,7 +42,7 @@ def intact_files(folder: Path, rank: int, ranks: int) -> set[str] | None:
 
 
 def require_sums(folder: Path, needed: Iterable[str], summed: Container[str]) -> None:
-    """That no file which is to be read was left out."""
+    """Raise if a file that will be read has no sum."""
     for name in needed:
         if name not in summed:
             raise ValueError(f"{folder / SUMS} is damaged: it has no sum of {name}; {_CURE}")
@@ -62,7 +62,7 @@ def _parsed(folder: Path, text: str) -> dict[str, str]:
 
 
 def _is_ours(name: str, rank: int, ranks: int) -> bool:
-    """Files named after a rank, as torch names them, are that rank's; all others are the first one's."""
+    """A file that torch named after a rank is that rank's, modulo the ranks now; other files are rank 0's."""
     match = re.match(r"__(\d+)_", name)
     return (int(match[1]) if match else 0) % ranks == rank
 

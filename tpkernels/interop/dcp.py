@@ -1,15 +1,16 @@
 """Checkpoints of sharded training, by `torch.distributed.checkpoint`: saved at one size, loaded at another.
 
-A checkpoint holds whole tensors under the unsharded model's names, in as many files as there were ranks:
+A checkpoint holds full tensors under the unsharded model's names, in as many files as there were ranks:
 
     model.NAME                      parameters and persistent buffers, without vocabulary padding
-    optimizer.state.NAME.KEY        what the optimizer keeps of each parameter
+    optimizer.state.NAME.KEY        the optimizer's state of each parameter
     optimizer.groups                its options, and the parameters' names
     random.STREAM.DEVICE            random streams, a row for each rank
     extra                           what the caller adds: steps done, place in the data
 
-It is written under another name and renamed when all ranks are done, and only then does `latest` beside it
-name it. So what has its name is complete. `SHA256SUMS` in it has a sum of each file, which `load` compares.
+It is written under a temporary name and renamed when all ranks are done; then `latest` beside it is set to
+its name. So a checkpoint under its own name is complete. `SHA256SUMS` in it has a sum of each file; `load`
+checks them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from tpkernels.files import clear, read_bytes, replace_text
 from tpkernels.interop import checksums
 from tpkernels.interop.dtensor import as_dtensor
 from tpkernels.interop.optimizer_state import GROUPS, OptimizerState
-from tpkernels.interop.parts import Part, parts_of, require_one_stage, world_of
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.interop.saved import Planner, Reader, files_of, read_metadata
+from tpkernels.interop.shards import TensorShard, require_one_stage, shards_of, world_of
 from tpkernels.layers.world import State
 from tpkernels.runtime import c10d
 from tpkernels.runtime.random import get_rng_tracker
@@ -52,37 +53,37 @@ def save(
     extra: Any = None,
     state: State = None,
 ) -> None:
-    """Write a new checkpoint, a folder at `path`, and let `latest` beside it name it.
+    """Write a new checkpoint, a folder at `path`, and write its name into `latest` beside it.
 
     Called by all ranks of the world, which share the file system.
 
-    extra: the same on all ranks: numbers, text, tensors, and lists and dicts of them; anything else that
-        pickle takes is loaded only where `load` is told to
+    extra: the same on all ranks: numbers, text, tensors, and lists and dicts of them; other picklable objects
+        are loaded with weights_only=False only
     state: as the model was built with; by default found in its layers
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.unfinished")
     request = f"dcp.save({path})"
-    with together(request):
+    with raise_on_all_ranks(request):
         if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; a checkpoint is never overwritten")
         require_one_stage(state)
-        parts = parts_of(model, state)
+        shards = shards_of(model, state)
         world = world_of(model, state)
-        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
+        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in shards.items()}
         if optimizer is not None:
-            content |= OptimizerState(optimizer, parts, world.group).content()
+            content |= OptimizerState(optimizer, shards, world.group).content()
         content |= _rows_of_ranks(_streams()) | {"extra": extra, "sizes": _sizes(world.size)}
-    with together(request):
+    with raise_on_all_ranks(request):
         if dist.get_rank() == 0:
             clear(unfinished)  # of a run that ended while it wrote
             unfinished.mkdir(parents=True)
     _write(unfinished, content)
     own: dict[str, str] = {}
-    with together(request):
+    with raise_on_all_ranks(request):
         own = checksums.sums_of_own(unfinished, dist.get_rank(), dist.get_world_size())
     sums = _gathered(own)
-    with together(request):
+    with raise_on_all_ranks(request):
         if dist.get_rank() == 0:
             with _removed_on_failure(unfinished):
                 checksums.write(unfinished, sums)
@@ -101,27 +102,27 @@ def load(
     """Read a checkpoint into the model, the optimizer and the random streams; returns its `extra`.
 
     Called by all ranks of the world. Sums of files, names, shapes and dtypes are compared before anything is
-    changed. Random streams are restored where as many ranks go on; otherwise they stay as they are, with a
-    warning.
+    changed. Random streams are restored if the world and tensor-parallel sizes are those that saved them;
+    otherwise they stay as they are, with a warning.
 
-    weights_only: False: let `extra` and the optimizer's options be of any class, whose code is run
+    weights_only: False: `extra` and the optimizer's options may be of any class, whose code is run
     """
     path = Path(path)
     request = f"dcp.load({path})"
-    with together(request):
+    with raise_on_all_ranks(request):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         summed = checksums.intact_files(path, dist.get_rank(), dist.get_world_size())
-    with together(request):
+    with raise_on_all_ranks(request):
         saved = read_metadata(path)
         if summed is None:
             _warn_of_no_sums(path)
         else:
             checksums.require_sums(path, files_of(saved), summed)
         require_one_stage(state)
-        parts = parts_of(model, state)
+        shards = shards_of(model, state)
         world = world_of(model, state)
-        _compare(parts, saved)
+        _compare(shards, saved)
         header: dict[str, Any] = dict.fromkeys(("extra", "sizes"))
         if optimizer is not None:
             if GROUPS not in saved.state_dict_metadata:
@@ -130,18 +131,18 @@ def load(
     reader = Reader(path, saved)
     _read(reader, header, weights_only=weights_only)
     same_sizes = header["sizes"] == _sizes(world.size)
-    with together(request):
-        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in parts.items()}
+    with raise_on_all_ranks(request):
+        content: dict[str, Any] = {f"model.{n}": as_dtensor(p, world.group) for n, p in shards.items()}
         resumed = None
         if optimizer is not None:
-            resumed = OptimizerState(optimizer, parts, world.group)
+            resumed = OptimizerState(optimizer, shards, world.group)
             resumed.require_groups(header[GROUPS])
             content |= resumed.place_for(saved)
         streams = _places_of_streams(saved) if same_sizes else {}
         content |= _rows_of_ranks(streams)
     _read(reader, content, weights_only=weights_only)
-    for part in parts.values():
-        part.zero_padding()
+    for shard in shards.values():
+        shard.zero_padding()
     if resumed is not None:
         resumed.take(header[GROUPS], content)
     if same_sizes:
@@ -156,7 +157,7 @@ def load(
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The last checkpoint that was completed in `folder`; None if there is none."""
+    """The checkpoint that `latest` in `folder` names; None without one."""
     try:
         name = read_bytes(Path(folder, LATEST)).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -182,7 +183,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
-    """What is half written goes: a full disk needs the room."""
+    """Remove an unfinished checkpoint: the disk may be full."""
     try:
         yield
     except BaseException:
@@ -191,7 +192,7 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def _gathered(own: dict[str, str]) -> dict[str, str]:
-    """What all ranks bring, on all of them."""
+    """The sums of all ranks' files, on all ranks."""
     everybody: list[dict[str, str]] = [own] * dist.get_world_size()
     if dist.get_world_size() > 1:
         dist.all_gather_object(everybody, own)
@@ -208,7 +209,7 @@ def _warn_of_no_sums(path: Path) -> None:
 
 
 def _read(reader: Reader, content: dict[str, Any], *, weights_only: bool) -> None:
-    """Fill the tensors of `content`, and replace what is None."""
+    """Fill the tensors of `content`, and replace each None by the value that was saved."""
     try:
         storage.load(content, storage_reader=reader, planner=Planner(weights_only=weights_only))
     except storage.CheckpointException as error:  # a BaseException, on all ranks
@@ -216,7 +217,7 @@ def _read(reader: Reader, content: dict[str, Any], *, weights_only: bool) -> Non
 
 
 def _causes(error: storage.CheckpointException) -> str:
-    """What went wrong on which rank, without the stacks."""
+    """The errors and their ranks, without the stacks."""
     found: dict[str, list[str]] = {}
     for rank, (cause, _) in error.failures.items():
         found.setdefault(f"{type(cause).__name__}: {cause}", []).append(str(rank))
@@ -227,25 +228,25 @@ def _sizes(tensor: int) -> dict[str, int]:
     return {"world_size": dist.get_world_size(), "tensor": tensor}
 
 
-def _compare(parts: dict[str, Part], saved: Metadata) -> None:
+def _compare(shards: dict[str, TensorShard], saved: Metadata) -> None:
     there = {
         name.removeprefix("model."): entry
         for name, entry in saved.state_dict_metadata.items()
         if name.startswith("model.")
     }
-    missing, surplus = [n for n in parts if n not in there], [n for n in there if n not in parts]
+    missing, surplus = [n for n in shards if n not in there], [n for n in there if n not in shards]
     if missing or surplus:
         raise ValueError(
             f"the checkpoint is of another model: it lacks {missing or 'nothing'}, and has besides "
             f"{surplus or 'nothing'}"
         )
-    for name, part in parts.items():
+    for name, shard in shards.items():
         entry = there[name]
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(
                 f"'{name}': expected a tensor as in the model, the checkpoint has something else"
             )
-        expected = part.shape, part.local.dtype
+        expected = shard.shape, shard.local.dtype
         if (tuple(entry.size), entry.properties.dtype) != expected:
             raise ValueError(
                 f"'{name}': expected {expected[0]} of {expected[1]} as in the model, the checkpoint has "
@@ -254,7 +255,7 @@ def _compare(parts: dict[str, Part], saved: Metadata) -> None:
 
 
 def _streams() -> dict[str, Tensor]:
-    """Each a row of one tensor of all ranks' streams."""
+    """This rank's streams: each is a row of one tensor for all ranks."""
     return {
         f"random.{stream}.{device}": value[None]
         for stream, generators in get_rng_tracker().get_states().items()
@@ -272,9 +273,11 @@ def _places_of_streams(saved: Metadata) -> dict[str, Tensor]:
 
 def _rows_of_ranks(rows: dict[str, Tensor]) -> dict[str, DTensor]:
     world = dist.get_world_size()
-    pieces = tuple((range(rank, rank + 1),) for rank in range(world))
+    ranges = tuple((range(rank, rank + 1),) for rank in range(world))
     return {
-        name: as_dtensor(Part(row, (world, row.shape[1]), 0, pieces, dist.get_rank()), c10d.default_group())
+        name: as_dtensor(
+            TensorShard(row, (world, row.shape[1]), 0, ranges, dist.get_rank()), c10d.default_group()
+        )
         for name, row in rows.items()
     }
 

@@ -1,11 +1,11 @@
-"""DTensors of what ranks hold: torch's own form of a split tensor, which its checkpoints read and write.
+"""Shards as DTensors, which torch's checkpoints read and write.
 
-    what ranks hold                              the DTensor
-    copies                                       Replicate
-    equal runs, or what torch.chunk gives        Shard(dim), over the parameter's own memory
-    several runs each, or other sizes            Shard(dim) over `LocalShardsWrapper`, which knows where
+    tensor                                              DTensor
+    replicated                                          Replicate
+    one range for each rank, as torch.chunk splits      Shard(dim), over the parameter's own memory
+    several ranges for each rank, or other sizes        Shard(dim) over `LocalShardsWrapper`
 
-The last kind is for checkpoints only: DTensor cannot compute with it.
+The last form is for checkpoints only: DTensor cannot compute with it.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from tpkernels.interop.parts import Part, parts_of, world_of
+from tpkernels.interop.shards import TensorShard, shards_of, world_of
 from tpkernels.layers.world import TENSOR_DIM, State
 
 
 def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
-    """Each parameter and persistent buffer as a DTensor of the whole's shape, without vocabulary padding.
+    """Each parameter and persistent buffer as a DTensor of the full shape, without vocabulary padding.
 
-    They share memory with the model. All that a checkpoint by `torch.distributed.checkpoint` needs.
+    They share memory with the model; `torch.distributed.checkpoint` saves and loads them as they are.
     """
     group = world_of(model, state).group
-    return {name: as_dtensor(part, group) for name, part in parts_of(model, state).items()}
+    return {name: as_dtensor(shard, group) for name, shard in shards_of(model, state).items()}
 
 
-def as_dtensor(part: Part, group: ProcessGroup) -> DTensor:
-    mesh = _mesh(group, part.local.device.type)
-    if part.dim is None:
-        return DTensor.from_local(part.local.detach(), mesh, [Replicate()], run_check=False)
-    chunks = list(part.chunks())
+def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
+    mesh = _mesh(group, shard.local.device.type)
+    if shard.dim is None:
+        return DTensor.from_local(shard.local.detach(), mesh, [Replicate()], run_check=False)
+    chunks = list(shard.chunks())
     local: Tensor
-    if _is_chunked(part):
+    if _is_chunked(shard):
         local = chunks[0].view
     else:
         local = LocalShardsWrapper([chunk.view for chunk in chunks], [chunk.offsets for chunk in chunks])
     return DTensor.from_local(
         local,
         mesh,
-        [Shard(part.dim)],
+        [Shard(shard.dim)],
         run_check=False,
-        shape=torch.Size(part.shape),
-        stride=tuple(prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))),
+        shape=torch.Size(shard.shape),
+        stride=tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))),
     )
 
 
@@ -56,12 +56,12 @@ def _mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=(TENSOR_DIM,))
 
 
-def _is_chunked(part: Part) -> bool:
-    """Whether ranks hold what `torch.chunk` would give them: the one split that Shard stands for."""
-    assert part.dim is not None
-    size, ranks = part.shape[part.dim], len(part.pieces)
+def _is_chunked(shard: TensorShard) -> bool:
+    """Whether ranks hold what `torch.chunk` would give them, as `Shard` assumes."""
+    assert shard.dim is not None
+    size, ranks = shard.shape[shard.dim], len(shard.ranges)
     each = -(-size // ranks)
     return all(
-        pieces == (range(min(rank * each, size), min((rank + 1) * each, size)),)
-        for rank, pieces in enumerate(part.pieces)
+        ranges == (range(min(rank * each, size), min((rank + 1) * each, size)),)
+        for rank, ranges in enumerate(shard.ranges)
     )

@@ -1,89 +1,106 @@
-"""Between a model that ranks share and the whole tensors of the unsharded one."""
+"""Between a model whose weights ranks share and the full tensors of the unsharded model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from warnings import warn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tpkernels.interop.parts import Part, parts_of, require_one_stage, unwrapped, world_of
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
+from tpkernels.interop.shards import TensorShard, require_one_stage, shards_of, unwrapped, world_of
 from tpkernels.layers.world import State
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 
-def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
-    """The unsharded model's tensors by name, on the CPU of global rank 0; nothing on other ranks.
+def full_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
+    """The unsharded model's tensors by name, on the CPU of global rank 0; an empty dict on other ranks.
 
-    Called by all ranks of the world. Tensors are gathered one by one, each of which needs twice its size on
-    each device of the tensor-parallel group of rank 0. Of tied tensors there is the first name only.
+    Called by all ranks of the world. Tensors are gathered one by one; each takes twice its full size on each
+    device of the tensor-parallel group of rank 0. A tensor with several names is there under its first one.
 
     state: as the model was built with; by default found in its layers
     """
-    with together("whole_state_dict"):
+    with raise_on_all_ranks("full_state_dict"):
         require_one_stage(state)
         group = world_of(model, state).group
-        parts = parts_of(model, state)
+        shards = shards_of(model, state)
     if dist.get_process_group_ranks(group)[0] != 0:
-        return {}  # another copy of the model
-    whole: dict[str, Tensor] = {}
-    for name, part in parts.items():
-        tensor = _gathered(part, group)
+        return {}  # another replica of the model
+    full: dict[str, Tensor] = {}
+    for name, shard in shards.items():
+        tensor = _gathered(shard, group)
         if dist.get_rank() == 0:
-            whole[name] = tensor.to("cpu", copy=True)
-    return whole
+            full[name] = tensor.to("cpu", copy=True)
+    return full
 
 
 @torch.no_grad()
-def load_whole(
-    model: nn.Module, whole: Mapping[str, Tensor], *, cast: bool = False, state: State = None
+def load_full_state_dict(
+    model: nn.Module, full: Mapping[str, Tensor], *, cast: bool = False, state: State = None
 ) -> None:
-    """Copy this rank's part of each whole tensor into the model; what pads a vocabulary becomes zero.
+    """Copy this rank's shard of each full tensor into the model; padding of a vocabulary becomes zero.
 
     Called by all ranks of the world. Names, shapes and dtypes are compared before anything is changed.
 
-    whole: what `whole_state_dict` gave, on all ranks; a tensor mapped from a file is read where needed only
-    cast: take tensors of another dtype too
+    full: what `full_state_dict` returned, on all ranks; of a memory-mapped tensor only the shard is read
+    cast: convert tensors of another dtype
     state: as the model was built with; by default found in its layers
     """
-    with together("load_whole"):
-        parts = parts_of(model, state)
-        _compare(parts, whole, unwrapped(model).state_dict().keys(), cast=cast)
-    for name, part in parts.items():
-        for chunk in part.chunks():
-            chunk.view.copy_(whole[name][chunk.where])
-        part.zero_padding()
+    with raise_on_all_ranks("load_full_state_dict"):
+        shards = shards_of(model, state)
+        _compare(shards, full, unwrapped(model).state_dict().keys(), cast=cast)
+    for name, shard in shards.items():
+        for chunk in shard.chunks():
+            chunk.view.copy_(full[name][chunk.where])
+        shard.zero_padding()
 
 
 @torch.no_grad()
-def _gathered(part: Part, group: ProcessGroup) -> Tensor:
-    """The whole, on all ranks of the group."""
-    if part.dim is None:
-        return part.local.detach()
-    rows = part.local.detach().movedim(part.dim, 0).contiguous()
-    shards = gather_from_sequence_region(rows, group).chunk(group.size())
-    whole = part.local.new_empty(part.shape)
-    for rank, shard in enumerate(shards):
-        for chunk in part.chunks(shard.movedim(0, part.dim), rank):
-            whole[chunk.where] = chunk.view
-    return whole
+def _gathered(shard: TensorShard, group: ProcessGroup) -> Tensor:
+    """The full tensor, on all ranks of the group."""
+    if shard.dim is None:
+        return shard.local.detach()
+    rows = shard.local.detach().movedim(shard.dim, 0).contiguous()
+    gathered = gather_from_sequence_region(rows, group).chunk(group.size())
+    full = shard.local.new_empty(shard.shape)
+    for rank, local in enumerate(gathered):
+        for chunk in shard.chunks(local.movedim(0, shard.dim), rank):
+            full[chunk.where] = chunk.view
+    return full
 
 
-def _compare(parts: Mapping[str, Part], whole: Mapping[str, Tensor], known: Set[str], *, cast: bool) -> None:
-    missing = [name for name in parts if name not in whole]
-    surplus = [name for name in whole if name not in parts and name not in known]
+def _compare(
+    shards: Mapping[str, TensorShard], full: Mapping[str, Tensor], known: Set[str], *, cast: bool
+) -> None:
+    missing = [name for name in shards if name not in full]
+    surplus = [name for name in full if name not in shards and name not in known]
     if missing or surplus:
         raise ValueError(
             f"expected the tensors of the model by name: missing are {missing or 'none'}, not in the model "
             f"are {surplus or 'none'}"
         )
-    for name, part in parts.items():
-        if tuple(whole[name].shape) != part.shape:
-            raise ValueError(f"'{name}': expected {part.shape}, got {tuple(whole[name].shape)}")
-        if whole[name].dtype != part.local.dtype and not cast:
+    for name, shard in shards.items():
+        if tuple(full[name].shape) != shard.shape:
+            raise ValueError(f"'{name}': expected {shard.shape}, got {tuple(full[name].shape)}")
+        if full[name].dtype != shard.local.dtype and not cast:
             raise ValueError(
-                f"'{name}': expected {part.local.dtype}, got {whole[name].dtype}; pass cast=True to convert"
+                f"'{name}': expected {shard.local.dtype}, got {full[name].dtype}; pass cast=True to convert"
             )
+
+
+def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
+    """The former name of `full_state_dict`."""
+    warn("whole_state_dict is full_state_dict now", DeprecationWarning, stacklevel=2)
+    return full_state_dict(model, state=state)
+
+
+def load_whole(
+    model: nn.Module, whole: Mapping[str, Tensor], *, cast: bool = False, state: State = None
+) -> None:
+    """The former name of `load_full_state_dict`."""
+    warn("load_whole is load_full_state_dict now", DeprecationWarning, stacklevel=2)
+    load_full_state_dict(model, whole, cast=cast, state=state)

@@ -1,7 +1,7 @@
-"""Llama and GPT-2 of Hugging Face's `transformers`, as a GPT of ours and back; `transformers` is not needed.
+"""Weights of Llama and GPT-2 of `transformers`, which is not needed, as weights of `tpkernels.GPT`, and back.
 
-Llama's weights are only renamed: both turn feature i with feature i + d/2. GPT-2 keeps its weights
-transposed, and queries, keys and values in one.
+Llama's weights are only renamed: both rotate feature i with feature i + d/2. GPT-2's weights are transposed,
+and those of queries, keys and values are one tensor.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.interop.parallelize.huggingface_plans import gpt2_plan as gpt2_plan
-from tpkernels.interop.parallelize.huggingface_plans import llama_plan as llama_plan
+from tpkernels.interop.parallelize.plan import gpt2_plan as gpt2_plan
+from tpkernels.interop.parallelize.plan import llama_plan as llama_plan
 from tpkernels.interop.renaming import Rule, to_ours, to_theirs
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import Activation
@@ -96,16 +96,16 @@ def from_huggingface(theirs: Mapping[str, Tensor], *, tied: bool = False) -> dic
 
 
 def to_huggingface(ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT's whole tensors under the names of `GPT2LMHeadModel` if it has learnt positions, else of
-    `LlamaForCausalLM`; without a head where it is the embedding, as in their files.
+    """A GPT's full tensors under the names of `GPT2LMHeadModel` if it has learnt positions, else of
+    `LlamaForCausalLM`; without a head if it is tied to the embedding, as in their files.
     """
     return to_theirs(ours, _gpt2() if "positions.weight" in ours else _llama())
 
 
 def gpt_config(theirs: Any) -> GPTConfig:
-    """The GPT of a `LlamaConfig` or `GPT2Config`, or of what `config.json` holds of one.
+    """The GPTConfig of a `LlamaConfig` or `GPT2Config`, or of the content of its `config.json`.
 
-    What a GPT cannot do, such as scaled rotary positions, is an error that names it.
+    Raises for what a GPT cannot do, such as scaled rotary positions.
     """
     found: dict[str, Any] = dict(theirs if isinstance(theirs, Mapping) else theirs.to_dict())
     kind = found.get("model_type")
@@ -117,7 +117,7 @@ def gpt_config(theirs: Any) -> GPTConfig:
 
 
 def _llama_config(found: dict[str, Any]) -> GPTConfig:
-    # in one place since transformers 5, in two before
+    # one dict since transformers 5, two attributes before
     rotary = found.get("rope_parameters") or found.get("rope_scaling") or {}
     head_size = found["hidden_size"] // found["num_attention_heads"]
     _require(rotary.get("rope_type", rotary.get("type", "default")), "default", "rope_type")

@@ -1,11 +1,11 @@
-"""Whole weights under Megatron-Core's names, as a GPT of ours and back.
+"""Full weights under Megatron-Core's names as weights of `tpkernels.GPT`, and back.
 
 H query heads, G groups that share a head of keys and values, d features a head, F features of an MLP:
 
-    linear_qkv   ((H/G + 2) G d, hidden)   of each group its H/G query heads, its keys, its values
+    linear_qkv   ((H/G + 2) G d, hidden)   for each group: its H/G query heads, its keys, its values
     linear_fc1   (2 F, hidden)             gate, then up; without a gate (F, hidden)
 
-Tensors are whole: shards of several tensor-parallel ranks are to be joined first, by Megatron's own tools.
+Shards of several tensor-parallel ranks must be merged first, by Megatron's own tools.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from tpkernels.interop.renaming import Rule, to_ours, to_theirs
-from tpkernels.topology.vocabulary import split_vocabulary
+from tpkernels.topology.shard import split_vocabulary
 
 _LAYER, _BLOCK = "decoder.layers.{i}", "blocks.{i}"
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-# Where Transformer Engine's fused layers keep a norm, and where it stands by itself.
+# A norm in Transformer Engine's fused layers, and as a module of its own.
 _FUSED = {
     f"{_LAYER}.self_attention.linear_qkv.layer_norm_": f"{_BLOCK}.attention_norm.",
     f"{_LAYER}.mlp.linear_fc1.layer_norm_": f"{_BLOCK}.mlp_norm.",
@@ -30,7 +30,7 @@ _APART |= {f"{_LAYER}.pre_mlp_layernorm.": f"{_BLOCK}.mlp_norm."}
 
 
 def join_qkv(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:
-    """Weights (features, hidden), or biases (features,), in one, group by group."""
+    """Weights (features, hidden), or biases (features,), as one tensor, group by group."""
     parts = [_by_group(part, groups) for part in (query, key, value)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
@@ -52,7 +52,7 @@ def from_megatron(
     num_kv_heads: int | None = None,
     vocab_size: int | None = None,
 ) -> dict[str, Tensor]:
-    """A GPT's tensors of a `GPTModel`'s, whose norms may stand apart or in the layers that follow them.
+    """A GPT's tensors from a `GPTModel`'s, whose norms may be modules or parts of the layers after them.
 
     vocab_size: without the rows that pad the tables; None: they have none
     """
@@ -76,10 +76,10 @@ def to_megatron(
     vocab_divisible_by: int = 1,
     fused_norms: bool = True,
 ) -> dict[str, Tensor]:
-    """A `GPTModel`'s tensors of a GPT's whole ones.
+    """A `GPTModel`'s tensors from a GPT's full ones.
 
-    vocab_divisible_by: pad tables with zeros to a multiple, `make_vocab_size_divisible_by` times the ranks
-    fused_norms: norms are in the layers that follow them, as with Transformer Engine; otherwise apart
+    vocab_divisible_by: pad tables with zeros to a multiple of it: `make_vocab_size_divisible_by` x ranks
+    fused_norms: norms are in the layers after them, as with Transformer Engine; False: norms are modules
     """
     gated = any(name.endswith("mlp.gate.weight") for name in ours)
     norms = _FUSED if fused_norms else _APART

@@ -1,4 +1,4 @@
-"""The older Megatron `mpu.initialize`: its spellings, and what only it has, over `parallel_state`."""
+"""The older Megatron's `mpu.initialize`, over `parallel_state`: its spellings, and what only it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Protocol, SupportsIndex
 import torch.distributed as dist
 
 from tpkernels import parallel_state
-from tpkernels.parallel_state.names import *  # noqa: F403
+from tpkernels.parallel_state.dense import *  # noqa: F403
+from tpkernels.parallel_state.experts import *  # noqa: F403
+from tpkernels.parallel_state.stages import *  # noqa: F403
+from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.runtime.initialize import initialize_model_parallel as initialize_in_runtime
 from tpkernels.runtime.state import ParallelState, ParallelStateError
 from tpkernels.topology.sizes import InvalidSizes
@@ -36,7 +39,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size_: int | None = None,
     pipeline_model_parallel_split_rank_: int | None = None,
 ) -> ParallelState:
-    """As in `parallel_state`, but a size larger than the world is cut down to it, with a warning."""
+    """As in `parallel_state`, but a size larger than the world is reduced to it, with a warning."""
     return initialize_in_runtime(
         _at_most_world(tensor_model_parallel_size_, "tensor_model_parallel_size_"),
         _at_most_world(pipeline_model_parallel_size_, "pipeline_model_parallel_size_"),

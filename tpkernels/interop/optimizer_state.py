@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter, under the parameter's name, split as the parameter is."""
+"""An optimizer's state for checkpoints: by the parameters' names, and sharded as the parameters are."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from tpkernels.interop.dtensor import as_dtensor
-from tpkernels.interop.parts import Part
+from tpkernels.interop.shards import TensorShard
 
 STATE = "optimizer.state."
 GROUPS = "optimizer.groups"
 
 
 class OptimizerState:
-    """An optimizer over parameters of a model, by their names."""
+    """An optimizer and the names of its parameters."""
 
-    def __init__(self, optimizer: Optimizer, parts: dict[str, Part], group: ProcessGroup) -> None:
+    def __init__(self, optimizer: Optimizer, shards: dict[str, TensorShard], group: ProcessGroup) -> None:
         self.optimizer = optimizer
-        self.parts = parts
+        self.shards = shards
         self.group = group
-        self._read: dict[str, Tensor] = {}  # what a checkpoint is read into, with padding
-        by_id = {id(part.local): name for name, part in parts.items()}
+        self._read: dict[str, Tensor] = {}  # local tensors that a checkpoint is read into, with padding
+        by_id = {id(shard.local): name for name, shard in shards.items()}
         self.names: list[list[str]] = []  # of each parameter group
         for number, options in enumerate(optimizer.param_groups):
             strange = [p for p in options["params"] if id(p) not in by_id]
@@ -37,19 +37,19 @@ class OptimizerState:
             self.names.append([by_id[id(parameter)] for parameter in options["params"]])
 
     def content(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Entries of a checkpoint."""
         groups = [
             {**{key: value for key, value in options.items() if key != "params"}, "params": names}
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
         ]
         found: dict[str, Any] = {GROUPS: groups}
-        for name, (part, _) in self._owned().items():
-            for key, value in self.optimizer.state.get(part.local, {}).items():
+        for name, (shard, _) in self._owned().items():
+            for key, value in self.optimizer.state.get(shard.local, {}).items():
                 found[f"{STATE}{name}.{key}"] = self._shared(name, key, value)
         return found
 
     def require_groups(self, saved: list[dict[str, Any]]) -> None:
-        """That the checkpoint's optimizer has the same parameters in the same groups."""
+        """Raise unless the checkpoint's optimizer has the same parameters in the same groups."""
         there = [sorted(options["params"]) for options in saved]
         if there != [sorted(names) for names in self.names]:
             raise ValueError(
@@ -59,7 +59,7 @@ class OptimizerState:
             )
 
     def place_for(self, saved: Metadata) -> dict[str, Any]:
-        """What a checkpoint is read into: new tensors, and None for what is pickled."""
+        """Entries that a checkpoint is read into: new tensors, and None for pickled values."""
         owned = self._owned()
         place: dict[str, Any] = {}
         for entry, described in saved.state_dict_metadata.items():
@@ -70,50 +70,50 @@ class OptimizerState:
                 raise ValueError(
                     f"optimizer: the checkpoint has {key!r} of {name!r}, which is not in its groups"
                 )
-            part, options = owned[name]
+            shard, options = owned[name]
             if not isinstance(described, TensorStorageMetadata):
                 place[entry] = None
                 continue
             dtype = described.properties.dtype
-            if tuple(described.size) == part.shape:
-                self._read[entry] = torch.zeros_like(part.local, dtype=dtype)
-                place[entry] = as_dtensor(part.of(self._read[entry]), self.group)
+            if tuple(described.size) == shard.shape:
+                self._read[entry] = torch.zeros_like(shard.local, dtype=dtype)
+                place[entry] = as_dtensor(shard.of(self._read[entry]), self.group)
             else:
                 on_device = options.get("capturable") or options.get("fused")
-                device = part.local.device if on_device else torch.device("cpu")
+                device = shard.local.device if on_device else torch.device("cpu")
                 place[entry] = self._read[entry] = torch.empty(described.size, dtype=dtype, device=device)
         return place
 
     def take(self, groups: list[dict[str, Any]], content: dict[str, Any]) -> None:
-        """Go on from what was read into the places."""
+        """Continue from the entries that were read."""
         for options, saved in zip(self.optimizer.param_groups, groups, strict=True):
             options.update({key: value for key, value in saved.items() if key != "params"})
         owned = self._owned()
-        for part, _ in owned.values():
-            self.optimizer.state.pop(part.local, None)
+        for shard, _ in owned.values():
+            self.optimizer.state.pop(shard.local, None)
         for entry, value in content.items():
             if entry.startswith(STATE):
                 name, key = _name_and_key(entry)
                 self.optimizer.state[owned[name][0].local][key] = self._read.get(entry, value)
 
-    def _owned(self) -> dict[str, tuple[Part, dict[str, Any]]]:
-        """Each parameter and the options of its group."""
+    def _owned(self) -> dict[str, tuple[TensorShard, dict[str, Any]]]:
+        """Each parameter's shard and the options of its group."""
         return {
-            name: (self.parts[name], options)
+            name: (self.shards[name], options)
             for options, names in zip(self.optimizer.param_groups, self.names, strict=True)
             for name in names
         }
 
     def _shared(self, name: str, key: str, value: object) -> object:
-        part = self.parts[name]
+        shard = self.shards[name]
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        if value.shape != part.local.shape:
+        if value.shape != shard.local.shape:
             raise ValueError(
                 f"optimizer: expected {key!r} of '{name}' to be a number or of the parameter's shape "
-                f"{tuple(part.local.shape)}, got {tuple(value.shape)}: how ranks share it is not known"
+                f"{tuple(shard.local.shape)}, got {tuple(value.shape)}: how ranks share it is not known"
             )
-        return as_dtensor(part.of(value), self.group)
+        return as_dtensor(shard.of(value), self.group)
 
 
 def _name_and_key(entry: str) -> tuple[str, str]:

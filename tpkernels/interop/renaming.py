@@ -1,4 +1,4 @@
-"""Whole tensors under one set of names, from those under another: a table of rules, read both ways."""
+"""Tensors under one library's names from those of another: a table of rules, read both ways."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of theirs is one of ours, or several of ours in one.
+    """One tensor of theirs is one of ours, or several of ours fused.
 
     theirs, ours: names, with {i} for the number of a layer
-    split: theirs into ours; join: back
+    split: theirs into ours; fuse: back
     """
 
     theirs: str
     ours: tuple[str, ...]
     split: Callable[[Tensor], tuple[Tensor, ...]] = _alone
-    join: Callable[..., Tensor] = _same
+    fuse: Callable[..., Tensor] = _same
 
 
 def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Tensor]:
-    """Our names. A name without a rule is an error."""
+    """Tensors under our names. A name without a rule is an error."""
     rules = list(rules)
     ours: dict[str, Tensor] = {}
     unknown = []
@@ -50,7 +50,7 @@ def to_ours(theirs: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Te
 
 
 def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Tensor]:
-    """Their names; of several rules for a name the first. A name without a rule is an error."""
+    """Tensors under their names, by the first rule for each. A name without a rule is an error."""
     theirs: dict[str, Tensor] = {}
     left = dict(ours)
     for rule in rules:
@@ -59,7 +59,7 @@ def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Te
             names = [] if layer is None else [_filled(each, layer) for each in rule.ours]
             if layer is None or not all(each in left for each in names):
                 continue
-            theirs[_filled(rule.theirs, layer)] = rule.join(*(left.pop(each) for each in names))
+            theirs[_filled(rule.theirs, layer)] = rule.fuse(*(left.pop(each) for each in names))
     if left:
         raise ValueError(
             f"expected tensors of a GPT by name, and all parts of each, got besides {list(left)}"
@@ -68,7 +68,7 @@ def to_theirs(ours: Mapping[str, Tensor], rules: Iterable[Rule]) -> dict[str, Te
 
 
 def _layer(template: str, name: str) -> str | None:
-    """The layer's number in a name that fits, "" if it has none; None if it does not fit."""
+    """The number of the layer in a name that matches, "" if it has none; None if it does not match."""
     found = re.fullmatch(re.escape(template).replace(re.escape("{i}"), r"(\d+)"), name)
     return None if found is None else (found.groups() or ("",))[0]
 

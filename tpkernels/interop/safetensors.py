@@ -1,4 +1,4 @@
-"""One `safetensors` file of the whole model: others read it without us, any number of ranks loads it.
+"""One `safetensors` file of the full model, which any number of ranks can load, and others can read.
 
 Needs the package `safetensors`.
 """
@@ -14,30 +14,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.files import clear, parsed, read_text
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.layers.world import State
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, *, state: State = None) -> None:
-    """Write whole tensors under the unsharded model's names, without vocabulary padding, to a new file.
+    """Write full tensors under the unsharded model's names, without vocabulary padding, to a new file.
 
-    Called by all ranks of the world; rank 0 holds the whole model in memory, and writes it.
+    Called by all ranks of the world; rank 0 holds the full model in memory, and writes it.
 
     state: as the model was built with; by default found in its layers
     """
     path = Path(path)
-    with together(f"safetensors.save({path})"):
+    with raise_on_all_ranks(f"safetensors.save({path})"):
         _package("safetensors")
         if os.path.lexists(path):  # also a link that leads nowhere
             raise FileExistsError("there is something already; remove it, or choose another name")
-    write(path, whole_state_dict(model, state=state))
+    write(path, full_state_dict(model, state=state))
 
 
 def write(path: str | os.PathLike[str], whole: dict[str, Tensor]) -> None:
-    """Write rank 0's tensors to a file that is complete once it has its name. Called by all ranks."""
+    """Write rank 0's tensors to a temporary file, and rename it when complete. Called by all ranks."""
     path = Path(path)
-    with together(f"safetensors.write({path})"):
+    with raise_on_all_ranks(f"safetensors.write({path})"):
         if dist.get_rank() == 0:
             unfinished = path.with_name(f".{path.name}.unfinished")
             clear(unfinished)  # of a process that ended while it wrote
@@ -47,32 +47,32 @@ def write(path: str | os.PathLike[str], whole: dict[str, Tensor]) -> None:
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, *, cast: bool = False, state: State = None) -> None:
-    """Read this rank's part of each tensor of a file that `save` wrote, or of a folder: see `read`.
+    """Load this rank's shard of each tensor of a file that `save` wrote, or of a folder: see `read`.
 
     Called by all ranks of the world.
 
-    cast: take tensors of another dtype too
+    cast: convert tensors of another dtype
     state: as the model was built with; by default found in its layers
     """
-    with together(f"safetensors.load({path})"):
-        whole = read(path)
-    load_whole(model, whole, cast=cast, state=state)
+    with raise_on_all_ranks(f"safetensors.load({path})"):
+        full = read(path)
+    load_full_state_dict(model, full, cast=cast, state=state)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a file, or of a folder with `model.safetensors` or `model.safetensors.index.json`.
 
-    They are mapped from the file, not read: what is copied of them is read then.
+    They are memory-mapped: what is copied of them is read then.
     """
-    whole: dict[str, Tensor] = {}
+    full: dict[str, Tensor] = {}
     for file, expected in _files(Path(path)).items():
         found = _tensors(file)
         if missing := [name for name in expected if name not in found]:
             raise ValueError(f"{file}: expected the tensors that the index names, {missing} are missing")
-        if twice := [name for name in found if name in whole]:
+        if twice := [name for name in found if name in full]:
             raise ValueError(f"{file}: expected each tensor in one file, {twice} are in another, too")
-        whole |= found
-    return whole
+        full |= found
+    return full
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> dict[Path, list[str]]:
-    """Each file, and the tensors that an index says are in it."""
+    """Each file, and the names of its tensors according to the index, if there is one."""
     index = path / "model.safetensors.index.json"
     if not index.exists():
         return {path / "model.safetensors" if path.is_dir() else path: []}
@@ -106,7 +106,7 @@ def _files(path: Path) -> dict[Path, list[str]]:
 
 
 def _within(folder: Path, file: Path, index: Path) -> Path:
-    """A file that an index names, which may be anybody's: none but those of its own folder."""
+    """A file that an index names; refused unless it is in the index's own folder."""
     top = folder.resolve()
     inside = [top]
     if top.parent.name == "snapshots":  # of Hugging Face's cache, whose files are links to its blobs

@@ -1,7 +1,7 @@
-"""What a checkpoint's folder holds, read as data: nothing in it is run, and nothing outside it is opened.
+"""A checkpoint's folder read as data: no code in it is run, and no file outside it is opened.
 
-torch pickles a checkpoint's `.metadata`, and unpickling runs whatever code a file names. Here only classes
-are taken that torch's own metadata is made of; their numbers are checked before anything relies on them.
+torch pickles a checkpoint's `.metadata`, and unpickling runs any code that a file names. Here only the
+classes of torch's own metadata are allowed, and their numbers are checked before they are used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.check
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What the checkpoint in `folder` holds, and in which of its files."""
+    """The entries of the checkpoint in `folder`, and their files."""
     content = read_bytes(folder / METADATA)
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
@@ -44,18 +44,18 @@ def read_metadata(folder: Path) -> Metadata:
             f"{folder / METADATA} is damaged, or not of a checkpoint ({type(error).__name__}: {error}); "
             "restore it from a copy, or take an earlier checkpoint"
         ) from error
-    metadata.storage_meta = StorageMeta()  # where it was written, which says nothing about here
+    metadata.storage_meta = StorageMeta()  # instead of the path that it was written to
     assert isinstance(metadata, Metadata)
     return metadata
 
 
 def files_of(metadata: Metadata) -> set[str]:
-    """The names of the files that it tells of."""
+    """The names of the checkpoint's files."""
     return {METADATA} | {info.relative_path for info in metadata.storage_data.values()}
 
 
 class Reader(storage.FileSystemReader):
-    """Reads what `metadata` tells of, which has been looked at; it is not read again."""
+    """A reader that uses `metadata`, which was checked, instead of reading it again."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -66,7 +66,7 @@ class Reader(storage.FileSystemReader):
 
 
 class Planner(storage.DefaultLoadPlanner):
-    """Fills tensors, and what is None by values that torch loads without running code."""
+    """Fills tensors, and replaces None by values, which torch loads without running code if weights_only."""
 
     def __init__(self, *, weights_only: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -89,7 +89,7 @@ _OF_OTHER_CLASSES = (
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds records, enumerations, sizes and dtypes of torch; no function but one that looks up a layout."""
+    """Allows dataclasses, enums, sizes and dtypes of torch, and the one function that looks up a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _OF_RECORDS:
@@ -108,7 +108,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _require_sound(metadata: Metadata, folder: Path) -> None:
-    """That every number of it can be relied on; any exception says that one cannot."""
+    """Raise any exception unless every name and number in it is valid."""
     _require(isinstance(metadata, Metadata), f"expected Metadata, got {type(metadata).__name__}")
     for name, entry in metadata.state_dict_metadata.items():
         _require(isinstance(name, str), f"expected a name, got {name!r}")
@@ -133,7 +133,7 @@ def _require_sound(metadata: Metadata, folder: Path) -> None:
 
 
 def _require_covered(name: str, entry: TensorStorageMetadata) -> None:
-    """Every element is in a chunk, and every chunk in the tensor: torch would leave out what is in none."""
+    """Every chunk is in the tensor, and every element in a chunk: torch would not load others."""
     size = tuple(entry.size)
     _require(isinstance(entry.properties.dtype, torch.dtype), f"'{name}': got no dtype")
     for chunk in entry.chunks:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.operands import require_matrices
-from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import INTERPRETED_SUM, SUM, SumTile
 
 mend()
@@ -69,16 +69,15 @@ def _sum_rows(matrix: Tensor, tile: SumTile) -> Tensor:
     chunks = max(1, launch.ceil_div(rows, tile.chunk))  # no rows: one chunk of nothing, which is zero
     sums = launch.empty((chunks, cols), torch.float32, matrix.device)
     if cols:
-        with launching_on(matrix.device):
-            _sum_rows_kernel[(launch.ceil_div(cols, tile.block_cols), chunks)](
-                matrix,
-                sums,
-                rows,
-                cols,
-                *matrix.stride(),
-                CHUNK=tile.chunk,
-                BLOCK_ROWS=tile.block_rows,
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(matrix.device, _sum_rows_kernel, (launch.ceil_div(cols, tile.block_cols), chunks))(
+            matrix,
+            sums,
+            rows,
+            cols,
+            *matrix.stride(),
+            CHUNK=tile.chunk,
+            BLOCK_ROWS=tile.block_rows,
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return sums[0] if chunks == 1 else _sum_rows(sums, tile)

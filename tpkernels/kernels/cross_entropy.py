@@ -1,24 +1,21 @@
-"""Cross-entropy over a part of the vocabulary: what a rank knows of each row, in one pass over the logits.
+"""Cross-entropy of which this rank holds some columns, forward and backward. Oracles: `reference`.
 
-T tokens; of this rank's columns the first `columns` stand for ids from first_id on, the rest is padding:
+T tokens; the first `columns` of this rank's V columns stand for ids from first_id on, the rest is padding.
+In one pass over the logits:
 
     maximum = max x                     (T,)    the lowest float where nothing is finite
     total   = Σ exp(x - maximum)        (T,)    kept up to date while the maximum grows
-    picked  = x[target - first_id]      (T,)    0 where another rank has it
+    picked  = x[target - first_id]      (T,)    0 where another rank holds it
     summed  = Σ x                       (T,)    for label smoothing
 
-From these of all ranks follow the loss of each row, and what the backward needs. A row whose
-target is negative counts for nothing and is not read. The oracle is `reference.softmax_statistics_ref`.
-
-Gradient of cross-entropy over a part of the vocabulary, in one pass. The oracle is in `reference`.
-
-T tokens; columns as in `cross_entropy`, maximum and total of all ranks together:
+From these of all ranks follow the loss of each row, and the maximum and total over the full vocabulary, with
+which a second pass computes
 
     p       = exp(x - maximum) / total
     dlogits = dloss * (p - off_target - on_target [v = target - first_id])    (T, V)
 
-on_target + off_target is what the smoothed target says of the right id, off_target of any other. Padding
-columns and rows with a negative target get zeros, whatever lies there.
+The smoothed target is on_target + off_target for the right id and off_target for any other. A row whose
+target is negative does not count and is not read; its gradient, like that of padding columns, is zero.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from tpkernels.kernels.operands import (
     require_statistic,
     require_writable,
 )
-from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import INTERPRETED_LOGITS, LOGITS, LogitsTile
 
 mend()
@@ -96,7 +93,7 @@ def softmax_statistics(
     """maximum, total, picked and summed of each row, in fp32.
 
     logits: (tokens, this rank's columns)
-    target: (tokens,) ids of the whole vocabulary; negative: the row does not count
+    target: (tokens,) ids of the full vocabulary; negative: the row does not count
     columns: how many are no padding, by default all
     first_id: the id of the first column
     returns: (4, tokens)
@@ -109,18 +106,17 @@ def softmax_statistics(
     T = logits.shape[0]
     statistics = launch.empty((4, T), torch.float32, logits.device)
     if T:
-        with launching_on(logits.device):
-            _softmax_statistics_kernel[(T,)](
-                logits,
-                target,
-                statistics,
-                T,
-                columns,
-                first_id,
-                *logits.stride(),
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(logits.device, _softmax_statistics_kernel, (T,))(
+            logits,
+            target,
+            statistics,
+            T,
+            columns,
+            first_id,
+            *logits.stride(),
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return statistics
 
 
@@ -172,8 +168,8 @@ def cross_entropy_grad(
     """The gradient of the logits, in their dtype.
 
     logits: (tokens, this rank's columns)
-    target: (tokens,) ids of the whole vocabulary; negative: the row does not count
-    maximum, total: (tokens,) of all ranks together
+    target: (tokens,) ids of the full vocabulary; negative: the row does not count
+    maximum, total: (tokens,) over the full vocabulary
     dloss: (tokens,) in fp32
     columns, first_id: as in `softmax_statistics`
     into: where it is written, which may be `logits`; by default new
@@ -196,22 +192,21 @@ def cross_entropy_grad(
     T, V = logits.shape
     dlogits = launch.empty((T, V), logits.dtype, logits.device) if into is None else into
     if dlogits.numel():
-        with launching_on(logits.device):
-            _cross_entropy_grad_kernel[(T, launch.ceil_div(V, tile.block_cols))](
-                logits,
-                target,
-                maximum,
-                total,
-                dloss,
-                dlogits,
-                V,
-                columns,
-                first_id,
-                on_target,
-                off_target,
-                *logits.stride(),
-                *dlogits.stride(),
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(logits.device, _cross_entropy_grad_kernel, (T, launch.ceil_div(V, tile.block_cols)))(
+            logits,
+            target,
+            maximum,
+            total,
+            dloss,
+            dlogits,
+            V,
+            columns,
+            first_id,
+            on_target,
+            off_target,
+            *logits.stride(),
+            *dlogits.stride(),
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return dlogits

@@ -22,7 +22,7 @@ from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -130,26 +130,25 @@ def dglu(
     )
     if dg.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
-        with launching_on(dy.device):
-            _dglu_kernel[launch.grid(target, form, tile, T, K)](
-                launch.operand(dy, (tile.block_rows, tile.block_depth), form),
-                launch.operand(weight, (tile.block_depth, tile.block_cols), form),
-                launch.operand(g, part, form),
-                launch.operand(u, part, form),
-                launch.operand(dg, part, form),
-                launch.operand(du, part, form),
-                launch.operand(h, part, form),
-                T,
-                N,
-                K,
-                *dy.stride(),
-                *weight.stride(),
-                *g.stride(),
-                *u.stride(),
-                GATE=GATE_OF[kind],
-                EMIT_H=emit_h,
-                FAST=fast_math(dy.dtype, target),
-                PRECISION=input_precision(dy.dtype, target),
-                **launch.constants(tile, form),
-            )
+        launch.on(dy.device, _dglu_kernel, launch.grid(target, form, tile, T, K))(
+            launch.operand(dy, (tile.block_rows, tile.block_depth), form),
+            launch.operand(weight, (tile.block_depth, tile.block_cols), form),
+            launch.operand(g, part, form),
+            launch.operand(u, part, form),
+            launch.operand(dg, part, form),
+            launch.operand(du, part, form),
+            launch.operand(h, part, form),
+            T,
+            N,
+            K,
+            *dy.stride(),
+            *weight.stride(),
+            *g.stride(),
+            *u.stride(),
+            GATE=GATE_OF[kind],
+            EMIT_H=emit_h,
+            FAST=fast_math(dy.dtype, target),
+            PRECISION=input_precision(dy.dtype, target),
+            **launch.constants(tile, form),
+        )
     return DgluGrads(dg, du, h if emit_h else None)

@@ -25,7 +25,7 @@ from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -155,23 +155,22 @@ def _dgrad(
         partials = launch.empty((launch.ceil_div(T, tile.block_rows), K), torch.float32, dy.device)
     if dx.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
-        with launching_on(dy.device):
-            _dgrad_kernel[launch.grid(target, form, tile, T, K)](
-                launch.operand(dy, (tile.block_rows, tile.block_depth), form),
-                launch.operand(weight, (tile.block_depth, tile.block_cols), form),
-                launch.operand(z, part, form),
-                launch.operand(dx, part, form),
-                dx if partials is None else partials,
-                T,
-                N,
-                K,
-                *dy.stride(),
-                *weight.stride(),
-                *z.stride(),
-                ACTIVATION=activation,
-                BIAS_GRAD=partials is not None,
-                FAST=fast_math(dy.dtype, target),
-                PRECISION=input_precision(dy.dtype, target),
-                **launch.constants(tile, form),
-            )
+        launch.on(dy.device, _dgrad_kernel, launch.grid(target, form, tile, T, K))(
+            launch.operand(dy, (tile.block_rows, tile.block_depth), form),
+            launch.operand(weight, (tile.block_depth, tile.block_cols), form),
+            launch.operand(z, part, form),
+            launch.operand(dx, part, form),
+            dx if partials is None else partials,
+            T,
+            N,
+            K,
+            *dy.stride(),
+            *weight.stride(),
+            *z.stride(),
+            ACTIVATION=activation,
+            BIAS_GRAD=partials is not None,
+            FAST=fast_math(dy.dtype, target),
+            PRECISION=input_precision(dy.dtype, target),
+            **launch.constants(tile, form),
+        )
     return DgradAct(dx, None if partials is None else sum_partials(partials))

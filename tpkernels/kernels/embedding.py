@@ -1,22 +1,17 @@
-"""Rows of a vocabulary-parallel table by id: kernel and launcher. The oracle is `reference.embedding_ref`.
+"""Embedding of which this rank holds some rows, forward and backward. Oracles: `reference`.
 
-T tokens, H features; this rank's rows of the table are those of ids first_id ... first_id + V - 1:
+T tokens, H features; this rank's V rows of the table are those of ids first_id ... first_id + V - 1:
 
-    y[t] = weight[ids[t] - first_id]    (T, H)    zeros where another rank has the row
+    y[t]       = weight[ids[t] - first_id]                                (T, H)    zeros for other ranks' ids
+    dweight[v] = Σ of dy[t] over the tokens t with ids[t] - first_id = v  (V, H)    in fp32, rounded once
 
-So the sum of the ranks' y is the lookup in the whole table, exactly.
+The sum of the ranks' y is the lookup in the full table, exactly.
 
-Gradient of a vocabulary-parallel table, deterministic. The oracle is `reference.embedding_bwd_ref`.
-
-T tokens, H features, V rows of this rank:
-
-    dweight[v] = Σ of dy[t] over the tokens t with ids[t] - first_id = v    (V, H)    in fp32, rounded once
-
-Tokens are sorted by id, so those of a row are neighbours, in the order in which they came. One program sums
-them for some features of one row, and writes zeros for a row without tokens: no atomics, no table to clear
-first. Ids of other ranks lie before the first row's tokens or after the last one's, and are never read.
-
-torch's own backward would need them masked, and on the CPU it sums 16-bit gradients in 16 bits.
+The backward is deterministic. Tokens are sorted by id, so that those of a row are neighbours, in the order
+in which they came. One program sums them for some features of one row, and writes zeros for a row without
+tokens: no atomics, no table to clear first. Ids of other ranks sort before the first row's tokens or after
+the last one's, and are never read. torch's own backward would need them masked, and on the CPU sums in 16
+bits.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.operands import DTYPES, require_ids, require_matrices
-from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import EMBEDDING, EMBEDDING_GRAD, INTERPRETED_EMBEDDING, EmbeddingTile
 
 mend()
@@ -65,9 +60,9 @@ def _embedding_fwd_kernel(
 def embedding_fwd(
     ids: Tensor, weight: Tensor, *, first_id: int = 0, tile: EmbeddingTile | None = None
 ) -> Tensor:
-    """The rows of this rank's part of a table, zeros for ids of other ranks.
+    """The rows of this rank's shard of a table, zeros for ids of other ranks.
 
-    ids: (tokens,) of the whole table
+    ids: (tokens,) of the full table
     weight: (rows, features)
     first_id: the id of the first row
     returns: (tokens, features)
@@ -80,20 +75,19 @@ def embedding_fwd(
     y = launch.empty((T, H), weight.dtype, weight.device)
     if y.numel():
         grid = (launch.ceil_div(T, tile.block_rows), launch.ceil_div(H, tile.block_cols))
-        with launching_on(weight.device):
-            _embedding_fwd_kernel[grid](
-                ids,
-                weight,
-                y,
-                T,
-                V,
-                H,
-                first_id,
-                *weight.stride(),
-                BLOCK_ROWS=tile.block_rows,
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(weight.device, _embedding_fwd_kernel, grid)(
+            ids,
+            weight,
+            y,
+            T,
+            V,
+            H,
+            first_id,
+            *weight.stride(),
+            BLOCK_ROWS=tile.block_rows,
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return y
 
 
@@ -134,12 +128,12 @@ def embedding_bwd(
     dtype: torch.dtype | None = None,
     tile: EmbeddingTile | None = None,
 ) -> Tensor:
-    """The gradient of this rank's part of a table.
+    """The gradient of this rank's shard of a table.
 
-    dy: (tokens, features), of the whole lookup
-    ids: (tokens,) of the whole table
-    rows: how many of the table this rank has
-    first_id: the id of the first
+    dy: (tokens, features), of the full lookup
+    ids: (tokens,) of the full table
+    rows: how many rows of the table this rank holds
+    first_id: the id of the first row
     dtype: of the result, by default that of dy
     returns: (rows, features)
     """
@@ -156,16 +150,15 @@ def embedding_bwd(
         starts = torch.searchsorted(
             sorted_ids, torch.arange(first_id, first_id + rows + 1, dtype=ids.dtype, device=ids.device)
         )
-        with launching_on(dy.device):
-            _embedding_bwd_kernel[(rows, launch.ceil_div(H, tile.block_cols))](
-                dy,
-                tokens,
-                starts,
-                dweight,
-                H,
-                *dy.stride(),
-                BLOCK_ROWS=tile.block_rows,
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(dy.device, _embedding_bwd_kernel, (rows, launch.ceil_div(H, tile.block_cols)))(
+            dy,
+            tokens,
+            starts,
+            dweight,
+            H,
+            *dy.stride(),
+            BLOCK_ROWS=tile.block_rows,
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return dweight

@@ -21,7 +21,7 @@ from tpkernels.kernels.blocks import load_block, load_vector, split_columns, sto
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.linear import LinearForward
 from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
-from tpkernels.kernels.target import Target, fast_math, input_precision, launching_on, target_of
+from tpkernels.kernels.target import Target, fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -141,35 +141,34 @@ def gather_linear_fwd(
     if y.numel():
         part = (chosen.block_rows, chosen.block_cols // chosen.parts)
         y_operand = launch.operand(y, part, form)
-        with launching_on(x.device):
-            _gather_linear_kernel[_grid(target, chosen, T, N, margin)](
-                launch.operand(x, (chosen.block_rows, chosen.block_depth), form),
-                launch.operand(weight, (chosen.block_cols, chosen.block_depth), form),
-                y if bias is None else bias,
-                launch.operand(z, part, form) if separate_z else y_operand,
-                y_operand,
-                arrivals.flags,
-                arrivals.awaited,
-                arrivals.status,
-                T,
-                N,
-                K,
-                x.stride(0),
-                x.stride(1),
-                weight.stride(0),
-                weight.stride(1),
-                0 if bias is None else bias.stride(0),
-                launch.ceil_div(first_row, chosen.block_rows) % launch.ceil_div(T, chosen.block_rows),
-                T // chunks,
-                arrivals.limit(target),
-                ACTIVATION=activation,
-                HAS_BIAS=bias is not None,
-                KEEP_Z=separate_z,
-                FAST=fast_math(x.dtype, target),
-                PRECISION=input_precision(x.dtype, target),
-                ASYNC_PROXY=form == "descriptor" and target.backend == "cuda",
-                **launch.constants(chosen, form),
-            )
+        launch.on(x.device, _gather_linear_kernel, _grid(target, chosen, T, N, margin))(
+            launch.operand(x, (chosen.block_rows, chosen.block_depth), form),
+            launch.operand(weight, (chosen.block_cols, chosen.block_depth), form),
+            y if bias is None else bias,
+            launch.operand(z, part, form) if separate_z else y_operand,
+            y_operand,
+            arrivals.flags,
+            arrivals.awaited,
+            arrivals.status,
+            T,
+            N,
+            K,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            weight.stride(1),
+            0 if bias is None else bias.stride(0),
+            launch.ceil_div(first_row, chosen.block_rows) % launch.ceil_div(T, chosen.block_rows),
+            T // chunks,
+            arrivals.limit(target),
+            ACTIVATION=activation,
+            HAS_BIAS=bias is not None,
+            KEEP_Z=separate_z,
+            FAST=fast_math(x.dtype, target),
+            PRECISION=input_precision(x.dtype, target),
+            ASYNC_PROXY=form == "descriptor" and target.backend == "cuda",
+            **launch.constants(chosen, form),
+        )
     return LinearForward(y, z if keep_z else None)
 
 

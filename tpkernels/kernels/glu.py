@@ -20,7 +20,7 @@ from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
-from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -123,24 +123,23 @@ def glu_fwd(
     if h.numel():
         weight_block = (tile.block_cols, tile.block_depth)
         part = (tile.block_rows, tile.block_cols // tile.parts)
-        with launching_on(x.device):
-            _glu_fwd_kernel[launch.grid(target, form, tile, T, N)](
-                launch.operand(x, (tile.block_rows, tile.block_depth), form),
-                launch.operand(w_gate, weight_block, form),
-                launch.operand(w_up, weight_block, form),
-                launch.operand(g, part, form),
-                launch.operand(u, part, form),
-                launch.operand(h, part, form),
-                T,
-                N,
-                K,
-                *x.stride(),
-                *w_gate.stride(),
-                *w_up.stride(),
-                GATE=GATE_OF[kind],
-                KEEP=keep_gu,
-                FAST=fast_math(x.dtype, target),
-                PRECISION=input_precision(x.dtype, target),
-                **launch.constants(tile, form),
-            )
+        launch.on(x.device, _glu_fwd_kernel, launch.grid(target, form, tile, T, N))(
+            launch.operand(x, (tile.block_rows, tile.block_depth), form),
+            launch.operand(w_gate, weight_block, form),
+            launch.operand(w_up, weight_block, form),
+            launch.operand(g, part, form),
+            launch.operand(u, part, form),
+            launch.operand(h, part, form),
+            T,
+            N,
+            K,
+            *x.stride(),
+            *w_gate.stride(),
+            *w_up.stride(),
+            GATE=GATE_OF[kind],
+            KEEP=keep_gu,
+            FAST=fast_math(x.dtype, target),
+            PRECISION=input_precision(x.dtype, target),
+            **launch.constants(tile, form),
+        )
     return GluForward(h, g if keep_gu else None, u if keep_gu else None)

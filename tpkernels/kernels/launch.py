@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +16,53 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.invariance import judged_layouts, judged_rows
 from tpkernels.kernels.operands import Form, Layout, choose_form, require_form
-from tpkernels.kernels.target import Target
+from tpkernels.kernels.target import Target, recorded_target
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a kernel was called with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]  # with options such as num_warps
+
+
+_recorded: ContextVar[list[Launch]] = ContextVar("recorded")
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Launch]]:
+    """Launchers on the meta device launch nothing: what they would launch on `target` is listed."""
+    launches: list[Launch] = []
+    tokens = _recorded.set(launches), recorded_target.set(target)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(tokens[0])
+        recorded_target.reset(tokens[1])
+
+
+def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """The kernel, to be called with its arguments: launched on the device of the tensors, or recorded."""
+    if device.type == "meta":
+        return partial(_record, kernel)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return partial(_launch_elsewhere, device, kernel[grid])  # Triton takes the current device
+    started: Callable[..., object] = kernel[grid]
+    return started
+
+
+def _record(kernel: Any, *arguments: Any, **constants: Any) -> None:
+    _recorded.get().append(Launch(kernel, arguments, constants))
+
+
+def _launch_elsewhere(
+    device: torch.device, started: Callable[..., object], *arguments: Any, **constants: Any
+) -> None:
+    with torch.cuda.device(device):
+        started(*arguments, **constants)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
-from tpkernels.kernels.target import fast_math, input_precision, launching_on, target_of
+from tpkernels.kernels.target import fast_math, input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -116,26 +116,25 @@ def linear_fwd(
     if y.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         y_operand = launch.operand(y, part, form)
-        with launching_on(x.device):
-            _linear_fwd_kernel[launch.grid(target, form, tile, T, N)](
-                launch.operand(x, (tile.block_rows, tile.block_depth), form),
-                launch.operand(weight, (tile.block_cols, tile.block_depth), form),
-                y if bias is None else bias,
-                launch.operand(z, part, form) if separate_z else y_operand,
-                y_operand,
-                T,
-                N,
-                K,
-                x.stride(0),
-                x.stride(1),
-                weight.stride(0),
-                weight.stride(1),
-                0 if bias is None else bias.stride(0),
-                ACTIVATION=activation,
-                HAS_BIAS=bias is not None,
-                KEEP_Z=separate_z,
-                FAST=fast_math(x.dtype, target),
-                PRECISION=input_precision(x.dtype, target),
-                **launch.constants(tile, form),
-            )
+        launch.on(x.device, _linear_fwd_kernel, launch.grid(target, form, tile, T, N))(
+            launch.operand(x, (tile.block_rows, tile.block_depth), form),
+            launch.operand(weight, (tile.block_cols, tile.block_depth), form),
+            y if bias is None else bias,
+            launch.operand(z, part, form) if separate_z else y_operand,
+            y_operand,
+            T,
+            N,
+            K,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            weight.stride(1),
+            0 if bias is None else bias.stride(0),
+            ACTIVATION=activation,
+            HAS_BIAS=bias is not None,
+            KEEP_Z=separate_z,
+            FAST=fast_math(x.dtype, target),
+            PRECISION=input_precision(x.dtype, target),
+            **launch.constants(tile, form),
+        )
     return LinearForward(y, z if keep_z else None)

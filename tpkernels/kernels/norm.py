@@ -1,25 +1,23 @@
-"""RMSNorm and LayerNorm of each token, with an optional residual added on the way in. Oracles: `reference`.
+"""RMSNorm and LayerNorm of each token, forward and backward, with an optional residual. Oracles: `reference`.
 
 T tokens, K features; sums over the features of a token, in fp32:
 
     s    = x + residual                            (T, K)    rounded to the dtype of x, as it is kept
     mean = Σ s / K                                 (T,)      LayerNorm; 0 for RMSNorm
     rstd = 1 / sqrt(Σ (s - mean)² / K + eps)       (T,)
-    y    = (s - mean) * rstd * weight + bias       (T, K)
+    n    = (s - mean) * rstd                       (T, K)    never written
+    y    = n * weight + bias                       (T, K)
 
-A program holds whole rows, so s is read once and the variance is that of centred values.
+    dn      = dy * weight                          (T, K)    never written
+    ds      = rstd * (dn - n * Σ (dn * n) / K - Σ dn / K) + dsummed    (T, K)    Σ dn only for LayerNorm
+    dweight = Σ over tokens of dy * n              (K,)      fp32
+    dbias   = Σ over tokens of dy                  (K,)      fp32, LayerNorm
 
-Backward, deterministic; n = (s - mean) * rstd is what the forward multiplied by the weight:
-
-    dn      = dy * weight
-    ds      = rstd * (dn - n * Σ (dn * n) / K - Σ dn / K) + dsummed    (T, K)    sums over features;
-                                                                                 the last only for LayerNorm
-    dweight = Σ over tokens of dy * n                                  (K,)      fp32
-    dbias   = Σ over tokens of dy                                      (K,)      fp32, LayerNorm
-
-ds is the gradient of x and of the residual alike; dsummed is what reaches s past the norm, along the residual
-stream. Each program sums dweight over a fixed number of tokens, and `sum_partials` adds those up; dbias is
-left to `bias_grad`, as a second accumulator would not fit beside rows of 16k features.
+A program holds full rows, so s is read once and the variance is that of centred values. ds is the gradient
+of x and of the residual alike; dsummed is the gradient that reaches s past the norm, along the residual
+stream. The backward is deterministic: each program sums dweight over a fixed number of tokens, and
+`sum_partials` adds those up; dbias is left to `bias_grad`, as a second accumulator would not fit beside
+rows of 16k features.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.operands import require_matrices, require_parameter, require_statistic
-from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import RowTile, row_tile
 
 mend()
@@ -160,30 +158,29 @@ def _norm_fwd(
     mean = launch.empty((T,), torch.float32, x.device) if centre else None
     rstd = launch.empty((T,), torch.float32, x.device)
     if T:
-        with launching_on(x.device):
-            _norm_fwd_kernel[(launch.ceil_div(T, tile.block_rows),)](
-                x,
-                x if residual is None else residual,
-                weight,
-                weight if bias is None else bias,
-                y,
-                y if residual is None else summed,
-                rstd if mean is None else mean,
-                rstd,
-                T,
-                K,
-                *x.stride(),
-                *(x if residual is None else residual).stride(),
-                weight.stride(0),
-                0 if bias is None else bias.stride(0),
-                eps,
-                CENTRE=centre,
-                HAS_RESIDUAL=residual is not None,
-                HAS_BIAS=bias is not None,
-                BLOCK_ROWS=tile.block_rows,
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(x.device, _norm_fwd_kernel, (launch.ceil_div(T, tile.block_rows),))(
+            x,
+            x if residual is None else residual,
+            weight,
+            weight if bias is None else bias,
+            y,
+            y if residual is None else summed,
+            rstd if mean is None else mean,
+            rstd,
+            T,
+            K,
+            *x.stride(),
+            *(x if residual is None else residual).stride(),
+            weight.stride(0),
+            0 if bias is None else bias.stride(0),
+            eps,
+            CENTRE=centre,
+            HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=bias is not None,
+            BLOCK_ROWS=tile.block_rows,
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return NormForward(y, summed, mean, rstd)
 
 
@@ -318,27 +315,26 @@ def _norm_bwd(
     programs = max(1, launch.ceil_div(T, tile.chunk))  # no tokens: one program, which leaves zeros
     dx = launch.empty((T, K), x.dtype, x.device)
     dweight = launch.empty((programs, K), torch.float32, x.device)
-    with launching_on(x.device):
-        _norm_bwd_kernel[(programs,)](
-            dy,
-            x,
-            x if dsummed is None else dsummed,
-            weight,
-            rstd if mean is None else mean,
-            rstd,
-            dx,
-            dweight,
-            T,
-            K,
-            *dy.stride(),
-            *x.stride(),
-            *(x if dsummed is None else dsummed).stride(),
-            weight.stride(0),
-            CENTRE=mean is not None,
-            HAS_DSUMMED=dsummed is not None,
-            CHUNK=tile.chunk,
-            BLOCK_ROWS=tile.block_rows,
-            BLOCK_COLS=tile.block_cols,
-            num_warps=tile.num_warps,
-        )
+    launch.on(x.device, _norm_bwd_kernel, (programs,))(
+        dy,
+        x,
+        x if dsummed is None else dsummed,
+        weight,
+        rstd if mean is None else mean,
+        rstd,
+        dx,
+        dweight,
+        T,
+        K,
+        *dy.stride(),
+        *x.stride(),
+        *(x if dsummed is None else dsummed).stride(),
+        weight.stride(0),
+        CENTRE=mean is not None,
+        HAS_DSUMMED=dsummed is not None,
+        CHUNK=tile.chunk,
+        BLOCK_ROWS=tile.block_rows,
+        BLOCK_COLS=tile.block_cols,
+        num_warps=tile.num_warps,
+    )
     return NormBackward(dx, sum_partials(dweight), None if mean is None else bias_grad(dy))

@@ -17,7 +17,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_vector, store_block
 from tpkernels.kernels.operands import DTYPES, require_tensors
-from tpkernels.kernels.target import launching_on, target_of
+from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SlotSumTile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -111,28 +111,31 @@ def reduce_slots(
     if y.numel():
         tiles = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(N, tile.block_cols)
         unread = y  # stands for a pointer that this form of the kernel does not follow
-        with launching_on(slots.device):
-            _reduce_slots_kernel[(min(tiles, (target.processors - margin) * tile.per_processor),)](
-                slots,
-                unread if bias is None else bias,
-                y,
-                unread if arrivals is None else arrivals.flags,
-                unread if arrivals is None else arrivals.awaited,
-                unread if arrivals is None else arrivals.status,
-                R,
-                T,
-                N,
-                *slots.stride(),
-                0 if bias is None else bias.stride(0),
-                first_chunk,
-                splits,
-                0 if arrivals is None else arrivals.limit(target),
-                HAS_BIAS=bias is not None,
-                WAIT=arrivals is not None,
-                BLOCK_ROWS=tile.block_rows,
-                BLOCK_COLS=tile.block_cols,
-                num_warps=tile.num_warps,
-            )
+        launch.on(
+            slots.device,
+            _reduce_slots_kernel,
+            (min(tiles, (target.processors - margin) * tile.per_processor),),
+        )(
+            slots,
+            unread if bias is None else bias,
+            y,
+            unread if arrivals is None else arrivals.flags,
+            unread if arrivals is None else arrivals.awaited,
+            unread if arrivals is None else arrivals.status,
+            R,
+            T,
+            N,
+            *slots.stride(),
+            0 if bias is None else bias.stride(0),
+            first_chunk,
+            splits,
+            0 if arrivals is None else arrivals.limit(target),
+            HAS_BIAS=bias is not None,
+            WAIT=arrivals is not None,
+            BLOCK_ROWS=tile.block_rows,
+            BLOCK_COLS=tile.block_cols,
+            num_warps=tile.num_warps,
+        )
     return y
 
 

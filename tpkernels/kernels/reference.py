@@ -6,13 +6,16 @@ and what runs where there is no GPU. They need no Triton.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref, act_ref
 
-CACHED = 2**18  # numbers that a CPU's cache holds
+CACHED = 2**17  # numbers that a CPU's cache holds, beside as many others
 
 
 def linear_ref(
@@ -127,25 +130,28 @@ def layer_norm_bwd_ref(
 
 def embedding_ref(ids: Tensor, weight: Tensor, first_id: int = 0) -> Tensor:
     """rows of `embedding_fwd`."""
+    if first_id == 0 and ids.is_cpu:
+        with suppress(IndexError):  # torch looks at them anyway
+            return torch.embedding(weight, ids)
     row = ids - first_id
-    if surely_within(row, weight.shape[0]):
-        return functional.embedding(row, weight)
     near = row.clamp(0, weight.shape[0] - 1)
-    return _clear_rows_(functional.embedding(near, weight), near != row)
+    return _clear_rows_(torch.embedding(weight, near), near != row)
 
 
 def embedding_bwd_ref(
     dy: Tensor, ids: Tensor, rows: int, first_id: int = 0, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """dweight of `embedding_bwd`: summed in fp32 or wider, rounded once.
-
-    torch's own backward, which sums in the dtype it is given: 16-bit gradients of a frequent id would drown.
-    """
-    row = ids - first_id
-    if not surely_within(row, rows):
-        row.masked_fill_((row < 0) | (row >= rows), rows)  # one row more, which its padding_idx leaves out
-    summed: Tensor = torch.ops.aten.embedding_dense_backward(_at_least_fp32(dy), row, rows + 1, rows, False)
-    return summed[:rows].to(dtype or dy.dtype)
+    """dweight of `embedding_bwd`: summed in fp32 or wider in the order of tokens, rounded once."""
+    dtype, dy = dtype or dy.dtype, _at_least_fp32(dy)
+    row = ids - first_id if first_id else ids
+    if surely_within(row, rows):
+        return dy.new_zeros(rows, dy.shape[1]).index_add_(0, row, dy).to(dtype)
+    row = row.masked_fill((row < 0) | (row >= rows), rows)  # one row more, which is left out
+    if dy.is_cpu:
+        summed = dy.new_zeros(rows + 1, dy.shape[1]).index_add_(0, row, dy)
+    else:  # where index_add_ is atomic, in any order
+        summed = torch.ops.aten.embedding_dense_backward.default(dy, row, rows + 1, rows, False)
+    return summed[:rows].to(dtype)
 
 
 def surely_within(ids: Tensor, size: int) -> bool:
@@ -169,17 +175,26 @@ def softmax_statistics_ref(
         return nothing.repeat(1, x.shape[0])
     column, ours = _column_of(target, x.shape[1], first_id)
     picked = torch.where(ours, x.gather(1, column[:, None])[:, 0], 0).to(wide)
-    # a CPU reads rows three times, from its cache if they are few
-    rows = max(1, CACHED // x.shape[1] if x.is_cpu else x.shape[0])
-    parts = [_sums_of_rows(part, wide) for part in x.split(rows)]
+    blocks = [x[rows] for rows in _blocks_of_rows(x)] or [x]
+    scratch = torch.empty_like(blocks[0], dtype=wide)  # stays in the cache from block to block
+    parts = [_sums_of_rows(block, scratch[: len(block)]) for block in blocks]
     maximum, total, summed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return torch.where(target >= 0, torch.stack([maximum, total, picked, summed]), nothing)
 
 
-def _sums_of_rows(x: Tensor, wide: torch.dtype) -> Tensor:
-    """(3, rows): the maximum, the sum of exponentials beside it, and the sum."""
-    maximum = x.amax(1).to(wide).clamp_min(torch.finfo(wide).min)
-    return torch.stack([maximum, (x - maximum[:, None]).exp_().sum(1), x.sum(1, dtype=wide)])
+def _sums_of_rows(x: Tensor, scratch: Tensor) -> Tensor:
+    """(3, rows): the maximum, the sum of exponentials beside it, and the sum, in the dtype of scratch."""
+    wide = scratch.dtype
+    maximum = x.amax(1).to(wide).clamp_min_(torch.finfo(wide).min)
+    total = torch.sub(x, maximum[:, None], out=scratch).exp_().sum(1)
+    return torch.stack([maximum, total, x.sum(1, dtype=wide)])
+
+
+def _blocks_of_rows(x: Tensor) -> Iterator[slice]:
+    """All at once, or on a CPU, which passes over them several times, as many as its cache holds."""
+    size = max(1, CACHED // x.shape[1] if x.is_cpu else x.shape[0])
+    for start in range(0, x.shape[0], size):
+        yield slice(start, start + size)
 
 
 def cross_entropy_grad_ref(
@@ -203,15 +218,18 @@ def cross_entropy_grad_ref(
     column, ours = _column_of(target, x.shape[1], first_id)
     ignored = target < 0
     shift = maximum.masked_fill(ignored, 0)  # it is the lowest number, and exp takes its time to overflow
-    in_place = dlogits.dtype == shift.dtype
-    excess = torch.sub(x, shift[:, None], out=dlogits[:, :columns] if in_place else None)
-    excess.exp_().mul_((dloss / total)[:, None])
-    if off_target:
-        excess.sub_(off_target * dloss[:, None])
-    excess.scatter_add_(1, column[:, None], (-on_target * dloss * ours)[:, None])
-    _clear_rows_(excess, ignored)
-    if not in_place:
-        dlogits[:, :columns] = excess
+    wide, scale = dlogits.dtype == shift.dtype, dloss / total
+    picked = (-on_target * dloss * ours)[:, None]
+    for rows in _blocks_of_rows(x):
+        block = dlogits[rows, : x.shape[1]]
+        excess = torch.sub(x[rows], shift[rows, None], out=block if wide else None)
+        excess.exp_().mul_(scale[rows, None])
+        if off_target:
+            excess.sub_(off_target * dloss[rows, None])
+        excess.scatter_add_(1, column[rows, None], picked[rows])
+        if not wide:
+            block.copy_(excess)
+    _clear_rows_(dlogits, ignored)
     return dlogits
 
 

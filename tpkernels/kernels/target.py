@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -32,6 +32,9 @@ A100 = Target("cuda", 80, 108)
 B200 = Target("cuda", 100, 148)
 MI300 = Target("hip", processors=304)
 
+recorded_target: ContextVar[Target | None] = ContextVar("recorded_target", default=None)
+"""What tensors on the meta device stand for, while `launch.recording`."""
+
 
 def target_of(device: torch.device) -> Target:
     """What kernels on tensors of `device` run on."""
@@ -39,6 +42,8 @@ def target_of(device: torch.device) -> Target:
 
     if INTERPRETING and device.type == "cpu":
         return INTERPRETER
+    if device.type == "meta" and (recorded := recorded_target.get()):
+        return recorded
     if INTERPRETING or device.type != "cuda":
         wanted, mode = ("the CPU", "without") if INTERPRETING else ("a CUDA device", "with")
         raise ValueError(
@@ -55,11 +60,6 @@ def _gpu(index: int) -> Target:
     if torch.version.hip is not None:
         return Target("hip", processors=processors)
     return Target("cuda", 10 * properties.major + properties.minor, processors)
-
-
-def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:

@@ -1,9 +1,10 @@
-"""Kernels that wait for chunks which others write: flags, bounded spins, and what one leaves that ran out.
+"""Kernels that wait for chunks which other ranks write: flags, bounded spins, and a status word for timeouts.
 
-Whoever writes a chunk then puts one word into its flag, which says of what call it is. A kernel reads the
-chunk once its flag holds the word that it awaits. Flags are never reset, and that word lies on the device, so
-that a captured graph which counts it up can be replayed. A spin that runs out leaves word of which kernel and
-which chunk, and goes on: the result is garbage, and `raise_if_late` says so. Later waits end at once.
+The writer of a chunk sets its flag to the number of the call afterwards. A kernel reads the chunk once the
+flag holds the number that it awaits. Flags are never reset, and the awaited number lies on the device, so
+that a captured graph which counts it up can be replayed. A spin that runs out writes kernel and chunk into
+the status word and goes on: the result is not valid, and whoever launched the kernel raises. Later waits
+end at once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ SECONDS = 30.0  # a wait by default
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What tells a kernel which chunks are there; all on the device of the data."""
+    """Tells a kernel which chunks have arrived; all on the device of the data."""
 
-    flags: Tensor  # (chunks,) int32: which call each chunk is there of
-    awaited: Tensor  # (1,) int32: the one that is waited for
+    flags: Tensor  # (chunks,) int32: the call that each chunk was last written in
+    awaited: Tensor  # (1,) int32: the call that is waited for
     status: Tensor  # (1,) int32: 0, or where a spin ran out
     spin_limit: int | None = None  # looks at a flag; by default about half a minute
 
@@ -78,20 +79,8 @@ def wait_for(
 
 
 def kernel_and_chunk(word: int) -> tuple[str, int]:
-    """Who gave up waiting, and for which chunk: what a status other than 0 says."""
+    """Which kernel gave up waiting, and for which chunk, from a status other than 0."""
     return OPS[(word >> CHUNK_BITS) - 1], word & ((1 << CHUNK_BITS) - 1)
-
-
-def raise_if_late(arrivals: Arrivals, rank: int) -> None:
-    """A RuntimeError if a kernel has given up waiting. On a GPU this waits for the kernel."""
-    word = int(arrivals.status.item())
-    if word:
-        kernel, chunk = kernel_and_chunk(word)
-        raise RuntimeError(
-            f"{kernel} on rank {rank}: chunk {chunk} had not arrived when the wait ran out "
-            f"(flag {int(arrivals.flags[chunk])}, expected {int(arrivals.awaited)}); the result is not "
-            "valid: look for a rank that died or is late"
-        )
 
 
 def require_arrivals(launcher: str, arrivals: Arrivals, device: torch.device) -> None:

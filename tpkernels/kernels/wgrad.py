@@ -20,7 +20,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
-from tpkernels.kernels.target import input_precision, launching_on, target_of
+from tpkernels.kernels.target import input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
 
@@ -144,19 +144,18 @@ def _launch(
     form, tile = launch.choose(launcher, "wgrad", target, matrices, (N, K), tile, form)
     if dw.numel() == 0:
         return
-    with launching_on(x.device):
-        _wgrad_kernel[launch.grid(target, form, tile, N, K)](
-            launch.operand(dy, (tile.block_depth, tile.block_rows), form),
-            launch.operand(x, (tile.block_depth, tile.block_cols), form),
-            launch.operand(dw, (tile.block_rows, tile.block_cols // tile.parts), form),
-            T,
-            N,
-            K,
-            *dy.stride(),
-            *x.stride(),
-            *dw.stride(),
-            ACCUMULATE=accumulate,
-            REDUCE=accumulate and form == "descriptor" and dw.dtype == torch.float32,
-            PRECISION=input_precision(x.dtype, target),
-            **launch.constants(tile, form),
-        )
+    launch.on(x.device, _wgrad_kernel, launch.grid(target, form, tile, N, K))(
+        launch.operand(dy, (tile.block_depth, tile.block_rows), form),
+        launch.operand(x, (tile.block_depth, tile.block_cols), form),
+        launch.operand(dw, (tile.block_rows, tile.block_cols // tile.parts), form),
+        T,
+        N,
+        K,
+        *dy.stride(),
+        *x.stride(),
+        *dw.stride(),
+        ACCUMULATE=accumulate,
+        REDUCE=accumulate and form == "descriptor" and dw.dtype == torch.float32,
+        PRECISION=input_precision(x.dtype, target),
+        **launch.constants(tile, form),
+    )

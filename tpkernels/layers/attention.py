@@ -1,35 +1,35 @@
-"""Self-attention whose heads are split over ranks: each attends with its own, over all tokens."""
+"""Self-attention whose heads are split over ranks, over all tokens; its rotary positions and its dropout."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.layers.checkpoint import checkpoint
-from tpkernels.layers.dropout import own_stream, require_probability
 from tpkernels.layers.init import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.qkv import ParallelQKV
-from tpkernels.layers.rotary import Rotation, rotate, rotation
 from tpkernels.layers.world import State, tensor_world
-from tpkernels.topology.heads import head_size_of, require_heads
+from tpkernels.runtime.random import get_rng_tracker
+from tpkernels.topology.shard import head_size_of, require_heads
 
 
 class ParallelAttention(nn.Module):
-    """softmax(Q Kᵀ / √d) V of each head, and the sum over heads of what the output weight makes of it.
+    """The output projection of softmax(Q Kᵀ / √d) V of each head.
 
     num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads; may be fewer
         than there are ranks
-    head_size: hidden_size / num_heads unless given
-    rotary: turn queries and keys by their positions
+    head_size: by default hidden_size / num_heads
+    rotary: rotate queries and keys by their positions
     causal: a token attends to itself and those before it
-    dropout: of attention weights, in training; every rank draws for its own heads
-    recompute: keep queries, keys and values only, and attend again in backward
-    output_layer_init_method: of the output weight; init_method unless given
+    dropout: of attention weights, in training; each rank draws for its own heads
+    recompute: save queries, keys and values only, and compute attention again in backward
+    output_layer_init_method: of the output weight; by default init_method
     Others as in ColumnParallelLinear and RowParallelLinear.
     """
 
@@ -95,23 +95,23 @@ class ParallelAttention(nn.Module):
         hidden: (tokens, batch, hidden_size), or this rank's tokens if sequence_parallel
         attention_mask: broadcastable to (batch, heads, tokens, tokens): boolean, True where a token may
             attend, or numbers that are added to the scores; besides `causal`
-        rotary: of these tokens' positions, by default 0, 1, ...
+        rotary: for these tokens' positions, by default 0, 1, ...
         output: like hidden
         """
         if hidden.ndim != 3:
             raise ValueError(
                 f"ParallelAttention: expected hidden (tokens, batch, hidden_size), got {tuple(hidden.shape)}"
             )
-        mask = None if attention_mask is None else self._own_part(attention_mask)
+        mask = None if attention_mask is None else self._own_heads(attention_mask)
         query, key, value = self.qkv(hidden)
         if self.rotary_base is not None:
-            by = rotary or self.rotation(query.shape[0], query.dtype, query.device)
-            query, key = rotate(query, by), rotate(key, by)
+            rotary = rotary or self.rotation(query.shape[0], query.dtype, query.device)
+            query, key = rotate(query, rotary), rotate(key, rotary)
         attend = partial(checkpoint, self._attend) if self.recompute and self.training else self._attend
         output, output_bias = self.output(attend(query, key, value, mask))
         return output, output_bias
 
-    def _own_part(self, mask: Tensor) -> Tensor:
+    def _own_heads(self, mask: Tensor) -> Tensor:
         """The mask of this rank's heads, where each head has its own."""
         heads = mask.shape[-3] if mask.ndim > 2 else 1
         if heads not in (1, self.num_heads):
@@ -123,7 +123,7 @@ class ParallelAttention(nn.Module):
         return mask if heads == 1 else mask.chunk(world.size, -3)[world.rank]
 
     def rotation(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Rotation:
-        """What turns the first `tokens` positions; the same for all layers of a model."""
+        """For positions 0 to `tokens` - 1; all layers of a model may share it."""
         assert self.rotary_base is not None, "attention without rotary positions"
         wide = torch.promote_types(dtype, torch.float32)
         return rotation(tokens, self.head_size, self.rotary_base, dtype=wide, device=device)
@@ -133,7 +133,7 @@ class ParallelAttention(nn.Module):
         tokens = query.shape[0]
         if mask is not None and self.causal:
             mask = _and_before(mask, tokens)
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with own_stream(self._drops and self.qkv.world.size > 1):
             mixed = F.scaled_dot_product_attention(
                 query,
@@ -152,6 +152,80 @@ class ParallelAttention(nn.Module):
 
 
 def _and_before(mask: Tensor, tokens: int) -> Tensor:
-    """`mask` where a token is not after the one that attends to it."""
+    """`mask`, and causal."""
     before = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
     return mask & before if mask.dtype == torch.bool else mask.masked_fill(~before, -torch.inf)
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of each angle: (positions, head_size / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(
+    positions: int | Tensor,
+    head_size: int,
+    base: float = 10_000.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Rotation:
+    """Angles t / base^(2i / head_size) of positions t and pairs i. A number of positions: 0, 1, ...
+
+    Computed in float64: in float32, angles of late positions are off in the fourth digit.
+    """
+    if isinstance(positions, int):
+        positions = torch.arange(positions, device=device)
+    pairs = torch.arange(0, head_size, 2, dtype=torch.float64, device=positions.device)
+    angles = positions.to(torch.float64)[:, None] * base ** (-pairs / head_size)
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate feature i with feature i + head_size / 2, as in Llama; computed in the dtype of the rotation.
+
+    x, result: (positions, batch, heads, head_size)
+    """
+    expected = x.shape[0], x.shape[-1] // 2
+    if any(tuple(part.shape) != expected for part in rotation):
+        raise ValueError(
+            f"rotary: expected the rotation of {expected[0]} positions and {expected[1]} pairs of features, "
+            f"got {tuple(rotation.cos.shape)}"
+        )
+    cos, sin = (part[:, None, None, :] for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def own_stream(is_split: bool) -> AbstractContextManager[None]:
+    """Draw from this rank's own random stream if its input is a shard, else from the one that ranks share."""
+    return get_rng_tracker().fork() if is_split else nullcontext()
+
+
+class ParallelDropout(nn.Module):
+    """In training, zero each element with probability `p`, and scale the others by 1 / (1 - p).
+
+    is_split: the input is a shard, for which each rank draws its own numbers; False: ranks draw the same
+    """
+
+    def __init__(self, p: float, *, is_split: bool) -> None:
+        super().__init__()
+        self.p = require_probability("p", p)
+        self.is_split = is_split
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        with own_stream(self.is_split):
+            return F.dropout(x, self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, is_split={self.is_split}"
+
+
+def require_probability(name: str, p: float) -> float:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: expected a probability from 0 to 1, got {p}")
+    return p

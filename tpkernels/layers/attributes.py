@@ -1,14 +1,14 @@
-"""Megatron's attributes of parameters: whose shard it is, and how its gradient becomes whole.
+"""Megatron's attributes of parameters: how they are sharded, and which gradients are partial.
 
-tensor_model_parallel   ranks hold different parts of one weight; otherwise they hold equal copies
+tensor_model_parallel   True: each rank holds a shard; False: replicated
 partition_dim           the dimension that is split; -1: none
-partition_stride        of the split, see `topology/shard.py`
-sequence_parallel       each rank's gradient is of its tokens only: gradients are summed over the ranks
+partition_stride        the number of weights concatenated in this one, see `topology/shard.py`
+sequence_parallel       each rank's gradient is of its tokens only: partial, to be summed over the ranks
 tensor_parallel_ranks   ours: the global ranks of the tensor group; empty where they are not known
 
 Kept for Megatron's optimizers and buckets, as callers set them:
 
-allreduce               False: of an expert, whose gradient is summed over the expert data-parallel ranks
+allreduce               False: of an expert; its gradient is summed over the expert data-parallel ranks
 expert_tp               split over the expert tensor-parallel ranks
 is_qkv                  rows of queries, keys and values, in groups of `qkv_split_shapes` rows
 """
@@ -26,7 +26,7 @@ from tpkernels.runtime.state import current_or_none
 
 @dataclass(frozen=True)
 class Attributes:
-    """By default those of a copy that is whole, with a gradient that is whole."""
+    """By default those of a replicated parameter with a full gradient."""
 
     tensor_model_parallel: bool = False
     partition_dim: int = -1
@@ -40,18 +40,18 @@ class Attributes:
 
     @staticmethod
     def of(tensor: Tensor) -> Attributes:
-        """What stands on `tensor`; what does not is as by default."""
+        """Those that `tensor` has; defaults for the others."""
         found = vars(tensor)  # a plain tensor has none of them
         return Attributes(**{name: found[name] for name in asdict(Attributes()) if name in found})
 
     def put_on(self, tensor: Tensor) -> None:
-        """Say so of `tensor`; what stands on it already stays."""
+        """Set those that `tensor` does not have yet."""
         for name, value in asdict(self).items():
             vars(tensor).setdefault(name, value)
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Say that `tensor` is split along `dim`. Saying so again changes nothing; something else is an error."""
+    """Mark `tensor` as split along `dim`. Marking it otherwise than before is an error."""
     said = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     _check(tensor, said)
     vars(tensor).update(said)
@@ -61,18 +61,18 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Say of each attribute that is not there that the tensor is whole."""
+    """Mark `tensor` as replicated where it has no mark."""
     Attributes.of(tensor).put_on(tensor)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Say of one tensor what was said of the other: of its copy in fp32, for instance."""
+    """Copy all attributes, to a parameter's fp32 copy for instance."""
     names = asdict(Attributes())
     vars(destination_tensor).update({k: v for k, v in vars(source_tensor).items() if k in names})
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, state: State = None) -> bool:
-    """Whether this rank counts `param`: a shard is counted everywhere, a copy on the first tensor rank."""
+    """Whether this rank counts `param`: shards count on every rank, replicated ones on the first."""
     return Attributes.of(param).tensor_model_parallel or tensor_world(state).rank == 0
 
 

@@ -1,4 +1,4 @@
-"""One layer of a transformer: attention, then an MLP, each after a norm and beside a residual."""
+"""A transformer layer: attention and an MLP, each with a norm before it and a residual around it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tpkernels.layers.attention import ParallelAttention
+from tpkernels.layers.attention import ParallelAttention, ParallelDropout, Rotation
 from tpkernels.layers.checkpoint import checkpoint
-from tpkernels.layers.dropout import ParallelDropout
 from tpkernels.layers.init import InitMethod
 from tpkernels.layers.mlp import ParallelMLP
 from tpkernels.layers.norm import LayerNorm, RMSNorm
-from tpkernels.layers.rotary import Rotation
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, Glu
 
@@ -27,12 +25,12 @@ _NORMS: dict[Norm, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, 
 class TransformerBlock(nn.Module):
     """h = x + attention(norm(x)), y = h + mlp(norm(h)).
 
-    ffn_hidden_size: four times hidden_size unless given
+    ffn_hidden_size: by default four times hidden_size
     norm: layer_norm or rms_norm, with `norm_eps`
-    dropout: of what is added to the residual, in training; attention_dropout: of attention weights
-    recompute: what backward computes again: "none"; "selective", attention without its products; "full", all
-    Others as in ParallelAttention and ParallelMLP. One without rotary positions, gates and biases is GPT-2's,
-    one with rotary positions, "swiglu", "rms_norm" and no biases is Llama's.
+    dropout: of both branches, in training; attention_dropout: of attention weights
+    recompute: in backward: "none"; "selective", softmax(Q Kᵀ) V but not its projections; "full", the layer
+    Others as in ParallelAttention and ParallelMLP. GPT-2's layer has rotary=False; Llama's has rotary=True,
+    "swiglu", "rms_norm" and bias=False.
     """
 
     def __init__(

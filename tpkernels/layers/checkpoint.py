@@ -1,6 +1,6 @@
-"""Recomputation: intermediate results are not kept for backward, but computed again in it.
+"""Activation checkpointing: intermediate results are not saved for backward, but computed again in it.
 
-What is drawn from any random stream while computing is drawn again, bit for bit, and no stream notices.
+Random numbers are drawn again with the same bits, and then all streams continue where they were.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """function(*args, **kwargs), of which only the arguments are kept for backward.
+    """function(*args, **kwargs), for which only the arguments are saved for backward.
 
-    A bool as the first argument is Megatron's `distribute_saved_activations`, and `function` does not get it.
-    If it is True, each tensor-parallel rank keeps its shard of the next argument, a tensor that is the same
-    on all of them, and gathers it in backward. A bool of the function's own is passed by keyword.
+    A bool as the first argument is Megatron's `distribute_saved_activations`, and is not passed to
+    `function`. If it is True, each tensor-parallel rank saves its shard of the next argument, a tensor that
+    is the same on all ranks, and gathers it in backward. Pass a bool of the function's own by keyword.
 
-    Transfers between ranks in `function` are made again too: all ranks recompute the same.
+    Communication in `function` is repeated in backward: all ranks must recompute.
     """
     distribute = False
     if args and isinstance(args[0], bool):
         distribute, args = args[0], args[1:]
         _refuse_own_bool(function, args, kwargs)
     ways: dict[str, Any] = {"use_reentrant": False}
-    if not torch.compiler.is_compiling():  # which sees to random numbers by itself
+    if not torch.compiler.is_compiling():  # the compiler restores random numbers by itself
         tracker = get_rng_tracker()
         moment = tracker.snapshot()
         ways["preserve_rng_state"] = False  # torch knows one stream only
@@ -45,8 +45,8 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An error where the bool can be meant for `function` rather than for `checkpoint`."""
-    if torch.compiler.is_compiling():  # which does not look at signatures
+    """Raise if the bool may be meant for `function` rather than for `checkpoint`."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace inspect.signature
         raise TypeError("checkpoint: expected no bool after the function under torch.compile; leave it out")
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
@@ -69,7 +69,7 @@ def _refuse_own_bool(function: Callable[..., object], args: tuple[Any, ...], kwa
 
 @contextmanager
 def _distributed(first: object) -> Iterator[None]:
-    """What autograd saves of `first` inside the block is this rank's shard of it."""
+    """Inside the block autograd saves this rank's shard of `first` instead of all of it."""
     world = tensor_world()
     if not isinstance(first, Tensor):
         raise TypeError(

@@ -1,8 +1,8 @@
-"""Clipping by the norm of a whole model's gradients, of which each rank has a part.
+"""Clipping by the norm of the full model's gradients.
 
-tensor ranks      shards are counted on every rank, copies once
-pipeline stages   their norms are added; a parameter with Megatron's `shared` (the copy of an embedding on
-                  the last stage) is counted on the stage that has it without
+tensor ranks      shards are counted on every rank, replicated parameters once
+pipeline stages   their norms are added; parameters with Megatron's attribute `shared`, the last stage's
+                  replica of the embedding, are not counted
 data ranks        have the same gradients: nothing is added
 """
 
@@ -21,19 +21,19 @@ from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.runtime.state import ParallelState, current
 
-# Of a gradient's norm: far above what rounding and atomic additions do, far below another rank's tokens.
+# Relative to a gradient's norm: rounding and atomic additions cause less, gradients of other tokens far more.
 _TOLERANCE = 0.01
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, state: State = None) -> Tensor:
-    """Scale gradients so that their norm over the whole model is at most max_norm; returns the norm before.
+    """Scale gradients so that their norm over the full model is at most max_norm; returns the norm before.
 
-    parameters: of this rank, all of them; called by all ranks of the model. `main_grad` goes before `grad`
-    state: a process group or a mesh adds no pipeline stages
+    parameters: all of this rank's; called by all ranks of the model. `main_grad` is used before `grad`
+    state: with a process group or a mesh there are no pipeline stages
 
-    Gradients of copies that differ between tensor ranks are an error on all ranks: somebody forgot
-    `finalize_gradients`.
+    If gradients of a replicated parameter differ between tensor ranks, all ranks raise: `finalize_gradients`
+    was forgotten.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
@@ -57,7 +57,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
 def _square_over_tensor_ranks(
     parameters: Sequence[Tensor], group: ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Exception | None]:
-    """The sum of squares of gradients, of copies once, with the same bits on all ranks; or what is wrong."""
+    """The sum of squares of gradients, replicas once, with the same bits on all ranks; or an error."""
     split: list[Tensor] = []
     copies: list[tuple[str, Tensor | None]] = []
     for number, parameter in enumerate(parameters):
@@ -86,7 +86,7 @@ def _square_over_tensor_ranks(
 def _square_over_stages(
     square: Tensor, problem: Exception | None, group: ProcessGroup
 ) -> tuple[Tensor, Exception | None]:
-    """The sum over pipeline stages; or what is wrong here or elsewhere, so that no stage waits in vain."""
+    """The sum over pipeline stages; or an error of this stage or another, so that all stages raise."""
     refused = torch.full_like(square, problem is not None)
     squares, refusals = from_all_ranks(torch.stack([square, refused]), group).unbind(1)
     stages = refusals.nonzero().flatten().tolist()
@@ -109,7 +109,7 @@ def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _difference(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> Exception | None:
-    """numbers: (ranks, 2, gradients), the norm and the sum of each, which another gradient hardly shares"""
+    """numbers: (ranks, 2, gradients): norm and sum of each, which identify a gradient well enough"""
     first = numbers[0]
     alike = (numbers - first).abs() <= _TOLERANCE * first[0]
     alike |= (numbers == first) | (numbers.isnan() & first.isnan())

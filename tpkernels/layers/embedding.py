@@ -1,4 +1,4 @@
-"""An embedding whose table is split over ranks, for vocabularies that they need not divide."""
+"""An embedding whose table is split over ranks; its rows need not be a multiple of the ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.init import InitMethod, fill_shard, leave_unset
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
-from tpkernels.topology.vocabulary import split_vocabulary
+from tpkernels.topology.shard import split_vocabulary
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """Rows of a (num_embeddings, embedding_dim) table, of which each rank holds as many.
+    """A (num_embeddings, embedding_dim) table, padded so that each rank holds the same number of rows.
 
-    init_method: fills the whole table, without padding; padding rows are zero and stay so
+    init_method: fills the full table, without padding; padding rows are zero and stay so
     padding_idx: an id whose row starts at zero and gets no gradient
     divisible_by: each rank's rows are padded to a multiple of it, Megatron's `make_vocab_size_divisible_by`
-    sequence_parallel: the output is this rank's tokens, of dimension 0; no effect on one rank
-    perform_initialization: draw the table; if False nothing is drawn or allocated beyond the shard, which
-        holds NaN until it is loaded
+    sequence_parallel: the output is this rank's tokens (dimension 0); no effect on one rank
+    perform_initialization: as in `ColumnParallelLinear`
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     """
 
@@ -66,11 +65,11 @@ class VocabParallelEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw the table, the same for every number of ranks.
 
-        Called at construction; after `to_empty`, where the layer was built on the meta device.
+        Called at construction; call it after `to_empty` of a layer that was built on the meta device.
         """
         ids = self.split.ids_of(self.world.rank)
-        whole = (self.num_embeddings, self.embedding_dim)
-        fill_shard(self.weight, self.init_method, whole=whole, dim=0, pieces=[ids])
+        full = (self.num_embeddings, self.embedding_dim)
+        fill_shard(self.weight, self.init_method, full=full, dim=0, ranges=[ids])
         if self.padding_idx is not None and self.padding_idx in ids:
             with torch.no_grad():
                 self.weight[ids.index(self.padding_idx)].zero_()

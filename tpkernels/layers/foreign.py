@@ -1,7 +1,7 @@
-"""Data parallelism of others around our layers: refused where its ranks hold other shards of a weight.
+"""torch's data-parallel wrappers around our layers: refused if their ranks hold different shards of a weight.
 
-Such a wrapper would average different rows, and the losses would look fine. torch asks no module whether it
-may be wrapped, so this looks at three moments, all of them before the first step:
+Such a wrapper would average different rows, and no loss would show it. torch asks no module whether it may be
+wrapped, so this is checked at three moments, all of them before the first step:
 
 DistributedDataParallel     when it takes the module in, before it broadcasts the first rank's weights
 FullyShardedDataParallel    when it takes the module in
@@ -10,9 +10,10 @@ fully_shard                 when it tells a module that its parameters are DTens
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,18 +24,23 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import mixing_of
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 Shards = Iterator[tuple[str, tuple[int, ...]]]  # names, and which ranks hold shards of the same weight
 
 
 def refuse_mesh(module: nn.Module, world: TensorWorld) -> None:
     """An error if a parameter of `module` is a DTensor over ranks that hold other shards of it."""
-    distributed_tensor = sys.modules.get("torch.distributed.tensor")
-    if distributed_tensor is None:
-        return
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, distributed_tensor.DTensor):
+        if is_dtensor(parameter):
             ranks = parameter.device_mesh.mesh.flatten().tolist()
             _refuse([(f"{type(module).__name__}.{name}", world.ranks)], ranks, "fully_shard")
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
@@ -46,9 +52,31 @@ def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
         return
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(parent, fsdp.FullyShardedDataParallel):
-        known = vars(parent)  # it takes what it has not for an attribute of its module, which it has not yet
+        known = vars(parent)  # its __getattr__ would ask its module, which it does not have yet
         ranks = [*_ranks_of(known.get("process_group")), *_ranks_of(known.get("_inter_node_pg"))]
         _refuse(_of_layers(module, known.get("_ignored_params", set())), ranks, "FullyShardedDataParallel")
+
+
+def refuse_wrapped(caller: str, model: nn.Module) -> None:
+    """An error if parameters of `model`, which `caller` replaces, are those of a DistributedDataParallel."""
+    if _first_wrapped(model):
+        gc.collect()  # a wrapper that was dropped may still be part of a reference cycle
+    if name := _first_wrapped(model):
+        raise ValueError(
+            f"{caller}: expected a model that DistributedDataParallel has not wrapped, but it has wrapped "
+            f"'{name}', and would go on reducing the parameters that {caller} replaces; call {caller} first, "
+            "then wrap the model over the data-parallel group"
+        )
+
+
+def _first_wrapped(model: nn.Module) -> str:
+    wrapped = {
+        id(parameter)
+        for found in gc.get_objects()
+        if issubclass(type(found), DistributedDataParallel)
+        for parameter in found.parameters()
+    }
+    return next((name for name, parameter in model.named_parameters() if id(parameter) in wrapped), "")
 
 
 def _refuse(shards: Iterable[tuple[str, tuple[int, ...]]], ranks: list[int], wrapper: str) -> None:
@@ -66,7 +94,7 @@ def _marked(module: nn.Module) -> Shards:
 
 
 def _of_layers(module: nn.Module, ignored: set[Tensor]) -> Shards:
-    """By layers, for parameters may have become views of a flat one, which says nothing."""
+    """By layers, because parameters may have become views of a flat one, which has no attributes."""
     for prefix, layer in module.named_modules():
         world = getattr(layer, "world", None)
         if not isinstance(world, TensorWorld):

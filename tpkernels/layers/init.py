@@ -1,8 +1,8 @@
-"""Initial weights that do not depend on how many ranks share them.
+"""Initial weights that do not depend on the number of ranks.
 
-Every rank draws the whole weight, in fp32, from the default random stream, which is the same on all of them;
-casts it, and keeps its part. So one seed gives one model, whatever the tensor-parallel size and dtype. The
-whole weight is there for a moment: 4 bytes an element, on the device of the shard.
+Every rank draws the full weight in fp32 from the default random stream, which is the same on all ranks,
+casts it and keeps its shard. So one seed gives one model, whatever the tensor-parallel size and dtype. The
+full weight takes 4 bytes an element for a moment, on the device of the shard.
 """
 
 from __future__ import annotations
@@ -22,42 +22,41 @@ def fill_shard(
     shard: Tensor,
     init_method: InitMethod,
     *,
-    whole: tuple[int, int],
+    full: tuple[int, int],
     dim: int,
-    pieces: Sequence[range],
+    ranges: Sequence[range],
 ) -> Tensor | None:
-    """Fill this rank's part of a weight; return the whole weight in fp32.
+    """Fill this rank's shard of a weight; return the full weight in fp32.
 
     init_method: fills the tensor it is given in place, or returns another of its shape
-    whole: the shape that `init_method` sees
-    pieces: of the whole along `dim`, which the shard holds one after the other; what is beyond them is zero
+    full: the shape that `init_method` sees
+    ranges: of the full weight along `dim`, concatenated in the shard; the rest of the shard becomes zero
 
-    On the meta device there is nothing to fill and nothing is drawn: None is returned.
+    On the meta device nothing is filled or drawn, and None is returned.
     """
     if shard.is_meta:
         return None
-    master = whole_weight(init_method, whole, shard.device)
+    master = _full_weight(init_method, full, shard.device)
     start = 0
-    for piece in pieces:
-        part = master.narrow(dim, piece.start, len(piece))
-        shard.narrow(dim, start, len(piece)).copy_(part)
-        start += len(piece)
+    for each in ranges:
+        shard.narrow(dim, start, len(each)).copy_(master.narrow(dim, each.start, len(each)))
+        start += len(each)
     shard.narrow(dim, start, shard.shape[dim] - start).zero_()
     return master
 
 
 @torch.no_grad()
 def leave_unset(shard: Tensor, rows: int | None = None) -> None:
-    """NaN instead of a weight: what is not loaded afterwards shows in the first loss. Nothing is drawn.
+    """Fill a shard with NaN, so that a weight that is not loaded afterwards shows in the first loss.
 
-    rows: how many of the shard's rows are of the weight; the others are padding, and zero
+    rows: how many of the shard's rows are not padding; padding becomes zero
     """
     shard[:rows].fill_(torch.nan)
     if rows is not None:
         shard[rows:].zero_()
 
 
-def whole_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.device) -> Tensor:
+def _full_weight(init_method: InitMethod, shape: tuple[int, int], device: torch.device) -> Tensor:
     """What `init_method` makes of an fp32 tensor, the same on all ranks that share the default stream."""
     master = torch.zeros(shape, dtype=torch.float32, device=device)
     with get_rng_tracker().fork(DEFAULT_STREAM):

@@ -2,11 +2,10 @@
 
 R ranks; each holds of the weight (N, K), out_features by in_features:
 
-    ColumnParallelLinear    (N / R, K)   computes its features for all tokens
-    RowParallelLinear       (N, K / R)   sums its part of every product with the other ranks'
+    ColumnParallelLinear    (N / R, K)   computes its own output features
+    RowParallelLinear       (N, K / R)   computes a partial sum of all output features; ranks add theirs
 
-`forward` returns (output, output_bias). The latter is None, unless skip_bias_add leaves it to the caller to
-add the bias.
+`forward` returns (output, output_bias). output_bias is None, or the bias that the caller adds: skip_bias_add.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
-from tpkernels.topology.shard import pieces_of, shard_size
+from tpkernels.topology.shard import ranges_of, shard_size
 from tpkernels.topology.sizes import positive
 
 
@@ -63,14 +62,14 @@ class _ParallelLinear(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw the weight, the same for every number of ranks, and zero the bias.
 
-        Called at construction; after `to_empty`, where the layer was built on the meta device.
+        Called at construction; call it after `to_empty` of a layer that was built on the meta device.
         """
         if self.weight is not None:
-            whole = (self.output_size, self.input_size)
-            pieces = pieces_of(
-                self.world.rank, size=whole[self._dim], ranks=self.world.size, stride=self.stride
+            full = (self.output_size, self.input_size)
+            ranges = ranges_of(
+                self.world.rank, size=full[self._dim], ranks=self.world.size, stride=self.stride
             )
-            master = fill_shard(self.weight, self.init_method, whole=whole, dim=self._dim, pieces=pieces)
+            master = fill_shard(self.weight, self.init_method, full=full, dim=self._dim, ranges=ranges)
             if self.keep_master_weight_for_test and master is not None:
                 self.master_weight = master.to(self.weight.dtype)
         if self.bias is not None:
@@ -91,7 +90,7 @@ class _ParallelLinear(ParallelModule):
         )
 
     def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The weight, its own unless another is given, as an op takes it; and where its gradient goes."""
+        """The given weight or the layer's own, as an op takes it; and its `main_grad`, if fused."""
         weight = self.weight if weight is None else weight
         if weight is None:
             raise ValueError(
@@ -105,18 +104,18 @@ class _ParallelLinear(ParallelModule):
 class ColumnParallelLinear(_ParallelLinear):
     """Y = act(X Aᵀ + b), of which each rank computes its columns: A is split along its out_features.
 
-    gather_output: all ranks get the whole Y, of all tokens; otherwise each gets its columns
-    init_method: fills the whole (output_size, input_size) weight; the bias starts at zero
-    stride: of the split, where several weights are stacked in one: see `topology/shard.py`
-    keep_master_weight_for_test: keep the whole initial weight as `master_weight`
+    gather_output: all ranks get the full Y, of all tokens; otherwise each gets its columns
+    init_method: fills the full (output_size, input_size) weight; the bias starts at zero
+    stride: the number of weights that are concatenated in this one: see `topology/shard.py`
+    keep_master_weight_for_test: keep the full initial weight as `master_weight`
     skip_bias_add: return the bias instead of adding it
     skip_weight_param_allocation: have no weight; it is passed to `forward`
     activation: applied to Y in the same kernel: gelu, gelu_tanh, silu, relu or relu2
-    sequence_parallel: X is this rank's tokens, of dimension 0, and is gathered; no effect on one rank
+    sequence_parallel: X is this rank's tokens (dimension 0), and is gathered; no effect on one rank
     gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
-    overlap: move pieces while others are computed
-    perform_initialization: draw the weight; if False nothing is drawn or allocated beyond the shard, which
-        holds NaN until it is loaded
+    overlap: transfer some chunks while others are computed
+    perform_initialization: draw the weight; False: draw nothing, allocate the shard only, and fill it with
+        NaN until it is loaded
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     """
 
@@ -164,15 +163,10 @@ class ColumnParallelLinear(_ParallelLinear):
         self.activation = activation
         self.output_size_per_partition = shard_size(output_size, self.world.size, "output_size", stride)
         split = Attributes(tensor_model_parallel=True, partition_dim=0, partition_stride=stride)
-        if skip_weight_param_allocation:
-            self.register_parameter("weight", None)
-        else:
-            shape = self.output_size_per_partition, input_size
-            self.add_parameter("weight", shape, split, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (self.output_size_per_partition,), split, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        rows = self.output_size_per_partition
+        shape = None if skip_weight_param_allocation else (rows, input_size)
+        self.add_parameter("weight", shape, split, device=device, dtype=dtype)
+        self.add_parameter("bias", (rows,) if bias else None, split, device=device, dtype=dtype)
         self.initialize(perform_initialization)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -182,25 +176,24 @@ class ColumnParallelLinear(_ParallelLinear):
         weight: (output_size_per_partition, input_size), to be used in place of the layer's own
         output: (tokens, ..., output_size_per_partition), or output_size if gather_output
         """
-        group = self.world.group
         self.require_features(input_, self.input_size, "every rank needs all of them")
         if weight is not None:
             self._require_shard(weight)
-            if self.gradient_accumulation_fusion:  # it has another use, whose gradient must not be dropped
+            if self.gradient_accumulation_fusion:  # its other use has a gradient, which must not be dropped
                 weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         weight, main_grad = self.weight_and_main_grad(weight)
         output = ops.column_linear(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
-            group,
+            self.world.group,
             activation=self.activation,
             sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
             main_grad=main_grad,
         )
         if self.gather_output:
-            output = gather_from_region(output, group)
+            output = gather_from_region(output, self.world.group)
         return output, self.bias if self.skip_bias_add else None
 
     def _require_shard(self, weight: Tensor) -> None:
@@ -213,23 +206,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Y = X Aᵀ + b, to which each rank adds what its columns of X give: A is split along its in_features.
+    """Y = X Aᵀ + b, a sum over ranks: A is split along its in_features, X along its features.
 
-    input_is_parallel: X is this rank's features already; otherwise it is whole, and is cut here
-    init_method: fills the whole (output_size, input_size) weight; the bias starts at zero
-    stride: of the split: see `topology/shard.py`
-    keep_master_weight_for_test: keep the whole initial weight as `master_weight`
-    skip_bias_add: return the bias instead of adding it
-    sequence_parallel: Y is this rank's tokens, of dimension 0; no effect on one rank
-    gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
-    overlap: move pieces while others are computed
-    perform_initialization: draw the weight; if False nothing is drawn or allocated beyond the shard, which
-        holds NaN until it is loaded
-    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    input_is_parallel: X is this rank's features; False: X is full, and is split here
+    sequence_parallel: Y is this rank's tokens (dimension 0); no effect on one rank
+    Others as in ColumnParallelLinear.
 
-    The bias is the same on all ranks, and is added once, after the sum. Its gradient is whole on each rank,
-    under sequence parallelism too. Only a bias that the caller adds to its own tokens (skip_bias_add with
-    sequence_parallel) gets a partial one: that bias is marked `sequence_parallel`.
+    The bias is replicated, and is added once, after the sum. Its gradient is full on each rank, also under
+    sequence parallelism; but partial if the caller adds the bias to this rank's tokens (skip_bias_add with
+    sequence_parallel): then the bias is marked `sequence_parallel`.
     """
 
     def __init__(
@@ -274,11 +259,8 @@ class RowParallelLinear(_ParallelLinear):
         split = Attributes(tensor_model_parallel=True, partition_dim=1, partition_stride=stride)
         shape = output_size, self.input_size_per_partition
         self.add_parameter("weight", shape, split, device=device, dtype=dtype)
-        if bias:
-            copied = Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add)
-            self.add_parameter("bias", (output_size,), copied, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        replicated = Attributes(sequence_parallel=self.sequence_parallel and skip_bias_add)
+        self.add_parameter("bias", (output_size,) if bias else None, replicated, device=device, dtype=dtype)
         self.initialize(perform_initialization)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -289,16 +271,13 @@ class RowParallelLinear(_ParallelLinear):
         """
         group = self.world.group
         if self.input_is_parallel:
-            self.require_features(
-                input_, self.input_size_per_partition, "input_is_parallel=False takes the whole input"
-            )
+            own = self.input_size_per_partition
+            self.require_features(input_, own, "input_is_parallel=False takes the whole input")
         else:
-            self.require_features(
-                input_, self.input_size, "input_is_parallel=True takes this rank's features"
-            )
-        weight, main_grad = self.weight_and_main_grad()
-        if not self.input_is_parallel:
+            full = self.input_size
+            self.require_features(input_, full, "input_is_parallel=True takes this rank's features")
             input_ = scatter_to_region(input_, group)
+        weight, main_grad = self.weight_and_main_grad()
         output = ops.row_linear(
             input_,
             weight,

@@ -1,6 +1,10 @@
-"""The MLP of a transformer block: up, an activation or a gated unit, down again; one operator."""
+"""The MLP of a transformer layer, as one op: up-projection, activation or gated unit, down-projection."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +21,16 @@ class ParallelMLP(ParallelModule):
     """act(X Uᵀ + b) Dᵀ + c, or the gated f(X Gᵀ) * (X Uᵀ) in place of the activation.
 
     activation: gelu_tanh, gelu, silu, relu or relu2; gated: swiglu, geglu or geglu_tanh
-    bias: of both products; a gated unit has none, only what follows it
-    init_method: fills the whole up-projection and gate; output_layer_init_method: the whole down-projection,
-        by default the same
+    bias: of both projections; with a gated unit of the down-projection only
+    init_method: fills the full up-projection and gate; output_layer_init_method: the full down-projection, by
+        default the same
     skip_bias_add: return the last bias instead of adding it
-    sequence_parallel: X and the output are this rank's tokens, of dimension 0; no effect on one rank
-    gradient_accumulation_fusion: add the weights' gradients to their `main_grad`
-    overlap: move pieces while others are computed
-    perform_initialization: as in `ColumnParallelLinear`
-    state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
+    sequence_parallel: X and the output are this rank's tokens (dimension 0); no effect on one rank
+    Others as in `ColumnParallelLinear`.
 
-    Gate and up are two weights, `gate.weight` and `up.weight`, so that one that is saved whole can be split
-    for another number of ranks. The three layers hold parameters only: their `forward` is not called, and
-    hooks on them do not run.
+    Gate and up are two weights, `gate.weight` and `up.weight`, so that full ones can be split for another
+    number of ranks. The three layers only hold parameters: their `forward` is not called, and hooks on them
+    do not run.
     """
 
     def __init__(
@@ -62,23 +63,19 @@ class ParallelMLP(ParallelModule):
         self.overlap = overlap
         gated = activation in GATE_OF
 
-        def up() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                hidden_size,
-                ffn_hidden_size,
-                bias=bias and not gated,
-                gather_output=False,
-                init_method=init_method,
-                sequence_parallel=sequence_parallel,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-                perform_initialization=perform_initialization,
-                state=state,
-                device=device,
-                dtype=dtype,
-            )
-
-        self.up = up()
-        self.gate = up() if gated else None
+        linear: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "perform_initialization": perform_initialization,
+            "state": state,
+            "device": device,
+            "dtype": dtype,
+        }
+        up: Callable[..., ColumnParallelLinear] = partial(
+            ColumnParallelLinear, gather_output=False, init_method=init_method, **linear
+        )
+        self.up = up(hidden_size, ffn_hidden_size, bias=bias and not gated)
+        self.gate = up(hidden_size, ffn_hidden_size, bias=False) if gated else None
         self.down = RowParallelLinear(
             ffn_hidden_size,
             hidden_size,
@@ -86,12 +83,7 @@ class ParallelMLP(ParallelModule):
             input_is_parallel=True,
             init_method=output_layer_init_method or init_method,
             skip_bias_add=skip_bias_add,
-            sequence_parallel=sequence_parallel,
-            gradient_accumulation_fusion=gradient_accumulation_fusion,
-            perform_initialization=perform_initialization,
-            state=state,
-            device=device,
-            dtype=dtype,
+            **linear,
         )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

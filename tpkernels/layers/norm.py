@@ -1,7 +1,7 @@
-"""Norms whose parameters are the same on every rank.
+"""Norms whose parameters are replicated on every rank.
 
-Under sequence parallelism a rank normalises its own tokens only, and its gradients are of those: parameters
-that say so, by their attribute `sequence_parallel`, have gradients summed by `finalize_gradients`.
+Under sequence parallelism each rank normalises its own tokens, so that its gradients are partial: the
+parameters' attribute `sequence_parallel` says so, and `finalize_gradients` sums them.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ class LayerNorm(MarkedModule):
         self.sequence_parallel = sequence_parallel
         marked = Attributes(sequence_parallel=sequence_parallel)
         self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (hidden_size,), marked, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("bias", (hidden_size,) if bias else None, marked, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

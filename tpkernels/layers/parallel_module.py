@@ -1,4 +1,4 @@
-"""What layers have in common: parameters that say how they are split, and a place among ranks."""
+"""Base classes of layers: parameters that know how they are sharded; a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tpkernels.layers.world import State, tensor_world
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
-# For the whole process, as torch has it: what wraps our layers, and what optimizers do to copies.
+# torch has these hooks for the whole process only: see `foreign` and `watch`.
 register_module_module_registration_hook(foreign.look_at_wrapper)
 if watch.steps_between:
     register_optimizer_step_post_hook(watch.after_step)
@@ -26,8 +26,8 @@ if watch.steps_between:
 class MarkedModule(nn.Module):
     """A module whose parameters carry Megatron's attributes.
 
-    torch makes new parameters when a module is copied, unpickled, materialised or converted, or loads a state
-    dict by assignment, and leaves attributes behind; here they are noted before, and put back after.
+    torch makes new parameters, without attributes, when a module is copied, unpickled, materialised or
+    converted, or loads a state dict by assignment. So attributes are noted before, and set again after.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,16 @@ class MarkedModule(nn.Module):
     def add_parameter(
         self,
         name: str,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None,
         attributes: Attributes,
         *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """A parameter that is to be filled by `reset_parameters`."""
+        """A parameter that `reset_parameters` fills; shape None: the name without a parameter."""
+        if shape is None:
+            self.register_parameter(name, None)
+            return
         self._attributes[name] = attributes
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
@@ -69,7 +72,7 @@ class MarkedModule(nn.Module):
         self._mark()
 
     def _note(self) -> None:
-        """What stands on parameters now: a caller may have changed it."""
+        """The parameters' attributes, which callers may have changed."""
         for name, parameter in self._named():
             self._attributes[name] = Attributes.of(parameter)
 
@@ -83,7 +86,7 @@ class MarkedModule(nn.Module):
 
 
 class ParallelModule(MarkedModule):
-    """A module that knows its place among the ranks of a tensor-parallel group."""
+    """A module over a tensor-parallel group."""
 
     def __init__(self, state: State) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class ParallelModule(MarkedModule):
     def _mark(self) -> None:
         super()._mark()
         for _, parameter in self._named():
-            vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of where the module is now
+            vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of the group in this process
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -100,7 +103,7 @@ class ParallelModule(MarkedModule):
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, managed: bool) -> None:
-        """What torch's `fully_shard` sets on each module whose parameters it has made DTensors of."""
+        """torch's `fully_shard` sets it on each module whose parameters it has replaced by DTensors."""
         self._under_fsdp = managed
         foreign.refuse_mesh(self, self.world)
         self._mark()  # its parameters are new

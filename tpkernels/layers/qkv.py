@@ -1,4 +1,4 @@
-"""Queries, keys and values of the heads that a rank works on, from one gather of the tokens.
+"""Queries, keys and values of this rank's heads, from one gather of the tokens.
 
 R ranks, H query heads, G heads of keys and values (G divides H; each serves H / G query heads):
 
@@ -6,8 +6,9 @@ R ranks, H query heads, G heads of keys and values (G divides H; each serves H /
     R divides G             and the G/R heads of keys and values that serve these
     G divides R, G < R      or the one that does; R/G ranks share it
 
-In the last case no weight is copied: each rank computes its part of the features of all keys, parts are
-gathered, and each rank takes its head. Gradients of a head that several ranks took are summed on the way.
+In the last case weights are still sharded, not replicated: each rank computes a shard of the features of all
+keys, shards are gathered, and each rank takes its head. In backward the gradients of ranks that share a head
+are summed.
 """
 
 from __future__ import annotations
@@ -48,22 +49,21 @@ class ParallelQKV(nn.Module):
         if self.num_kv_heads < self.world.size:
             key, value = self._own_head(key), self._own_head(value)
         query, key, value = (
-            part.view(*part.shape[:-1], part.shape[-1] // self.head_size, self.head_size)
-            for part in (query, key, value)
+            x.view(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size) for x in (query, key, value)
         )
         return query, key, value
 
-    def _own_head(self, part: Tensor) -> Tensor:
-        """The whole of this rank's one head, of which each rank has computed some features of all."""
-        features_first = part.movedim(-1, 0).contiguous()
+    def _own_head(self, shard: Tensor) -> Tensor:
+        """This rank's head, from each rank's shard of the features of all heads."""
+        features_first = shard.movedim(-1, 0).contiguous()
         heads = gather_from_sequence_region(features_first, self.world.group)
         own = self.world.rank * self.num_kv_heads // self.world.size
         one = heads[own * self.head_size :][: self.head_size].movedim(0, -1)
-        return one.contiguous()  # fused attention asks for it; and the others' heads need not be kept
+        return one.contiguous()  # for fused attention; and a view would keep all heads in memory
 
 
 def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
-    """The outputs of column layers that are alike but for their weights, from one gather of the input."""
+    """The outputs of column layers that differ in their weights only, from one gather of the input."""
     first = layers[0]
     first.require_features(input_, first.input_size, "every rank needs all of them")
     pairs = [layer.weight_and_main_grad() for layer in layers]

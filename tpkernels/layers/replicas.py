@@ -1,29 +1,28 @@
-"""Parameters of which each tensor-parallel rank holds a copy: kept equal by equal gradients, and checked.
+"""Replicated parameters: equal gradients keep them equal on all tensor-parallel ranks, and checks say if not.
 
-Under sequence parallelism the gradient of a norm is of the rank's own tokens. Such a parameter is marked
-`sequence_parallel`, and `finalize_gradients` sums its gradients, once after each backward (or the last of
-several). Where that is forgotten, copies drift apart: `clip_grad_norm_` refuses gradients that differ, and
-`check_replicas` parameters that do, which `watch.py` looks for by itself.
+Under sequence parallelism the gradient of a norm is of this rank's tokens only. Such a parameter is marked
+`sequence_parallel`, and `finalize_gradients` sums its gradients, once after the (last) backward of a step.
+If that is forgotten, replicas drift apart: `clip_grad_norm_` refuses gradients that differ, `check_replicas`
+parameters that differ, and `watch.py` runs such a check every so many steps.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.foreign import is_dtensor
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
 
 
 def refuse_dtensors(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """A wrapper that makes DTensors of parameters, as fully_shard does, loses the marks that tell copies."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
+    """A wrapper that replaces parameters by DTensors, as fully_shard does, loses their attributes."""
     for name, parameter in parameters:
-        if module is not None and isinstance(parameter, module.DTensor):
+        if is_dtensor(parameter):
             raise TypeError(
                 f"{caller}: expected plain parameters, got the DTensor {name}, which does not say whether "
                 "tensor-parallel ranks hold copies of it; reduce its gradient before sharding, or do without "
@@ -32,7 +31,7 @@ def refuse_dtensors(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> No
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """`main_grad` where there is one, else `grad`."""
+    """`main_grad` if there is one, else `grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 
@@ -40,8 +39,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
     """Sum the gradients of parameters marked `sequence_parallel` over the tensor group, in place.
 
-    Called by all its ranks. Not needed beside `GradientBuckets(..., tensor_parallel_group=...)`, which does
-    the same; doing it twice multiplies by the number of ranks.
+    Called by all its ranks. `GradientBuckets(..., tensor_parallel_group=...)` does the same; doing it twice
+    multiplies by the number of ranks.
     """
     world = tensor_world(state)
     refuse_dtensors("finalize_gradients", module.named_parameters())
@@ -57,10 +56,10 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
 
 
 def check_replicas(module: nn.Module, *, state: State = None) -> None:
-    """Parameters that are not split are equal, bit by bit, on all ranks of the tensor group; or an error.
+    """Raise unless replicated parameters have the same bits on all ranks of the tensor group.
 
-    Called by all its ranks, which all raise the same: it names a parameter and the ranks that differ. Each
-    parameter is sent and copied; for once in a while.
+    Called by all its ranks. The error is the same on all, and names a parameter and the ranks that differ.
+    Each parameter is sent and copied: not for every step.
     """
     world = tensor_world(state)
     refuse_dtensors("check_replicas", module.named_parameters())
@@ -84,7 +83,7 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
 def drift(
     name: str, others: Sequence[int], first: int, wrong: int, total: int, when: str = ""
 ) -> RuntimeError:
-    """The error that copies of a parameter on ranks `others` are not what they are on rank `first`."""
+    """The error that replicas of a parameter on ranks `others` differ from rank `first`'s."""
     more = f"; so do {wrong - 1} more of {total} parameters" if wrong > 1 else ""
     return RuntimeError(
         f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it: "

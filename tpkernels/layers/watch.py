@@ -1,11 +1,11 @@
-"""Copies of parameters are compared by themselves, after every so many steps of an optimizer.
+"""An automatic check that replicated parameters are equal, every so many steps of an optimizer.
 
-TPKERNELS_CHECK_REPLICAS    how many; 0: never
+TPKERNELS_CHECK_REPLICAS    the number of steps, by default 100; 0: never
 
-`torch.nn.utils.clip_grad_norm_` knows one rank's shards only: each rank scales by another norm, and copies
-drift while the losses look fine. So do copies whose gradients nobody sums. torch tells of each step of each
-optimizer; ranks then compare sums of bits, by way of torch.distributed's store. A collective would pair with
-other messages where a rank has taken another number of steps; this ends by a time-out that says so.
+`torch.nn.utils.clip_grad_norm_` sees one rank's shards only: each rank scales by another norm, and replicas
+drift apart, which no loss shows. The same happens if partial gradients are not summed. torch calls a hook
+after each step of each optimizer; ranks then compare checksums through torch.distributed's store. If a rank
+has taken another number of steps, a time-out says so, where a collective would match another message.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from torch.optim.optimizer import Optimizer
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.replicas import drift
 from tpkernels.runtime import c10d
+from tpkernels.runtime.agreement import are_set
 
-Copies = tuple[Sequence[int], Sequence[Tensor]]  # the ranks that hold them, and this rank's
+Copies = tuple[Sequence[int], Sequence[Tensor]]  # ranks with replicas, and this rank's replicas
 
 VARIABLE = "TPKERNELS_CHECK_REPLICAS"
-_COLUMNS = 1024  # that words are summed in, so that a sum depends on where they are
+_COLUMNS = 1024  # words are summed in columns with weights, so that a sum depends on their positions
 
 
 def _read(value: str | None) -> int:
@@ -41,30 +42,30 @@ def _read(value: str | None) -> int:
     return int(value) if value else 100
 
 
-steps_between = _read(os.environ.get(VARIABLE))  # read once: a step should cost little
+steps_between = _read(os.environ.get(VARIABLE))  # read once: a step must be cheap
 
 
 class Watch:
-    """Counts the steps of one optimizer, and compares copies when it is time."""
+    """Counts the steps of one optimizer, and compares replicas after every `steps_between`."""
 
     def __init__(self) -> None:
         self._steps = self._looks = self._number = 0
         self._store: Store | None = None
 
     def after_step(self, copies: Callable[[], Copies | None]) -> None:
-        """Called by all ranks that hold copies, after each step."""
+        """Called by all ranks with replicas, after each step."""
         self._steps += 1
         if steps_between and self._steps % steps_between == 0:
             self.look(copies())
 
     def look(self, found: Copies | None) -> None:
-        """An error on all ranks, the same, if copies differ in a bit. Called by all of them."""
+        """Raise the same error on all ranks if replicas differ in a bit. Called by all of them."""
         if not steps_between or found is None or len(found[0]) < 2 or dist.get_rank() not in found[0]:
             return
         ranks, copies = found
         try:
             rows = self._sums_of_all(ranks, copies)
-        except DistNetworkError as error:  # rank 0 may have ended, and the run with it
+        except DistNetworkError as error:  # rank 0 may have ended because the run has
             warnings.warn(
                 f"copies of parameters could not be compared: {error}", RuntimeWarning, stacklevel=2
             )
@@ -82,32 +83,28 @@ class Watch:
             raise drift(name, others, ranks[0], len(wrong), len(copies), when)
 
     def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
-        """Each rank's sums of bits, by way of the store."""
+        """Each rank's checksums, through the store."""
         rank, store = dist.get_rank(), c10d.default_store()
         members = "-".join(map(str, ranks))
         if store is not self._store:  # the first look in this world
             self._store, self._looks = store, 0
-            # Each rank counts its own optimizers, in the store: the count lives and dies with the world.
+            # Each rank counts its optimizers in the store: the count lives and dies with the world.
             self._number = PrefixStore("tpkernels/optimizers", store).add(f"{members} on {rank}", 1)
         self._looks += 1
         board = PrefixStore(f"tpkernels/copies/{members}/{self._number}", store)
         board.set(f"{self._looks}/{rank}", " ".join(map(str, _sums_of_bits(copies))))
         keys = [f"{self._looks}/{member}" for member in ranks]
         timeout = c10d.default_timeout()
-        try:
-            board.wait(keys, timeout)
-        except DistNetworkError:
-            raise
-        except RuntimeError as error:
+        if not are_set(board, keys, timeout):
             late = [str(member) for member, key in zip(ranks, keys, strict=True) if not board.check([key])]
             raise RuntimeError(
                 f"rank {rank} waited {timeout.total_seconds():g} s after {self._steps} optimizer steps to "
                 f"compare copies of parameters: rank{'s' * (len(late) > 1)} {', '.join(late)} took another "
                 f"number of steps, or died. Tensor-parallel ranks must take or skip each step alike; "
                 f"{VARIABLE} must be the same on all, 0 compares nothing"
-            ) from error
+            )
         rows = [board.get(key).split() for key in keys]
-        with suppress(RuntimeError):  # not every store can; all have read it, for they have looked again
+        with suppress(RuntimeError):  # not every store can; all ranks have read what they wrote before
             board.delete_key(f"{self._looks - 1}/{rank}")
         return rows
 
@@ -116,24 +113,24 @@ _watches: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
 
 
 def after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[Any, Any]) -> None:
-    """What torch calls after each step of each optimizer."""
+    """torch calls it after each step of each optimizer."""
     if not torch.compiler.is_compiling() and dist.is_initialized():
         _watches.setdefault(optimizer, Watch()).after_step(lambda: _copies_of(optimizer))
 
 
 def _copies_of(optimizer: Optimizer) -> Copies | None:
-    """Those of a model of which a layer has said between which ranks it is split."""
+    """Replicas of a model with layers, whose parameters know the tensor-parallel ranks."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = {Attributes.of(parameter).tensor_parallel_ranks for parameter in parameters} - {()}
-    if len(groups) != 1:  # none, or several, and whose the others are nobody says
+    if len(groups) != 1:  # with several groups it is not known which one a plain parameter belongs to
         return None
     return groups.pop(), [p for p in parameters if _is_copy(p)]
 
 
 def _is_copy(parameter: Tensor) -> bool:
-    """Not a shard; nor one of Megatron's experts, which each rank has its own of."""
+    """Whether it is no shard, and not of Megatron's experts, which differ between ranks."""
     return not Attributes.of(parameter).tensor_model_parallel and getattr(parameter, "allreduce", True)
 
 
@@ -146,7 +143,7 @@ def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
-    """A number that depends on each bit, and nearly always on where it is."""
+    """A checksum that depends on each bit, and almost always on its position."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
     octets = local.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
@@ -161,7 +158,7 @@ def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
 
 
 def _name_of(parameter: Tensor) -> str:
-    """What an outermost module calls it. Looks through all objects: only for an error."""
+    """Its name in an outermost module. Searches all objects of the process: only for errors."""
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     for module in modules:

@@ -1,4 +1,4 @@
-"""Where a layer stands among the ranks that share its weights: found once, when the layer is built."""
+"""Rank, size and group of a layer's tensor-parallel ranks: found once, when the layer is built."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TENSOR_DIM = "tp"
 class TensorWorld:
     """Rank and size within a tensor-parallel group, and the group itself.
 
-    The group is held weakly: one that is destroyed but still held keeps its threads, which may outlive the
-    interpreter. Copies of a layer share its group; a pickled layer looks for the current state when it is
-    loaded.
+    The group is referenced weakly: a destroyed group that is still referenced keeps its threads, which may
+    outlive the interpreter. Copies of a layer share its group; a layer that is unpickled takes that of the
+    current state.
     """
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
@@ -36,10 +36,10 @@ class TensorWorld:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group, if it may be used now."""
+        """The group; an error if it cannot be used."""
         group = None if self._group is None else self._group()
         if torch.compiler.is_compiling() and group is not None:
-            return group  # traced once: what follows would be judged while tracing, not when it runs
+            return group  # the checks below would run once, while tracing
         if self._group is None:
             raise ParallelStateError(
                 f"tensor rank {self.rank} of {self.size} was set on the fly: a layer may hold its weights, "
@@ -60,7 +60,7 @@ class TensorWorld:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks of the group; empty where there is none any more."""
+        """The global ranks of the group; empty without a group, or if it was destroyed."""
         group = None if self._group is None else self._group()
         alive = group is not None and c10d.is_alive(group)
         return tuple(dist.get_process_group_ranks(group)) if alive else ()
@@ -81,7 +81,7 @@ class TensorWorld:
 def tensor_world(state: State = None) -> TensorWorld:
     """The tensor-parallel world of `state`.
 
-    state: a parallel state, the process group itself, or a device mesh; None for the current parallel state,
+    state: a parallel state, the process group itself, or a device mesh; None: the current parallel state,
         with rank and size that were set on the fly
     """
     given: object = state  # callers need not be type-checked
@@ -102,7 +102,7 @@ def tensor_world(state: State = None) -> TensorWorld:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def group_of(state: State = None) -> ProcessGroup:
-    """The tensor-parallel group of `state`; under torch.compile that of the moment of tracing."""
+    """The tensor-parallel group of `state`; under torch.compile the group at the time of tracing."""
     return tensor_world(state).group
 
 
@@ -142,7 +142,7 @@ def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
 
 
 def _found_again(rank: int, size: int) -> TensorWorld:
-    """The current world, for a layer that was pickled in one like it."""
+    """The current world, for a layer that is unpickled; it must have the same rank and size."""
     world = tensor_world()
     if (world.rank, world.size) != (rank, size):
         raise ParallelStateError(

@@ -1,7 +1,7 @@
 """A decoder-only transformer over a tensor-parallel group, in the shapes of GPT-2 and of Llama.
 
 Ids come as (batch, tokens), the same on all tensor-parallel ranks. Inside, tokens are the first dimension,
-and under sequence parallelism each rank has its part of them between the products.
+and under sequence parallelism each rank has its shard of them between the products.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
+from tpkernels.layers.attention import ParallelDropout
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute, TransformerBlock
-from tpkernels.layers.dropout import ParallelDropout
 from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.init import fill_shard
 from tpkernels.layers.norm import LayerNorm, RMSNorm
@@ -54,10 +54,10 @@ class PositionEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
         whole = self.weight.shape[0], self.weight.shape[1]
-        fill_shard(self.weight, drawn, whole=whole, dim=0, pieces=[range(whole[0])])
+        fill_shard(self.weight, drawn, full=whole, dim=0, ranges=[range(whole[0])])
 
     def forward(self, tokens: int) -> Tensor:
-        """(tokens, 1, hidden_size), of all tokens or of this rank's part of them"""
+        """(tokens, 1, hidden_size), of all tokens or of this rank's shard of them"""
         if tokens > self.weight.shape[0]:
             raise ValueError(
                 f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"

@@ -41,9 +41,6 @@ def autocast(x: Tensor, *others: Tensor | None) -> Any:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
 
 
-casting = is_casting
-
-
 def check_linear(
     op: str, x: Tensor, in_features: int, weight: Tensor, bias: Tensor | None, names: tuple[str, str]
 ) -> None:
@@ -114,15 +111,3 @@ def any_requires_grad(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
-
-
-def compiling(op: str) -> bool:
-    """Whether torch.compile is to see registered operators, which drop tangents without a word."""
-    if not torch.compiler.is_compiling():
-        return False
-    if in_forward_mode():
-        raise NotImplementedError(
-            f"{op}: expected no forward-mode derivative (jvp) under torch.compile, got one; use "
-            "reverse mode, or torch's own layers"
-        )
-    return True

@@ -5,9 +5,14 @@ the `AssertionError` that callers may catch. The `set_...` functions change size
 or without an initialized state; None takes a change back (of the virtual pipeline: to None).
 """
 
-from tpkernels.parallel_state import names
-from tpkernels.parallel_state.names import *  # noqa: F403
+from tpkernels.parallel_state import dense, experts, stages
+from tpkernels.parallel_state.dense import *  # noqa: F403
+from tpkernels.parallel_state.experts import *  # noqa: F403
+from tpkernels.parallel_state.stages import *  # noqa: F403
 from tpkernels.parallel_state.start import initialize_model_parallel
+from tpkernels.runtime.initialize import destroy_model_parallel
 
-__all__ = ["initialize_model_parallel"]
-__all__ += names.__all__
+__all__ = ["destroy_model_parallel", "initialize_model_parallel"]
+__all__ += dense.__all__
+__all__ += experts.__all__
+__all__ += stages.__all__

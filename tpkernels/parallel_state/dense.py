@@ -3,18 +3,100 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tpkernels.parallel_state.asking import GroupOrNone, data_kind, group_for, rank_for, size_for, state_for
-from tpkernels.runtime.state import current_or_none, on_the_fly, set_on_the_fly
+from tpkernels.runtime.state import (
+    ParallelState,
+    ParallelStateError,
+    current_or_none,
+    on_the_fly,
+    set_on_the_fly,
+)
+from tpkernels.topology.plan import Kind
 from tpkernels.topology.sizes import not_negative, positive
+
+__all__ = [
+    "model_parallel_is_initialized",
+    "is_initialized",
+    "get_model_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_pipeline_model_parallel_group",
+    "get_data_parallel_group",
+    "get_context_parallel_group",
+    "get_context_parallel_global_ranks",
+    "get_embedding_group",
+    "get_position_embedding_group",
+    "get_tensor_model_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_pipeline_model_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_data_parallel_rank",
+    "get_context_parallel_world_size",
+    "get_context_parallel_rank",
+    "set_tensor_model_parallel_world_size",
+    "set_tensor_model_parallel_rank",
+    "set_pipeline_model_parallel_world_size",
+    "set_pipeline_model_parallel_rank",
+    "set_data_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_model_parallel_src_rank",
+    "get_data_parallel_src_rank",
+    "get_all_ranks",
+]
 
 _TENSOR = "intra_layer_model parallel group"
 _PIPELINE = "pipeline_model parallel group"
 _DATA = "data parallel group"
 _CONTEXT = "context parallel group"
+
+
+# None if check_initialized=False finds no group: Any, so that callers need not check for None otherwise.
+GroupOrNone = ProcessGroup | Any
+
+
+def state_for(what: str) -> ParallelState:
+    state = current_or_none()
+    if state is None:
+        raise ParallelStateError(f"{what} is not initialized: call initialize_model_parallel(...) first")
+    return state
+
+
+def group_for(what: str, kind: Kind, check_initialized: bool = True) -> GroupOrNone:
+    """This rank's group; without one an error, or None if check_initialized is False."""
+    state = current_or_none()
+    if not check_initialized and (state is None or not state.is_member(kind)):
+        return None
+    return state_for(what).process_group(kind)
+
+
+def size_for(what: str, kind: Kind, on_the_fly: int | None = None) -> int:
+    return state_for(what).size(kind) if on_the_fly is None else on_the_fly
+
+
+def rank_for(what: str, kind: Kind, on_the_fly: int | None = None) -> int:
+    return state_for(what).rank_in(kind) if on_the_fly is None else on_the_fly
+
+
+def data_kind(with_context_parallel: bool, partial_data_parallel: bool = False) -> Kind:
+    """partial_data_parallel: of one distributed-optimizer instance: there is one, over all data ranks"""
+    if partial_data_parallel and not with_context_parallel:
+        raise ValueError(
+            "partial_data_parallel=True: expected with_context_parallel=True, for an instance of the "
+            "distributed optimizer counts context ranks too"
+        )
+    return "dp_cp" if with_context_parallel else "dp"
+
+
+def size_or_none(world_size: int | None) -> int | None:
+    return None if world_size is None else positive(world_size, "world_size")
+
+
+def rank_or_none(rank: int | None) -> int | None:
+    return None if rank is None else not_negative(rank, "rank")
 
 
 def model_parallel_is_initialized() -> bool:
@@ -28,7 +110,7 @@ def is_initialized() -> bool:
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> GroupOrNone:
-    """The ranks that hold one whole model together: tensor x pipeline."""
+    """The ranks that share one model: tensor x pipeline."""
     return group_for("model parallel group", "model", check_initialized)
 
 
@@ -43,8 +125,8 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> GroupOr
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """with_gtp_remat: the same group, for no weights are gathered for each use
-    partial_data_parallel: the same group, for there is one instance of the distributed optimizer
+    """with_gtp_remat: no effect: no weights are gathered for each use
+    partial_data_parallel: no effect: there is one instance of the distributed optimizer
     """
     return group_for(_DATA, data_kind(with_context_parallel, partial_data_parallel))
 
@@ -108,28 +190,23 @@ def get_context_parallel_rank() -> int:
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), tensor_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), tensor_size=size_or_none(world_size)))
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), tensor_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), tensor_rank=rank_or_none(rank)))
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), pipeline_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), pipeline_size=size_or_none(world_size)))
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), pipeline_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), pipeline_rank=rank_or_none(rank)))
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), data_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), data_rank=rank_or_none(rank)))
 
 
 def get_tensor_model_parallel_src_rank() -> int:

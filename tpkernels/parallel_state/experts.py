@@ -1,4 +1,4 @@
-"""Experts, Megatron's combined groups, and its groups of features that are not here and so have one rank."""
+"""Experts, Megatron's combined groups, and groups of one rank for features that are not supported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,60 @@ from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
-from tpkernels.parallel_state.asking import GroupOrNone, data_kind, group_for, rank_for, size_for, state_for
-from tpkernels.parallel_state.dense import get_data_parallel_group
+from tpkernels.parallel_state.dense import (
+    GroupOrNone,
+    data_kind,
+    get_data_parallel_group,
+    group_for,
+    rank_for,
+    rank_or_none,
+    size_for,
+    size_or_none,
+    state_for,
+)
 from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
 from tpkernels.topology.plan import Kind
-from tpkernels.topology.sizes import not_negative, positive
+
+__all__ = [
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_world_size",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "set_expert_model_parallel_world_size",
+    "set_expert_model_parallel_rank",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_world_size",
+    "get_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size",
+    "set_expert_tensor_parallel_rank",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_world_size",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_group_gloo",
+    "get_data_parallel_group_gloo",
+    "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_context_parallel_rank",
+    "get_tensor_and_data_parallel_group",
+    "get_amax_reduction_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
+    "get_gtp_weight_remat_group",
+    "get_gtp_weight_remat_world_size",
+    "get_gtp_weight_remat_rank",
+    "get_gtp_weight_remat_global_ranks",
+    "get_expert_gtp_weight_remat_group",
+    "get_expert_gtp_weight_remat_world_size",
+    "get_expert_gtp_weight_remat_rank",
+    "get_expert_gtp_weight_remat_global_ranks",
+]
 
 _EXPERT = "expert model parallel group"
 _EXPERT_DATA = "expert data parallel group"
@@ -38,13 +86,11 @@ def get_expert_model_parallel_src_rank() -> int:
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), expert_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), expert_size=size_or_none(world_size)))
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), expert_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), expert_rank=rank_or_none(rank)))
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> GroupOrNone:
@@ -61,13 +107,11 @@ def get_expert_tensor_parallel_rank() -> int:
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), expert_tensor_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), expert_tensor_size=size_or_none(world_size)))
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), expert_tensor_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), expert_tensor_rank=rank_or_none(rank)))
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> GroupOrNone:
@@ -85,14 +129,14 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> GroupOrNone:
-    """with_egtp_remat: the same group, for no weights are gathered for each use"""
+    """with_egtp_remat: no effect: no weights are gathered for each use"""
     return group_for("expert tensor-model-pipeline parallel group", "expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupOrNone:
-    """with_gtp_remat, partial_expert_data_parallel: the same group, see `get_data_parallel_group`"""
+    """with_gtp_remat, partial_expert_data_parallel: no effect, see `get_data_parallel_group`"""
     return group_for(_EXPERT_DATA, "expert_dp", check_initialized)
 
 
@@ -152,7 +196,7 @@ def get_tensor_and_data_parallel_group(
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
-    """The ranks that scale fp8 tensors alike: tensor, unless tp_only_amax_red data, and perhaps context."""
+    """The ranks that share fp8 scales: tensor, data unless tp_only_amax_red, context if asked for."""
     kinds: tuple[Kind, Kind] = ("tp", "tp_cp") if tp_only_amax_red else ("tp_dp", "tp_dp_cp")
     return group_for("FP8 amax reduction group", kinds[with_context_parallel])
 

@@ -6,30 +6,48 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from tpkernels.parallel_state.asking import state_for
 from tpkernels.parallel_state.dense import (
     get_pipeline_model_parallel_rank,
     get_pipeline_model_parallel_world_size,
+    rank_or_none,
+    size_or_none,
+    state_for,
 )
 from tpkernels.runtime.state import ParallelStateError, current_or_none, on_the_fly, set_on_the_fly
-from tpkernels.topology.grid import Ranks
-from tpkernels.topology.sizes import not_negative, positive
+from tpkernels.topology.groups import Ranks
+
+__all__ = [
+    "set_pipeline_model_parallel_split_rank",
+    "set_virtual_pipeline_model_parallel_rank",
+    "set_virtual_pipeline_model_parallel_world_size",
+    "get_pipeline_model_parallel_split_rank",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
+    "is_pipeline_stage_before_split",
+    "is_pipeline_stage_after_split",
+    "is_pipeline_stage_at_split",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+]
 
 
 def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), split_rank=rank))
+    set_on_the_fly(replace(on_the_fly(), split_rank=rank_or_none(rank)))
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    rank = None if rank is None else not_negative(rank, "rank")
-    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank, virtual_rank_said=True))
+    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank_or_none(rank), virtual_rank_said=True))
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """How many virtual stages there are; None: no virtual pipeline."""
-    world_size = None if world_size is None else positive(world_size, "world_size")
-    set_on_the_fly(replace(on_the_fly(), virtual_size=world_size))
+    set_on_the_fly(replace(on_the_fly(), virtual_size=size_or_none(world_size)))
 
 
 def get_pipeline_model_parallel_split_rank() -> int | None:
@@ -49,12 +67,12 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 def is_pipeline_first_stage(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
     """Whether this is the first stage, and of a virtual pipeline also its first virtual stage.
 
-    ignore_virtual: the virtual stage does not count. To be said where it matters: today's Megatron takes True
-        for granted, early ones False, and one that was set by `set_virtual_pipeline_model_parallel_rank`.
+    ignore_virtual: the virtual stage does not count. Pass it if the answer depends on it: its default is True
+        in today's Megatron, False in early ones, which use `set_virtual_pipeline_model_parallel_rank`.
     vp_stage: the virtual stage asked about; by default the one being worked on
     """
-    whole = get_pipeline_model_parallel_rank() == 0
-    return _at(whole, lambda stage, stages: stage == 0, ignore_virtual, vp_stage, "is_pipeline_first_stage")
+    first = get_pipeline_model_parallel_rank() == 0
+    return _at(first, lambda stage, stages: stage == 0, ignore_virtual, vp_stage, "is_pipeline_first_stage")
 
 
 def is_pipeline_last_stage(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
@@ -62,9 +80,9 @@ def is_pipeline_last_stage(ignore_virtual: bool | None = None, vp_stage: int | N
 
     ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
     """
-    whole = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+    last = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
     return _at(
-        whole, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage, "is_pipeline_last_stage"
+        last, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage, "is_pipeline_last_stage"
     )
 
 
@@ -92,21 +110,21 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def _at(
-    whole: bool,
+    at_stage: bool,
     at: Callable[[int | None, int], bool],
     ignore_virtual: bool | None,
     vp_stage: int | None,
     name: str,
 ) -> bool:
-    """`whole`, the answer for all virtual stages, and of one `at(stage, stages)`.
+    """The answer for the pipeline stage, `at_stage`, or that for the virtual stage, `at(stage, stages)`.
 
-    Where the caller has not said which of both is wanted, and they differ, sources of Megatron differ, too.
+    If both differ and the caller has not said which one is wanted, Megatron's versions differ, too: an error.
     """
     stages = get_virtual_pipeline_model_parallel_world_size()
     if vp_stage is not None and stages is not None and not 0 <= vp_stage < stages:
         raise ValueError(f"vp_stage: expected a virtual stage from 0 to {stages - 1}, got {vp_stage}")
-    if not whole or ignore_virtual or stages is None:
-        return whole
+    if not at_stage or ignore_virtual or stages is None:
+        return at_stage
     stage = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
     answer = at(stage, stages)
     if answer or ignore_virtual is not None:
@@ -116,7 +134,9 @@ def _at(
         "answer False and today's True, for ignore_virtual is False there and True here unless it is said; "
         "pass ignore_virtual=True, or ignore_virtual=False with vp_stage=..."
     )
-    if vp_stage is None and on_the_fly().virtual_rank_said:  # as early sources do at each virtual stage
+    if (
+        vp_stage is None and on_the_fly().virtual_rank_said
+    ):  # as code for early Megatrons does at each virtual stage
         warnings.warn(f"{differs}. The virtual stage was set: the answer is False", stacklevel=3)
         return False
     raise ParallelStateError(differs)
@@ -141,7 +161,7 @@ def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
 
 
 def is_pipeline_stage_at_split() -> bool:
-    """Whether this stage is the encoder's last: the next one belongs to the decoder."""
+    """Whether this is the encoder's last stage, and the next one belongs to the decoder."""
     stage = get_pipeline_model_parallel_rank()
     return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from inspect import signature
+from itertools import dropwhile
 from typing import Any
 
-import torch.distributed as dist
-
-from tpkernels.runtime.initialize import as_text, start
+from tpkernels.runtime.initialize import as_text, plain, start
 from tpkernels.runtime.state import ParallelState
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER, InvalidSizes
@@ -46,25 +46,24 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> ParallelState:
-    """As `tpkernels.initialize_model_parallel`, which makes no combined groups, such as tensor x data.
+    """As `tpkernels.initialize_model_parallel`, and also makes combined groups, such as tensor x data.
 
     distributed_timeout_minutes: `timeout` in minutes; by default that of the default process group, too
-    create_gloo_process_groups: without effect, see `get_data_parallel_group_gloo`
-    expert_tensor_parallel_size: the tensor-parallel size, if any
+    create_gloo_process_groups: no effect, see `get_data_parallel_group_gloo`
+    expert_tensor_parallel_size: None or the tensor-parallel size
 
-    The others are Megatron's. Only their defaults are supported; `docs/megatron.md` says what is instead.
+    For the others only Megatron's defaults are supported; `docs/megatron.md` says what to use instead.
     """
-    given = dict(locals())  # a call with one of Megatron's many arguments is compared between ranks, too
-    given["group_options"] = sorted(map(repr, group_options)) if group_options else None
-    call = as_text(initialize_model_parallel, *(_shown(value) for value in given.values()))
-    request = f"parallel_state.{call}"  # which makes other groups than tpkernels.initialize_model_parallel
+    given = dict(locals())
+    # "parallel_state.": it makes other groups than tpkernels.initialize_model_parallel
+    request = f"parallel_state.{as_text(initialize_model_parallel, given)}"
     limit = timeout if distributed_timeout_minutes is None else _from_minutes(distributed_timeout_minutes)
 
-    def plan() -> GroupPlan:
+    def plan(world_size: int) -> GroupPlan:
         for name, default in _ONLY.items():
             if given[name] != default and (given[name] or default):
                 raise InvalidSizes(
-                    f"{name}: expected {default!r}, got {_shown(given[name])!r}: it is not supported; "
+                    f"{name}: expected {default!r}, got {plain(given[name])!r}: it is not supported; "
                     "docs/megatron.md says what to use instead"
                 )
         if expert_tensor_parallel_size not in (None, tensor_model_parallel_size):
@@ -78,7 +77,7 @@ def initialize_model_parallel(
                 f"{distributed_timeout_minutes!r} and timeout={timeout!r}"
             )
         return plan_groups(
-            world_size=dist.get_world_size(),
+            world_size=world_size,
             tensor=tensor_model_parallel_size,
             pipeline=pipeline_model_parallel_size,
             context=context_parallel_size,
@@ -88,31 +87,15 @@ def initialize_model_parallel(
             order=order,
         )
 
-    return start(request, plan, limit, backend, group_options or {}, (*KINDS, *COMBINED_KINDS))
+    return start(request, plan, limit, backend, group_options, (*KINDS, *COMBINED_KINDS))
 
 
-# Of these only Megatron's default, or another empty value, is supported.
+_PARAMETERS = signature(initialize_model_parallel).parameters
+# From this argument on all must have their default, which is Megatron's, or another empty value.
 _ONLY: Mapping[str, object] = {
-    "pipeline_model_parallel_comm_backend": None,
-    "use_sharp": False,
-    "sharp_enabled_group": None,
-    "hierarchical_context_parallel_sizes": None,
-    "hybrid_context_parallel": False,
-    "gtp_remat_size": 1,
-    "expert_gtp_remat_size": 1,
-    "num_distributed_optimizer_instances": 1,
-    "nccl_communicator_config_path": None,
-    "high_priority_stream_groups": None,
-    "get_embedding_ranks": None,
-    "get_position_embedding_ranks": None,
-    "rank_offset": 0,
-    "local_world_size": None,
+    name: _PARAMETERS[name].default
+    for name in dropwhile(lambda name: name != "pipeline_model_parallel_comm_backend", _PARAMETERS)
 }
-
-
-def _shown(value: object) -> object:
-    """The same on all ranks, where a function's address is not."""
-    return getattr(value, "__qualname__", "a function") if callable(value) else value
 
 
 def _from_minutes(minutes: float) -> timedelta | None:

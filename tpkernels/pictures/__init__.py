@@ -1,1 +1,1 @@
-"""Pictures of runs and measurements: as SVG, and where Pillow is installed as PNG."""
+"""Charts and pages of runs and benchmarks; matplotlib draws the charts, where it is installed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from tpkernels.pictures.svg import INK, QUIET, writable
+from tpkernels.pictures.figure import INK, QUIET, writable
 
 _STYLE = f"""
 body {{ font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: {INK} }}

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 from tpkernels.kernels.activation_names import ACTIVATIONS, GATE_OF
 from tpkernels.models.config import GPTConfig
-from tpkernels.topology.heads import head_size_of, require_heads
-from tpkernels.topology.shard import shard_size
-from tpkernels.topology.vocabulary import split_vocabulary
+from tpkernels.topology.shard import head_size_of, require_heads, shard_size, split_vocabulary
 
 if TYPE_CHECKING:
     from tpkernels.layers.block import Recompute
@@ -89,7 +87,7 @@ class Job:
         return 2 if self.model.activation in GATE_OF else 1
 
     def kv_heads_of_rank(self, tensor: int) -> int:
-        """A rank attends with whole heads, even if it has computed a part of one."""
+        """A rank attends with full heads, even if it has computed a shard of one."""
         return max(1, self.kv_heads // tensor)
 
     def vocabulary_rows(self, tensor: int) -> int:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.planning.gpus import Gpu
+from tpkernels.gpus import RatedGpu
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A GPU, how many make a node, and what of the data sheet is expected to be reached."""
 
-    gpu: Gpu
+    gpu: RatedGpu
     gpus_per_node: int = 8
     efficiency: float = 0.5  # of products, and of what lies between them
     link_efficiency: float = 0.8  # of bytes a second

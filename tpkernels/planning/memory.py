@@ -5,7 +5,7 @@ P parameters on the rank, D data-parallel ranks, e bytes an element:
     weights       e P
     gradients     4 P            fp32 sums, in buckets
     optimizer     12 P / D       two states and a copy of the weights in fp32
-    activations   of each micro-batch in flight: what its blocks keep, ids, positions, and the loss
+    activations   of each microbatch in flight: what its blocks keep, ids, positions, and the loss
     update        4 P / D        square roots in AdamW, when no activations are left
 
 Not counted: what pads buckets, less than 64 elements a parameter and 64 D a bucket; what an operator or a
@@ -58,7 +58,7 @@ def memory_of_stage(job: Job, layout: Layout, stage: int) -> Memory:
 
 
 def activations_of_stage(job: Job, layout: Layout, stage: int) -> int:
-    """With as many micro-batches in flight as one forward, one backward in turn has on this stage."""
+    """With as many microbatches in flight as the schedule "one forward, one backward" has on this stage."""
     in_flight = min(layout.pipeline - stage, job.micro_batches(layout))
     blocks = job.model.num_layers // layout.pipeline
     held = blocks * kept_by_block(job, layout.tensor) + kept_by_rotation(job)
@@ -70,7 +70,7 @@ def activations_of_stage(job: Job, layout: Layout, stage: int) -> int:
 
 
 def kept_by_block(job: Job, tensor: int) -> int:
-    """What a block keeps of one micro-batch for backward: the table in docs/models.md."""
+    """What a block keeps of one microbatch for backward: the table in docs/models.md."""
     tokens, hidden, element = job.tokens_at_once(), job.model.hidden_size, job.element
     own_tokens = tokens // tensor if job.is_split(tensor) else tokens
     if job.recompute == "full":

@@ -1,12 +1,12 @@
-"""How many parameters a rank holds: parts of weights, and copies of what is not split.
+"""How many parameters a rank holds: shards of weights, and what is replicated.
 
 R tensor-parallel ranks, h features, a heads of d features of which g have keys and values, f features in the
 MLP, V rows of vocabulary a rank:
 
-    block        split    (2 a + 2 g) d h / R + (2 or 3) f h / R, and the biases of column layers
-                 copied   two norms, the biases of row layers
-    embedding    split    V h                      copied   positions
-    head         split    V h, unless it is tied   copied   a norm
+    block        sharded     (2 a + 2 g) d h / R + (2 or 3) f h / R, and the biases of column layers
+                 replicated  two norms, the biases of row layers
+    embedding    sharded     V h                      replicated  positions
+    head         sharded     V h, unless it is tied   replicated  a norm
 
 The first stage of a pipeline holds the embedding, the last one the head; a tied head is there a copy of the
 embedding's table.
@@ -23,27 +23,29 @@ from tpkernels.planning.job import Job, Layout
 class Parameters:
     """Elements on one rank."""
 
-    split: int = 0
-    copied: int = 0
-    marked: int = 0  # of the copied: their gradients are of the rank's own tokens under sequence parallelism
+    sharded: int = 0
+    replicated: int = 0
+    marked: int = 0  # of the replicated: with partial gradients under sequence parallelism
 
     @property
     def total(self) -> int:
-        return self.split + self.copied
+        return self.sharded + self.replicated
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.split + other.split, self.copied + other.copied, self.marked + other.marked)
+        return Parameters(
+            self.sharded + other.sharded, self.replicated + other.replicated, self.marked + other.marked
+        )
 
     def times(self, count: int) -> Parameters:
-        return Parameters(self.split * count, self.copied * count, self.marked * count)
+        return Parameters(self.sharded * count, self.replicated * count, self.marked * count)
 
 
 def parameters_of_stage(job: Job, layout: Layout, stage: int) -> Parameters:
     found = parameters_of_block(job, layout.tensor).times(job.model.num_layers // layout.pipeline)
-    table = Parameters(split=table_elements(job, layout.tensor))
+    table = Parameters(sharded=table_elements(job, layout.tensor))
     first, last = stage == 0, stage == layout.pipeline - 1
     if first:
-        found += table + _copied((job.model.max_positions or 0) * job.model.hidden_size)
+        found += table + _replicated((job.model.max_positions or 0) * job.model.hidden_size)
     if last:
         found += _norm(job)
         if not job.model.tied or not first:
@@ -55,11 +57,11 @@ def parameters_of_block(job: Job, tensor: int) -> Parameters:
     model, hidden = job.model, job.model.hidden_size
     of_heads = (model.num_heads + 2 * job.kv_heads) * job.head_size  # queries, keys and values
     split = (of_heads + hidden) * hidden + (job.ups + 1) * job.ffn * hidden
-    copied = 0
+    replicated = 0
     if model.bias:
         split += of_heads + (job.ffn if job.ups == 1 else 0)  # a gated unit has no biases inside
-        copied += 2 * hidden
-    return Parameters(split=split // tensor, copied=copied) + _norm(job).times(2)
+        replicated += 2 * hidden
+    return Parameters(sharded=split // tensor, replicated=replicated) + _norm(job).times(2)
 
 
 def table_elements(job: Job, tensor: int) -> int:
@@ -67,8 +69,8 @@ def table_elements(job: Job, tensor: int) -> int:
 
 
 def _norm(job: Job) -> Parameters:
-    return _copied(job.model.hidden_size * (2 if job.model.norm == "layer_norm" else 1))
+    return _replicated(job.model.hidden_size * (2 if job.model.norm == "layer_norm" else 1))
 
 
-def _copied(elements: int) -> Parameters:
-    return Parameters(copied=elements, marked=elements)
+def _replicated(elements: int) -> Parameters:
+    return Parameters(replicated=elements, marked=elements)

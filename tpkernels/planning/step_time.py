@@ -1,13 +1,13 @@
 """Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
 
-A gather in n pieces begins with the rank's own rows, and the product of the last piece waits for all others;
-a reduce-scatter sends its first piece when that is computed. Both take
+A gather in n chunks begins with the rank's own rows, and the product of the last chunk waits for all others;
+a reduce-scatter sends its first chunk when that is computed. Both take
 
     max(products, transfers + products / n)     so that  max(0, transfers - products (1 - 1/n))  is exposed.
 
 An all-reduce in n chunks reduces one while it computes the next, and the last when all is computed: at least
 transfers / n is exposed. So it is with gradients: buckets travel during the last backward, the last bucket
-after it. A pipeline of p stages that takes one forward and one backward in turn computes m micro-batches in
+after it. A pipeline of p stages that alternates one forward and one backward computes m microbatches in
 m + p - 1 turns of its slowest stage.
 """
 
@@ -46,8 +46,8 @@ class StepTime:
 
 def exposed(work: Work, products: float, transfers: float) -> float:
     """Seconds of transfers that products do not hide."""
-    late = max(0.0, transfers - products * (1 - 1 / work.pieces))
-    return max(late, transfers / work.pieces) if work.ends_with_sum else late
+    late = max(0.0, transfers - products * (1 - 1 / work.chunks))
+    return max(late, transfers / work.chunks) if work.ends_with_sum else late
 
 
 def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
@@ -64,7 +64,7 @@ def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
 
 
 def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float, float]:
-    """Of one micro-batch on a stage, forward and backward: seconds of products, and of waiting for rows."""
+    """Of one microbatch on a stage, forward and backward: seconds of products, and of waiting for rows."""
     tensor, stages = layout.tensor, layout.pipeline
     block = block_forward(job, tensor) + block_backward(job, tensor)
     compute, waiting = _seconds(block, machine, tensor)
@@ -99,7 +99,7 @@ def update_bytes(job: Job, layout: Layout, parameters: Parameters) -> float:
 
 
 def marked_bytes(job: Job, layout: Layout, parameters: Parameters) -> float:
-    """What it sends to sum gradients of copies, of which tensor-parallel ranks have seen their own tokens."""
+    """What it sends to sum partial gradients of replicated parameters over tensor-parallel ranks."""
     if not job.is_split(layout.tensor):
         return 0.0
     return 2 * GRADIENT * parameters.marked * (layout.tensor - 1) / layout.tensor
@@ -116,7 +116,7 @@ def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> floa
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
     gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)
     summing = machine.circling(marked_bytes(job, layout, parameters), tensor, 1)
-    return exposed(Work(pieces=buckets, ends_with_sum=True), backward, reducing) + gathering + summing
+    return exposed(Work(chunks=buckets, ends_with_sum=True), backward, reducing) + gathering + summing
 
 
 def _tied_table(job: Job, layout: Layout, machine: Machine) -> float:

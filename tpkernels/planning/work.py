@@ -1,9 +1,10 @@
-"""What a rank computes and sends for one micro-batch, in the order of the operators.
+"""What a rank computes and sends for one microbatch, in the order of the operators.
 
 R tensor-parallel ranks, t tokens of h features in e bytes, s tokens in a sequence, a heads of d features of
 which g have keys and values, f features in the MLP (`ups` products into it, two of a gated unit), V rows of
 vocabulary a rank. U = t h e (R - 1) / R is what a rank sends in a gather of all tokens, or in a
-reduce-scatter; an all-reduce is one after the other. With and without sequence parallelism:
+reduce-scatter; an all-reduce is one after the other, or with little data t h e (R - 1) at once. With and
+without sequence parallelism:
 
     forward     queries, keys, values    2 t h (a + 2 g) d / R     U      -
                 attention                2 t s a d / R             -      -     half of the scores: causal
@@ -20,7 +21,7 @@ reduce-scatter; an all-reduce is one after the other. With and without sequence 
                 backward                 -                         U      2 U   nothing to hide it
                 losses                   -                   12 t (R - 1)       three numbers in fp32 a token
 
-With fewer heads of keys and values than ranks, parts of keys and of values are gathered, and their gradients
+With fewer heads of keys and values than ranks, shards of keys and of values are gathered, and their gradients
 reduced. Recomputation repeats the forward of a block, or of attention alone, transfers included.
 """
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.comm.schedule import parts_of_shard
+from tpkernels.comm.schedule import parts_of_shard, swaps_whole_parts
 from tpkernels.planning.job import Job
 
 
@@ -38,8 +39,8 @@ class Work:
 
     flops: float = 0.0
     sent: float = 0.0  # bytes, by each rank, to the others of its tensor group
-    pieces: int = 1  # that products and transfers are cut into
-    ends_with_sum: bool = False  # the last piece is reduced and gathered when all products are done
+    chunks: int = 1  # that products and transfers are cut into
+    ends_with_sum: bool = False  # the last chunk is reduced and gathered when all products are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ class _Transfers:
         """An all-reduce beside products, or under sequence parallelism so many of its halves."""
         if self.job.sequence_parallel:
             return self.gathers(flops, scatters)
-        return Work(flops, 2 * self._once, self._parts, ends_with_sum=True)
+        is_small = swaps_whole_parts(self._bytes, self.tensor)
+        sent = (self.tensor - 1) * self._bytes if is_small else 2 * self._once
+        return Work(flops, sent, self._parts, ends_with_sum=True)
 
     @property
     def _once(self) -> float:
@@ -114,9 +117,9 @@ def head_work(job: Job, tensor: int) -> list[Work]:
 
 
 def message_between_stages(job: Job, tensor: int) -> float:
-    """Bytes that a rank sends to the next stage, or back, for one micro-batch."""
-    whole = job.tokens_at_once() * job.model.hidden_size * job.element
-    return whole / tensor if job.is_split(tensor) else whole
+    """Bytes that a rank sends to the next stage, or back, for one microbatch."""
+    full = job.tokens_at_once() * job.model.hidden_size * job.element
+    return full / tensor if job.is_split(tensor) else full
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class FlopsOfBlock:
 
 
 def _shared_heads(job: Job, tensor: int) -> list[Work]:
-    """Keys and values, where a rank has computed a part of a head only. Nothing hides it."""
+    """Keys and values, where a rank has computed a shard of a head only. Nothing hides it."""
     if job.kv_heads >= tensor:
         return []
     features = 2 * job.kv_heads * job.head_size

@@ -1,9 +1,9 @@
-"""The private parts of torch.distributed that we touch, in one place.
+"""All our uses of torch.distributed's private functions.
 
-`torch.distributed.new_group(ranks, use_local_synchronization=True)` would let only members take part, but
-it derives the group's name from the ranks and from how many groups this process has at the moment. Members
-with different histories then wait under different names for ever, and a group made again after it was
-destroyed finds the addresses of its dead namesake in the store. So we name groups ourselves and call the
+`torch.distributed.new_group(ranks, use_local_synchronization=True)` lets only members take part, but derives
+the group's name from the ranks and the number of groups that this process has. Members that have made
+different groups before wait under different names forever, and a group that is made again after it was
+destroyed finds stale addresses under its name in the store. So we name groups ourselves and call the
 function beneath. Its signature is the same in torch 2.11 and 2.13.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
 
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 
 
 def default_group() -> ProcessGroup:
@@ -27,7 +27,7 @@ def is_default(group: ProcessGroup) -> bool:
 
 
 def is_alive(group: ProcessGroup) -> bool:
-    """Whether `group` was not destroyed, alone or with the default group."""
+    """Whether neither `group` nor the default group was destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -69,7 +69,7 @@ def _split_source() -> Any:
 def new_group(
     ranks: Ranks, *, name: str, description: str, timeout: timedelta, backend: str | None, options: Any
 ) -> ProcessGroup:
-    """A group of `ranks`, this one among them, under a name that its members agree on."""
+    """A group of `ranks`, which include this one; `name` is the same on all of them."""
     default = default_group()
     default_backend, store = distributed_c10d._world.pg_map[default]
     group: ProcessGroup
@@ -95,6 +95,6 @@ def takes_cpu_tensors_by_gloo(group: ProcessGroup) -> bool:
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Destroy `group`, unless that happened already (with the default group, say)."""
+    """Destroy `group`, unless it is destroyed, perhaps with the default group."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""A plan turned into process groups: each rank makes only the groups that it belongs to, each once."""
+"""The process groups of a plan: each rank makes only those that it belongs to, each once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelStateError
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import KINDS, GroupPlan, Kind
 
 
 class ProcessGroups(Mapping[Kind, ProcessGroup]):
     """The groups of one rank by kind; kinds with equal ranks share one.
 
-    A group of this rank alone needs no other rank, and is seldom used: it is made when it is asked for.
+    A group of this rank alone is seldom used: it is made when it is first asked for.
     """
 
     def __init__(self, first_alike: Mapping[Kind, Kind]) -> None:
-        self._first_alike = first_alike  # of the kinds that this rank is in a group of
+        self._first_alike = first_alike  # only kinds with a group that this rank is in
         self._process = os.getpid()
         self._lock = Lock()  # autograd's threads may be the first to ask for a group
         self.made: dict[Kind, ProcessGroup] = {}
@@ -71,10 +71,10 @@ def create_process_groups(
 ) -> ProcessGroups:
     """The process groups of `rank`, made in the same order of kinds on every rank.
 
-    call: a number that no earlier call in this world had; it makes the groups' names new, too.
+    call: a number that no earlier call in this world had; part of the groups' names
 
-    A group of all ranks is the default group itself, as in torch's DeviceMesh, unless it is to differ by
-    time-out, backend or options: a second communicator over the whole world is the dearest of all.
+    A group of all ranks is the default group itself, as in torch's DeviceMesh, unless it has another
+    time-out, backend or options: a second communicator over the world is the most expensive one.
     """
     first_alike = kinds_alike(plan, options, kinds)
     groups = ProcessGroups({kind: first for kind, first in first_alike.items() if plan.is_member(rank, kind)})
@@ -103,11 +103,11 @@ def create_process_groups(
 def kinds_alike(
     plan: GroupPlan, options: Mapping[Kind, Any], kinds: Sequence[Kind] = KINDS
 ) -> dict[Kind, Kind]:
-    """For each kind the first kind with the same groups. A kind with options of its own is like no other.
+    """For each kind the first kind with the same groups. A kind with options of its own shares with none.
 
-    Judged at rank 0, which is in a group of every kind: so all ranks share the same kinds, whether or not
-    they are members, and take part in the same creations. Embedding kinds come last, for some ranks are in
-    none: no other kind can share theirs.
+    Rank 0, which is in a group of every kind, decides for all ranks, members or not: they take part in the
+    same creations. Embedding kinds come last: some ranks are in no such group, so no other kind can share
+    theirs.
     """
     alike: dict[Kind, Kind] = {}
     seen: dict[Ranks, Kind] = {}
@@ -117,12 +117,12 @@ def kinds_alike(
 
 
 def destroy_process_groups(groups: ProcessGroups) -> None:
-    """Destroy each group once, the last made first. The default group is its maker's to destroy."""
+    """Destroy each group once, the last made first; not the default group, which the caller has made."""
     for group in reversed(list(groups.made.values())):
         if not c10d.is_default(group):
             c10d.destroy_group(group)
     groups.destroyed = True
-    # A group that is still held keeps its threads, and one of them may outlive the interpreter.
+    # A group that is still referenced keeps its threads, and one of them may outlive the interpreter.
     groups.made.clear()
     groups.to_make.clear()
 
@@ -142,5 +142,5 @@ def _make(
         description=f"tpkernels {kind}",
         timeout=timeout or c10d.default_timeout(),
         backend=backend,
-        options=deepcopy(options.get(kind)),  # torch writes name, ranks and time-out into them
+        options=deepcopy(options.get(kind)),  # torch writes name, ranks and time-out into it
     )

@@ -1,12 +1,12 @@
-"""Named random streams: ranks draw alike where they must, and apart where they should.
+"""Named random streams, some the same on all tensor-parallel ranks, some different.
 
     default                 the same on all tensor-parallel ranks (dropout between layers)
     data-parallel-rng       seeded like the default stream, but a stream of its own
     model-parallel-rng      different on each tensor-parallel rank (dropout inside a split layer)
     expert-parallel-rng     different for each expert shard
 
-The generators are torch's own global ones, for the CPU and for the current CUDA device: whatever draws from
-either inside `fork(name)` draws from that stream. Megatron's streams leave the CPU's generator alone; so do
+The generators are torch's own global ones, for the CPU and for the current CUDA device: inside `fork(name)`
+all random numbers come from that stream. Megatron's streams do not change the CPU's generator; neither do
 these after `manual_seed(seed, cuda_only=True)`.
 """
 
@@ -29,23 +29,24 @@ DATA_PARALLEL_STREAM = "data-parallel-rng"
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 
-# Megatron's distances between the streams' seeds: a run started there goes on here with the same numbers.
+# Megatron's offsets between the streams' seeds: a run that started there continues here with the same
+# numbers.
 _MODEL_PARALLEL_OFFSET = 2718
 _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_RANK_STRIDE = 100
 
 Generators = dict[str, Tensor]  # device type -> state of that device's generator
-# What a stream's state may be given as: by device type, or as Megatron keeps it, of one device
+# Accepted forms of a stream's state: by device type, or of one device as in Megatron
 GivenState = Mapping[str, Tensor] | Tensor | torch.Generator
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The streams at some moment."""
+    """All streams at one moment."""
 
     live: str
     states: Mapping[str, Generators]
-    cpu: Tensor  # of torch's generator, which streams of CUDA alone do not have
+    cpu: Tensor  # the CPU generator's state, which CUDA-only streams do not include
 
 
 def _checked_cuda_only(cuda_only: bool) -> bool:
@@ -58,9 +59,9 @@ def _checked_cuda_only(cuda_only: bool) -> bool:
 
 
 class RngTracker:
-    """Streams by name. One is live in torch's generators; the states of the others wait here.
+    """Streams by name. One is live in torch's generators; the states of the others are kept here.
 
-    cuda_only: the CPU's generator belongs to no stream, and forks do not touch it
+    cuda_only: streams do not include the CPU's generator, and forks do not change it
     """
 
     def __init__(self, *, cuda_only: bool = False) -> None:
@@ -71,14 +72,14 @@ class RngTracker:
 
     @property
     def _devices(self) -> list[str]:
-        """Of which devices a stream has generators."""
+        """The device types that a stream has generators of."""
         found = ["cuda"] if torch.cuda.is_available() else []
         return found if self._cuda_only else ["cpu", *found]
 
     def reset(self, *, cuda_only: bool | None = None) -> None:
-        """Forget every named stream. The default stream goes on.
+        """Forget every named stream. The default stream continues.
 
-        cuda_only: whether streams are of the CUDA device alone from now on; None: as before
+        cuda_only: whether streams are CUDA-only from now on; None: as before
         """
         self._check_not_forked("reset")
         self._cuda_only = _checked_cuda_only(self._cuda_only if cuda_only is None else cuda_only)
@@ -86,7 +87,7 @@ class RngTracker:
         self._seeds.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream that starts from `seed`. The live stream is not disturbed."""
+        """A new stream that starts from `seed`. The live stream does not change."""
         if name == DEFAULT_STREAM or name in self._waiting:
             raise ValueError(f"random stream {name!r} exists already")
         seed = checked_seed(seed)
@@ -99,7 +100,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from the stream `name` inside the block. Nests; the same name inside itself goes on."""
+        """Draw from the stream `name` inside the block. Blocks nest, also with the same name."""
         if name != DEFAULT_STREAM and name not in self._waiting:
             known = ", ".join(dict.fromkeys([DEFAULT_STREAM, *self._waiting]))
             raise ValueError(
@@ -107,7 +108,7 @@ class RngTracker:
                 "tpkernels.manual_seed(seed) adds the usual ones"
             )
         outside = self._live
-        if name == outside:  # nothing to exchange, and no reason to wake CUDA up
+        if name == outside:  # nothing to do, and no reason to initialize CUDA
             yield
             return
         self._switch(name)
@@ -117,14 +118,14 @@ class RngTracker:
             self._switch(outside)
 
     def get_states(self) -> dict[str, Generators]:
-        """Every stream's state, the default stream's too: what a checkpoint keeps."""
+        """Every stream's state, the default stream's included, for checkpoints."""
         return {**self._waiting, self._live: _read(self._devices)}
 
     def set_states(self, states: Mapping[str, GivenState]) -> None:
-        """Go on from what `get_states` gave. Streams that are not among `states` are forgotten.
+        """Continue from what `get_states` returned. Streams that are not among `states` are forgotten.
 
-        states: or what Megatron's tracker gave, a tensor or generator for each stream but the default one.
-            That stream goes on, and so does the CPU's part of each, of which Megatron knows nothing.
+        states: or those of Megatron's tracker, a tensor or generator for each stream but the default one. The
+            default stream and the CPU's states, which Megatron does not have, continue.
         """
         needed = sorted({DEFAULT_STREAM, self._live})
         if isinstance(states, Mapping) and _is_megatrons(states) and needed == [DEFAULT_STREAM]:
@@ -153,17 +154,17 @@ class RngTracker:
         if isinstance(state, torch.Generator):
             return {state.device.type: state.get_state()}
         if not isinstance(state, Tensor):
-            return {}  # which is refused by name
+            return {}  # refused later by an error with its name
         is_cpus = "cpu" in self._devices and state.numel() == torch.Generator().get_state().numel()
         return {"cpu" if is_cpus else "cuda": state}
 
     def snapshot(self) -> Snapshot:
-        """All streams as they are, and which is live: what `replay` goes back to."""
+        """All streams, and which one is live, for `replay`."""
         return Snapshot(self._live, self.get_states(), torch.get_rng_state())
 
     @contextmanager
     def replay(self, moment: Snapshot) -> Iterator[None]:
-        """Draw once more what was drawn after `moment`; afterwards all streams go on from where they are."""
+        """Draw the same numbers as after `moment`; after the block all streams continue where they were."""
         present = self.snapshot()
         self._return_to(moment)
         try:
@@ -198,8 +199,8 @@ def get_rng_tracker() -> RngTracker:
 def manual_seed(seed: int, *, cuda_only: bool = False) -> None:
     """Seed torch's generators and the named streams for this rank of the current parallel state.
 
-    cuda_only: only the CUDA device's generator, as Megatron's `model_parallel_cuda_manual_seed` does; the
-        CPU's is neither seeded nor forked
+    cuda_only: only the CUDA device's generator, like Megatron's `model_parallel_cuda_manual_seed`; the CPU's
+        is neither seeded nor forked
     """
     state, changed = current(), on_the_fly()
     seed = checked_seed(seed)
@@ -220,7 +221,7 @@ def manual_seed(seed: int, *, cuda_only: bool = False) -> None:
 
 
 def checked_seed(seed: int) -> int:
-    """`seed` as a plain int that torch takes."""
+    """`seed` as an int that torch accepts."""
     if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
         raise TypeError(f"a seed must be an integer, got {seed!r}")
     number = operator.index(seed)
@@ -234,7 +235,7 @@ def _generator(device: str) -> torch.Generator:
 
 
 def _is_megatrons(states: Mapping[str, object]) -> bool:
-    """Whether each state is of one device, and none of the default stream."""
+    """Whether each state is of one device, and the default stream has none."""
     return (
         bool(states)
         and DEFAULT_STREAM not in states
@@ -243,7 +244,7 @@ def _is_megatrons(states: Mapping[str, object]) -> bool:
 
 
 def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
-    """Of Megatron's states, which say of no device that they are its."""
+    """For Megatron's states, whose devices are guessed from their types and sizes."""
     for device, state in given.items():
         if device not in devices:
             raise ValueError(
@@ -254,7 +255,7 @@ def _check_devices(name: str, given: Generators, devices: list[str]) -> None:
 
 
 def _check_state(name: str, generators: Generators, device: str) -> None:
-    """Before anything is replaced: a state that torch would not take leaves the streams as they are."""
+    """Called before anything is replaced: after an error the streams are as they were."""
     if device not in generators:
         raise ValueError(
             f"the state of random stream {name!r} holds no state of the {device.upper()}'s generator, and "

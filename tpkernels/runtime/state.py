@@ -1,4 +1,4 @@
-"""The one object that answers "who am I, and whom do I talk to"."""
+"""The parallel state of this process: its rank, its plan and its process groups."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 
-from tpkernels.topology.grid import Ranks
+from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import COMBINED_KINDS, GroupPlan, Kind
 
 
 class ParallelStateError(RuntimeError, AssertionError):
-    """Model parallelism is not set up, or not the way the caller believes.
+    """Model parallelism is not set up, or not as the caller expects.
 
-    An `AssertionError` too, because that is what Megatron raises and what existing code catches.
+    Also an `AssertionError`, which Megatron raises and existing code catches.
     """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParallelState:
-    """This process's place in a plan, with the process groups that it belongs to."""
+    """This process's rank in a plan, and the process groups that it belongs to."""
 
     rank: int
     plan: GroupPlan
@@ -58,7 +58,7 @@ class ParallelState:
 
 @dataclass(frozen=True, slots=True)
 class OnTheFly:
-    """What callers change while a program runs. None: as the plan has it, but for the virtual pipeline."""
+    """What callers have set while the program runs. None: as in the plan, except for the virtual pipeline."""
 
     tensor_size: int | None = None
     pipeline_size: int | None = None
@@ -72,11 +72,11 @@ class OnTheFly:
     split_rank: int | None = None
     virtual_size: int | None = None  # None: no virtual pipeline
     virtual_rank: int | None = None  # the virtual pipeline stage being worked on
-    virtual_rank_said: bool = False  # by a caller, rather than at the start
+    virtual_rank_said: bool = False  # set by a caller, not by `install`
 
 
 class _Slot:
-    """Process-wide on purpose: autograd and recomputation run on threads that inherit no context."""
+    """Process-wide, not a ContextVar: autograd and recomputation run on threads that inherit no context."""
 
     state: ParallelState | None = None
     on_the_fly: OnTheFly = OnTheFly()
@@ -117,7 +117,7 @@ def install(state: ParallelState) -> None:
 
 
 def uninstall() -> None:
-    """Forget the current state, and all that was changed on the fly."""
+    """Forget the current state, and all that was set on the fly."""
     _Slot.state = None
     _Slot.on_the_fly = OnTheFly()
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tpkernels.topology.grid import Ranks
-
-if TYPE_CHECKING:
-    from tpkernels.topology.plan import GroupPlan, Kind
+from tpkernels.topology.groups import Groups, Kind, Ranks
 
 NAMES: dict[Kind, str] = {
     "dp": "data_parallel",
@@ -24,7 +19,7 @@ LINE_WIDTH = 96
 MAX_MEMBERS = 16  # a longer group is shown by its first ranks and its last
 
 
-def shown_kinds(plan: GroupPlan) -> list[Kind]:
+def shown_kinds(plan: Groups) -> list[Kind]:
     """The kinds worth showing: always data, tensor and pipeline, the others where they say something."""
     kinds: list[Kind] = ["dp", "tp", "pp"]
     if plan.context > 1:
@@ -38,7 +33,7 @@ def shown_kinds(plan: GroupPlan) -> list[Kind]:
     return kinds
 
 
-def headline(plan: GroupPlan) -> str:
+def headline(plan: Groups) -> str:
     """World and sizes in one line."""
     sizes = [f"tensor {plan.tensor}", f"data {plan.data}", f"pipeline {plan.pipeline}"]
     if plan.context > 1:
@@ -58,7 +53,7 @@ def group_text(ranks: Ranks) -> str:
     return "[" + ", ".join(_shortened(ranks, "g")) + "]"
 
 
-def describe(plan: GroupPlan, *, max_groups: int) -> str:
+def describe(plan: Groups, *, max_groups: int) -> str:
     """Every group of every kind worth showing, and which ranks hold each copy of the model."""
     lines = [headline(plan), ""]
     for kind in shown_kinds(plan):
@@ -82,7 +77,7 @@ def describe(plan: GroupPlan, *, max_groups: int) -> str:
     return "\n".join(lines)
 
 
-def describe_rank(plan: GroupPlan, rank: int) -> str:
+def describe_rank(plan: Groups, rank: int) -> str:
     """One rank's place: its position in each kind of group."""
     width = max(len(NAMES[kind]) for kind in shown_kinds(plan))
     lines = [f"rank {rank} of {plan.world_size}"]

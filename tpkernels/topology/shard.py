@@ -1,22 +1,44 @@
-"""Which rows or columns of a whole weight a rank holds: Megatron's split, with strides.
+"""Which rows or columns of a weight each rank holds; which ids of a vocabulary; which heads.
 
-A dimension is cut into ranks x stride equal pieces; rank r holds pieces r, r + ranks, r + 2 ranks, ... With
-stride 1 that is one run of neighbours. A larger stride keeps together what several weights, stacked in one,
-have for the same rank.
+A dimension is split into ranks x stride equal ranges; rank r holds ranges r, r + ranks, r + 2 ranks, ...
+With stride 1 that is one contiguous range. A stride of n is for n weights concatenated in one: each of them
+is split.
 
->>> pieces_of(1, size=8, ranks=2)
+>>> ranges_of(1, size=8, ranks=2)
 (range(4, 8),)
->>> [row for piece in pieces_of(0, size=8, ranks=2, stride=2) for row in piece]
+>>> [row for each in ranges_of(0, size=8, ranks=2, stride=2) for row in each]
 [0, 1, 4, 5]
+
+A vocabulary need not be a multiple of the ranks: its table is padded. Each rank holds the same number of
+rows; rows past the last id are padding, and the last ranks may hold nothing else.
+
+>>> split = split_vocabulary(7, ranks=4)
+>>> split.padded_size, split.shard_size
+(8, 2)
+>>> [list(split.ids_of(rank)) for rank in range(4)]
+[[0, 1], [2, 3], [4, 5], [6]]
+>>> split_vocabulary(50257, ranks=2, divisible_by=128).padded_size
+50432
+
+Query heads are a multiple of the ranks. Heads of keys and values may be fewer than the ranks.
+
+>>> head_size_of(64, num_heads=8)
+8
+>>> require_heads(8, num_kv_heads=2, head_size=8, ranks=4)
+>>> require_heads(8, num_kv_heads=8, head_size=8, ranks=3)
+Traceback (most recent call last):
+ValueError: num_heads: expected a multiple of the 3 tensor-parallel ranks, got 8
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tpkernels.topology.sizes import InvalidSizes, positive
 
 
 def shard_size(size: int, ranks: int, name: str = "size", stride: int = 1) -> int:
-    """How much of a dimension each rank holds.
+    """Size of one rank's shard of a dimension.
 
     name: of the dimension, for the error where ranks x stride do not divide it
     """
@@ -31,9 +53,87 @@ def shard_size(size: int, ranks: int, name: str = "size", stride: int = 1) -> in
     return size // ranks
 
 
-def pieces_of(rank: int, *, size: int, ranks: int, stride: int = 1, name: str = "size") -> tuple[range, ...]:
-    """The positions in the whole dimension that `rank` holds, in the order in which it holds them."""
+def ranges_of(rank: int, *, size: int, ranks: int, stride: int = 1, name: str = "size") -> tuple[range, ...]:
+    """The ranges of the full dimension that `rank` holds, in the order of its shard."""
     length = shard_size(size, ranks, name, stride) // stride
     if not 0 <= rank < ranks:
         raise InvalidSizes(f"rank {rank} is not in the tensor-parallel group: expected 0 to {ranks - 1}")
     return tuple(range(i * length, (i + 1) * length) for i in range(rank, ranks * stride, ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularySplit:
+    """`size` ids over `ranks` ranks, each with `shard_size` rows."""
+
+    size: int
+    ranks: int
+    shard_size: int
+
+    @property
+    def padded_size(self) -> int:
+        """Rows of the full table."""
+        return self.shard_size * self.ranks
+
+    def rows_of(self, rank: int) -> range:
+        """The rows of the full table that `rank` holds, padding included."""
+        if not 0 <= rank < self.ranks:
+            raise InvalidSizes(
+                f"rank {rank} is not in the tensor-parallel group: expected 0 to {self.ranks - 1}"
+            )
+        return range(rank * self.shard_size, (rank + 1) * self.shard_size)
+
+    def ids_of(self, rank: int) -> range:
+        """The ids that `rank` holds; none if all of its rows are padding."""
+        rows = self.rows_of(rank)
+        return range(min(rows.start, self.size), min(rows.stop, self.size))
+
+
+def split_vocabulary(size: int, *, ranks: int, divisible_by: int = 1) -> VocabularySplit:
+    """Pad a vocabulary to a multiple of `divisible_by` x `ranks`, and split it into equal shards.
+
+    divisible_by: each rank's rows are a multiple of it: Megatron's `make_vocab_size_divisible_by`, there 128
+    """
+    size, ranks = positive(size, "vocabulary size"), positive(ranks, "ranks")
+    unit = positive(divisible_by, "divisible_by")
+    return VocabularySplit(size, ranks, shard_size=-(-size // (ranks * unit)) * unit)
+
+
+def head_size_of(
+    hidden_size: int, num_heads: int, head_size: int | None = None, *, rotary: bool = False
+) -> int:
+    """Features of a head: `head_size`, or hidden_size / num_heads. With rotary it must be even."""
+    if num_heads < 1:
+        raise ValueError(f"num_heads: expected at least one head, got {num_heads}")
+    if head_size is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_heads {num_heads}, got {hidden_size}; or pass "
+                "head_size"
+            )
+        head_size = hidden_size // num_heads
+    if head_size < 1 or (rotary and head_size % 2):
+        raise ValueError(
+            f"head_size: expected {'an even' if rotary else 'a positive'} number"
+            f"{' with rotary, which turns pairs of features' if rotary else ''}, got {head_size}"
+        )
+    return head_size
+
+
+def require_heads(num_heads: int, num_kv_heads: int, head_size: int, ranks: int) -> None:
+    """Ranks divide the query heads, and hold one or more heads of keys and values each, or share one."""
+    if num_heads % ranks:
+        raise ValueError(
+            f"num_heads: expected a multiple of the {ranks} tensor-parallel ranks, got {num_heads}"
+        )
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads: expected a divisor of num_heads {num_heads}, got {num_kv_heads}")
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads: expected a multiple or a divisor of the {ranks} tensor-parallel ranks, got "
+            f"{num_kv_heads}"
+        )
+    if num_kv_heads * head_size % ranks:
+        raise ValueError(
+            f"num_kv_heads: expected features that the {ranks} tensor-parallel ranks divide, got "
+            f"{num_kv_heads} heads of {head_size}"
+        )

@@ -1,4 +1,4 @@
-"""Checks on the numbers a user gives: one clear error for each way they can be wrong."""
+"""Checks of sizes and ranks: one clear error for each way in which they can be wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 class InvalidSizes(ValueError, RuntimeError, AssertionError):
-    """Sizes that no world can be split into.
+    """Sizes that a world cannot be split into.
 
     A `ValueError` by nature; also the `RuntimeError` and the `AssertionError` that Megatron's two
     initializers raise for the same mistake, so that existing `except` clauses still hold.

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 from tpkernels.topology import sizes as check
 from tpkernels.topology.draw import NAMES, group_text, headline, shown_kinds
-from tpkernels.topology.grid import Ranks
-
-if TYPE_CHECKING:
-    from tpkernels.topology.plan import GroupPlan, Kind
+from tpkernels.topology.groups import Groups, Kind, Ranks
 
 PURPOSES: dict[Kind, str] = {
     "tp": "one layer's weights are split over these ranks",
@@ -98,7 +94,7 @@ class _Panel:
     group_at: dict[int, int]
 
 
-def to_svg(plan: GroupPlan, *, gpus_per_node: int, max_nodes: int) -> str:
+def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int) -> str:
     """The groups of the first `max_nodes` nodes as an SVG document that needs nothing else."""
     machine = _machine(
         plan.world_size,
@@ -142,7 +138,7 @@ def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int) -> _Machine
     return _Machine(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note)
 
 
-def _panel(plan: GroupPlan, kind: Kind, ranks: range) -> _Panel:
+def _panel(plan: Groups, kind: Kind, ranks: range) -> _Panel:
     # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
     size = len(plan.group_of(0, kind))
     total = plan.count_groups(kind)

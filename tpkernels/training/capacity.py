@@ -17,7 +17,7 @@ from tpkernels.files import read_text
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.memory import GRADIENT, OPTIMIZER
 from tpkernels.planning.parameters import parameters_of_stage
-from tpkernels.training.trainer import TrainConfig
+from tpkernels.training.config import TrainConfig
 
 PROCESS = 100 * 2**20  # of memory that it shares with no other, once torch is imported; seen: 225 MiB
 

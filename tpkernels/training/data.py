@@ -46,8 +46,8 @@ class TokenFile:
 class Batches:
     """Random excerpts of a file, step by step.
 
-    The excerpts of a step depend on the seed and the step alone, and data ranks take theirs in turn: so
-    another number of ranks sees the same, and a run that goes on at step n sees what it would have seen.
+    The excerpts of a step depend on the seed and the step alone, and each data-parallel rank takes its share:
+    so another number of ranks sees the same, and a run that goes on at step n sees what it would have seen.
     """
 
     def __init__(self, file: TokenFile, *, batch: int, tokens: int, seed: int, rank: int, ranks: int) -> None:
@@ -62,7 +62,7 @@ class Batches:
         self._batch, self._own = batch, slice(rank * batch // ranks, (rank + 1) * batch // ranks)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Ids and the ids that come after them, (own part of the batch, tokens) each."""
+        """Ids and the ids that come after them, (excerpts of this rank, tokens) each."""
         # one generator a step: nothing has to be drawn again to reach it
         generator = torch.Generator().manual_seed((self._seed * 0x9E3779B1 + step) % 2**63)
         starts = torch.randint(len(self.file) - self._tokens, (self._batch,), generator=generator)

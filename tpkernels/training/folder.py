@@ -1,15 +1,17 @@
-"""The folder of a run's checkpoints: looked at before the first step, not after hours of them."""
+"""The files of a run: its folder of checkpoints, looked at before the first step, and its lines of JSON."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
-from tpkernels.files import unused
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.files import parsed, read_bytes, replace_text, unused
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 
 _ABANDONED = ".abandoned"
 
@@ -20,7 +22,7 @@ def checkpoint_of(folder: Path, done: int) -> Path:
 
 def prepare(folder: Path, *, resume: bool) -> None:
     """That checkpoints can be written into `folder`, or an error on all ranks; called by all of them."""
-    with together(f"--save {folder}"):
+    with raise_on_all_ranks(f"--save {folder}"):
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -40,7 +42,7 @@ def set_aside_after(folder: Path, done: int) -> None:
 
     There are some if a run died before `latest` named them, or if somebody wrote an earlier one into it.
     """
-    with together(f"--resume from {folder}, after {done} steps"):
+    with raise_on_all_ranks(f"--resume from {folder}, after {done} steps"):
         if dist.get_rank() == 0:
             for step, path in _steps(folder).items():
                 if step > done:
@@ -50,3 +52,33 @@ def set_aside_after(folder: Path, done: int) -> None:
 def _steps(folder: Path) -> dict[int, Path]:
     named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in named if match}
+
+
+def opened_after(path: Path, done: int) -> tuple[TextIO, str]:
+    """Where lines after so many steps are written, and what there is to say of the lines before.
+
+    What a run wrote beyond its last checkpoint is dropped, for those steps are made again. Lines that hold no
+    step, as a run leaves one that is killed while it writes, stay in a copy of the file.
+    """
+    said = ""
+    if done and path.is_file():
+        lines = read_bytes(path).decode("utf-8", errors="replace").split("\n")
+        steps = [_step_of(line) for line in lines]
+        damaged = [number for number, step in enumerate(steps, start=1) if step is None and lines[number - 1]]
+        if damaged:
+            aside = unused(path.with_name(f"{path.name}.damaged"))
+            shutil.copy2(path, aside)
+            said = f"{path}: line {damaged[0]} holds no step; left out, and the file as it was is {aside}"
+        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= done]
+        replace_text(path.resolve(), "".join(f"{line}\n" for line in kept))
+        return path.open("a", encoding="utf-8"), said
+    return path.open("w", encoding="utf-8"), said
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        found = parsed(line)
+    except ValueError:
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) else None

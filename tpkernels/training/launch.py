@@ -1,4 +1,9 @@
-"""Ranks as processes of this machine: torchrun's environment, and one message when one of them fails."""
+"""Ranks as processes of this machine: torchrun's environment, and one message when one of them fails.
+
+torchrun's engine, `torch.distributed.launcher.api.elastic_launch`, would do as well, but its stores are open
+to other machines: with torch 2.13 `ss -ltnp` shows `*:PORT` in spite of `rdzv_endpoint="127.0.0.1:0"`, two
+ports of `rdzv_backend="c10d"` and one of "static".
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 
 LIFELINE = "TPKERNELS_LIFELINE"  # a pipe that ends with the launcher
 GRACE_SECONDS = 10.0  # between asking the others to end and making them
@@ -77,6 +83,21 @@ def loopback_store() -> TCPStore:
 def _loopback_interface() -> str:
     """Its name: lo on Linux, lo0 elsewhere; "" where there is neither."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+
+
+def join_world(backend: str, timeout: timedelta | None = None) -> None:
+    """As `init_process_group(backend)`, also in a process that torchrun has restarted.
+
+    A restart meets no process of the attempt before.
+
+    timeout: of each collective; by default the backend's own
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # torchrun keeps its store over restarts, and with it addresses of processes that are dead. On several
+        # machines each counts its own restarts, so that the number cannot tell attempts apart.
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def hold_lifeline() -> None:

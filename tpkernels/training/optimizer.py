@@ -1,4 +1,4 @@
-"""AdamW whose states are split over data-parallel ranks: each updates its part, then all get the whole.
+"""AdamW whose states are split over data-parallel ranks: each updates its shard, then all gather.
 
 Gradients are reduced in buckets during backward, and each rank keeps its shard of each. States and a copy of
 the parameters are fp32 and exist for that shard only: 12 bytes an element, divided by the number of ranks.
@@ -17,7 +17,7 @@ from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.layers.attributes import Attributes
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState
-from tpkernels.training.phases import phase
+from tpkernels.training.profile import phase
 
 STATES = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # a parameter in fp32
@@ -81,7 +81,7 @@ class ShardedAdamW:
         return norm
 
     def tensors(self) -> list[Tensor]:
-        """What this rank keeps: its part of the fp32 copies, and Adam's states of it."""
+        """What this rank keeps: its shard of the fp32 copies, and Adam's states of it."""
         states = [tensor for state in self._adam.state.values() for tensor in state.values()]
         return [*self._shards, *states]
 
@@ -138,7 +138,7 @@ class ShardedAdamW:
 
     @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Over the whole model: shards of all data ranks, parts of all tensor ranks, copies once."""
+        """Over the whole model: shards of all data and tensor ranks, replicated parameters once."""
         square = torch.zeros(1, dtype=torch.float64, device=gradients[0].device)
         for gradient, counted in zip(gradients, self._counted, strict=True):
             for run in counted:

@@ -1,4 +1,4 @@
-"""A trace of one step of each rank, for chrome://tracing or ui.perfetto.dev."""
+"""Names for the parts of a step, and a trace of one step for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 WARM_UP = 3  # the first steps learn the buckets' order and touch memory that later ones have
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """`with phase("forward"):`, or a decorator; on GPUs also a range of NVTX."""
+    named = f"tpkernels: {name}"
+    with record_function(named):
+        if not torch.cuda.is_available():
+            yield
+            return
+        with torch.cuda.nvtx.range(named):
+            yield
 
 
 class StepProfile:

@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -15,18 +16,19 @@ import torch
 import torch.distributed as dist
 
 from tpkernels.interop import dcp
-from tpkernels.interop.raise_on_all_ranks import together
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
 from tpkernels.training.capacity import require_room
-from tpkernels.training.folder import set_aside_after
-from tpkernels.training.metrics import opened_after
-from tpkernels.training.report import facts_of, pictures_of, write
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.folder import opened_after, set_aside_after
+from tpkernels.training.launch import join_world
+from tpkernels.training.profile import StepProfile
+from tpkernels.training.report import write
 from tpkernels.training.step_trace import traced
-from tpkernels.training.trainer import StepReport, TrainConfig, Trainer
-from tpkernels.training.world import join_world
+from tpkernels.training.trainer import StepReport, Trainer
 
 # Of a loss, after a few steps whose gradients are added in another order.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -77,14 +79,10 @@ class Session:
             signal.signal(signal.SIGTERM, self._note_signal)
         world = dist.get_world_size()
         self._state = create_parallel_state(plan_groups(world_size=world, tensor=tensor))
-        with together(f"train on {world} ranks"):
+        with raise_on_all_ranks(f"train on {world} ranks"):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             require_room(config, tensor, world // tensor, local=local, device=self.device)
         self.trainer = Trainer(config, self._state, self.device)
-
-    @property
-    def tolerance(self) -> float:
-        return _TOLERANCES[self.config.dtype]
 
     def say(self, text: str) -> None:
         """Once, by the first rank."""
@@ -103,7 +101,7 @@ class Session:
 
     def resume(self, folder: Path) -> None:
         """Go on from the last checkpoint that was completed in `folder`, if there is one."""
-        with together(f"--resume from {folder}"):
+        with raise_on_all_ranks(f"--resume from {folder}"):
             found = dcp.latest(folder)
         if found is None:
             set_aside_after(folder, 0)
@@ -137,7 +135,7 @@ class Session:
     def lines(self, path: Path) -> TextIO | None:
         """Where the first rank writes a line for each step to come; called by all ranks."""
         opened, said = None, ""
-        with together(f"--json {path}"):
+        with raise_on_all_ranks(f"--json {path}"):
             if self.rank == 0:
                 opened, said = opened_after(path, self.trainer.done)
         if said:
@@ -164,9 +162,11 @@ class Session:
 
     def write_page(self, path: Path, reports: Sequence[StepReport], sample: str) -> str:
         """A page about the run and its pictures beside it; returns what to say of these."""
-        plan, title = self._state.plan, f"Training from {self.config.data}"
-        known = [("run", self.describe()), *facts_of(reports), ("torch", str(torch.__version__))]
-        return write(path, title, known, pictures_of(reports, self._recorded, plan), plan, sample)
+        title, known = (
+            f"Training from {self.config.data}",
+            [("run", self.describe()), ("torch", torch.__version__)],
+        )
+        return write(path, title, reports, self._recorded, self._state.plan, known=known, sample=sample)
 
     def require_proof(self) -> None:
         """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
@@ -191,6 +191,33 @@ class Session:
             raise ValueError(
                 f"sample: expected at most {model.max_positions} bytes with the prompt, got {length}"
             )
+
+    def profile(self, folder: Path, step: int | None) -> StepProfile:
+        """Of one of the steps that are to come, or a word that it is none of these."""
+        trainer = self.trainer
+        profile = StepProfile(folder, self.rank, done=trainer.done, steps=self.config.steps, step=step)
+        trainer.step_context = profile
+        if not profile.comes:
+            self.say(profile.outcome())
+        return profile
+
+    def prove(self, losses: Sequence[float]) -> str:
+        """Print losses of the first steps beside those of other layouts, and return a line about them.
+
+        An error if they differ by more than rounding.
+        """
+        count = len(losses)
+        other = self.losses(count, replace(self.config, overlap=not self.config.overlap), self.tensor)
+        alone = self.losses(count, replace(self.config, sequence_parallel=False), 1)
+        self.say(f"\n  step  {self.tensor} ranks      the other overlap  unsharded")
+        worst, allowed = 0.0, _TOLERANCES[self.config.dtype]
+        for step, row in enumerate(zip(losses, other, alone, strict=True), start=1):
+            self.say(f"  {step:<4}  " + "  ".join(f"{loss:<15.7f}" for loss in row))
+            worst = max(worst, *(abs(loss - row[0]) / abs(row[0]) for loss in row[1:]))
+        self.say(f"  largest difference {worst:.1e} of the loss; allowed {allowed:.0e}")
+        if not worst <= allowed:
+            raise RuntimeError(f"sharded and unsharded losses differ by {worst:.1e}, expected {allowed:.0e}")
+        return f"losses of {count} steps agree with an unsharded run's within {worst:.0e}"
 
     def losses(self, steps: int, config: TrainConfig, tensor: int) -> list[float]:
         """Of the first steps of another run on the same ranks, with other sizes."""

@@ -76,7 +76,7 @@ def _recorded(step: Callable[[], Result]) -> tuple[Result, list[Span]]:
 def spans_of(rank: int, events: Sequence[Event], *, on_gpu: bool) -> list[Span]:
     """What a rank computed, by phase, and what it had in flight.
 
-    On a GPU kernels count, on a CPU operators of torch: what Python does between them is nobody's.
+    On a GPU kernels count, on a CPU operators of torch: what Python does between them does not.
     """
     nodes = _Nodes([event for event in events if event.name.startswith(_BACKWARD)])
     operators = [event for event in events if not event.on_device and not event.launched_by]

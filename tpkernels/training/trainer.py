@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -14,51 +13,16 @@ import torch
 
 from tpkernels.interop import dcp
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.block import Recompute
 from tpkernels.layers.watch import Copies, Watch
-from tpkernels.models.config import GPTConfig
 from tpkernels.models.gpt import GPT
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
+from tpkernels.training.config import TrainConfig, learning_rate
 from tpkernels.training.data import Batches, TokenFile
 from tpkernels.training.folder import checkpoint_of
 from tpkernels.training.optimizer import ShardedAdamW
-from tpkernels.training.phases import phase
-from tpkernels.training.schedule import learning_rate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """A run, but for the ranks that it runs on: they do not change what is learnt."""
-
-    model: GPTConfig
-    data: str
-    steps: int
-    batch: int  # excerpts a step, over all data ranks
-    tokens: int  # in an excerpt
-    accumulate: int = 1  # parts that a rank's batch is computed in
-    peak_rate: float = 1e-3
-    floor_rate: float = 1e-4
-    warmup: int = 10
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-    dropout: float = 0.0
-    seed: int = 1234
-    dtype: torch.dtype = torch.float32
-    recompute: Recompute = "none"
-    sequence_parallel: bool = False
-    overlap: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "tokens", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("warmup", "peak_rate", "floor_rate", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: expected a number of 0 or more, got {getattr(self, name)}")
-        if not self.max_norm > 0:
-            raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
+from tpkernels.training.profile import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +31,14 @@ class StepReport:
 
     step: int  # from 1
     loss: float
-    norm: float  # of the gradients, before it was cut
+    norm: float  # of the gradients, before clipping
     rate: float
     seconds: float
     tokens: int  # over all ranks
 
 
 class Trainer:
-    """One rank's part of a run."""
+    """What one rank does of a run."""
 
     def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
         self.config, self.state, self.device = config, state, device
@@ -113,10 +77,21 @@ class Trainer:
         self.optimizer = ShardedAdamW(self.model, state, weight_decay=config.weight_decay)
         self._watch = Watch()
         self.done = 0  # steps
-        self.around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+        self.step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+
+    @property
+    def around(self) -> Callable[[int], AbstractContextManager[None]]:
+        warnings.warn("Trainer.around is step_context now", DeprecationWarning, stacklevel=2)
+        return self.step_context
+
+    @around.setter
+    def around(self, context: Callable[[int], AbstractContextManager[None]]) -> None:
+        warnings.warn("Trainer.around is step_context now", DeprecationWarning, stacklevel=2)
+        self.step_context = context
 
     def step(self) -> StepReport:
-        with self.around(self.done + 1):
+        """The next step, within `step_context` of its number, from 1."""
+        with self.step_context(self.done + 1):
             return self._step()
 
     def _step(self) -> StepReport:
@@ -129,13 +104,13 @@ class Trainer:
             floor=config.floor_rate,
         )
         self.optimizer.zero()
-        ids, targets = (part.to(self.device) for part in self.batches.at(self.done))
+        ids, targets = (rows.to(self.device) for rows in self.batches.at(self.done))
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        parts = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
-        for number, (some_ids, some_targets) in enumerate(parts, start=1):
-            with nullcontext() if number == len(parts) else self.optimizer.no_sync():
+        microbatches = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
+        for number, (own_ids, own_targets) in enumerate(microbatches, start=1):
+            with nullcontext() if number == len(microbatches) else self.optimizer.no_sync():
                 with phase("forward"):
-                    loss = self.model(some_ids, some_targets) / len(parts)
+                    loss = self.model(own_ids, own_targets) / len(microbatches)
                 with phase("backward"):
                     loss.backward()
             total += loss.detach()
@@ -149,7 +124,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
-        self._watch.look(self._copies())  # it keeps one rank's
+        self._watch.look(self._copies())  # a checkpoint keeps one rank's
         path = checkpoint_of(folder, self.done)
         extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
@@ -157,12 +132,12 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, which any number of ranks may have written; called by all ranks."""
-        whole = self.optimizer.blank()
+        full = self.optimizer.blank()
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message=".*random streams stay as they are"
             )  # they do not: see below
-            extra = dcp.load(path, self.model, whole, state=self.state)
+            extra = dcp.load(path, self.model, full, state=self.state)
         ours = self._batches()
         if not isinstance(extra, dict) or not {"done", "ranks", *ours} <= extra.keys():
             raise ValueError(
@@ -175,13 +150,13 @@ class Trainer:
                     "go on with other batches"
                 )
         self.done = extra["done"]
-        self.optimizer.take(whole)
+        self.optimizer.take(full)
         if extra["ranks"] != self._ranks():
             with use(self.state):  # streams of other ranks cannot go on, and must not begin again
                 manual_seed((self.config.seed + 0x9E3779B1 * self.done) % 2**62)
 
     def _copies(self) -> Copies:
-        """What tensor-parallel ranks hold alike."""
+        """What is replicated over tensor-parallel ranks."""
         parameters = [p for p in self.model.parameters() if not Attributes.of(p).tensor_model_parallel]
         return self.state.ranks("tp"), parameters
 

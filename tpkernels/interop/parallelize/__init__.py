@@ -1,4 +1,11 @@
-"""A model of torch's own layers, split over tensor-parallel ranks in place."""
+"""A model of torch's own layers, split over tensor-parallel ranks in place.
+
+plan      patterns of module names, and what becomes of the modules that match
+swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
+trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
+          and gradients are the unsharded model's (verify)
+buffers   what a model on the meta device needs when it gets memory
+"""
 
 from __future__ import annotations
 
@@ -6,12 +13,11 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.buffers import remember_buffers
-from tpkernels.interop.parallelize.partial import sum_gradients
+from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.plan import Plan
-from tpkernels.interop.parallelize.swaps import carry_out, planned
-from tpkernels.interop.parallelize.ties import keep_ties
+from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
 from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
+from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
 
@@ -24,35 +30,25 @@ def parallelize(
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
 ) -> nn.Module:
-    """Swap layers for those that hold this rank's part of the weights; returns the same model.
+    """Replace layers by those that hold this rank's shard of the weights; returns the same model.
 
-    Called by all ranks of the tensor-parallel group. Before anything is swapped, ranks compare names, shapes
-    and plan, and a twin of the model is split and compared with the model; a plan that does not fit is an
-    error that names the module, on all of them. Build the optimizer, and register hooks, afterwards: the
-    parameters are new ones.
+    Called by all ranks of the tensor-parallel group. Before anything is replaced, ranks compare names, shapes
+    and plan, and a copy of the model is split and compared with the model; a plan that does not fit is an
+    error that names the module, on all of them. Build the optimizer, wrap the model and register hooks
+    afterwards: the parameters are new ones.
 
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     plan: what becomes of which module: see `.plan`; `tpkernels.interop.huggingface` has some
-    weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; those on
-        the meta device are neither
+    weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
+        the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
-        few ids or features where these will do, and for models of up to 2**27 parameters. False: not at all
+        few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
+        comparison
     """
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    request = f"parallelize(plan={plan}, weights={weights!r})"
-    problem: Exception | None = None
-    try:
-        if weights not in ("check", "broadcast"):
-            raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
-        require_verify(verify)
-        planned(model, plan, world)
-    except (ValueError, TypeError) as error:
-        problem = error
-    agree_on(f"{request}: {problem}" if problem else request, named, world.group)
-    if problem:  # the same on all ranks
-        raise problem
+    _require_request(model, plan, weights, verify, named, world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
@@ -62,6 +58,30 @@ def parallelize(
     remember_buffers(model)
     keep_ties(model)
     return model
+
+
+def _require_request(
+    model: nn.Module,
+    plan: Plan,
+    weights: object,
+    verify: object,
+    named: list[tuple[str, Tensor]],
+    world: TensorWorld,
+) -> None:
+    """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
+    request = f"parallelize(plan={plan}, weights={weights!r})"
+    problem: Exception | None = None
+    try:
+        if weights not in ("check", "broadcast"):
+            raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
+        require_verify(verify)
+        refuse_wrapped("parallelize", model)
+        planned(model, plan, world)
+    except (ValueError, TypeError) as error:
+        problem = error
+    agree_on(f"{request}: {problem}" if problem else request, named, world.group)
+    if problem:  # the same on all ranks
+        raise problem
 
 
 def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:

@@ -1,7 +1,10 @@
-"""Buffers that no checkpoint holds, of a model built on the meta device: computed again, or refused.
+"""What `to_empty` forgets of a model that was built on the meta device: tied weights, and some buffers.
 
-`to_empty` leaves them with arbitrary numbers, and no file brings others. What computes them again: the
-`_init_weights` of `transformers`, `reset_parameters`, or the module's class with its config.
+`to_empty` gives each module a parameter of its own. Here modules that shared one share one again.
+
+It leaves non-persistent buffers with arbitrary numbers, and no checkpoint holds them. They are computed
+again by the `_init_weights` of `transformers`, by `reset_parameters`, or by the module's class with its
+config; a module whose buffers none of these computes refuses to run until they are set.
 """
 
 from __future__ import annotations
@@ -14,18 +17,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
+
+
+def keep_ties(model: nn.Module) -> None:
+    """Let parameters on the meta device that modules share stay shared when they get memory."""
+    places: dict[int, list[Place]] = {}
+    for owner in model.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                places.setdefault(id(parameter), []).append((owner, name))
+    shared = [each for each in places.values() if len(each) > 1]
+    if shared:
+        inner = vars(model).get("_apply")
+        model._apply = partial(_apply_and_tie, model, inner, shared)  # type: ignore[method-assign]
+
+
+def _apply_and_tie(
+    model: nn.Module,
+    inner: Callable[..., nn.Module] | None,
+    shared: list[list[Place]],
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    """The model's `_apply`, which `to_empty`, `to` and their like call."""
+    tied = [places for places in shared if len({id(owner._parameters[name]) for owner, name in places}) == 1]
+    inner(fn, recurse) if inner else type(model)._apply(model, fn, recurse)
+    for (first, short), *others in tied:
+        for owner, name in others:
+            owner._parameters[name] = first._parameters[short]
+    return model
+
 
 def remember_buffers(model: nn.Module) -> None:
-    """Have non-persistent buffers on the meta device filled once they get memory, or refuse to run."""
+    """Let non-persistent buffers on the meta device be filled when they get memory, or refuse to run."""
     filled: dict[nn.Module, list[str]] = {}
     for prefix, owner in model.named_modules():
-        names = [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
-        names = [name for name in names if name in owner._non_persistent_buffers_set]
+        names = [
+            name
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
+        ]
         if not names:
             continue
         filled[owner] = names
         later = _Later(prefix, {name: None for name in names} | _computed(model, prefix, owner, names))
-        owner._apply = partial(_apply, owner, later)
+        owner._apply = partial(_apply_and_fill, owner, later)
         if None in later.values.values():
             for module in {model, owner}:
                 module.register_forward_pre_hook(later.require_set)
@@ -34,10 +71,10 @@ def remember_buffers(model: nn.Module) -> None:
 
 
 class _Later:
-    """Of one module.
+    """Buffers of one module that are to be filled.
 
-    values: of its buffers; None: nobody knows
-    unset: buffers that hold arbitrary numbers, and how often they were written to by then
+    values: by name; None: not known
+    unset: buffers that hold arbitrary numbers, each with its version when it got them
     """
 
     def __init__(self, prefix: str, values: dict[str, Tensor | None]) -> None:
@@ -45,12 +82,12 @@ class _Later:
         self.values = values
         self.unset: dict[str, tuple[nn.Module, Tensor, int]] = {}
 
-    def holds_nothing(self, owner: nn.Module, name: str) -> bool:
+    def is_unset(self, owner: nn.Module, name: str) -> bool:
         buffer = owner._buffers[name]
         if buffer is None or name not in self.unset:
             return False
-        _, was, writes = self.unset[name]
-        return buffer is was and buffer._version == writes
+        _, unset, version = self.unset[name]
+        return buffer is unset and buffer._version == version
 
     def fill(self, owner: nn.Module, name: str) -> None:
         buffer, value = owner._buffers[name], self.values[name]
@@ -63,9 +100,9 @@ class _Later:
         self.unset[name] = owner, buffer, buffer._version
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose tensors count anew."""
-        empty = {n: where for n, where in self.unset.items() if self.holds_nothing(where[0], n)}
-        return vars(self) | {"unset": empty}
+        """For copies, whose tensors start at version 0."""
+        unset = {name: where for name, where in self.unset.items() if self.is_unset(where[0], name)}
+        return vars(self) | {"unset": unset}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -73,7 +110,7 @@ class _Later:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def require_set(self, *_: Any) -> None:
-        names = [name for name, (owner, _, _) in self.unset.items() if self.holds_nothing(owner, name)]
+        names = [name for name, (owner, _, _) in self.unset.items() if self.is_unset(owner, name)]
         if names:
             full = ", ".join(f"'{self.prefix}.{name}'" if self.prefix else f"'{name}'" for name in names)
             raise RuntimeError(
@@ -84,15 +121,15 @@ class _Later:
 
 
 @torch.no_grad()
-def _apply(
+def _apply_and_fill(
     owner: nn.Module, later: _Later, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """What `to_empty`, `to` and their like call, in place of the module's own."""
+    """The module's `_apply`, which `to_empty`, `to` and their like call."""
     empty = [
         name
         for name in later.values
         if (buffer := owner._buffers.get(name)) is not None
-        and (buffer.is_meta or later.holds_nothing(owner, name))
+        and (buffer.is_meta or later.is_unset(owner, name))
     ]
     type(owner)._apply(owner, fn, recurse)
     for name in empty:
@@ -105,11 +142,11 @@ def _apply(
 def _to_empty(
     model: nn.Module, filled: dict[nn.Module, list[str]], *, device: Any, recurse: bool = True
 ) -> nn.Module:
-    """torch's, which would empty buffers, too, that are there already.
+    """torch's `to_empty`, which alone would also empty buffers that have values.
 
-    filled: buffers that are not, by module: `_apply` sees to them
+    filled: by module, the buffers that `_apply_and_fill` fills
     """
-    there = [
+    valued = [
         (owner, name, buffer)
         for owner in model.modules()
         for name, buffer in owner._buffers.items()
@@ -117,7 +154,7 @@ def _to_empty(
     ]
     type(model).to_empty(model, device=device, recurse=recurse)
     with torch.no_grad():
-        for owner, name, buffer in there:
+        for owner, name, buffer in valued:
             emptied = owner._buffers[name]
             assert emptied is not None
             emptied.copy_(buffer)
@@ -126,19 +163,19 @@ def _to_empty(
 
 def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str]) -> dict[str, Tensor]:
     """Values on the CPU, of all of these buffers or of none."""
-    for computing in _ways(model, prefix, owner):
-        empty = _without_values(owner, names)
-        before = {name: (empty._buffers[name], _writes(empty, name)) for name in names}
+    for compute in _ways(model, prefix, owner):
+        empty = _writable_copy(owner, names)
+        before = {name: (empty._buffers[name], _version(empty, name)) for name in names}
         try:
             with torch.random.fork_rng(), torch.device("cpu"), torch.no_grad():
-                made = computing(empty)
-        except Exception:  # it needs what is not there; the next way may not
+                made = compute(empty)
+        except Exception:  # it may need a real parameter, for instance; another way may not
             continue
         found = made if isinstance(made, nn.Module) else empty
         values: dict[str, Tensor] = {}
-        for name, (buffer, writes) in before.items():
+        for name, (buffer, version) in before.items():
             value, expected = found._buffers.get(name), owner._buffers[name]
-            written = value is not buffer or _writes(found, name) > writes
+            written = value is not buffer or _version(found, name) > version
             if value is not None and expected is not None and written and value.shape == expected.shape:
                 values[name] = value
         if len(values) == len(names):
@@ -147,9 +184,9 @@ def _computed(model: nn.Module, prefix: str, owner: nn.Module, names: list[str])
 
 
 def _ways(model: nn.Module, prefix: str, owner: nn.Module) -> Iterator[Callable[[nn.Module], Any]]:
-    """What may write the buffers of a module like `owner`, or return another that has them."""
+    """Functions of a module like `owner` that may write its buffers, or return a module that has them."""
     steps = prefix.split(".") if prefix else []
-    for length in range(len(steps), -1, -1):  # the nearest knows best
+    for length in range(len(steps), -1, -1):  # the nearest ancestor first
         ancestor = model.get_submodule(".".join(steps[:length]))
         if callable(init := getattr(ancestor, "_init_weights", None)):
             yield init
@@ -159,7 +196,7 @@ def _ways(model: nn.Module, prefix: str, owner: nn.Module) -> Iterator[Callable[
         yield lambda empty: type(owner)(empty.config)
 
 
-def _without_values(owner: nn.Module, names: list[str]) -> nn.Module:
+def _writable_copy(owner: nn.Module, names: list[str]) -> nn.Module:
     """A copy whose parameters stay on the meta device, and whose buffers can be written to."""
     memo: dict[int, Any] = {}
     for name in names:
@@ -169,6 +206,6 @@ def _without_values(owner: nn.Module, names: list[str]) -> nn.Module:
     return deepcopy(owner, memo)
 
 
-def _writes(module: nn.Module, name: str) -> int:
+def _version(module: nn.Module, name: str) -> int:
     buffer = module._buffers.get(name)
     return -1 if buffer is None else buffer._version

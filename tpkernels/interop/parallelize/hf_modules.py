@@ -1,4 +1,8 @@
-"""Layers that take the place of torch's: called as those are, with this rank's part of their weights."""
+"""Layers that replace `nn.Linear`, `nn.Embedding` and `Conv1D`: called alike, with a shard of the weights.
+
+`Conv1D` is the linear layer of GPT-2 in `transformers`. Parameters are on the meta device until the caller
+sets them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,59 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
-from tpkernels.topology.shard import shard_size
-from tpkernels.topology.vocabulary import split_vocabulary
+from tpkernels.topology.shard import shard_size, split_vocabulary
 
 # Dynamo cannot trace transfers: its graph ends before this one.
 _gather = torch.compiler.disable(ops.vocab_gather)
+
+
+def replacement(kind: str, old: nn.Module, *, stacked: int, state: State) -> nn.Module:
+    """The layer for `old`.
+
+    kind: column, row, head or embedding
+    stacked: as in `Split`
+    """
+    out_features, in_features = oriented_weight(old).shape
+    bias = old._parameters.get("bias") is not None
+    if isinstance(old, nn.Embedding):
+        padding = old.padding_idx
+        return VocabParallelEmbedding(
+            out_features, in_features, padding_idx=padding, state=state, device="meta"
+        )
+    if kind == "head":
+        return HeadLinear(in_features, out_features, bias=bias, state=state)
+    if kind == "column":
+        if is_conv1d(old):
+            return ColumnConv1D(in_features, out_features, stride=stacked, state=state)
+        return ColumnLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            gather_output=False,
+            stride=stacked,
+            state=state,
+            device="meta",
+        )
+    if is_conv1d(old):
+        return RowConv1D(in_features, out_features, state=state)
+    return RowLinear(in_features, out_features, bias=bias, input_is_parallel=True, state=state, device="meta")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the `Conv1D` of `transformers`, whose weight is (in_features, out_features)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
+
+
+def oriented_weight(module: nn.Module, weight: Tensor | None = None) -> Tensor:
+    """(out_features, in_features) of the module's weight, or of a tensor that lies as it does; and back."""
+    if weight is None:
+        assert isinstance(module.weight, Tensor)
+        weight = module.weight
+    return weight.t() if is_conv1d(module) else weight
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -32,22 +81,21 @@ class RowLinear(RowParallelLinear):
 
 
 class ColumnConv1D(ParallelModule):
-    """Called like the Conv1D of `transformers`, a linear layer; returns this rank's features.
+    """Called like Conv1D; returns this rank's features.
 
-    The weight lies as it does there, (in_features, out_features / R), so that checkpoints fit it.
+    The weight keeps Conv1D's layout, (in_features, out_features / R), so that checkpoints fit.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter
 
     def __init__(self, in_features: int, out_features: int, *, stride: int, state: State) -> None:
-        """The weights are left for the caller to set."""
         super().__init__(state)
         self.in_features = in_features
         own = shard_size(out_features, self.world.size, "out_features", stride)
         columns, split = Attributes(True, 1, stride), Attributes(True, 0, stride)
-        self.add_parameter("weight", (in_features, own), columns, device="meta", dtype=None)
-        self.add_parameter("bias", (own,), split, device="meta", dtype=None)
+        self.add_parameter("weight", (in_features, own), columns, device="meta")
+        self.add_parameter("bias", (own,), split, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features / R)"""
@@ -57,18 +105,17 @@ class ColumnConv1D(ParallelModule):
 
 
 class RowConv1D(ParallelModule):
-    """Called like the Conv1D of `transformers`, with this rank's features; the weight as it lies there."""
+    """Called like Conv1D, with this rank's features; the weight is (in_features / R, out_features)."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
     def __init__(self, in_features: int, out_features: int, *, state: State) -> None:
-        """The weights are left for the caller to set."""
         super().__init__(state)
         self.own_features = shard_size(in_features, self.world.size, "in_features")
         rows = Attributes(True, 0)
-        self.add_parameter("weight", (self.own_features, out_features), rows, device="meta", dtype=None)
-        self.add_parameter("bias", (out_features,), Attributes(), device="meta", dtype=None)
+        self.add_parameter("weight", (self.own_features, out_features), rows, device="meta")
+        self.add_parameter("bias", (out_features,), Attributes(), device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features / R) -> (..., out_features)"""
@@ -77,33 +124,20 @@ class RowConv1D(ParallelModule):
 
 
 class HeadLinear(ParallelModule):
-    """Called like nn.Linear; returns all features, which ranks need not divide: padding is cut off."""
+    """Called like nn.Linear; returns all features. Their number need not be a multiple of the ranks."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        state: State,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """The weights are left for the caller to set."""
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, state: State) -> None:
         super().__init__(state)
         self.in_features = in_features
         self.out_features = out_features
         self.split = split_vocabulary(out_features, ranks=self.world.size)
         marked = Attributes(tensor_model_parallel=True, partition_dim=0)
         rows = self.split.shard_size
-        self.add_parameter("weight", (rows, in_features), marked, device=device, dtype=dtype)
-        if bias:
-            self.add_parameter("bias", (rows,), marked, device=device, dtype=dtype)
-        else:
-            self.register_parameter("bias", None)
+        self.add_parameter("weight", (rows, in_features), marked, device="meta")
+        self.add_parameter("bias", (rows,) if bias else None, marked, device="meta")
 
     def forward(self, input_: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""

@@ -1,13 +1,16 @@
-"""Plans of how a model is split: patterns of module names, and what becomes of the modules that fit.
+"""Plans of how a model is split: patterns of module names, and what becomes of the modules that match.
 
-    column      nn.Linear whose output features are split; what follows gets this rank's
-    row         nn.Linear whose input features are split already; its output is whole
+    column      nn.Linear whose output features are split; the next module gets this rank's features
+    row         nn.Linear whose input features are split already; its output has all features
     head        nn.Linear whose output features are split and gathered: any number of them
     embedding   nn.Embedding whose rows are split: any number of them
     partial     any module that is kept and works on this rank's features: gradients are summed over ranks
     replicated  any module that is kept and works on full features, wherever it stands
 
-Patterns are those of `fnmatch`: * stands for anything, dots too.
+Patterns are those of `fnmatch`: * matches anything, dots too. `llama_plan` and `gpt2_plan` are for models of
+`transformers`. Their attention infers the number of heads, `view(..., -1, head_dim)`, so that each rank
+works on its own heads. A head is never split: the number of heads of keys and values must be a multiple of
+the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -28,8 +31,8 @@ KEPT = ("partial", "replicated")
 class Split:
     """One of the kinds, in detail.
 
-    unit: features that may not be parted, such as those of an attention head
-    stacked: so many weights lie one after the other in one, and each is split; column only
+    unit: features that stay on one rank, such as those of an attention head
+    stacked: how many weights are concatenated in this one; each of them is split; column only
     """
 
     kind: Kind
@@ -39,7 +42,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Divided:
-    """A module that is kept, but has a number of features in an attribute: each rank has its part of them."""
+    """A module that is kept, with a number of features or heads in an attribute that ranks divide."""
 
     attribute: str
 
@@ -48,7 +51,7 @@ class Divided:
 class Kept:
     """A module whose parameters every rank keeps: "partial" or "replicated".
 
-    partial: each rank's gradient is a term of the sum, for it sees this rank's features only
+    partial: each rank sees its own features only, so that its gradient is one term of a sum
     """
 
     partial: bool
@@ -65,7 +68,7 @@ class Match:
 
 
 def matches(model: nn.Module, plan: Plan) -> list[Match]:
-    """What the plan says of which module; an error names a pattern without module, or a module with two."""
+    """The plan's entry for each module; an error names a pattern without module, or a module with two."""
     if not plan:
         raise ValueError("plan: expected at least one pattern, got none")
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
@@ -82,6 +85,40 @@ def matches(model: nn.Module, plan: Plan) -> list[Match]:
             if other != pattern:
                 raise ValueError(f"plan: '{name}' fits both {other!r} and {pattern!r}; make one narrower")
     return [match for _, match in found.values()]
+
+
+def llama_plan(config: Any) -> Plan:
+    """For a `LlamaForCausalLM`; without "lm_head", for a `LlamaModel`.
+
+    config: its LlamaConfig
+    """
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "*embed_tokens": "embedding",
+        "*.self_attn.[qkv]_proj": Split("column", unit=head),
+        "*.self_attn.o_proj": Split("row", unit=head),
+        "*.mlp.gate_proj": "column",
+        "*.mlp.up_proj": "column",
+        "*.mlp.down_proj": "row",
+        "lm_head": "head",
+    }
+
+
+def gpt2_plan(config: Any) -> Plan:
+    """For a `GPT2LMHeadModel`; without "lm_head", for a `GPT2Model`.
+
+    config: its GPT2Config
+    """
+    head = config.n_embd // config.n_head
+    return {
+        "*wte": "embedding",
+        "*.attn": Divided("split_size"),
+        "*.attn.c_attn": Split("column", unit=head, stacked=3),
+        "*.attn.c_proj": Split("row", unit=head),
+        "*.mlp.c_fc": "column",
+        "*.mlp.c_proj": "row",
+        "lm_head": "head",
+    }
 
 
 def _entry(pattern: str, said: object) -> Split | Divided | Kept:

@@ -1,9 +1,10 @@
-"""Which parameters that all ranks keep see only this rank's features, found by a few tokens.
+"""Which replicated parameters see only this rank's features, found by one forward without communication.
 
-Gradients of a parameter between a column and a row, such as a norm of queries or keys, are terms of a sum. An
-unsharded model is called with a twin's columns cut to this rank's features, and rows given zeros for those of
-other ranks: nothing is sent. The graph that autograd records then tells which parameters lead to a row
-without passing a column. A model whose graph cannot be had is judged by where its modules stand.
+The gradient of a parameter between a column and a row layer, such as a norm of queries or keys, is a term of
+a sum over ranks. To find such parameters, a twin of the unsharded model is called: its column layers return
+this rank's features only, its row layers get zeros for the features of other ranks. In the graph that
+autograd records, a parameter is partial if a path leads from a row layer to it without passing a column
+layer. Without such a graph, parameters are judged by where their modules stand.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ Names = frozenset[str]
 
 
 def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> Names:
-    """Names of parameters whose gradients must be summed; an error names one that cannot be judged.
+    """Names of the parameters whose gradients must be summed; an error names one that cannot be judged.
 
-    seen: what `graph_of_rank` found
+    seen: from `graph_of_rank`: by name, whether a parameter sees this rank's features only
     """
-    swapped = {id(p) for swap in work.swaps for p in swap.old.parameters()}
+    replaced = {id(p) for swap in work.swaps for p in swap.old.parameters()}
     said = {id(p): partial for module, partial in work.kept.items() for p in module.parameters()}
     beside = {id(p) for module in _beside_split(model, work.swaps) for p in module._parameters.values()}
     names = []
     for name, parameter in model.named_parameters():
         key = id(parameter)
-        if key in swapped or not parameter.is_floating_point():
+        if key in replaced or not parameter.is_floating_point():
             continue
         if key not in said and name not in seen and key in beside:
             raise ValueError(
@@ -48,23 +49,23 @@ def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> N
 
 
 def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool]:
-    """Of each parameter that the twin uses, whether it sees this rank's features only.
+    """For each parameter that the twin uses: whether it sees this rank's features only.
 
-    work: of the twin; its numbers are divided by this call
+    work: of the twin, whose numbers this call divides
     """
-    entering: set[Node] = set()  # from the last to the first: into what ranks split, and out of it
-    leaving: set[Node] = set()
+    entering: set[Node] = set()  # walking backward: inputs of row layers, where features become split
+    leaving: set[Node] = set()  # and outputs of column layers, where they are full again
     roots: list[Tensor] = []
     running: list[str] = []
-    for module, attribute, part in work.divisions:
-        setattr(module, attribute, part)
+    for module, attribute, number in work.divisions:
+        setattr(module, attribute, number)
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(lambda _, __, name=name: running.append(name))
     for swap in work.swaps:
         if swap.kind == "column":
-            swap.old.register_forward_hook(_cut_to_rank(swap, leaving))
+            swap.old.register_forward_hook(_returns_shard(swap, leaving))
         elif swap.kind == "row":
-            swap.old.register_forward_pre_hook(_filled_up(swap, entering))
+            swap.old.register_forward_pre_hook(_pads_input(swap, entering))
             swap.old.register_forward_hook(lambda _, __, output: roots.append(output))
     for module in twin.modules():
         module.register_forward_hook(lambda *_: running.__delitem__(-1))
@@ -80,7 +81,7 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
         ) from error
     found = _walk([*output, *roots], entering, leaving)
     names = {id(p): name for name, p in twin.named_parameters()}
-    swapped = {id(p) for swap in work.swaps for p in swap.old.parameters()}
+    replaced = {id(p) for swap in work.swaps for p in swap.old.parameters()}
     said = {id(p) for module in work.kept for p in module.parameters()}
     both = [names[p] for p, where in found.items() if len(where) == 2 and p in names and p not in said]
     if both:
@@ -89,37 +90,37 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
             f"{f'; so do {len(both) - 1} more parameters' if len(both) > 1 else ''}: their gradients would "
             "be neither full nor partial. Let what it computes enter through a column, or split less"
         )
-    return {names[p]: True in where for p, where in found.items() if p in names and p not in swapped}
+    return {names[p]: True in where for p, where in found.items() if p in names and p not in replaced}
 
 
-def _cut_to_rank(swap: Swap, leaving: set[Node]) -> Any:
+def _returns_shard(swap: Swap, leaving: set[Node]) -> Any:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        part = swap.part(output, output.ndim - 1)
-        if part.grad_fn is not None:  # in no_grad, as checkpointing may be: nothing is seen
-            leaving.add(part.grad_fn)
-        return part
+        shard = swap.shard(output, output.ndim - 1)
+        if shard.grad_fn is not None:  # under no_grad, as in reentrant checkpointing, there is no graph
+            leaving.add(shard.grad_fn)
+        return shard
 
     return hook
 
 
-def _filled_up(swap: Swap, entering: set[Node]) -> Any:
-    features = sum(len(piece) for piece in swap.pieces)
+def _pads_input(swap: Swap, entering: set[Node]) -> Any:
+    features = sum(len(each) for each in swap.ranges)
     full = swap.features
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
         if x.shape[-1] != features:
             raise ValueError(f"expected this rank's {features} of {full} features, got {tuple(x.shape)}")
-        whole = F.pad(x, (0, full - features))
-        if whole.grad_fn is not None:
-            entering.add(whole.grad_fn)
-        return (whole, *args[1:])
+        padded = F.pad(x, (0, full - features))
+        if padded.grad_fn is not None:
+            entering.add(padded.grad_fn)
+        return (padded, *args[1:])
 
     return hook
 
 
 def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> dict[int, set[bool]]:
-    """Parameters by id, nearest to a row first, and whether paths to them end among split features."""
+    """For each parameter by id: whether split features reach it, full ones, or both (True, False)."""
     todo = deque((x.grad_fn, False) for x in roots)
     visited: set[tuple[Node, bool]] = set()
     found: dict[int, set[bool]] = {}
@@ -136,7 +137,7 @@ def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> d
 
 
 def _beside_split(model: nn.Module, swaps: list[Swap]) -> set[nn.Module]:
-    """Modules whose nearest ancestor with a split layer in it has one among its children."""
+    """Modules without a split layer whose parent has one among its children; and these parents."""
     split = {swap.old for swap in swaps if swap.kind in ("column", "row")}
 
     def children(module: nn.Module) -> Iterable[nn.Module]:

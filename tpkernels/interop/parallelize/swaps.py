@@ -1,35 +1,29 @@
-"""What a plan does to a model on this rank: modules that are replaced, and numbers that are divided."""
+"""What a plan does to a model on this rank: modules replaced, numbers divided, gradients summed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.hf_modules import (
-    ColumnConv1D,
-    ColumnLinear,
-    HeadLinear,
-    RowConv1D,
-    RowLinear,
-)
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_weight, replacement
 from tpkernels.interop.parallelize.plan import Divided, Kept, Match, Plan, Split, matches
-from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
-from tpkernels.topology.shard import pieces_of
-from tpkernels.topology.vocabulary import split_vocabulary
+from tpkernels.ops.tensor_parallel.mappings import copy_to_region
+from tpkernels.topology.shard import ranges_of, split_vocabulary
 
 
 @dataclass(frozen=True)
 class Work:
     """All that a plan does to one model.
 
-    divisions: module, attribute, and this rank's part of the number in it
-    kept: whether gradients of the parameters in a module are partial sums, where the plan says so
+    divisions: module, attribute, and this rank's share of the number in it
+    kept: for each module that the plan keeps, whether gradients of its parameters are partial sums
     """
 
     swaps: list[Swap]
@@ -38,7 +32,7 @@ class Work:
 
 
 def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Work:
-    """Nothing is changed yet; a plan that does not fit is an error that names the module."""
+    """Changes nothing; a plan that does not fit is an error that names the module."""
     found = matches(model, plan)
     swaps = [_swap(match, world) for match in found if isinstance(match.entry, Split)]
     divisions = [_division(match, world.size) for match in found if isinstance(match.entry, Divided)]
@@ -52,9 +46,9 @@ def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Work:
 class Swap:
     """A module to be replaced.
 
-    dim: of the weight as (out_features, in_features), that is split
-    pieces: of that dimension, this rank's
-    rows: of the shard, padding included
+    dim: the split dimension of the weight as (out_features, in_features)
+    ranges: this rank's ranges of that dimension
+    shard_size: of the shard along it, padding included
     """
 
     name: str
@@ -62,57 +56,32 @@ class Swap:
     kind: str
     stacked: int
     dim: int
-    pieces: tuple[range, ...]
-    rows: int
+    ranges: tuple[range, ...]
+    shard_size: int
 
     @property
     def features(self) -> int:
-        """Of the unsharded weight, along the dimension that is split."""
-        return _weight(self.old).shape[self.dim]
+        """Size of the unsharded weight along the split dimension."""
+        return oriented_weight(self.old).shape[self.dim]
 
-    def held(self, short: str, tensor: Tensor) -> Tensor:
-        """What this rank holds of the old weight or bias, or of its gradient."""
+    def shard_of(self, short: str, tensor: Tensor) -> Tensor:
+        """This rank's shard of the old weight or bias, or of its gradient."""
         if short == "weight":
-            return _oriented(self.old, self.part(_oriented(self.old, tensor), self.dim))
-        return tensor.clone() if self.kind == "row" else self.part(tensor, 0)
+            return oriented_weight(self.old, self.shard(oriented_weight(self.old, tensor), self.dim))
+        return tensor.clone() if self.kind == "row" else self.shard(tensor, 0)
 
-    def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """What this rank holds of a weight or a bias, in memory of its own."""
-        own = torch.cat([tensor.narrow(dim, piece.start, len(piece)) for piece in self.pieces], dim)
-        missing = self.rows - own.shape[dim]
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's ranges of a dimension, padded, in memory of their own."""
+        own = torch.cat([tensor.narrow(dim, each.start, len(each)) for each in self.ranges], dim)
+        missing = self.shard_size - own.shape[dim]
         return F.pad(own, (*[0, 0] * (own.ndim - 1 - dim), 0, missing)) if missing else own
 
 
 def _swap(match: Match, world: TensorWorld) -> Swap:
-    """What is to be done, or an error that names the module."""
     name, old, entry = match.name, match.module, match.entry
     assert isinstance(entry, Split)
-    is_table = entry.kind == "embedding"
-    expected = "an nn.Embedding" if is_table else "an nn.Linear"
-    fits = {
-        "embedding": type(old) is nn.Embedding,
-        "head": type(old) is nn.Linear,
-        "column": _is_linear(old),
-        "row": _is_linear(old),
-    }
-    if not fits[entry.kind]:
-        advice = "; it is split already" if isinstance(old, ParallelModule) else ""
-        raise TypeError(f"'{name}': expected {expected} for {entry.kind!r}, got {type(old).__name__}{advice}")
-    if isinstance(old, nn.Embedding) and (old.max_norm is not None or old.scale_grad_by_freq or old.sparse):
-        raise ValueError(
-            f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
-        )
-    hooks = old._forward_hooks or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
-    if hooks or "forward" in vars(old):
-        raise ValueError(
-            f"'{name}': expected a module without hooks or a forward of its own; add them after parallelize"
-        )
-    strange = [n for n, p in old.named_parameters() if type(p) is not nn.Parameter]
-    if strange:
-        raise TypeError(
-            f"'{name}.{strange[0]}': expected a plain parameter, got {type(getattr(old, strange[0]))}"
-        )
-    shape = _weight(old).shape
+    _require_replaceable(name, old, entry.kind)
+    shape = oriented_weight(old).shape
     dim = 1 if entry.kind == "row" else 0
     if entry.kind in ("head", "embedding"):
         split = split_vocabulary(shape[0], ranks=world.size)
@@ -124,8 +93,29 @@ def _swap(match: Match, world: TensorWorld) -> Swap:
             f"'{name}': expected {('out', 'in')[dim]}_features that {sizes} = {step} divides, got "
             f"{shape[dim]}"
         )
-    pieces = pieces_of(world.rank, size=shape[dim], ranks=world.size, stride=entry.stacked)
-    return Swap(name, old, entry.kind, entry.stacked, dim, pieces, shape[dim] // world.size)
+    ranges = ranges_of(world.rank, size=shape[dim], ranks=world.size, stride=entry.stacked)
+    return Swap(name, old, entry.kind, entry.stacked, dim, ranges, shape[dim] // world.size)
+
+
+def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
+    expected: type[nn.Module] = nn.Embedding if kind == "embedding" else nn.Linear
+    if type(old) is not expected and not (kind in ("column", "row") and is_conv1d(old)):
+        advice = "; it is split already" if isinstance(old, ParallelModule) else ""
+        raise TypeError(
+            f"'{name}': expected an nn.{expected.__name__} for {kind!r}, got {type(old).__name__}{advice}"
+        )
+    if isinstance(old, nn.Embedding) and (old.max_norm is not None or old.scale_grad_by_freq or old.sparse):
+        raise ValueError(
+            f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
+        )
+    hooks = old._forward_hooks or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks
+    if hooks or "forward" in vars(old):
+        raise ValueError(
+            f"'{name}': expected a module without hooks or a forward of its own; add them after parallelize"
+        )
+    for short, parameter in old.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise TypeError(f"'{name}.{short}': expected a plain parameter, got {type(parameter)}")
 
 
 def _division(match: Match, ranks: int) -> tuple[nn.Module, str, int]:
@@ -141,7 +131,7 @@ def _division(match: Match, ranks: int) -> tuple[nn.Module, str, int]:
 
 def _require_tied_alike(model: nn.Module, swaps: list[Swap]) -> None:
     """Modules that share a weight are split alike, all of them."""
-    how = {swap.old: (swap.dim, swap.pieces, _is_transposed(swap.old)) for swap in swaps}
+    how = {swap.old: (swap.dim, swap.ranges, is_conv1d(swap.old)) for swap in swaps}
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -158,7 +148,7 @@ def _require_tied_alike(model: nn.Module, swaps: list[Swap]) -> None:
 
 
 def _require_called(model: nn.Module, swaps: list[Swap]) -> None:
-    """torch's encoder layer reads its layers' weights in eval mode, and would take a part for the whole."""
+    """In eval mode torch's encoder layer reads its layers' weights itself, and would take a shard for all."""
     for name, parent in model.named_modules():
         if isinstance(parent, nn.TransformerEncoderLayer):
             for swap in swaps:
@@ -171,7 +161,7 @@ def _require_called(model: nn.Module, swaps: list[Swap]) -> None:
 
 @torch.no_grad()
 def carry_out(model: nn.Module, work: Work, state: State) -> None:
-    """Do it, in place."""
+    """Divide the numbers and replace the modules, in place."""
     for module, attribute, number in work.divisions:
         setattr(module, attribute, number)
     made: dict[int, nn.Parameter] = {}
@@ -181,78 +171,45 @@ def carry_out(model: nn.Module, work: Work, state: State) -> None:
             if child is not None:
                 places.setdefault(child, []).append((parent, short))
     for swap in work.swaps:
-        new = _BUILD[swap.kind](swap, state)
+        new = replacement(swap.kind, swap.old, stacked=swap.stacked, state=state)
         for short, old in swap.old._parameters.items():
             if old is not None:
-                held = nn.Parameter(swap.held(short, old).contiguous(), requires_grad=old.requires_grad)
+                held = nn.Parameter(swap.shard_of(short, old).contiguous(), requires_grad=old.requires_grad)
                 setattr(new, short, made.setdefault(id(old), held))
         new.train(swap.old.training)
         for parent, short in places[swap.old]:
             parent._modules[short] = new
 
 
-def _column(swap: Swap, state: State) -> nn.Module:
-    out_features, in_features = _weight(swap.old).shape
-    if _is_transposed(swap.old):
-        return ColumnConv1D(in_features, out_features, stride=swap.stacked, state=state)
-    return ColumnLinear(
-        in_features,
-        out_features,
-        bias=_has_bias(swap.old),
-        gather_output=False,
-        stride=swap.stacked,
-        state=state,
-        device="meta",
-    )
+def sum_gradients(model: nn.Module, names: Collection[str], world: TensorWorld) -> None:
+    """Sum gradients of these parameters over the ranks, in every backward."""
+    chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+    for module in model.modules():
+        own = tuple(short for short, p in module._parameters.items() if p is not None and id(p) in chosen)
+        if own:
+            summed = _SummedGradients(own, world)
+            module.register_forward_pre_hook(summed.enter)
+            module.register_forward_hook(summed.leave, always_call=True)
 
 
-def _row(swap: Swap, state: State) -> nn.Module:
-    out_features, in_features = _weight(swap.old).shape
-    if _is_transposed(swap.old):
-        return RowConv1D(in_features, out_features, state=state)
-    bias = _has_bias(swap.old)
-    return RowLinear(in_features, out_features, bias=bias, input_is_parallel=True, state=state, device="meta")
+class _SummedGradients:
+    """During a module's forward, these parameters of it pass `copy_to_region`.
 
+    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `enter` takes what is
+    registered under its name at the time, and an attribute of that name hides the parameter until `leave`.
+    """
 
-def _head(swap: Swap, state: State) -> nn.Module:
-    out_features, in_features = _weight(swap.old).shape
-    bias = _has_bias(swap.old)
-    return HeadLinear(in_features, out_features, bias=bias, state=state, device="meta", dtype=None)
+    def __init__(self, names: tuple[str, ...], world: TensorWorld) -> None:
+        self.names = names
+        self.world = world
 
+    def enter(self, module: nn.Module, _: Any) -> None:
+        for name in self.names:
+            parameter = module._parameters[name]
+            if parameter is not None:
+                copied = copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)
+                object.__setattr__(module, name, copied)
 
-def _embedding(swap: Swap, state: State) -> nn.Module:
-    assert isinstance(swap.old, nn.Embedding)
-    rows, features = swap.old.weight.shape
-    padding = swap.old.padding_idx
-    return VocabParallelEmbedding(rows, features, padding_idx=padding, state=state, device="meta")
-
-
-_BUILD: dict[str, Callable[[Swap, State], nn.Module]] = {
-    "column": _column,
-    "row": _row,
-    "head": _head,
-    "embedding": _embedding,
-}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_transposed(module)
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """GPT-2's linear layer in `transformers`: its weight is (in_features, out_features)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
-
-
-def _weight(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return _oriented(module, weight)
-
-
-def _oriented(module: nn.Module, weight: Tensor) -> Tensor:
-    return weight.t() if _is_transposed(module) else weight
-
-
-def _has_bias(module: nn.Module) -> bool:
-    return module._parameters.get("bias") is not None
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        for name in self.names:
+            vars(module).pop(name, None)

@@ -1,4 +1,4 @@
-"""A plan is tried on twins of a model before the model is touched; all ranks raise the same."""
+"""A plan is tried on copies of a model before the model is touched; all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tpkernels.ops.replicas import agree_on, unlike_first_rank
 
 Verify = Inputs | Literal["auto", False]
 
-# Each takes some 26 bytes while models are compared, with gradients of both: 3.3 GiB.
+# A comparison takes 26 bytes for each, gradients of both models included: 3.3 GiB.
 VERIFIED_PARAMETERS = 2**27
 
 
@@ -35,10 +35,9 @@ def require_verify(verify: object) -> None:
 
 
 def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, state: State) -> Names:
-    """Names of parameters whose gradients are to be summed. Called by all ranks of the tensor group.
+    """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
 
-    An error tells of a plan with which the model computes something else, and of a parameter that cannot be
-    judged.
+    Raises if the split model computes something else, or if a parameter cannot be judged.
     """
     if world.size == 1:
         return frozenset()
@@ -83,7 +82,7 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
 def _probed(
     model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld, fits: bool
 ) -> dict[str, bool] | None:
-    """Whether each parameter sees this rank's features only; None where the unsharded model does not run."""
+    """By name, whether a parameter sees this rank's features only; None if the model does not run."""
     device = _device(world) if fits else None
     try:
         twin = twin_of(model, device=device)
@@ -100,23 +99,23 @@ def _probed(
         raise
 
 
-def _reference(model: nn.Module, inputs: Inputs, asked: bool, world: TensorWorld) -> Reference | str:
-    """Or why there is none, which is an error where somebody asked for it."""
+def _reference(model: nn.Module, inputs: Inputs, required: bool, world: TensorWorld) -> Reference | str:
+    """The unsharded model's run, or why there is none: an error if the caller gave the inputs."""
     found: Reference | str
     try:
         found = reference_of(model, inputs, _device(world))
     except Exception as error:
         found = f"in float64 and float32 it raises {type(error).__name__}: {error}"
-    refused = isinstance(found, str) and asked
+    refused = isinstance(found, str) and required
     problem = ValueError(f"verify: the unsharded model cannot be compared with: {found}") if refused else None
     _raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
     return found
 
 
 def _compare(found: Reference, plan: Plan, partial: Names, world: TensorWorld, state: State) -> None:
-    said: list[str | None] = [None] * world.size
-    dist.all_gather_object(said, difference(found, plan, partial, world, state), group=world.group)
-    for rank, different in enumerate(said):
+    differences: list[str | None] = [None] * world.size
+    dist.all_gather_object(differences, difference(found, plan, partial, world, state), group=world.group)
+    for rank, different in enumerate(differences):
         if different is not None:
             raise ValueError(
                 f"plan: the split model does not do what the unsharded one does: on tensor rank {rank}, "
@@ -126,7 +125,7 @@ def _compare(found: Reference, plan: Plan, partial: Names, world: TensorWorld, s
 
 
 def _device(world: TensorWorld) -> torch.device:
-    """Where a model is run that is on the meta device."""
+    """Where a model on the meta device is run."""
     return torch.device("cuda" if dist.get_backend(world.group) == "nccl" else "cpu")
 
 

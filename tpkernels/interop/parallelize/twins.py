@@ -1,4 +1,4 @@
-"""A second model to try a plan on, and something to call it with."""
+"""A copy of a model to try a plan on, and inputs to call it with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 def twin_of(
     model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> nn.Module:
-    """A copy in eval mode, all of whose floating weights require gradients.
+    """A copy in eval mode, all of whose floating-point parameters require gradients.
 
-    dtype: of its floating tensors; by default its weights are the model's own memory
-    device: where what is on the meta device becomes zeros, if given
+    dtype: of its floating-point tensors; None: the parameters share memory with the model's
+    device: where tensors on the meta device become zeros; None: they stay
     """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -40,8 +40,10 @@ def twin_of(
 
 
 def made_up_inputs(model: nn.Module, ranks: int) -> tuple[Tensor] | None:
-    """Ids, or features, if the first layer is a table, or linear; numbers of sequences and tokens that no
-    rank divides, so that features folded into them do not go unnoticed.
+    """Ids if the first embedding or linear layer is an embedding, else features; None without such a layer.
+
+    The numbers of sequences and tokens are coprime to the ranks: a model that folds features into them,
+    because it has a rank's share of its heads, returns another shape.
     """
     batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
     for module in model.modules():
@@ -55,7 +57,7 @@ def made_up_inputs(model: nn.Module, ranks: int) -> tuple[Tensor] | None:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Tensors of the inputs are moved to the model's device; floating ones take its dtype."""
+    """model(inputs), with tensors on the model's device, and floating-point ones in its dtype."""
     weights = [p for p in model.parameters() if p.is_floating_point()]
 
     def fitting(value: Any) -> Any:
@@ -71,13 +73,13 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def floating_tensors(output: Any) -> list[Tensor]:
-    """Of what a module returned, in order."""
+    """Those in what a module returned, in order."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
-    """With gradients and with memory, whatever the caller is in, and without a trace in random streams."""
+    """With gradients, off the meta device, and with random streams restored, whatever the caller has set."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     default = torch.get_default_device()
     default = torch.device("cpu") if default.type == "meta" else default

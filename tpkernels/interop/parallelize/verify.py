@@ -1,8 +1,8 @@
-"""The split model against the unsharded one: what they return, and gradients.
+"""Outputs and gradients of the split model compared with the unsharded one's.
 
-Both compute in float64, or in float32 where the model cannot: half precision would hide what is wrong.
-Both are made from a twin, so that the model is left alone. Its weights are moved off their values first, for
-zeros and ones hide what is added or multiplied too often.
+Both compute in float64, or in float32 if the model does not run in float64: half precision would hide faults.
+Both are made from a twin; the model is not touched. Noise is added to the twin's weights first, because zeros
+and ones hide what is added or multiplied too often.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.partial import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned
+from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned, sum_gradients
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors, twin_of
 from tpkernels.layers.world import State, TensorWorld
 
-# Of a tensor's largest value.
+# Relative to a tensor's largest value.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-# Of the largest gradient, in tolerances: gradients of keys' biases, for instance, are zero but for rounding.
+# Relative to tolerance x the largest gradient: some gradients, as of keys' biases, are zero but for rounding.
 NOISE = 1e-2
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a model returns, and each of its modules, by name and number of the call."""
+    """What a model returned; and each of its modules, by name and number of the call."""
 
     returned: list[Tensor]
     outputs: dict[tuple[str, int], list[Tensor]]
@@ -48,9 +47,9 @@ class Reference:
 
 
 def reference_of(model: nn.Module, inputs: Inputs, device: torch.device) -> Reference:
-    """The unsharded model; whatever it raises where it does not run. Nothing is sent.
+    """The unsharded model's run; raises what the model raises. No communication.
 
-    device: for what is on the meta device
+    device: where tensors on the meta device get memory
     """
     try:
         return _reference(model, inputs, device, torch.float64)
@@ -77,8 +76,8 @@ def _reference(model: nn.Module, inputs: Inputs, device: torch.device, dtype: to
 def difference(
     reference: Reference, plan: Plan, partial: Names, world: TensorWorld, state: State
 ) -> str | None:
-    """What the split model does differently, in words. Called by all ranks; uses the reference up."""
-    model, whole, tolerance = reference.model, reference.run, reference.tolerance
+    """What the split model does differently, in words. Called by all ranks; splits the reference's model."""
+    model, full, tolerance = reference.model, reference.run, reference.tolerance
     work, old = planned(model, plan, world), dict(model.named_parameters())
     swaps = {id(swap.old): swap for swap in work.swaps}
     swap_of = {n: swaps[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in swaps}
@@ -88,11 +87,11 @@ def difference(
         split = _run(model, reference.inputs)
     except Exception as error:
         return f"it raises {type(error).__name__}: {error}"
-    located = _first_output(whole, split, swap_of, tolerance)
-    if len(whole.returned) != len(split.returned) or whole.returned[0].shape != split.returned[0].shape:
-        return f"it returns {_shapes(split.returned)} instead of {_shapes(whole.returned)}{located}"
-    alike = [pair for pair in zip(whole.returned, split.returned, strict=True) if _same_shape(*pair)]
-    for expected, found in alike:  # caches of keys and values are of each rank's heads
+    located = _first_output(full, split, swap_of, tolerance)
+    if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
+        return f"it returns {_shapes(split.returned)} instead of {_shapes(full.returned)}{located}"
+    alike = [pair for pair in zip(full.returned, split.returned, strict=True) if _same_shape(*pair)]
+    for expected, found in alike:  # not caches of keys and values: each rank has those of its own heads
         if not _close(found, expected, tolerance):
             return f"what it returns is off by {_off(found, expected)} of the largest value{located}"
     new = dict(model.named_parameters())
@@ -123,13 +122,13 @@ def _run(model: nn.Module, inputs: Inputs) -> Run:
     return Run(returned, outputs)
 
 
-def _first_output(whole: Run, split: Run, swap_of: Mapping[str, Swap], tolerance: float) -> str:
-    """Where the two part: the first module that returns something else, in the order of execution."""
+def _first_output(full: Run, split: Run, swap_of: Mapping[str, Swap], tolerance: float) -> str:
+    """The first module, in the order of execution, that returns something else."""
     before = ""
     for (name, number), found in split.outputs.items():
-        expected = whole.outputs.get((name, number), [])
+        expected = full.outputs.get((name, number), [])
         if name in swap_of and swap_of[name].kind == "column":
-            expected = [swap_of[name].part(x, x.ndim - 1) for x in expected]
+            expected = [swap_of[name].shard(x, x.ndim - 1) for x in expected]
         pairs = [pair for pair in zip(expected, found, strict=False) if _same_shape(*pair)]
         if not all(_close(found, expected, tolerance) for expected, found in pairs):
             return f"; the first module whose output differs is '{name}'{before}"
@@ -150,19 +149,19 @@ def _gradients(returned: list[Tensor], parameters: Mapping[str, Tensor]) -> dict
 
 
 def _wrong_gradient(
-    whole: Mapping[str, Tensor],
+    full: Mapping[str, Tensor],
     split: Mapping[str, Tensor],
     swap_of: Mapping[str, Swap],
     order: list[str],
     tolerance: float,
 ) -> str | None:
-    """The wrong gradient that backward comes to first."""
-    largest = max((float(x.abs().max()) for x in whole.values() if x.numel()), default=0.0)
+    """The first wrong gradient in the order of backward."""
+    largest = max((float(x.abs().max()) for x in full.values() if x.numel()), default=0.0)
     place = {name: index for index, name in enumerate(order)}
     wrong = []
     for name, found in split.items():
         owner, _, short = name.rpartition(".")
-        expected = swap_of[owner].held(short, whole[name]) if owner in swap_of else whole[name]
+        expected = swap_of[owner].shard_of(short, full[name]) if owner in swap_of else full[name]
         if not _close(found, expected, tolerance, NOISE * tolerance * largest):
             wrong.append((place.get(owner, len(order)), name, _off(found, expected)))
     if not wrong:
@@ -173,7 +172,7 @@ def _wrong_gradient(
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float, noise: float = 1e-12) -> bool:
-    """All numbers within tolerance; not if one is NaN."""
+    """All numbers are within tolerance, and none is NaN."""
     if not found.numel():
         return True
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max() + noise)

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is split over ranks; nobody ever has all of a row.
+"""Cross-entropy of logits whose vocabulary is sharded over ranks; no rank ever holds a full row.
 
 R ranks, T tokens, K ids, V columns a rank:
 
@@ -18,7 +18,7 @@ Saved for backward: logits_shard, and three numbers a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,33 +26,25 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
-from tpkernels.dispatch.vocabulary_steps import vocabulary_steps_on
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import compiling, tokens_of
-from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers, name_of
-from tpkernels.ops.vocab.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
+from tpkernels.ops.inputs import tokens_of
+from tpkernels.ops.tensor_parallel.parallel import (
+    checked_group,
+    gather_numbers,
+)
+from tpkernels.ops.vocab.vocabulary import (
+    Group,
+    VocabShard,
+    require_ids,
+    require_in_vocabulary,
+    require_logits,
+    vocab_shard,
+)
 
+OP = "vocab_cross_entropy"
 IGNORED = -1  # what an ignored target is from here on, whatever the caller calls it
-
-
-@dataclass(frozen=True)
-class LossCall:
-    """What a call is besides its tensors."""
-
-    shard: VocabShard
-    label_smoothing: float
-    ignore_index: int
-    overwrite_logits: bool = False
-
-    @property
-    def smoothing(self) -> float:
-        """Megatron's: what the smoothed target gives away goes to the other K - 1 ids alike."""
-        ids = self.shard.size
-        return self.label_smoothing * ids / (ids - 1) if self.label_smoothing else 0.0
-
-    def as_options(self) -> tuple[str, int, float, int]:
-        """As an operator takes it."""
-        return name_of(self.shard.group), self.shard.size, self.label_smoothing, self.ignore_index
 
 
 def vocab_cross_entropy(
@@ -65,205 +57,189 @@ def vocab_cross_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """The loss of each token, as `F.cross_entropy(..., reduction="none")` of the whole logits.
+    """The loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
 
     logits_shard: (..., columns of this rank), as many on every rank
     target: (...) ids, the same on all ranks
     label_smoothing: what is taken from the target for the other ids
     ignore_index: a target whose loss is zero
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     overwrite_logits: let backward put the gradient where the logits are, which are lost then (under
         torch.compile, which plans memory itself, they are not)
     returns: (...), in fp32 or wider
     """
-    op = "vocab_cross_entropy"
-    if logits_shard.ndim < 1 or not logits_shard.is_floating_point():
+    require_logits(OP, logits_shard)
+    *leading, width = logits_shard.shape
+    if list(target.shape) != leading:
         raise ValueError(
-            f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits_shard.shape)} in "
-            f"{logits_shard.dtype}"
-        )
-    if target.shape != logits_shard.shape[:-1]:
-        raise ValueError(
-            f"{op}: expected a target for each row of logits_shard {tuple(logits_shard.shape)}, got "
+            f"{OP}: expected a target for each row of logits_shard {tuple(logits_shard.shape)}, got "
             f"{tuple(target.shape)}"
         )
-    rows, width = logits_shard.shape[:-1], logits_shard.shape[-1]
     group = checked_group(
         group,
-        op,
+        OP,
         dtype=logits_shard.dtype,
-        rows=rows,
+        rows=tuple(leading),
         width=width,
         tensors=[logits_shard],
         options=(label_smoothing, ignore_index, vocab_size),
     )
-    shard = vocab_shard(op, group, width, vocab_size)
-    call = loss_call(op, shard, label_smoothing, ignore_index, overwrite_logits)
-    require_ids(op, "target", target, logits_shard)
+    options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
+    sharded_loss(OP, options, width)  # raises if the options are wrong
+    require_ids(OP, "target", target, logits_shard)
     if overwrite_logits:
-        _require_disposable(op, logits_shard)
-    logits, flat_target = tokens_of(logits_shard), target.reshape(-1)
-    loss: Tensor
-    if compiling(op):
-        loss = registered_vocab_cross_entropy(logits, flat_target, *call.as_options())[0]
-    else:
-        loss = _VocabCrossEntropy.apply(call, logits, flat_target)  # type: ignore[no-untyped-call]
-    return loss.view(target.shape)
+        _require_disposable(logits_shard)
+    loss: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        tokens_of(logits_shard), target.reshape(-1), options, overwrite_logits
+    )
+    return loss if target.ndim == 1 else loss.view(target.shape)
 
 
-def _require_disposable(op: str, logits: Tensor) -> None:
-    """Nobody's parameter, and no element twice."""
+def _require_disposable(logits: Tensor) -> None:
+    """No parameter, and no element twice."""
     if logits.is_leaf and logits.requires_grad:
         raise ValueError(
-            f"{op}: expected no leaf with overwrite_logits: its gradient would lie in its own memory; pass "
+            f"{OP}: expected no leaf with overwrite_logits: its gradient would lie in its own memory; pass "
             "what a layer computed, or leave overwrite_logits out"
         )
     if torch._debug_has_internal_overlap(logits) == 1:
         raise ValueError(
-            f"{op}: expected logits with memory of their own for each element with overwrite_logits, got "
+            f"{OP}: expected logits with memory of their own for each element with overwrite_logits, got "
             f"strides {logits.stride()} for shape {tuple(logits.shape)}; clone the expanded tensor"
         )
 
 
-def loss_call(
-    op: str, shard: VocabShard, label_smoothing: float, ignore_index: int, overwrite_logits: bool = False
-) -> LossCall:
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"{op}: expected label_smoothing from 0 to less than 1, got {label_smoothing}")
-    if label_smoothing and shard.size == 1:
-        raise ValueError(f"{op}: expected no label_smoothing with one id: there is no other to give it to")
-    return LossCall(shard, label_smoothing, ignore_index, overwrite_logits)
-
-
 class _VocabCrossEntropy(torch.autograd.Function):
-    """The eager way, straight to kernels and transfers."""
-
     @staticmethod
-    def forward(ctx: Any, call: LossCall, logits: Tensor, target: Tensor) -> Tensor:
-        target = counted_targets("vocab_cross_entropy", call, target)
-        loss, maximum, total = row_losses("vocab_cross_entropy", call, logits, target)
-        ctx.call = call
-        if ctx.needs_input_grad[1]:
-            ctx.save_for_backward(logits, target, maximum, total)
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, options: LossOptions, overwrite_logits: bool
+    ) -> Tensor:
+        ctx.options, ctx.overwrite = options, overwrite_logits
+        loss, *saved = _token_losses(logits, target, options)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, *saved)
         return loss
 
     @staticmethod
-    @first_order("vocab_cross_entropy")
+    @first_order(OP)
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, maximum, total = ctx.saved_tensors
-        return None, logits_gradient(ctx.call, logits, target, maximum, total, dloss), None
+        if ctx.overwrite and not torch.compiler.is_compiling():
+            losses = sharded_loss(OP, ctx.options, logits.shape[1])
+            dlogits = losses.gradient(logits, target, maximum, total, dloss, in_place=True)
+            increment_version(logits)  # autograd raises if anything else saved them for its backward
+        else:
+            dlogits = _logits_gradient(logits, target, maximum, total, dloss, ctx.options)
+        return dlogits, None, None, None
 
 
-def counted_targets(op: str, call: LossCall, target: Tensor) -> Tensor:
-    """The targets, those that are ignored being IGNORED; an error if one is no id."""
-    require_in_vocabulary(op, "target", target, call.shard, call.ignore_index)
-    return torch.where(target == call.ignore_index, IGNORED, target)
+class LossOptions(NamedTuple):
+    """What a call is besides its tensors."""
+
+    group: Group
+    vocab_size: int | None
+    label_smoothing: float
+    ignore_index: int
+    sequence_parallel: bool = False
+    chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardedLoss:
+    """Losses of rows of logits over all ranks, and the gradients of this rank's columns."""
+
+    op: str
+    shard: VocabShard
+    label_smoothing: float
+    ignore_index: int
+
+    @property
+    def smoothing(self) -> float:
+        """Megatron's: what the smoothed target gives away goes to the other K - 1 ids alike."""
+        ids = self.shard.size
+        return self.label_smoothing * ids / (ids - 1) if self.label_smoothing else 0.0
+
+    def counted(self, target: Tensor) -> Tensor:
+        """The targets, ignored ones as IGNORED; an error if one is no id."""
+        require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
+        return torch.where(target == self.ignore_index, IGNORED, target)
+
+    def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, maximum, total) of each row."""
+        shard, s = self.shard, self.smoothing
+        ours = primitives.softmax_statistics(logits, target, shard.columns, shard.first_id)
+        # an unsmoothed loss needs no Σ x
+        what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids)"
+        maxima, totals, picked, *summed = gather_numbers(
+            self.op, what, ours if s else ours[:3], shard.group
+        ).unbind(1)
+        maximum = maxima.amax(0)
+        total = (totals * (maxima - maximum).exp()).sum(0)
+        log_total = total.log()
+        loss = log_total + (maximum - picked.sum(0))
+        if s:
+            loss = (1 - s) * loss + s * (log_total + (maximum - summed[0].sum(0) / shard.size))
+        return loss.masked_fill(target == IGNORED, 0), maximum, total
+
+    def gradient(
+        self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
+    ) -> Tensor:
+        """Of the logits; in their memory if `in_place`."""
+        shard, s = self.shard, self.smoothing
+        return primitives.cross_entropy_grad(
+            logits,
+            target,
+            maximum,
+            total,
+            dloss.to(total.dtype).contiguous(),
+            shard.columns,
+            shard.first_id,
+            1 - s,
+            s / shard.size,
+            in_place,
+        )
+
+
+def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:
+    """width: columns of each rank"""
+    shard = vocab_shard(op, options.group, width, options.vocab_size)
+    if not 0 <= options.label_smoothing < 1:
+        raise ValueError(
+            f"{op}: expected label_smoothing from 0 to less than 1, got {options.label_smoothing}"
+        )
+    if options.label_smoothing and shard.size == 1:
+        raise ValueError(f"{op}: expected no label_smoothing with one id: there is no other to give it to")
+    return ShardedLoss(op, shard, options.label_smoothing, options.ignore_index)
 
 
 @all_or_fail
-def row_losses(op: str, call: LossCall, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, maximum, total) of each row, over all ranks."""
-    shard, s = call.shard, call.smoothing
-    ours = vocabulary_steps_on(logits).softmax_statistics(logits, target, shard.columns, shard.first_id)
-    # an unsmoothed loss does not ask for Σ x
-    what = f"statistics (label_smoothing {s:g}, ignore_index {call.ignore_index}, {shard.size} ids)"
-    maxima, totals, picked, *summed = gather_numbers(op, what, ours if s else ours[:3], shard.group).unbind(1)
-    maximum = maxima.amax(0)
-    total = (totals * (maxima - maximum).exp()).sum(0)
-    loss = total.log() + (maximum - picked.sum(0))
-    if s:
-        loss = (1 - s) * loss + s * (total.log() + (maximum - summed[0].sum(0) / shard.size))
-    return loss.masked_fill(target == IGNORED, 0), maximum, total
-
-
-def logits_gradient(
-    call: LossCall, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor
-) -> Tensor:
-    shard, s = call.shard, call.smoothing
-    dlogits = vocabulary_steps_on(logits).cross_entropy_grad(
-        logits,
-        target,
-        maximum,
-        total,
-        dloss.to(total.dtype).contiguous(),
-        shard.columns,
-        shard.first_id,
-        1 - s,
-        s / shard.size,
-        call.overwrite_logits,
-    )
-    if call.overwrite_logits:
-        increment_version(logits)  # whoever else wanted them for backward is told so by autograd
-    return dlogits
-
-
-# Under torch.compile: both directions as operators, which name their group.
-
-
-@torch.library.custom_op("tpkernels::vocab_cross_entropy", mutates_args=())
-def registered_vocab_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    group_name: str,
-    vocab_size: int,
-    label_smoothing: float,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shard = VocabShard.named(group_name, logits.shape[1], vocab_size)
-    call = LossCall(shard, label_smoothing, ignore_index)
-    target = counted_targets("vocab_cross_entropy", call, target)
-    loss, maximum, total = row_losses("vocab_cross_entropy", call, logits, target)
+def _losses(logits: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, target, maximum, total) of each row, ignored targets as IGNORED."""
+    losses = sharded_loss(OP, options, logits.shape[1])
+    target = losses.counted(target)
+    loss, maximum, total = losses.of_rows(logits, target)
     return loss, target, maximum, total
 
 
-@registered_vocab_cross_entropy.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    *options: Any,
+def _losses_shape(
+    logits: Tensor, target: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
     return loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)
 
 
-@torch.library.custom_op("tpkernels::vocab_cross_entropy_backward", mutates_args=())
-def registered_vocab_cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    group_name: str,
-    vocab_size: int,
-    label_smoothing: float,
-    ignore_index: int,
+def _gradient(
+    logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, options: LossOptions
 ) -> Tensor:
-    shard = VocabShard.named(group_name, logits.shape[1], vocab_size)
-    return logits_gradient(
-        LossCall(shard, label_smoothing, ignore_index), logits, target, maximum, total, dloss
-    )
+    losses = sharded_loss(OP, options, logits.shape[1])
+    return losses.gradient(logits, target, maximum, total, dloss, in_place=False)
 
 
-@registered_vocab_cross_entropy_backward.register_fake
-def _(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    *options: Any,
+def _gradient_shape(
+    logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, options: LossOptions
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _registered_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, _, *ctx.options = inputs
-    ctx.save_for_backward(logits, *output[1:])
-
-
-def _registered_backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    dlogits = registered_vocab_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
-    return dlogits, None, None, None, None, None
-
-
-registered_vocab_cross_entropy.register_autograd(_registered_backward, setup_context=_registered_save)
+_token_losses = Operator(OP, _losses, _losses_shape)
+_logits_gradient = Operator(f"{OP}_backward", _gradient, _gradient_shape)

@@ -1,4 +1,4 @@
-"""Embedding of ids whose table is split over ranks.
+"""Embedding of ids whose table is sharded over ranks.
 
 R ranks, T tokens, H features, V rows a rank:
 
@@ -17,7 +17,6 @@ Saved for backward: ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,33 +24,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import all_or_fail
-from tpkernels.dispatch.vocabulary_steps import vocabulary_steps_on
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import compiling
 from tpkernels.ops.tensor_parallel.parallel import (
     checked_group,
-    group_named,
-    name_of,
     require_divisible,
     start_rows,
     start_sum,
 )
-from tpkernels.ops.vocab.vocabulary import VocabShard, require_ids, require_in_vocabulary, vocab_shard
+from tpkernels.ops.vocab.vocabulary import (
+    Group,
+    VocabShard,
+    checked_size,
+    require_ids,
+    require_in_vocabulary,
+)
 
-NOWHERE = -1  # an id that no rank has
-
-
-@dataclass(frozen=True)
-class EmbeddingCall:
-    """What a call is besides its tensors."""
-
-    shard: VocabShard
-    sequence_parallel: bool
-    padding_idx: int | None
-
-    def as_options(self) -> tuple[str, int, bool, int | None]:
-        """As an operator takes it."""
-        return name_of(self.shard.group), self.shard.size, self.sequence_parallel, self.padding_idx
+OP = "vocab_embedding"
 
 
 def vocab_embedding(
@@ -63,159 +53,129 @@ def vocab_embedding(
     padding_idx: int | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The rows of the whole table that ids name, as `F.embedding`.
+    """The rows of the full table that ids name, as `F.embedding`.
 
     ids: (tokens, ...), the same on all ranks
     weight_shard: (rows of this rank, features), as many on every rank
     padding_idx: an id whose row gets no gradient
-    vocab_size: of the whole vocabulary, if rows past it are padding
+    vocab_size: of the full vocabulary, if rows past it are padding
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     """
-    op = "vocab_embedding"
     if weight_shard.ndim != 2 or not weight_shard.is_floating_point():
         raise ValueError(
-            f"{op}: expected floating-point weight_shard (rows, features), got "
+            f"{OP}: expected floating-point weight_shard (rows, features), got "
             f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
         )
-    width, features = weight_shard.shape
+    leading, (width, features) = ids.shape, weight_shard.shape
     group = checked_group(
         group,
-        op,
+        OP,
         dtype=weight_shard.dtype,
-        rows=(*ids.shape, width),
+        rows=(*leading, width),
         width=features,
         tensors=[weight_shard],
         options=(sequence_parallel, padding_idx, vocab_size),
     )
-    shard = vocab_shard(op, group, width, vocab_size)
+    size = checked_size(OP, group, width, vocab_size)
     if padding_idx is not None:
-        if not -shard.size <= padding_idx < shard.size:
-            raise ValueError(
-                f"{op}: expected a padding_idx from {-shard.size} to {shard.size - 1}, got {padding_idx}"
-            )
-        padding_idx %= shard.size
-    require_ids(op, "ids", ids, weight_shard)
-    leading = list(ids.shape)
+        if not -size <= padding_idx < size:
+            raise ValueError(f"{OP}: expected a padding_idx from {-size} to {size - 1}, got {padding_idx}")
+        padding_idx %= size
+    require_ids(OP, "ids", ids, weight_shard)
     if sequence_parallel:
-        if ids.ndim < 1:
-            raise ValueError(f"{op}: expected ids (tokens, ...) with sequence_parallel, got a single id")
-        require_divisible(op, ids, group)
-        leading[0] //= group.size()
-    call = EmbeddingCall(shard, sequence_parallel, padding_idx)
-    flat_ids = ids.reshape(-1).contiguous()
-    y: Tensor
-    if compiling(op):
-        y = registered_vocab_embedding(flat_ids, weight_shard, *call.as_options())
-    else:
-        y = _VocabEmbedding.apply(call, flat_ids, weight_shard)  # type: ignore[no-untyped-call]
+        if not leading:
+            raise ValueError(f"{OP}: expected ids (tokens, ...) with sequence_parallel, got a single id")
+        require_divisible(OP, ids, group)
+    if len(leading) != 1:
+        ids = ids.reshape(-1)
+    y: Tensor = _VocabEmbedding.apply(  # type: ignore[no-untyped-call]
+        ids.contiguous(), weight_shard, group, size, sequence_parallel, padding_idx
+    )
+    if len(leading) == 1:
+        return y
+    if sequence_parallel:
+        return y.view(leading[0] // group.size(), *leading[1:], features)
     return y.view(*leading, features)
 
 
 class _VocabEmbedding(torch.autograd.Function):
-    """The eager way, straight to kernels and transfers."""
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        group: ProcessGroup,
+        vocab_size: int,
+        sequence_parallel: bool,
+        padding_idx: int | None,
+    ) -> Tensor:
+        ctx.table = weight.shape[0], weight.dtype, group, sequence_parallel, padding_idx
+        ctx.save_for_backward(ids if ctx.needs_input_grad[1] else None)
+        return _rows_of_ids(ids, weight, group, vocab_size, sequence_parallel)
 
     @staticmethod
-    def forward(ctx: Any, call: EmbeddingCall, ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.call, ctx.dtype = call, weight.dtype
-        ctx.save_for_backward(ids if ctx.needs_input_grad[2] else None)
-        return embedding_forward(call, ids, weight)
-
-    @staticmethod
-    @first_order("vocab_embedding")
+    @first_order(OP)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        return None, None, embedding_gradient(ctx.call, ids, dy, ctx.dtype)
+        return None, _table_gradient(dy, ids, *ctx.table), None, None, None, None
 
 
 @all_or_fail
-def embedding_forward(call: EmbeddingCall, ids: Tensor, weight: Tensor) -> Tensor:
-    op, shard, steps = "vocab_embedding", call.shard, vocabulary_steps_on(weight)
-    require_in_vocabulary(op, "ids", ids, shard)
+def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_parallel: bool) -> Tensor:
+    shard = VocabShard(group, weight.shape[0], vocab_size)
+    require_in_vocabulary(OP, "ids", ids, shard)
+    first_id = shard.first_id
+    if group.size() == 1:
+        return primitives.lookup(ids, weight, 0)
     return start_sum(
-        op,
-        lambda rows: steps.lookup(ids[rows], weight, shard.first_id),
+        OP,
+        lambda rows: primitives.lookup(ids[rows], weight, first_id),
         len(ids),
         weight.shape[1],
         weight,
-        shard.group,
-        scatter=call.sequence_parallel,
+        group,
+        scatter=sequence_parallel,
         overlap=True,
     ).wait()
 
 
-@all_or_fail
-def embedding_gradient(call: EmbeddingCall, ids: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    shard = call.shard
-    if call.sequence_parallel:
-        dy = start_rows("vocab_embedding backward", "gather of dy", dy, shard.group).wait()
-    if call.padding_idx is not None:
-        ids = torch.where(ids == call.padding_idx, NOWHERE, ids)
-    return vocabulary_steps_on(dy).lookup_grad(dy, ids, shard.width, shard.first_id, dtype)
-
-
-# Under torch.compile: both directions as operators, which name their group.
-
-
-@torch.library.custom_op("tpkernels::vocab_embedding", mutates_args=())
-def registered_vocab_embedding(
-    ids: Tensor,
-    weight: Tensor,
-    group_name: str,
-    vocab_size: int,
-    sequence_parallel: bool,
-    padding_idx: int | None,
+def _rows_shape(
+    ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_parallel: bool
 ) -> Tensor:
-    shard = VocabShard.named(group_name, weight.shape[0], vocab_size)
-    return embedding_forward(EmbeddingCall(shard, sequence_parallel, padding_idx), ids, weight)
-
-
-@registered_vocab_embedding.register_fake
-def _(
-    ids: Tensor,
-    weight: Tensor,
-    *options: Any,
-) -> Tensor:
-    group_name, _, sequence_parallel, _ = options
-    ranks = group_named(group_name).size() if sequence_parallel else 1
+    ranks = group.size() if sequence_parallel else 1
     return weight.new_empty(ids.shape[0] // ranks, weight.shape[1])
 
 
-@torch.library.custom_op("tpkernels::vocab_embedding_backward", mutates_args=())
-def registered_vocab_embedding_backward(
+@all_or_fail
+def _gradient(
     dy: Tensor,
     ids: Tensor,
-    width: int,
+    rows: int,
     dtype: torch.dtype,
-    group_name: str,
-    vocab_size: int,
+    group: Group,
     sequence_parallel: bool,
     padding_idx: int | None,
 ) -> Tensor:
-    shard = VocabShard.named(group_name, width, vocab_size)
-    return embedding_gradient(EmbeddingCall(shard, sequence_parallel, padding_idx), ids, dy, dtype)
+    first_id = group.rank() * rows
+    if sequence_parallel:
+        dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
+    dweight = primitives.lookup_grad(dy, ids, rows, first_id, dtype)
+    if padding_idx is not None and 0 <= padding_idx - first_id < rows:
+        dweight[padding_idx - first_id] = 0
+    return dweight
 
 
-@registered_vocab_embedding_backward.register_fake
-def _(
+def _gradient_shape(
     dy: Tensor,
     ids: Tensor,
-    width: int,
+    rows: int,
     dtype: torch.dtype,
-    *options: Any,
+    group: Group,
+    sequence_parallel: bool,
+    padding_idx: int | None,
 ) -> Tensor:
-    return dy.new_empty(width, dy.shape[1], dtype=dtype)
+    return dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 
-def _registered_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ids, weight, *ctx.options = inputs
-    ctx.width, ctx.dtype = weight.shape[0], weight.dtype
-    ctx.save_for_backward(ids)
-
-
-def _registered_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (ids,) = ctx.saved_tensors
-    dweight = registered_vocab_embedding_backward(dy, ids, ctx.width, ctx.dtype, *ctx.options)
-    return None, dweight, None, None, None, None
-
-
-registered_vocab_embedding.register_autograd(_registered_backward, setup_context=_registered_save)
+_rows_of_ids = Operator(OP, _rows, _rows_shape)
+_table_gradient = Operator(f"{OP}_backward", _gradient, _gradient_shape)

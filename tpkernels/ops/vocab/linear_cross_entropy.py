@@ -1,4 +1,4 @@
-"""Cross-entropy of a column-parallel linear layer, of whose logits only a chunk of tokens ever exists.
+"""Cross-entropy of a column-parallel linear layer, whose logits exist for one chunk of tokens at a time.
 
 R ranks, T tokens, H features, V columns a rank:
 
@@ -9,7 +9,7 @@ R ranks, T tokens, H features, V columns a rank:
         logits   = hidden @ weight_shard.T          (chunk, V)
         loss     = as in `vocab_cross_entropy`
         dlogits  = p - q                            in the place of the logits
-        dhidden  = dlogits @ weight_shard           our part of it
+        dhidden  = dlogits @ weight_shard           partial
         dweight += dlogits.T @ hidden               in fp32 or wider
     backward
         dhidden  = all_reduce(dhidden * dloss), or reduce_scatter under sequence parallelism
@@ -34,31 +34,23 @@ from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
     autocast,
-    casting,
     check_linear,
-    compiling,
     features_of,
+    is_casting,
     tokens_of,
 )
 from tpkernels.ops.main_grad import check_main_grad
 from tpkernels.ops.tensor_parallel.parallel import checked_group
 from tpkernels.ops.vocab.chunked_head import (
     OP,
-    HeadCall,
     Reduction,
+    reduced_gradients,
     reduced_loss,
-    scaled,
     token_gradients,
     token_losses,
 )
-from tpkernels.ops.vocab.cross_entropy import loss_call
-from tpkernels.ops.vocab.registered_head import (
-    accumulating_reduced_loss,
-    accumulating_token_losses,
-    registered_reduced_loss,
-    registered_token_losses,
-)
-from tpkernels.ops.vocab.vocabulary import require_ids, vocab_shard
+from tpkernels.ops.vocab.cross_entropy import LossOptions, sharded_loss
+from tpkernels.ops.vocab.vocabulary import require_ids
 
 
 def linear_cross_entropy(
@@ -75,14 +67,14 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the whole weight.
+    """The loss of hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), as many on every rank
     target: (tokens, ...) ids, the same on all ranks
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
-    vocab_size: of the whole vocabulary, if rows of weight past it are padding
-    chunk_tokens: whose logits are there at a time, by default as many as hidden has elements
+    vocab_size: of the full vocabulary, if rows of weight past it are padding
+    chunk_tokens: in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
@@ -100,11 +92,12 @@ def linear_cross_entropy(
         tensors=[hidden, weight_shard],
         options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
     )
-    if casting(hidden):
+    if is_casting(hidden):
         hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
     check_main_grad(OP, main_grad, weight_shard)
-    shard = vocab_shard(OP, group, weight_shard.shape[0], vocab_size)
+    options = LossOptions(group, vocab_size, label_smoothing, ignore_index, sequence_parallel, chunk_tokens)
+    sharded_loss(OP, options, weight_shard.shape[0])  # raises if the options are wrong
     rows = list(hidden.shape[:-1])
     if sequence_parallel:
         if not rows:
@@ -116,26 +109,14 @@ def linear_cross_entropy(
             f"{f' of each of {group.size()} ranks' * sequence_parallel}, got {tuple(target.shape)}"
         )
     require_ids(OP, "target", target, hidden)
-    loss = loss_call(OP, shard, label_smoothing, ignore_index, overwrite_logits=True)
-    call = HeadCall(loss, sequence_parallel, chunk_tokens or 0, main_grad)
-    arguments = (tokens_of(hidden), weight_shard, target.reshape(-1))
-    y: Tensor
+    arguments = (tokens_of(hidden), weight_shard, target.reshape(-1), options, main_grad)
+    loss: Tensor
     if reduction == "none":
-        if not compiling(OP):
-            y = _TokenLosses.apply(call, *arguments)  # type: ignore[no-untyped-call]
-        elif main_grad is None:
-            y = registered_token_losses(*arguments, *call.as_options())[0]
-        else:
-            y = accumulating_token_losses(*arguments, *call.as_options(), main_grad)
-        return y.view(target.shape)
-    needs = [any_requires_grad(hidden), any_requires_grad(weight_shard)]
-    if not compiling(OP):
-        y = _ReducedLoss.apply(call, reduction, needs, *arguments)[0]  # type: ignore[no-untyped-call]
-    elif main_grad is None:
-        y = registered_reduced_loss(*arguments, reduction, needs, *call.as_options())[0]
-    else:
-        y = accumulating_reduced_loss(*arguments, reduction, needs, *call.as_options(), main_grad)
-    return y
+        loss = _TokenLosses.apply(*arguments)  # type: ignore[no-untyped-call]
+        return loss.view(target.shape)
+    needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
+    loss, _ = _ReducedLoss.apply(*arguments, reduction, *needs)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _ReducedLoss(torch.autograd.Function):
@@ -144,15 +125,19 @@ class _ReducedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: HeadCall,
-        reduction: Reduction,
-        needs: list[bool],
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
+        options: LossOptions,
+        main_grad: Tensor | None,
+        reduction: Reduction,
+        needs_dhidden: bool,
+        needs_dweight: bool,
     ) -> tuple[Tensor, Tensor]:
-        loss, share, dhidden, dweight = reduced_loss(call, reduction, hidden, weight, target, *needs)
-        ctx.call, ctx.dtype = call, weight.dtype
+        loss, share, dhidden, dweight = reduced_loss(
+            hidden, weight, target, needs_dhidden, needs_dweight, reduction, options
+        )
+        ctx.options, ctx.main_grad, ctx.dtype = options, main_grad, weight.dtype
         ctx.save_for_backward(share, dhidden, dweight)
         return loss, share  # as an output share is connected with the inputs, which are not saved
 
@@ -160,16 +145,25 @@ class _ReducedLoss(torch.autograd.Function):
     @first_order(OP, reads_intermediates=True)
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
-        return None, None, None, *scaled(ctx.call, dloss * share, dhidden, dweight, ctx.dtype), None
+        dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
+        dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, dtype, ctx.options)
+        return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
 
 
 class _TokenLosses(torch.autograd.Function):
     """A loss of each token: their gradients wait for those of the losses."""
 
     @staticmethod
-    def forward(ctx: Any, call: HeadCall, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        loss, *statistics = token_losses(call, hidden, weight, target)
-        ctx.call = call
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        options: LossOptions,
+        main_grad: Tensor | None,
+    ) -> Tensor:
+        loss, *statistics = token_losses(hidden, weight, target, options)
+        ctx.options, ctx.main_grad = options, main_grad
         ctx.save_for_backward(hidden, weight, *statistics)
         return loss
 
@@ -177,8 +171,17 @@ class _TokenLosses(torch.autograd.Function):
     @first_order(OP)
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, target, maximum, total = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:3]
-        gradients = token_gradients(
-            ctx.call, dloss, hidden, weight, target, maximum, total, *needs, dtype=weight.dtype
+        dtype = weight.dtype if ctx.main_grad is None else torch.promote_types(weight.dtype, torch.float32)
+        needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
+        dhidden, dweight = token_gradients(
+            dloss, hidden, weight, target, maximum, total, needs_dhidden, needs_dweight, dtype, ctx.options
         )
-        return None, *gradients, None
+        return dhidden, _delivered(dweight, ctx.main_grad), None, None, None
+
+
+def _delivered(dweight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
+    """The weight's gradient; None if it was added to main_grad."""
+    if dweight is None or main_grad is None:
+        return dweight
+    main_grad.add_(dweight)
+    return None

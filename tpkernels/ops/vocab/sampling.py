@@ -1,4 +1,4 @@
-"""Choosing ids by logits whose vocabulary is split over ranks: the same on all ranks, however many there are.
+"""Choosing ids by logits whose vocabulary is sharded over ranks: the same ids for any number of ranks.
 
 R ranks, T tokens, V columns a rank:
 
@@ -22,14 +22,14 @@ from tpkernels.comm.calls import all_or_fail
 from tpkernels.ops.inputs import tokens_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region
 from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers
-from tpkernels.ops.vocab.vocabulary import VocabShard, vocab_shard
+from tpkernels.ops.vocab.vocabulary import VocabShard, require_logits, vocab_shard
 
 
 def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
     """All logits of each token on every rank, without padding; differentiable.
 
     logits_shard: (..., columns of this rank)
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     returns: (..., vocab_size)
     """
     group, shard = _checked("vocab_gather", logits_shard, group, vocab_size)
@@ -42,7 +42,7 @@ def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
     """The id of the largest logit of each token; the lowest of several.
 
     logits_shard: (..., columns of this rank)
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     returns: (...) int64
     """
     group, shard = _checked("vocab_argmax", logits_shard, group, vocab_size)
@@ -74,7 +74,7 @@ def vocab_sample(
     logits_shard: (..., columns of this rank)
     top_k: only of the so many largest logits; of equal ones those with lower ids
     top_p: only of the fewest most probable ids that have this probability together, after top_k
-    vocab_size: of the whole vocabulary, if columns past it are padding
+    vocab_size: of the full vocabulary, if columns past it are padding
     generator: of the one number that each token needs, by default torch's own; rank 0's numbers count
     uniform: (...) those numbers, from 0 to less than 1, instead
     returns: (...) int64
@@ -138,11 +138,7 @@ def _without_padding(logits: Tensor, shard: VocabShard) -> Tensor:
 def _checked(
     op: str, logits: Tensor, group: ProcessGroup, vocab_size: int | None, options: Sequence[object] = ()
 ) -> tuple[ProcessGroup, VocabShard]:
-    if logits.ndim < 1 or not logits.is_floating_point():
-        raise ValueError(
-            f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits.shape)} in "
-            f"{logits.dtype}"
-        )
+    require_logits(op, logits)
     rows, width = logits.shape[:-1], logits.shape[-1]
     group = checked_group(
         group,

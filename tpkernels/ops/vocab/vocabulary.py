@@ -1,4 +1,4 @@
-"""What ops over a vocabulary have in common: which ids are this rank's, and whether ids are ids at all.
+"""The shard of a vocabulary that a rank holds, and checks of ids.
 
 R ranks hold as many rows (or columns) each, W. Rank r has those of ids r W ... r W + W - 1; what is past the
 last id, `size` - 1, is padding.
@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
+from tpkernels.dispatch.operators import Packed
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.ops.tensor_parallel.parallel import group_named
+from tpkernels.ops.tensor_parallel.parallel import group_named, name_of
+
+Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of a vocabulary."""
+    """This rank's shard of a vocabulary."""
 
     group: ProcessGroup
     width: int  # rows or columns of each rank
-    size: int  # ids of the whole, padding left out
+    size: int  # ids of the full vocabulary, without padding
 
     @property
     def first_id(self) -> int:
@@ -36,23 +40,31 @@ class VocabShard:
         """How many of ours are no padding; they come first."""
         return min(max(self.size - self.first_id, 0), self.width)
 
-    @staticmethod
-    def named(group_name: str, width: int, size: int) -> VocabShard:
-        """As an operator under torch.compile is told of it."""
-        return VocabShard(group_named(group_name), width, size)
-
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
-    """vocab_size: ids of the whole vocabulary; None: there is no padding"""
-    whole = group.size() * width
+    """vocab_size: ids of the full vocabulary; None: there is no padding"""
+    return VocabShard(group, width, checked_size(op, group, width, vocab_size))
+
+
+def checked_size(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> int:
+    """Ids of the full vocabulary."""
+    full = group.size() * width
     if vocab_size is None:
-        vocab_size = whole
-    if not isinstance(vocab_size, int) or not 0 < vocab_size <= whole:
+        return full
+    if not isinstance(vocab_size, int) or not 0 < vocab_size <= full:
         raise ValueError(
-            f"{op}: expected a vocab_size from 1 to {whole}, what {group.size()} ranks of {width} hold, got "
+            f"{op}: expected a vocab_size from 1 to {full}, what {group.size()} ranks of {width} hold, got "
             f"{vocab_size}"
         )
-    return VocabShard(group, width, vocab_size)
+    return vocab_size
+
+
+def require_logits(op: str, logits: Tensor) -> None:
+    if logits.ndim < 1 or not logits.is_floating_point():
+        raise ValueError(
+            f"{op}: expected floating-point logits_shard (..., columns), got {tuple(logits.shape)} in "
+            f"{logits.dtype}"
+        )
 
 
 def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""FLOPs by the formula are those that torch counts in a real step, and MFU is what it says."""
+"""FLOPs are those that torch counts in a step, and bytes those that a rank keeps."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import small
+from tests.training.test_training import config_for
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
-from tpkernels.training.flops import Speed, flops_per_token, known_peak
-from tpkernels.training.trainer import StepReport
+from tpkernels.training.measures import Speed, _peak_of_process, flops_per_token, known_peak, largest_memory
+from tpkernels.training.trainer import StepReport, Trainer
 
 BATCH, TOKENS = 3, 16
 # ranks share these vocabularies without padding, which the formula leaves out
@@ -68,3 +69,29 @@ def test_peaks_are_those_of_the_data_sheets_and_of_bfloat16_alone(monkeypatch):
     assert known_peak(gpu, torch.float32) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
     assert known_peak(gpu, torch.bfloat16) is None
+
+
+def reported(config):
+    state = create_parallel_state(plan_groups(world_size=2, tensor=1))
+    trainer = Trainer(config, state, torch.device("cpu"))
+    trainer.step()
+    elements = sum(parameter.numel() for parameter in trainer.model.parameters())
+    return largest_memory(trainer), elements, _peak_of_process()
+
+
+def test_bytes_are_those_of_the_plan_and_the_worst_rank_is_named(tmp_path, ranks2):
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 120)) * 20)
+    config = config_for(text, dtype=torch.bfloat16)
+    (memory, elements, peak), (other, _, other_peak) = ranks2.run(reported, config)
+    assert memory == other
+    assert memory.rank == (peak < other_peak)
+    assert memory.peak == pytest.approx(max(peak, other_peak), rel=0.01)
+    assert memory.weights == 2 * elements
+    padded = memory.gradients // 4
+    assert elements <= padded < elements + 64 * 50  # each parameter begins at a multiple of 64
+    assert 0 <= memory.optimizer - 12 * padded // 2 < 100  # this rank's half; each bucket counts its steps
+    assert memory.line().startswith(
+        f"memory of rank {memory.rank}, the largest: weights {memory.weights / 2**20:.2f} MiB, gradients "
+    )
+    assert "peak resident set of the process" in memory.line()

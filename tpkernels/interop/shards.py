@@ -1,13 +1,14 @@
-"""Of each tensor of the unsharded model, the part that this rank holds.
+"""The shard that this rank holds of each tensor of the unsharded model.
 
-A part is one piece of the whole along one dimension, or several: of weights stacked in one (stride > 1), held
-one after the other. Rows that pad a vocabulary come after the pieces, and are no part of the whole.
+A shard is one or more ranges of the full tensor along one dimension, concatenated: several if the tensor is a
+concatenation of weights (stride > 1). Rows that pad a vocabulary follow the ranges; the full tensor has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,56 +18,55 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
-from tpkernels.topology.shard import pieces_of
-from tpkernels.topology.vocabulary import VocabularySplit
+from tpkernels.topology.shard import VocabularySplit, ranges_of
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this rank holds of one tensor.
+class TensorShard:
+    """One tensor on this rank.
 
-    local: what this rank holds, padding included
-    shape: of the whole
-    dim: the dimension that is split; None: every rank holds the whole
-    pieces: of each rank, along `dim` of the whole
-    rank: this one, in the tensor-parallel group
+    local: the shard, padding included
+    shape: of the full tensor
+    dim: the dimension that is split; None: the tensor is replicated
+    ranges: of each rank, along `dim` of the full tensor
+    rank: this rank in the tensor-parallel group
     """
 
     local: Tensor
     shape: tuple[int, ...]
     dim: int | None = None
-    pieces: tuple[tuple[range, ...], ...] = ()
+    ranges: tuple[tuple[range, ...], ...] = ()
     rank: int = 0
 
-    def of(self, local: Tensor) -> Part:
-        """The same part of another tensor of this shape, such as an optimizer's."""
+    def of(self, local: Tensor) -> TensorShard:
+        """The same ranges of another tensor of this shape, such as an optimizer's."""
         return replace(self, local=local)
 
     def chunks(self, local: Tensor | None = None, rank: int | None = None) -> Iterator[Chunk]:
-        """The pieces of a rank, by default our own: views of `local` without its padding."""
+        """The ranges of a rank, by default this one, as views of `local`."""
         local = self.local.detach() if local is None else local
         if self.dim is None:
             yield Chunk(local, (slice(None),) * local.ndim)
             return
         start = 0
-        for piece in self.pieces[self.rank if rank is None else rank]:
-            view = local.narrow(self.dim, start, len(piece))
-            before = (slice(None),) * self.dim
-            yield Chunk(view, (*before, slice(piece.start, piece.stop)))
-            start += len(piece)
+        before = (slice(None),) * self.dim
+        for each in self.ranges[self.rank if rank is None else rank]:
+            view = local.narrow(self.dim, start, len(each))
+            yield Chunk(view, (*before, slice(each.start, each.stop)))
+            start += len(each)
 
     def zero_padding(self) -> None:
         if self.dim is not None:
-            held = sum(len(piece) for piece in self.pieces[self.rank])
+            held = sum(len(each) for each in self.ranges[self.rank])
             self.local.detach().narrow(self.dim, held, self.local.shape[self.dim] - held).zero_()
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One piece.
+    """One range.
 
-    view: of what a rank holds
-    where: in the whole: an index for its leading dimensions
+    view: of a shard
+    where: index of the full tensor's leading dimensions
     """
 
     view: Tensor
@@ -78,12 +78,12 @@ class Chunk:
         return (*starts, *[0] * (self.view.ndim - len(starts)))
 
 
-def parts_of(model: nn.Module, state: State = None) -> dict[str, Part]:
-    """Parameters and persistent buffers by name; of tied ones the first name only."""
+def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
+    """Parameters and persistent buffers by name; a tied tensor has its first name only."""
     model = unwrapped(model)
     world = world_of(model, state)
     seen: set[int] = set()
-    parts: dict[str, Part] = {}
+    shards: dict[str, TensorShard] = {}
     for prefix, owner in model.named_modules():
         own = {**owner._parameters, **owner._buffers}
         for short, tensor in own.items():
@@ -92,12 +92,12 @@ def parts_of(model: nn.Module, state: State = None) -> dict[str, Part]:
                 continue
             seen.add(id(tensor))
             _require_plain(name, tensor)
-            parts[name] = _part(name, owner, tensor, world)
-    return parts
+            shards[name] = _shard(name, owner, tensor, world)
+    return shards
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile, whose names have no prefix."""
+    """The model inside DDP and torch.compile, which prefix names."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -108,7 +108,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def world_of(model: nn.Module, state: State = None) -> TensorWorld:
-    """The ranks that share the model: of `state`, else those that its layers were built for."""
+    """The tensor-parallel ranks of `state`; by default those that the model's layers were built for."""
     worlds = [
         (name, module.world) for name, module in model.named_modules() if isinstance(module, ParallelModule)
     ]
@@ -123,7 +123,7 @@ def world_of(model: nn.Module, state: State = None) -> TensorWorld:
 
 
 def require_one_stage(state: State = None) -> None:
-    """No pipeline: stages may give other tensors the same name."""
+    """Refuse pipelines: stages may use one name for different tensors."""
     found = current_or_none() if state is None else state
     if isinstance(found, ParallelState) and found.size("pp") > 1:
         raise ValueError(
@@ -143,22 +143,20 @@ def _require_plain(name: str, tensor: Tensor) -> None:
         raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
 
 
-def _part(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> Part:
+def _shard(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> TensorShard:
     attributes = Attributes.of(tensor)
     if not attributes.tensor_model_parallel:
-        return Part(tensor, tuple(tensor.shape))
+        return TensorShard(tensor, tuple(tensor.shape))
     dim = attributes.partition_dim
     if not 0 <= dim < tensor.ndim:
         raise ValueError(f"'{name}': expected a partition_dim from 0 to {tensor.ndim - 1}, got {dim}")
-    ranks = range(world.size)
     split = getattr(owner, "split", None)
-    pieces: tuple[tuple[range, ...], ...]
     if isinstance(split, VocabularySplit) and dim == 0:
         size = split.size
-        pieces = tuple((split.ids_of(rank),) for rank in ranks)
+        ranges: tuple[tuple[range, ...], ...] = tuple((split.ids_of(rank),) for rank in range(world.size))
     else:
-        size = tensor.shape[dim] * world.size
-        stride = attributes.partition_stride
-        pieces = tuple(pieces_of(rank, size=size, ranks=world.size, stride=stride) for rank in ranks)
+        size, stride = tensor.shape[dim] * world.size, attributes.partition_stride
+        held = partial(ranges_of, size=size, ranks=world.size, stride=stride)
+        ranges = tuple(held(rank) for rank in range(world.size))
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-    return Part(tensor, shape, dim, pieces, world.rank)
+    return TensorShard(tensor, shape, dim, ranges, world.rank)

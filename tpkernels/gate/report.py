@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tpkernels.gate.ahead_of_time import Facts
-from tpkernels.gate.check_compile import Compiled
-from tpkernels.gate.check_numerics import Computed
+from tpkernels.gate.compile_gate import Compiled, UsageError
+from tpkernels.gate.numerics import Computed
 
 # shown if present; the rest of the mix is in the JSON
 SHOWN = (
@@ -26,7 +28,36 @@ SHOWN = (
 )
 
 
-def print_compiled(compiled: Sequence[Compiled]) -> None:
+def tell(
+    versions: Mapping[str, str],
+    compiled: Sequence[Compiled],
+    computed: Sequence[Computed],
+    notes: Sequence[str],
+    seconds: float,
+    path: Path | None,
+) -> int:
+    """Print all, and write it into `path`; returns how many failures there are."""
+    print(", ".join(f"{name} {number}" for name, number in versions.items()))
+    _print_compiled(compiled)
+    _print_computed(computed)
+    print()
+    for note in notes:
+        print(f"note: {note}")
+    failures = _failure_lines(compiled, computed)
+    for failure in failures:
+        print(failure)
+    told = f"{len(compiled)} compilations and {len(computed)} computations in {seconds:.0f} s"
+    print(f"{len(failures)} failures in {told}" if failures else f"all well: {told}")
+    if path is not None:
+        report = _as_json(versions, compiled, computed, notes)
+        try:
+            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write the report: {error}") from error
+    return len(failures)
+
+
+def _print_compiled(compiled: Sequence[Compiled]) -> None:
     """A table an architecture."""
     name_width = max((len(one.job.entry.name) for one in compiled), default=0)
     architecture = ""
@@ -38,7 +69,7 @@ def print_compiled(compiled: Sequence[Compiled]) -> None:
         print(f"{mark:<5}{one.job.entry.name:<{name_width}}  {_numbers(one.facts)}".rstrip())
 
 
-def print_computed(computed: Sequence[Computed]) -> None:
+def _print_computed(computed: Sequence[Computed]) -> None:
     """A line a launcher: how many cases, and the worst error as a part of the bound."""
     if not computed:
         return
@@ -52,18 +83,21 @@ def print_computed(computed: Sequence[Computed]) -> None:
         print(f"{mark:<5}{launcher:<20}  {len(cases):>3} cases  {worst:.2f}")
 
 
-def failure_lines(compiled: Sequence[Compiled], computed: Sequence[Computed]) -> list[str]:
+def _failure_lines(compiled: Sequence[Compiled], computed: Sequence[Computed]) -> list[str]:
     """Each finding in a line that can be read alone."""
     lines = [f"entry {one.job}: {failure}" for one in compiled for failure in one.failures]
     return lines + [f"numerics of {one.case}: {one.failure}" for one in computed if one.failure]
 
 
-def as_json(
-    versions: dict[str, str], compiled: Sequence[Compiled], computed: Sequence[Computed], notes: Sequence[str]
+def _as_json(
+    versions: Mapping[str, str],
+    compiled: Sequence[Compiled],
+    computed: Sequence[Computed],
+    notes: Sequence[str],
 ) -> dict[str, Any]:
     return {
-        "versions": versions,
-        "failures": failure_lines(compiled, computed),
+        "versions": dict(versions),
+        "failures": _failure_lines(compiled, computed),
         "notes": list(notes),
         "compiled": [
             {

@@ -1,4 +1,4 @@
-"""What a step must compute, and what share of the hardware's peak that is: MFU, as in the PaLM paper.
+"""FLOPs of a step, as a share of the peak (MFU, as in the PaLM paper), and bytes that a rank keeps.
 
 Counted are the products of linear layers, the head's among them, and of attention, over all tokens as if it
 were not causal; forward once, and twice that for backward. Not counted are lookups, norms, activations, the
@@ -7,16 +7,20 @@ optimizer, padding of a vocabulary, and what is computed again: recomputation lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tpkernels.gpus import RATED_GPUS
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.activations import GATE_OF
-from tpkernels.planning.gpus import GPUS
-from tpkernels.training.trainer import StepReport, TrainConfig
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.trainer import StepReport, Trainer
 
 
 def flops_per_token(model: GPTConfig, tokens: int) -> int:
@@ -36,7 +40,7 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((gpu.flops for gpu in GPUS.values() if gpu.name == name), None)
+    return next((gpu.flops for gpu in RATED_GPUS.values() if gpu.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +80,56 @@ class Speed:
 def median_step(reports: Sequence[StepReport]) -> StepReport:
     """By time, which the first steps and whoever else uses the machine disturb."""
     return sorted(reports, key=lambda report: report.seconds)[len(reports) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank."""
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    peak: int
+    peak_is: str  # what was measured
+
+    def as_dict(self) -> dict[str, int | str]:
+        return asdict(self)
+
+    def line(self) -> str:
+        parts = (f"{name} {_shown(getattr(self, name))}" for name in ("weights", "gradients", "optimizer"))
+        return (
+            f"memory of rank {self.rank}, the largest: {', '.join(parts)}; {self.peak_is} {_shown(self.peak)}"
+        )
+
+
+def largest_memory(trainer: Trainer) -> Memory:
+    """Of the rank with the highest peak; called by all ranks."""
+    everybody: list[Memory] = [_memory(trainer)] * dist.get_world_size()
+    dist.all_gather_object(everybody, _memory(trainer))
+    return max(everybody, key=lambda memory: (memory.peak, -memory.rank))
+
+
+def _memory(trainer: Trainer) -> Memory:
+    on_gpu = trainer.device.type == "cuda"
+    return Memory(
+        rank=dist.get_rank(),
+        weights=_bytes([*trainer.model.parameters(), *trainer.model.buffers()]),
+        gradients=_bytes(trainer.optimizer.buckets.buckets),
+        optimizer=_bytes(trainer.optimizer.tensors()),
+        peak=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else _peak_of_process(),
+        peak_is="peak of what torch allocated on the GPU" if on_gpu else "peak resident set of the process",
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _peak_of_process() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts kilobytes
+
+
+def _shown(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -1,7 +1,8 @@
-"""What ranks run to write and read one file of the whole model."""
+"""What ranks run to write and read one file of the full model."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from tpkernels import (
     initialize_model_parallel,
     plan_groups,
 )
+from tpkernels.interop import full_state_dict as former
 from tpkernels.interop import safetensors
-from tpkernels.interop.full_state_dict import load_whole, whole_state_dict
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 KINDS = ("llama", "gpt2", "odd")
 
@@ -32,7 +34,7 @@ def save_all(folder: str, tensor: int) -> dict[str, dict[str, torch.Tensor]]:
     for kind in KINDS:
         model = built(kind, 1)
         safetensors.save(Path(folder, f"{kind}.safetensors"), model)
-        whole[kind] = whole_state_dict(model)
+        whole[kind] = full_state_dict(model)
     return whole
 
 
@@ -64,6 +66,18 @@ def load_into_a_model_from_meta(file: str) -> bool:
     return bool(torch.equal(loss_of(model), loss_of(built("llama", 1))))
 
 
+def by_former_names() -> list[str]:
+    """What they warn of; they do what the functions of today do."""
+    state = initialize_model_parallel(dist.get_world_size())
+    saved, loaded = built("odd", 1), built("odd", 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        full = former.whole_state_dict(saved)
+        former.load_whole(loaded, whole=full, cast=True, state=state)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in saved.state_dict().items())
+    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+
+
 def growth_while_loading(file: str) -> float:
     """MiB of memory that come while a rank takes its rows of a large table."""
     initialize_model_parallel(dist.get_world_size())
@@ -79,8 +93,8 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def whole_on_all(model: torch.nn.Module, where: Any) -> dict[str, torch.Tensor]:
-    given = [whole_state_dict(model, state=where)]
+def full_on_all(model: torch.nn.Module, where: Any) -> dict[str, torch.Tensor]:
+    given = [full_state_dict(model, state=where)]
     dist.broadcast_object_list(given)
     return given[0]
 
@@ -98,17 +112,17 @@ def refuse(folder: str) -> list[Any]:
         error_of(safetensors.save, file, odd),
         error_of(safetensors.load, file, llama),
         error_of(safetensors.load, file, built("odd", 1).to(torch.float64)),
-        error_of(load_whole, odd, whole | {"plain.bias": torch.zeros(5)}),
-        error_of(load_whole, odd, whole | {"other": torch.zeros(5)} if rank else whole),
+        error_of(load_full_state_dict, odd, whole | {"plain.bias": torch.zeros(5)}),
+        error_of(load_full_state_dict, odd, whole | {"other": torch.zeros(5)} if rank else whole),
         error_of(safetensors.load, Path(folder, "absent.safetensors"), odd),
         error_of(safetensors.write, Path(folder, "no folder", "x"), whole),
     ]
     pipeline = create_parallel_state(plan_groups(world_size=2, pipeline=2))
-    errors.append(error_of(whole_state_dict, torch.nn.Linear(2, 2), state=pipeline))
-    errors.append(error_of(whole_state_dict, odd, state=pipeline))
+    errors.append(error_of(full_state_dict, torch.nn.Linear(2, 2), state=pipeline))
+    errors.append(error_of(full_state_dict, odd, state=pipeline))
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for where in (state, mesh, mesh["tp"], state.process_group("tp")):
-        load_whole(odd, whole_on_all(odd, where), state=where)
+        load_full_state_dict(odd, full_on_all(odd, where), state=where)
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
     return errors

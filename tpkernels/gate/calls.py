@@ -1,0 +1,228 @@
+"""How each launcher is called, beside its oracle: by the numeric gate on numbers, by the catalog on none.
+
+A call makes its operands, and returns by name what the launcher computed and what the oracle says of the same
+operands in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch.products import PRODUCTS
+from tpkernels.dispatch.record import Layer
+from tpkernels.kernels import reference
+from tpkernels.kernels.activations import Activation, Glu
+from tpkernels.kernels.bias_grad import bias_grad
+from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
+from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
+from tpkernels.kernels.gather_linear import gather_linear_fwd
+from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
+from tpkernels.kernels.operands import Form
+from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.tiles import MatmulTile, waiting_tile
+from tpkernels.kernels.waits import Arrivals
+
+Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Makes the operands of a call."""
+
+    dtype: torch.dtype
+    tokens: int
+    in_features: int
+    out_features: int
+    chunks: int  # that the tokens arrive in
+    form: Form | None = None  # of a matmul, like the tile
+    tile: MatmulTile | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.tokens, self.in_features, self.out_features
+
+    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """From low to high - 1."""
+        raise NotImplementedError
+
+    def vector(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.matrix(1, size, dtype)[0]
+
+    def weight(self) -> Tensor:
+        return self.matrix(self.out_features, self.in_features).mul_(self.in_features**-0.5)
+
+    def like(self, name: str, value: Any) -> Any:
+        """An operand of that name in the place of a sample's; what is no tensor stays."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 1:
+            return self.vector(*value.shape)
+        return self.weight() if name.startswith("w") else self.matrix(*value.shape)
+
+    def arrivals(self, chunks: int) -> Arrivals:
+        """All chunks are here."""
+        flags, awaited = (self.integers(count, 7, 8, torch.int32) for count in (chunks, 1))
+        return Arrivals(flags, awaited, self.integers(1, 0, 1, torch.int32), spin_limit=1001)
+
+
+# the name of the result, where there is one
+_RESULT = {"dgrad": "dx", "wgrad": "dw", "wgrad_accumulate_": "main_grad"}
+
+
+def product(
+    of: Operands,
+    name: str,
+    activation: Activation = "none",
+    glu: Glu = "swiglu",
+    optional: bool = True,
+    into: torch.dtype | None = None,
+) -> Results:
+    """A primitive of `PRODUCTS`, by its record: its sample, its kernel, and as oracle its torch form.
+
+    optional: with bias, bias gradient and what is kept for backward
+    into: the dtype of the result of the weight gradients
+    """
+    record = PRODUCTS[name]
+    layer = Layer(of.tokens, of.out_features, of.in_features, of.dtype, activation, glu, optional, optional)
+    sample = signature(record.by_torch).bind(*record.sample(layer)).arguments
+    operands = [of.like(word, value) for word, value in sample.items()]
+    if record.changes_first:
+        rows, cols = operands[0].shape
+        operands[0] = of.matrix(rows, cols, into)
+    exact = [value.double() if isinstance(value, Tensor) else value for value in operands]
+    truth = (record.oracle or record.by_torch)(*exact)
+    dtype = {"dtype": into} if into and not record.changes_first else {}
+    ours = record.by_kernel(*operands, tile=of.tile, form=of.form, **dtype)
+    if record.changes_first:
+        ours, truth = operands[0], exact[0]
+    if isinstance(ours, Tensor):
+        return {_RESULT[name]: (ours, truth)}
+    pairs = zip(ours._fields, ours, truth, strict=True)
+    return {word: (computed, one) for word, computed, one in pairs if one is not None}
+
+
+def gather_linear(of: Operands, activation: Activation) -> Results:
+    T, K, N = of.sizes
+    chunk_rows = T // of.chunks
+    x, w, b = of.matrix(chunk_rows * of.chunks, K), of.weight(), of.vector(N)
+    ours = gather_linear_fwd(
+        x,
+        w,
+        b,
+        arrivals=of.arrivals(of.chunks),
+        first_row=chunk_rows,
+        activation=activation,
+        keep_z=True,
+        tile=of.tile and waiting_tile(of.tile, chunk_rows),
+        form=of.form,
+    )
+    y, z = reference.gather_linear_ref(x.double(), w.double(), b.double(), activation)
+    return {"y": (ours.y, y), "z": (ours.z, z)}
+
+
+def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> Results:
+    dy = of.matrix(of.tokens, of.in_features)
+    return {"db": (launcher(dy), reference.bias_grad_ref(dy.double()))}
+
+
+def slot_sums(of: Operands, wait: bool = True) -> Results:
+    """Three slots, each of which arrives in two parts; the flags before theirs are of others."""
+    rows = of.tokens // 2 * 2
+    slots = of.matrix(3 * rows, of.in_features).unflatten(0, (3, rows))
+    bias = of.vector(of.in_features)
+    arrivals, chunks = (of.arrivals(5 + 6), range(5, 5 + 6)) if wait else (None, None)
+    y = reduce_slots(slots, bias, arrivals=arrivals, chunks=chunks)
+    return {"y": (y, reference.reduce_slots_ref(slots.double(), bias.double()))}
+
+
+def rms_norm(of: Operands, residual: bool = True) -> Results:
+    x, added, dy, past, weight = _norm_operands(of, residual)
+    ours = rms_norm_fwd(x, weight, residual=added)
+    grads = rms_norm_bwd(dy, ours.summed, weight, ours.rstd, dsummed=past)
+    s, w = ours.summed.double(), weight.double()  # the rounded sum is what the rest is computed from
+    y, _, rstd = reference.rms_norm_ref(s, w)
+    dx, dweight = reference.rms_norm_bwd_ref(dy.double(), s, w, rstd, past.double())
+    return {
+        "summed": (ours.summed, x.double() if added is None else x.double() + added.double()),
+        "y": (ours.y, y),
+        "rstd": (ours.rstd, rstd),
+        "dx": (grads.dx, dx),
+        "dweight": (grads.dweight, dweight),
+    }
+
+
+def layer_norm(of: Operands, residual: bool = True) -> Results:
+    x, added, dy, past, weight = _norm_operands(of, residual)
+    bias = of.vector(of.in_features)
+    ours = layer_norm_fwd(x, weight, bias, residual=added)
+    assert ours.mean is not None
+    grads = layer_norm_bwd(dy, ours.summed, weight, ours.mean, ours.rstd, dsummed=past)
+    s, w = ours.summed.double(), weight.double()
+    y, _, mean, rstd = reference.layer_norm_ref(s, w, bias.double())
+    dx, dweight, dbias = reference.layer_norm_bwd_ref(dy.double(), s, w, mean, rstd, past.double())
+    return {
+        "summed": (ours.summed, x.double() if added is None else x.double() + added.double()),
+        "y": (ours.y, y),
+        "mean": (ours.mean, mean),
+        "rstd": (ours.rstd, rstd),
+        "dx": (grads.dx, dx),
+        "dweight": (grads.dweight, dweight),
+        "dbias": (grads.dbias, dbias),
+    }
+
+
+def _norm_operands(of: Operands, residual: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """x, residual, dy, the gradient that reaches the sum past the norm, and the weight."""
+    x, added, dy, past = (of.matrix(of.tokens, of.in_features) for _ in range(4))
+    return x.add_(0.5), added if residual else None, dy, past, of.vector(of.in_features)
+
+
+def embedding(of: Operands) -> Results:
+    """One of three ranks, with ids of the others before and after its own."""
+    T, K, N = of.sizes
+    rows = N // 4
+    first_id = rows - 3
+    weight, dy, ids = of.matrix(rows, K), of.matrix(T, K), of.integers(T, 0, 3 * rows)
+    return {
+        "y": (
+            embedding_fwd(ids, weight, first_id=first_id),
+            reference.embedding_ref(ids, weight.double(), first_id),
+        ),
+        "dweight": (
+            embedding_bwd(dy, ids, rows=rows, first_id=first_id),
+            reference.embedding_bwd_ref(dy.double(), ids, rows, first_id),
+        ),
+    }
+
+
+def cross_entropy(of: Operands) -> Results:
+    """One of three ranks, with some padding and ignored rows."""
+    T, _, N = of.sizes
+    columns, first_id = N - 7, N - 3
+    logits, dloss, target = of.matrix(T, N), of.vector(T, torch.float32), of.integers(T, -20, 3 * N)
+    logits[:, columns:] = float("nan")
+    ours = softmax_statistics(logits, target, columns=columns, first_id=first_id)
+    exact = reference.softmax_statistics_ref(logits.double(), target, columns, first_id)
+    exact[0].clamp_(min=torch.finfo(torch.float32).min)
+    grad = cross_entropy_grad(
+        *(logits, target, ours[0], ours[1] + 1, dloss),
+        columns=columns,
+        first_id=first_id,
+        on_target=0.9,
+        off_target=0.001,
+    )
+    exact_grad = reference.cross_entropy_grad_ref(
+        *(logits.double(), target, exact[0], exact[1] + 1, dloss.double()), columns, first_id, 0.9, 0.001
+    )
+    names = ("maximum", "total", "picked", "summed")
+    statistics = {name: (ours[row], exact[row]) for row, name in enumerate(names)}
+    return {**statistics, "dlogits": (grad, exact_grad)}

@@ -1,0 +1,110 @@
+"""What Triton derives at launch, read off a launch that is recorded on the meta device.
+
+Triton compiles a kernel anew for other types of its run-time arguments, for integers that are 1, and for
+addresses and integers that are multiples of 16; without the latter it silently drops pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tpkernels.gate.ahead_of_time import Entry
+from tpkernels.gate.calls import Operands
+from tpkernels.kernels import launch
+from tpkernels.kernels.footprints import SHORT_NAMES
+from tpkernels.kernels.target import Target
+
+TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass(frozen=True, slots=True)
+class MetaOperands(Operands):
+    """Without memory; `ragged` addresses are multiples of nothing, others of 16."""
+
+    ragged: bool = False
+
+    def matrix(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.empty((rows, cols), dtype or self.dtype, torch.device("meta"))
+
+    def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return self.empty((count,), dtype, torch.device("meta"))
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Takes the place of `launch.empty`."""
+        flat = torch.empty(prod(shape) + 1, dtype=dtype, device=device)
+        return flat[self.ragged :][: prod(shape)].view(shape)
+
+
+def recorded(
+    name: str,
+    call: Callable[[MetaOperands], object],
+    of: MetaOperands,
+    target: Target,
+    architectures: tuple[str, ...],
+    function: str = "",
+    precision: Literal["ieee", "tf32"] = "ieee",
+) -> Entry:
+    """The entry of the first kernel that `call` launches on `target`, or of the first that is `function`."""
+    with _launching_with(of, precision), launch.recording(target) as launches:
+        call(of)
+    first = next(one for one in launches if function in ("", one.kernel.__name__))
+    arguments: dict[str, str] = {}
+    constants = dict(first.constants)
+    aligned: set[str] = set()
+    for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
+        if type(value) is int and value == 1:
+            constants[argument] = value
+            continue
+        arguments[argument] = _type_of(value)
+        if _is_aligned(value):
+            aligned.add(argument)
+    return Entry(
+        name=name,
+        module=first.kernel.fn.__module__.rpartition(".")[2],
+        function=first.kernel.__name__,
+        form="descriptor" if any(isinstance(a, TensorDescriptor) for a in first.arguments) else "pointer",
+        arguments=arguments,
+        aligned=frozenset(aligned),
+        num_warps=constants.pop("num_warps"),
+        num_stages=constants.pop("num_stages", None),
+        constants=constants,
+        architectures=architectures,
+    )
+
+
+def _type_of(value: Tensor | TensorDescriptor | int | float) -> str:
+    """Triton's name of an argument's type; a test holds it to Triton's own answer."""
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{value.block_shape}>"
+    if isinstance(value, Tensor):
+        return f"*{TYPE_NAMES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_aligned(value: Tensor | TensorDescriptor | int | float) -> bool:
+    """Whether Triton is told of a multiple of 16; a descriptor is aligned by itself."""
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
+
+
+@contextmanager
+def _launching_with(of: MetaOperands, precision: str) -> Iterator[None]:
+    """Outputs are made as operands are, and fp32 is multiplied in `precision`, whatever torch is set to."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = launch.empty, matmul.fp32_precision
+    launch.empty, matmul.fp32_precision = of.empty, precision
+    try:
+        yield
+    finally:
+        launch.empty, matmul.fp32_precision = before

@@ -1,0 +1,131 @@
+"""Megatron's regions, and losses, over the current tensor-parallel group unless another is given.
+
+Forward and backward of each region: `tpkernels/ops/tensor_parallel/mappings.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpkernels import ops
+from tpkernels.layers.world import State, group_of
+from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.tensor_parallel import mappings
+from tpkernels.ops.vocab.chunked_head import Reduction
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
+    """The input itself; gradients are summed over the ranks."""
+    return mappings.copy_to_region(input_, group_of(group))
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
+    """The sum of the ranks' inputs, in a new tensor."""
+    return mappings.reduce_from_region(input_, group_of(group))
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
+    """This rank's shard of the last dimension."""
+    return mappings.scatter_to_region(input_, group_of(group))
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: State = None) -> Tensor:
+    """The ranks' inputs, concatenated along the last dimension."""
+    return mappings.gather_from_region(input_, group_of(group))
+
+
+def scatter_to_sequence_parallel_region(input_: Tensor, group: State = None) -> Tensor:
+    """This rank's shard of dimension 0."""
+    return mappings.scatter_to_sequence_region(input_, group_of(group))
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: State = None
+) -> Tensor:
+    """The ranks' inputs, concatenated along dimension 0.
+
+    tensor_parallel_output_grad: the next op is split over the ranks, so that each rank's gradient is partial
+        and they are summed; False: all ranks have the full gradient
+    """
+    return mappings.gather_from_sequence_region(
+        input_, group_of(group), tensor_parallel_output_grad=tensor_parallel_output_grad
+    )
+
+
+def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: State = None) -> Tensor:
+    """This rank's shard of dimension 0 of the sum of the ranks' inputs."""
+    return mappings.reduce_scatter_to_sequence_region(input_, group_of(group))
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    overwrite_logits: bool = False,
+    group: State = None,
+) -> Tensor:
+    """The loss of each token, in fp32 or wider.
+
+    vocab_parallel_logits: (..., this rank's columns), the same number on every rank
+    target: (...) ids, the same on all ranks
+    ignore_index: a target whose loss is zero
+    vocab_size: of the full vocabulary, if columns past it are padding
+    overwrite_logits: let backward write the gradient into the memory of the logits
+    group: a ParallelState, process group or device mesh; None: the current state
+    """
+    return ops.vocab_cross_entropy(
+        vocab_parallel_logits,
+        target,
+        group_of(group),
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        vocab_size=vocab_size,
+        overwrite_logits=overwrite_logits,
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    *,
+    group: State = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+    gradient_accumulation_fusion: bool = False,
+) -> Tensor:
+    """The loss of logits hidden weightᵀ, computed for one chunk of tokens at a time.
+
+    hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
+    weight_shard: (this rank's columns, features), the same number on every rank
+    target: (tokens, ...) ids, the same on all ranks
+    group: a ParallelState, process group or device mesh; None: the current state
+    reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
+    vocab_size: of the full vocabulary, if rows of weight past it are padding
+    chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
+    gradient_accumulation_fusion: add the weight's gradient to `weight_shard.main_grad`
+    """
+    main_grad = None
+    if gradient_accumulation_fusion and weight_shard.requires_grad and torch.is_grad_enabled():
+        weight_shard, main_grad = accumulating(weight_shard, "linear_cross_entropy")
+    return ops.linear_cross_entropy(
+        hidden,
+        weight_shard,
+        target,
+        group_of(group),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        vocab_size=vocab_size,
+        sequence_parallel=sequence_parallel,
+        chunk_tokens=chunk_tokens,
+        main_grad=main_grad,
+    )

@@ -1,0 +1,240 @@
+"""Drawing with matplotlib, which `pip install 'tpkernels[pictures]'` brings: SVG for a page, PNG beside it.
+
+Nothing here imports matplotlib before a picture is drawn, and without it a page has no pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NO_MATPLOTLIB = "no pictures: expected matplotlib, which draws them; pip install 'tpkernels[pictures]'"
+INK, QUIET, GRID, PAPER = "#1c2530", "#5b6875", "#e1e5ea", "#ffffff"
+BLUE, ORANGE, GREEN, VIOLET, GREY = "#2f6fb5", "#d9822b", "#3c8d5a", "#7a5195", "#a3adb8"
+WIDTH = 9.8  # inches
+FEW = 4  # files that are named one by one
+DOTS_PER_INCH = 160  # of a PNG
+_PIXELS = 96  # of an SVG to an inch
+
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_STYLE = {
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,  # a dollar is a dollar
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": QUIET,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": QUIET,
+    "grid.color": GRID,
+    "legend.frameon": False,
+    "legend.labelcolor": QUIET,
+    "legend.borderaxespad": 0.0,
+    "legend.handlelength": 1.0,
+    "legend.handleheight": 0.9,
+    "xtick.color": QUIET,
+    "xtick.major.size": 0,
+    "ytick.labelcolor": INK,
+    "ytick.major.size": 0,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "tpkernels",  # the same picture is the same file
+}
+# XML has no way to write these, not even escaped.
+_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart, drawn when it is asked for.
+
+    height: in inches, of what `draw` puts below heading, note and legend
+    legend: colours and what they stand for
+    """
+
+    heading: str
+    height: float
+    draw: Callable[[Figure], None]
+    note: str = ""
+    legend: Sequence[tuple[str, str]] = ()
+    width: float = WIDTH
+
+    @cached_property
+    def svg(self) -> str:
+        """An element for a page; empty without matplotlib."""
+        if not can_draw():
+            return ""
+        root = ET.fromstring(self._saved("svg"))
+        for metadata in root.findall(f"{{{_SVG}}}metadata"):
+            root.remove(metadata)
+        title = ET.Element(f"{{{_SVG}}}title")
+        title.text = writable(self.heading)
+        root.insert(0, title)
+        for group in root.iter(f"{{{_SVG}}}g"):
+            name = group.attrib.pop("id", "")  # two pictures of a page would have the same
+            if name.startswith(_HINT):
+                hint = ET.Element(f"{{{_SVG}}}title")
+                hint.text = name.removeprefix(_HINT)
+                group.insert(0, hint)
+        ET.register_namespace("", _SVG)
+        ET.register_namespace("xlink", _XLINK)
+        return ET.tostring(root, encoding="unicode") + "\n"
+
+    @cached_property
+    def png(self) -> bytes:
+        return self._saved("png")
+
+    def figure(self) -> Figure:
+        """Drawn, to be looked at or saved."""
+        from matplotlib.figure import Figure
+
+        with _styled():
+            top = 0.32 * bool(self.heading) + 0.2 * bool(self.note) + 0.26 * bool(self.legend)
+            figure = Figure((self.width, top + self.height))
+            figure.set_layout_engine("constrained", rect=(0, 0, 1, self.height / (top + self.height)))
+            self._head(figure)
+            self.draw(figure)
+        return figure
+
+    def _saved(self, form: str) -> bytes:
+        file = io.BytesIO()
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        with _styled():
+            self.figure().savefig(file, format=form, dpi=DOTS_PER_INCH, metadata=metadata)
+        return file.getvalue()
+
+    def _head(self, figure: Figure) -> None:
+        """Heading, note and legend, from the top down."""
+        from matplotlib.patches import Patch
+
+        left, y, inch = 0.1 / self.width, 1 - 0.06 / figure.get_figheight(), 1 / figure.get_figheight()
+        if self.heading:
+            heading = shortened(self.heading, 13, self.width)
+            figure.text(left, y, heading, size=12, weight="bold", va="top")
+            y -= 0.28 * inch
+        if self.note:
+            figure.text(left, y, shortened(self.note, 9, self.width), color=QUIET, va="top")
+            y -= 0.2 * inch
+        if self.legend:
+            patches = [Patch(color=colour, label=shortened(name, 9, 2)) for colour, name in self.legend]
+            figure.legend(handles=patches, loc="upper left", bbox_to_anchor=(left, y), ncols=len(patches))
+
+
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Our style, whatever the user's own matplotlibrc says."""
+    matplotlib: Any = import_module("matplotlib")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+_HINT = "hint: "
+
+
+def hint(artist: Artist, text: str) -> None:
+    """Show `text` when somebody points at `artist` in the SVG."""
+    artist.set_gid(_HINT + writable(text))
+
+
+def can_draw() -> bool:
+    try:
+        import_module("matplotlib.figure")
+    except ImportError:
+        return False
+    return True
+
+
+def save(pictures: Mapping[Path, Picture]) -> str:
+    """Write each picture as the PNG of that path; returns a line about what was written, or why none was."""
+    if not can_draw():
+        return NO_MATPLOTLIB
+    for path, picture in pictures.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture.png)
+    if len(pictures) <= FEW:
+        return ", ".join(str(path) for path in pictures) or "none"
+    return f"{len(pictures)} in {', '.join(dict.fromkeys(str(path.parent) for path in pictures))}"
+
+
+def nothing(axes: Axes, text: str) -> None:
+    """Say in empty axes why they are empty."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=QUIET, transform=axes.transAxes)
+
+
+def sheet(svg: str) -> Picture:
+    """What `topology.svg` has drawn, for a PNG of it: rectangles and words, and no other element."""
+    root = ET.fromstring(svg)
+    width, height = int(root.attrib["width"]), int(root.attrib["height"])
+
+    def draw(figure: Figure) -> None:
+        figure.set_layout_engine("none")
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+        axes.set_axis_off()
+        _place(axes, root, 0, 0)
+
+    return Picture("", height / _PIXELS, draw, width=width / _PIXELS)
+
+
+def _place(axes: Axes, parent: ET.Element, left: float, top: float) -> None:
+    """left, top: where the parent's own zero is"""
+    from matplotlib.patches import FancyBboxPatch
+
+    for element in parent:
+        tag = element.tag.removeprefix(f"{{{_SVG}}}")
+        x, y, width, height, radius, size = (
+            float(element.get(name, "0")) for name in ("x", "y", "width", "height", "rx", "font-size")
+        )
+        at = left + x, top + y
+        if tag == "g":
+            across, down = map(float, element.attrib["transform"][len("translate(") : -1].split())
+            _place(axes, element, left + across, top + down)
+        elif tag == "rect":
+            box = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
+            edge, fill = element.get("stroke", "none"), element.attrib["fill"]
+            axes.add_patch(
+                FancyBboxPatch(at, width, height, box, facecolor=fill, edgecolor=edge, linewidth=0.75)
+            )
+        elif tag == "text":
+            weight = "bold" if "font-weight" in element.attrib else "normal"
+            centred = "center" if "text-anchor" in element.attrib else "left"
+            words = axes.text(*at, element.text or "", ha=centred, va="baseline", weight=weight)
+            words.set(color=element.attrib["fill"], size=72 / _PIXELS * size)
+        elif tag != "title":
+            raise ValueError(f"expected g, rect, text and title in a drawing of groups, got {element.tag}")
+
+
+def shortened(text: str, size: float, inches: float) -> str:
+    """One line of letters of `size` points: what does not fit is left out of its middle.
+
+    Names often differ in their last word.
+    """
+    text = " ".join(writable(text).split())
+    fitting = int(72 * inches / (0.64 * size))  # DejaVu's letters are wide
+    if len(text) <= fitting:
+        return text
+    kept = max(fitting - 3, 2)
+    return f"{text[: kept - kept // 2]}...{text[len(text) - kept // 2 :]}"
+
+
+def writable(text: str) -> str:
+    """`text` without the control characters that no XML may hold."""
+    return _UNWRITABLE.sub("\ufffd", text)

@@ -1,0 +1,61 @@
+"""What a run is, but for its ranks: one field for each option of `train`, with its one default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tpkernels.layers.block import Recompute
+from tpkernels.models.config import GPTConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A run, but for the ranks that it runs on: they do not change what is learnt."""
+
+    model: GPTConfig
+    data: str = field(metadata={"help": "any text, or ids: .bin (16 bits), .bin32"})
+    steps: int = field(default=200, metadata={"help": "of the optimizer"})
+    batch: int = field(default=16, metadata={"help": "excerpts a step, over all data-parallel ranks"})
+    tokens: int = field(default=128, metadata={"help": "in an excerpt"})
+    accumulate: int = field(default=1, metadata={"help": "microbatches that a rank's batch is computed in"})
+    warmup: int = field(default=10, metadata={"help": "steps until the peak rate"})
+    seed: int = field(default=1234, metadata={"help": "of weights, batches and dropout"})
+    peak_rate: float = field(default=2e-3, metadata={"help": "learning rate after warming up"})
+    floor_rate: float = field(default=2e-4, metadata={"help": "learning rate at the end"})
+    weight_decay: float = field(default=0.1, metadata={"help": "of matrices"})
+    max_norm: float = field(default=1.0, metadata={"help": "of all gradients, which are scaled down to it"})
+    dropout: float = field(default=0.0, metadata={"help": "probability"})
+    dtype: torch.dtype = field(
+        default=torch.float32, metadata={"help": "default: bfloat16 on GPUs, float32 on the CPU"}
+    )
+    recompute: Recompute = field(default="none", metadata={"help": "what of a block backward computes again"})
+    sequence_parallel: bool = field(
+        default=False, metadata={"help": "split tokens over tensor-parallel ranks"}
+    )
+    overlap: bool = field(default=True, metadata={"help": "transfers and products one after the other"})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "tokens", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("warmup", "peak_rate", "floor_rate", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected a number of 0 or more, got {getattr(self, name)}")
+        if not self.max_norm > 0:
+            raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
+
+
+def learning_rate(step: int, *, steps: int, warmup: int, peak: float, floor: float) -> float:
+    """Of step number `step`, from 0: up in a line, then down half a cosine.
+
+    `peak` is reached after `warmup` steps, `floor` at the last.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if step >= steps - 1:
+        return floor
+    done = (step - warmup) / max(1, steps - 1 - warmup)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
