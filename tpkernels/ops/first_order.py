@@ -44,8 +44,7 @@ def _refusing_more(
     op: str, backward: Callable[..., R], ctx: Any, grads: Sequence[Tensor | None], reads_intermediates: bool
 ) -> R:
     """The gradients, connected with all that they depend on by a node that raises."""
-    own = getattr(ctx, "main_grad", None), getattr(getattr(ctx, "call", None), "main_grad", None)
-    if any(into is not None for into in (*own, *getattr(ctx, "main_grads", ()))):
+    if any(into is not None for into in (getattr(ctx, "main_grad", None), *getattr(ctx, "main_grads", ()))):
         raise RuntimeError(
             f"{op}: expected no create_graph=True with main_grad, got both: what is added there cannot be "
             "differentiated again; leave out one of them"

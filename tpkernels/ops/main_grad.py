@@ -8,8 +8,8 @@ torch.compile it always holds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -159,24 +159,3 @@ def add_if_traced(
         if into is not None and gradient is not None:
             into.add_(gradient)
     return [gradient if into is None else None for into, gradient in zip(main_grads, gradients, strict=True)]
-
-
-def with_main_grad(operator: Any, save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    class Accumulating(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs_and_main_grad: Any) -> Tensor:
-            *inputs, main_grad = inputs_and_main_grad
-            output = operator(*inputs)
-            save(ctx, tuple(inputs), output)
-            ctx.wide, ctx.main_grad = True, main_grad
-            result: Tensor = output if isinstance(output, Tensor) else output[0]
-            return result
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-            dx, dw, *others = backward(ctx, gradient)
-            if dw is not None:
-                ctx.main_grad.add_(dw)
-            return dx, None, *others, None
-
-    return Accumulating.apply

@@ -47,7 +47,7 @@ from tpkernels.ops.tensor_parallel.operands import (
     rows_of,
     shaped_like,
 )
-from tpkernels.ops.tensor_parallel.parallel import Done, compare_in_backward, multiplying, require_divisible
+from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying, require_divisible
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -154,12 +154,12 @@ def _row_gradients(
     op, (into,) = "row_linear backward", main_grads
     if layout.sequence_parallel:
         compare_in_backward(op, layout.group, needs)
+    if layout.token_shards == 1:
+        dx = None if weight is None else primitives.dgrad(dy_shard, weight)
+        dw = None if x is None else weight_gradient(dy_shard, x, into)
+        return dx, dw, bias_gradient(dy_shard) if needs[2] else None
     gathering = layout.gather(op, "gather of dy", dy_shard)
-    if isinstance(gathering, Done):
-        dy = dy_shard
-        dx = None if weight is None else primitives.dgrad(dy, weight)
-        dw = None if x is None else weight_gradient(dy, x, into)
-    elif multiplying(gathering, layout.overlap) and weight is not None:
+    if multiplying(gathering, layout.overlap) and weight is not None:
         ((dx, _),) = gathering.products([weight.t()], [None], "none", False, keep_rows=True)
         dy = gathering.wait()
         dw = None if x is None else weight_gradient(dy, x, into)
