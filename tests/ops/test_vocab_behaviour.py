@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops import parallel_compile
+from tests.ops import parallel_compile, vocab_memory
 from tests.ops import vocab_behaviour as behaviour
 from tests.ranks import RankFailure, RankPool
 
@@ -54,7 +54,7 @@ def test_compiled_gives_the_same_bits(ranks2, sequence_parallel):
 
 
 def test_compiled_keeps_as_many_bytes_for_backward(ranks1):
-    (found,) = ranks1.run(behaviour.saved_when_eager_and_compiled, timeout=180)
+    (found,) = ranks1.run(vocab_memory.saved_when_eager_and_compiled, timeout=180)
     ids, losses, gradients = 12 * 8, 12 * 4, (12 + behaviour.VOCAB) * behaviour.FEATURES * 4
     expected = {
         "embedding": ids,
@@ -108,7 +108,7 @@ def test_logits_are_overwritten_if_that_is_allowed_and_autograd_knows(ranks2, ba
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_head_holds_a_chunk_of_logits_and_never_all(ranks1, reduction):
     tokens, vocab, chunk = 1024, 600, 64
-    (found,) = ranks1.run(behaviour.peak_of_head, reduction, tokens, vocab, chunk)
+    (found,) = ranks1.run(vocab_memory.peak_of_head, reduction, tokens, vocab, chunk)
     (largest, peak), (pair_largest, pair_peak) = found["chunked"], found["pair"]
     assert largest == chunk * vocab
     assert pair_largest == tokens * vocab  # else the measurement sees nothing

@@ -24,7 +24,7 @@ Saved for backward: dhidden and dweight; with "none" hidden, weight_shard and th
 
 from __future__ import annotations
 
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def linear_cross_entropy(
         options=(ignore_index, label_smoothing, reduction, vocab_size, sequence_parallel, chunk_tokens),
     )
     if is_casting(hidden):
-        hidden, weight_shard = cast("tuple[Tensor, Tensor]", autocast(hidden, weight_shard))
+        hidden, weight_shard = autocast(hidden, weight_shard)
     check_linear(OP, hidden, features, weight_shard, None, ("weight_shard", "no bias"))
     check_main_grad(OP, main_grad, weight_shard)
     options = LossOptions(group, vocab_size, label_smoothing, ignore_index, sequence_parallel, chunk_tokens)
