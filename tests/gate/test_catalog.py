@@ -2,6 +2,7 @@
 
 import importlib
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +11,9 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.gate import calls
+from tpkernels.dispatch import primitives, products
+from tpkernels.gate import calls, numerics
+from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import catalog, has_parts
 from tpkernels.gate.recording import MetaOperands, _is_aligned, _type_of, recorded
@@ -183,3 +186,20 @@ def test_half_a_part_is_not_named(wanted):
 def test_a_name_that_ends_alike_needs_a_wildcard():
     assert not has_parts("gather_linear/pointer/bf16", "linear/pointer")
     assert has_parts("gather_linear/pointer/bf16", "*linear/pointer")
+
+
+def test_a_new_primitive_is_compiled_and_checked_by_its_record_alone(monkeypatch):
+    """Its kernel stands in for a new one; a wrong one is seen."""
+    toy = replace(products.bias_grad, name="toy")
+    monkeypatch.setitem(primitives.RECORDS, "toy", toy)
+    catalog.cache_clear()
+    entry = next(entry for entry in catalog() if entry.name.startswith("toy/"))
+    catalog.cache_clear()
+    assert (entry.name, entry.function) == ("toy/pointer/bf16/sample", "_sum_rows_kernel")
+    found = {case.name: numerics.examine(case, Frames()) for case in numerics.cases() if "toy" in case.name}
+    assert {name: computed.failure for name, computed in found.items()} == {"toy/fp32": "", "toy/bf16": ""}
+
+    wrong = replace(toy, by_kernel=lambda dy: 2 * bias_grad(dy))
+    monkeypatch.setitem(primitives.RECORDS, "toy", wrong)
+    case = next(case for case in numerics.cases() if case.name == "toy/fp32")
+    assert "result 0 is off by" in numerics.examine(case, Frames()).failure

@@ -25,11 +25,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-OPERATORS: dict[str, Operator[..., Any]] = {}
+RECORDS: dict[str, Primitive[..., Any]] = {}
+OPERATORS: dict[str, Operator[..., Any]] = {}  # but of those that change an argument
 
 
 def _eager(record: Primitive[P, R]) -> Callable[P, R]:
     """The primitive, by whoever computes where its first argument lies."""
+    RECORDS[record.name] = record
     by_torch = record.by_torch
 
     @wraps(by_torch)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import reference
@@ -108,6 +109,38 @@ def product(
         return {_RESULT[name]: (ours, truth)}
     pairs = zip(ours._fields, ours, truth, strict=True)
     return {word: (computed, one) for word, computed, one in pairs if one is not None}
+
+
+# called below with options that no primitive has yet: residuals, ids of other ranks, padding
+CALLED_BELOW = (
+    "bias_grad",
+    "rms_norm",
+    "rms_norm_grad",
+    "layer_norm",
+    "layer_norm_grad",
+    "lookup",
+    "lookup_grad",
+    "softmax_statistics",
+    "cross_entropy_grad",
+)
+
+
+def other_primitives() -> list[str]:
+    """Names of those that are neither products nor called below."""
+    return [name for name in RECORDS if name not in (*PRODUCTS, *CALLED_BELOW)]
+
+
+def primitive(of: Operands, name: str) -> Results:
+    """One without tiles, by its record."""
+    record = RECORDS[name]
+    layer = Layer(of.tokens, of.out_features, of.in_features, of.dtype)
+    sample = signature(record.by_torch).bind(*record.sample(layer)).arguments
+    operands = [of.like(word, value) for word, value in sample.items()]
+    exact = [value.double() if isinstance(value, Tensor) else value for value in operands]
+    truth, ours = (record.oracle or record.by_torch)(*exact), record.by_kernel(*operands)
+    if isinstance(ours, Tensor):
+        ours, truth = (ours,), (truth,)
+    return {f"result {i}": pair for i, pair in enumerate(zip(ours, truth, strict=True))}
 
 
 def gather_linear(of: Operands, activation: Activation) -> Results:

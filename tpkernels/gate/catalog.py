@@ -178,6 +178,10 @@ def _row_entries() -> Iterator[Entry]:
     for dtype in (BF16, FP32):
         for kernel in ("softmax_statistics", "cross_entropy_grad"):
             yield _row_entry(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
+    for name in calls.other_primitives():
+        of = MetaOperands(BF16, T, K, N, chunks=2)
+        call = partial(calls.primitive, name=name)
+        yield recorded(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
 
 
 def _row_entry(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Entry:

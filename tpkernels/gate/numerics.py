@@ -154,6 +154,8 @@ def _rows(of: Operands) -> Iterator[Case]:
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
     yield Case(f"embedding_fwd/embedding_bwd/{way}", partial(calls.embedding, of))
     yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
+    for name in calls.other_primitives():
+        yield Case(f"{name}/{way}", partial(calls.primitive, of, name))
     for suffix, residual in (("", False), ("/residual", True)):
         yield Case(f"rms_norm_fwd/rms_norm_bwd/{way}{suffix}", partial(calls.rms_norm, of, residual))
         yield Case(f"layer_norm_fwd/layer_norm_bwd/{way}{suffix}", partial(calls.layer_norm, of, residual))

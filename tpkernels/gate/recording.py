@@ -73,7 +73,7 @@ def recorded(
         form="descriptor" if any(isinstance(a, TensorDescriptor) for a in first.arguments) else "pointer",
         arguments=arguments,
         aligned=frozenset(aligned),
-        num_warps=constants.pop("num_warps"),
+        num_warps=constants.pop("num_warps", 4),
         num_stages=constants.pop("num_stages", None),
         constants=constants,
         architectures=architectures,
