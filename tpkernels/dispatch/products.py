@@ -11,16 +11,13 @@ from torch.nn import functional
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
 from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_ref
-from tpkernels.kernels.reference import bias_grad_ref, dglu_ref, glu_ref
+from tpkernels.kernels.reference import bias_grad_ref, dglu_ref, dgrad_ref, glu_ref, wgrad_ref
 from tpkernels.kernels.target import Target
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-# linear
 
 
 def _linear(
@@ -66,9 +63,6 @@ linear = Primitive(
 )
 
 
-# glu
-
-
 def _glu(
     x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -87,24 +81,14 @@ glu = Primitive(
 )
 
 
-# dgrad
-
-
-def _dgrad(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy weight: the gradient of x in x weightᵀ."""
-    return dy @ weight
-
-
+# dy weight: the gradient of x in x weightᵀ
 dgrad = Primitive(
     "dgrad",
-    _dgrad,
+    dgrad_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight()),
     kernel="dgrad",
 )
-
-
-# dgrad_act
 
 
 def _dgrad_act(
@@ -125,41 +109,24 @@ dgrad_act = Primitive(
 )
 
 
-# dglu
-
-
-def _dglu(dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)."""
-    return dglu_ref(dy, weight, g, u, kind)
-
-
+# the gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)
 dglu = Primitive(
     "dglu",
-    _dglu,
+    dglu_ref,
     launcher("dglu", "dglu", "kind", always={"emit_h": True}),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.x(), layer.glu),
     kernel="dglu",
 )
 
 
-# wgrad
-
-
-def _wgrad(dy: Tensor, x: Tensor) -> Tensor:
-    """dyᵀ x: the gradient of weight in x weightᵀ."""
-    return dy.T @ x
-
-
+# dyᵀ x: the gradient of weight in x weightᵀ
 wgrad = Primitive(
     "wgrad",
-    _wgrad,
+    wgrad_ref,
     launcher("wgrad", "wgrad"),
     lambda layer: (layer.dy(), layer.x()),
     kernel="wgrad",
 )
-
-
-# wgrad_accumulate_
 
 
 def _wgrad_accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -209,9 +176,6 @@ wgrad_accumulate_ = Primitive(
         Library("addmm_dtype_out", addmm_dtype_out, _addmm_dtype_out_fits),
     ),
 )
-
-
-# bias_grad
 
 
 # the sum over tokens, in fp32; bound by memory either way: there is nothing to choose

@@ -84,7 +84,7 @@ class Primitive(Generic[P, R]):
     by_kernel: Callable[..., R]
     sample: Callable[[Layer], tuple[Any, ...]]
     given: Callable[P, tuple[bool, ...]] | None = None
-    fake: Callable[P, R] | None = None
+    fake: Callable[..., R] | None = None
     changes_first: bool = False
     kernel: Kernel | None = None
     library: tuple[Library, ...] = ()

@@ -22,11 +22,6 @@ from tpkernels.kernels.reference import (
 )
 
 
-def _lookup(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
-    """(T, H): rows of the table, zeros for ids of other ranks."""
-    return embedding_ref(ids, weight, first_id)
-
-
 def _lookup_fake(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
@@ -35,9 +30,10 @@ def _ids(layer: Layer) -> Tensor:
     return layer.meta(layer.tokens, dtype=torch.int64)
 
 
+# (T, H): rows of the table, zeros for ids of other ranks
 lookup = Primitive(
     "lookup",
-    _lookup,
+    embedding_ref,
     launcher("embedding", "embedding_fwd", "first_id"),
     lambda layer: (_ids(layer), layer.weight(), 0),
     fake=_lookup_fake,
@@ -45,18 +41,14 @@ lookup = Primitive(
 )
 
 
-def _lookup_grad(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
-    """(rows, H): the gradient of this rank's shard of the table."""
-    return embedding_bwd_ref(dy, ids, rows, first_id, dtype)
-
-
 def _lookup_grad_fake(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
     return dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 
+# (rows, H): the gradient of this rank's shard of the table
 lookup_grad = Primitive(
     "lookup_grad",
-    _lookup_grad,
+    embedding_bwd_ref,
     launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
     lambda layer: (layer.x(), _ids(layer), layer.out_features, 0, layer.dtype),
     fake=_lookup_grad_fake,
@@ -64,18 +56,14 @@ lookup_grad = Primitive(
 )
 
 
-def _softmax_statistics(logits: Tensor, target: Tensor, columns: int, first_id: int) -> Tensor:
-    """(4, T): maximum, total, picked and summed of each row, of its first `columns`."""
-    return softmax_statistics_ref(logits, target, columns, first_id)
-
-
 def _softmax_statistics_fake(logits: Tensor, target: Tensor, columns: int, first_id: int) -> Tensor:
     return logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype))
 
 
+# (4, T): maximum, total, picked and summed of each row, of its first `columns`
 softmax_statistics = Primitive(
     "softmax_statistics",
-    _softmax_statistics,
+    softmax_statistics_ref,
     launcher("cross_entropy", "softmax_statistics", "columns", "first_id"),
     lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0),
     fake=_softmax_statistics_fake,
