@@ -23,7 +23,7 @@ WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of each round, ours and another way's, taken alternately."""
+    """Seconds of each round, ours and another way's, interleaved."""
 
     ours: list[float]
     other: list[float]
