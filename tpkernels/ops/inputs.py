@@ -105,6 +105,13 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)  # even a cast to what it is takes its time
 
 
+def connected(z: Tensor | None) -> Tensor | None:
+    """What is saved, as an output that second derivatives may follow. Compiled code has none, and would add
+    the zeros that stand for its gradient.
+    """
+    return None if torch.compiler.is_compiling() else z
+
+
 def any_requires_grad(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:

@@ -27,6 +27,7 @@ from tpkernels.ops.inputs import (
     as_dtype,
     autocast,
     check_linear,
+    connected,
     features_of,
     in_forward_mode,
     is_casting,
@@ -69,15 +70,15 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation = "none",
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         y, z = primitives.linear(x, weight, bias, activation, activation != "none")
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, z)
         ctx.activation = activation
-        if z is None:
+        if activation == "none":
             return y
         ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
-        return y, z
+        return y, connected(z)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None = None) -> tuple[Tensor | None, ...]:

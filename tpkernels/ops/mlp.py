@@ -30,6 +30,7 @@ from tpkernels.ops.inputs import (
     as_dtype,
     autocast,
     check_linear,
+    connected,
     features_of,
     is_casting,
     like_tokens,
@@ -90,7 +91,7 @@ class _Mlp(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
         ctx.activation = activation
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
-        return y, z
+        return y, connected(z)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None) -> tuple[Tensor | None, ...]:
