@@ -66,7 +66,7 @@ check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv o
 
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB)
 	$(PIP) install -q -c constraints.txt safetensors transformers accelerate
-	$(BIN)/python -m pytest tests/interop
+	$(BIN)/python -m pytest tests/interop tests/test_docs.py -k "interop or README"
 
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

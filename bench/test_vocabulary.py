@@ -94,7 +94,8 @@ def head(group: ProcessGroup, tokens: int, columns: int) -> Case:
 
 @pytest.mark.gpu_set
 @pytest.mark.parametrize(
-    ("tokens", "columns"), [*(pytest.param(*sizes, marks=pytest.mark.smoke) for sizes in SMOKE), *LARGER]
+    ("tokens", "columns"),
+    [*(pytest.param(*sizes, marks=pytest.mark.smoke, id=str(sizes[1])) for sizes in SMOKE), *LARGER],
 )
 @pytest.mark.parametrize("build", [embedding, loss, head], ids=lambda build: build.__name__)
 def test_vocabulary(

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -50,6 +51,15 @@ def test_modules_are_found_under_their_former_names(former, today):
     del sys.modules[f"tpkernels.{former}"]
     assert module is importlib.import_module(f"tpkernels.{today}")
     assert module.__name__ == module.__spec__.name == f"tpkernels.{today}"
+
+
+def test_no_former_name_hides_a_public_one():
+    for former in _renamed._TODAY:
+        room, _, name = f"tpkernels.{former}".rpartition(".")
+        public = vars(sys.modules.get(room, tpkernels)).get(name)
+        assert public is None or inspect.ismodule(public), former
+        assert name not in tpkernels.__all__ or room != "tpkernels"
+    assert callable(tpkernels.ops.vocab_embedding)
 
 
 def test_type_checkers_see_the_same_public_names():

@@ -1,4 +1,7 @@
-"""Modules under their former names: importing one warns, and gives the module of today."""
+"""Modules under their former names: importing one warns, and gives the module of today.
+
+Not here are files of `ops` that bore an op's name: imported, they would stand in the place of the op.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,8 @@ _TODAY = {
     "layers.dropout": "layers.attention",
     "layers.regions": "layers.functional",
     "layers.rotary": "layers.attention",
-    "ops.column_linear": "ops.tensor_parallel.column_linear",
-    "ops.linear_cross_entropy": "ops.vocab.linear_cross_entropy",
     "ops.mappings": "ops.tensor_parallel.mappings",
-    "ops.parallel_mlp": "ops.tensor_parallel.parallel_mlp",
-    "ops.row_linear": "ops.tensor_parallel.row_linear",
     "ops.vocab_choice": "ops.vocab.sampling",
-    "ops.vocab_cross_entropy": "ops.vocab.cross_entropy",
-    "ops.vocab_embedding": "ops.vocab.embedding",
     "pictures.bars": "pictures.charts",
     "pictures.curve": "pictures.charts",
     "pictures.roofline": "pictures.charts",

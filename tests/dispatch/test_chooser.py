@@ -95,7 +95,7 @@ def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
 
 def test_what_torch_refuses_is_refused_in_its_words(make_chooser):
     with pytest.raises(RuntimeError, match=r"cannot be multiplied|must have same reduction dim"):
-        make_chooser().call("dgrad", torch.ones(3, 4), torch.ones(5, 6))
+        make_chooser().call(products.dgrad, torch.ones(3, 4), torch.ones(5, 6))
 
 
 def test_disabled_tuning_means_torch_for_the_whole_process(make_chooser, monkeypatch):
@@ -149,7 +149,7 @@ def test_accumulation_is_timed_on_scratch(main_dtype, make_chooser):
 
     dy, x = torch.randn(16, 48).bfloat16(), torch.randn(16, 32).bfloat16()
     main_grad = torch.ones(48, 32, dtype=main_dtype)
-    make_chooser(RunningTimer(TRITON_WINS)).call("wgrad_accumulate_", main_grad, dy, x)
+    make_chooser(RunningTimer(TRITON_WINS)).call(products.wgrad_accumulate_, main_grad, dy, x)
     exact = 1 + dy.double().T @ x.double()
     assert (main_grad - exact).norm() < 3e-3 * exact.norm()
 
@@ -158,7 +158,7 @@ def test_operands_are_timed_apart_from_their_values(make_chooser):
     """Operands that are all NaN or zero neither drop a candidate nor prove one."""
     for value in (float("nan"), 0.0):
         timer = FakeTimer(TRITON_WINS)
-        make_chooser(timer).timed("linear", (torch.full_like(X, value), W, B, "none", False))
+        make_chooser(timer).timed(products.linear, (torch.full_like(X, value), W, B, "none", False))
         assert timer.asked == [["torch", POINTER]]
 
 
@@ -174,8 +174,8 @@ def test_each_choice_is_told_with_its_reason_once(make_chooser, caplog):
     for _ in range(3):
         chooser.call(*LINEAR)
     make_chooser().call(*LINEAR)
-    make_chooser(obstacle="a CUDA graph is being captured").call("dgrad", X, torch.ones(32, 16))
-    make_chooser().call("wgrad", X[:0], X[:0])
+    make_chooser(obstacle="a CUDA graph is being captured").call(products.dgrad, X, torch.ones(32, 16))
+    make_chooser().call(products.wgrad, X[:0], X[:0])
     assert [record.getMessage() for record in caplog.records] == [
         f"{KEY}: {POINTER} (timed: {POINTER} 2 ms, torch 3 ms)",
         f"{KEY}: {POINTER} (cached: {POINTER} 2 ms, torch 3 ms)",
