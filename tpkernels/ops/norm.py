@@ -26,7 +26,15 @@ from tpkernels.kernels.reference import (
     layer_norm_ref,
     rms_norm_ref,
 )
-from tpkernels.ops.inputs import Context, apply, as_dtype, features_of, like_tokens, tokens_of
+from tpkernels.ops.inputs import (
+    Context,
+    apply,
+    as_dtype,
+    features_of,
+    in_forward_mode,
+    like_tokens,
+    tokens_of,
+)
 
 Kind = Literal["rms_norm", "layer_norm"]
 
@@ -56,10 +64,13 @@ def _norm(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             _check_parameter(kind, name, parameter, x, features)
+    tokens, recorded = tokens_of(x), torch.is_grad_enabled() or in_forward_mode()
     if kind == "rms_norm":
-        y = apply(_RmsNorm, tokens_of(x), weight, eps)
+        y = apply(_RmsNorm, tokens, weight, eps) if recorded else primitives.rms_norm(tokens, weight, eps)[0]
+    elif recorded:
+        y = apply(_LayerNorm, tokens, weight, bias, eps)
     else:
-        y = apply(_LayerNorm, tokens_of(x), weight, bias, eps)
+        y, _, _ = primitives.layer_norm(tokens, weight, bias, eps)
     return like_tokens(y, x)
 
 
