@@ -140,7 +140,8 @@ def _listing(function: Callable[..., Any], parameters: list[_Parameter]) -> Call
 
     def listed(*args: Any) -> list[Tensor]:
         passed = iter(args)
-        results = function(*(parameter.unpack(passed) for parameter in parameters))
+        with torch.no_grad():  # what is below the dispatcher is not recorded, whatever requires a gradient
+            results = function(*(parameter.unpack(passed) for parameter in parameters))
         results = (results,) if isinstance(results, Tensor) else results
         given: list[Tensor] = []
         for result in results:
