@@ -100,6 +100,19 @@ def test_loopback_gathers_among_virtual_ranks(opened, ranks):
         end.close()
 
 
+@pytest.mark.parametrize("opened", [open_loopback, open_symmetric_loopback], ids=["host", "symmetric"])
+def test_a_call_read_before_the_one_ahead_of_it_does_not_free_that_ones_slots(opened):
+    (end,) = opened("gather", Layout(1, (4, K), torch.float32), 20.0)
+    first, second = (start(end, [torch.full((4, K), float(call))]) for call in (1, 2))
+    second.end()
+    with pytest.raises(RuntimeError, match=r"expected call 1 to be released before call 3 begins"):
+        start(end, [torch.zeros(4, K)])
+    assert first.slots.eq(1).all()
+    first.end()
+    start(end, [torch.zeros(4, K)]).end()
+    end.close()
+
+
 def test_an_exchange_refuses_what_cannot_work():
     (end,) = open_loopback("gather", Layout(1, (4, K), torch.float32))
     piece = torch.zeros(4, K)

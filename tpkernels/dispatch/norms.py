@@ -13,7 +13,7 @@ from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import bias_grad_ref, rms_norm_bwd_ref, rms_norm_ref
 from tpkernels.kernels.tiles import MAX_FEATURES
 
-# torch's fused kernel takes its sums over tokens one by one: at 8192 of them they are off by 1.8e-6, at 256 by
+# torch's fused kernel takes its sums over tokens one by one: at 8192 they are off by 1.8e-6, at 256 by
 # 3e-7, which is what we allow, and a pairwise sum by 1.5e-7
 FEW_TOKENS = 128
 

@@ -44,9 +44,6 @@ class HostExchange(MailboxExchange):
         self._closing = threading.Event()
         self._pusher = _Pusher(f"push of {name}")
 
-    def read(self) -> int:
-        return int(self.mailbox(self.rank).released)
-
     def late(self) -> int:
         return int(self.status)
 
@@ -58,9 +55,10 @@ class HostExchange(MailboxExchange):
     def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> HostDelivery:
         return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
 
-    def released(self, epoch: int) -> None:
-        """Tell all ranks that ours has read call number `epoch`, and the calls before."""
-        self.mailbox(self.rank).released.fill_(epoch)
+    def released(self, number: int) -> None:
+        """And tell all ranks."""
+        super().released(number)
+        self.mailbox(self.rank).released.fill_(self.read())
 
     def pushing(self, swap: Swap, rows: Tensor, delivery: HostDelivery) -> Future[None]:
         """In order of calls; a push that fails ends those behind it, too."""

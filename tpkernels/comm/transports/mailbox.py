@@ -143,7 +143,8 @@ class MailboxExchange(Exchange):
         self._mailboxes = tuple(mailboxes)
         # where a kernel leaves word of a chunk that is late, zero if all is well; for all calls
         self.status = torch.zeros(1, dtype=torch.int32, device=self.mailbox(rank).flags.device)
-        self._begun = 0
+        self._begun = self._read = 0
+        self._read_ahead: set[int] = set()
 
     def chunks(self, shard_bytes: int) -> int:
         return self.splits
@@ -190,9 +191,16 @@ class MailboxExchange(Exchange):
         chunks = self.chunk_numbers(there)
         flags[chunks.start : chunks.stop].copy_(flag.expand(len(chunks)), non_blocking=True)
 
-    @abstractmethod
     def read(self) -> int:
-        """The last call that this rank has released."""
+        """The last call up to which this rank has released all."""
+        return self._read
+
+    def released(self, number: int) -> None:
+        """Call `number` has been read; one before it may still be."""
+        self._read_ahead.add(number)
+        while self._read + 1 in self._read_ahead:
+            self._read += 1
+            self._read_ahead.remove(self._read)
 
     @abstractmethod
     def late(self) -> int:

@@ -101,13 +101,9 @@ class SymmetricExchange(MailboxExchange):
         self._handle, self._memory = handle, memory
         self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
-        self._read = 0
         self.side, self.inter_node_side = SideStream(memory.device), SideStream(memory.device)
         self.in_flight: set[SymmetricDelivery] = set()
         self.barrier()  # nobody raises a flag before it has been zeroed
-
-    def read(self) -> int:
-        return self._read
 
     def late(self) -> int:
         """On a GPU what was left by calls that are done: an error comes with one of the next calls."""
@@ -122,9 +118,6 @@ class SymmetricExchange(MailboxExchange):
 
     def barrier(self) -> None:
         self._handle.barrier(0, int(1000 * self.timeout))
-
-    def released(self, number: int) -> None:
-        self._read = max(self._read, number)
 
     def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> SymmetricDelivery:
         if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
