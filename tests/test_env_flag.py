@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpkernels.env_flag import switched_on
+from tpkernels.env_flag import env_flag
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", True), (None, True)])
@@ -10,11 +10,11 @@ def test_switch_is_read_or_left_at_its_default(value, on, monkeypatch):
     monkeypatch.delenv("TPKERNELS_SWITCH", raising=False)
     if value is not None:
         monkeypatch.setenv("TPKERNELS_SWITCH", value)
-    assert switched_on("TPKERNELS_SWITCH", default=True) == on
+    assert env_flag("TPKERNELS_SWITCH", default=True) == on
 
 
 @pytest.mark.parametrize("value", ["true", "off", "2", " 1"])
 def test_neither_on_nor_off_is_refused(value, monkeypatch):
     monkeypatch.setenv("TPKERNELS_SWITCH", value)
     with pytest.raises(ValueError, match=f"TPKERNELS_SWITCH is '{value}'; expected 0 or 1"):
-        switched_on("TPKERNELS_SWITCH", default=False)
+        env_flag("TPKERNELS_SWITCH", default=False)

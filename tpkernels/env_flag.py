@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def switched_on(name: str, default: bool) -> bool:
+def env_flag(name: str, default: bool) -> bool:
     """Whether the variable is 1; ValueError for what is neither 0 nor 1, which would else be ignored."""
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):

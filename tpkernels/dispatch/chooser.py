@@ -34,7 +34,7 @@ from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.scratch import mismatch, results_of, scratch_like
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
-from tpkernels.env_flag import switched_on
+from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
 
 MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
@@ -118,7 +118,7 @@ class Chooser:
 
     def _torch_or_timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
         key = record.problem(*arguments).key
-        if not switched_on("TPKERNELS_TUNE", default=True):
+        if not env_flag("TPKERNELS_TUNE", default=True):
             return Decision(key, TORCH, "not timed", detail="TPKERNELS_TUNE=0")
         if why := self._obstacle(self._device):
             return Decision(key, TORCH, "not timed now", detail=why)

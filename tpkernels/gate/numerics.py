@@ -168,7 +168,7 @@ def part_of_bound(actual: Tensor | None, exact: Tensor) -> float:
     return relative_error(actual, exact) / BOUND[actual.dtype]
 
 
-def _flaw(actual: Tensor | None, exact: Tensor, error: float) -> str:
+def _mismatch(actual: Tensor | None, exact: Tensor, error: float) -> str:
     if actual is None:
         return "is missing"
     if actual.shape != exact.shape:
@@ -183,7 +183,7 @@ def examine(case: Case, frames: Frames) -> Computed:
         frames.take_overruns()
         return Computed(case.name, float("nan"), f"{type(error).__name__}: {error}")
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
-    failures = [f"{what} {_flaw(*results[what], error)}" for what, error in errors.items() if not error < 1]
+    failures = [f"{what} {_mismatch(*results[what], error)}" for what, error in errors.items() if not error < 1]
     if frames.take_overruns():
         failures.append("written outside an output")
     largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers

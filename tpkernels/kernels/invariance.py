@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpkernels.env_flag import switched_on
+from tpkernels.env_flag import env_flag
 from tpkernels.kernels.operands import Layout
 from tpkernels.kernels.tiles import Kernel
 
 USUAL_ROWS = 4096
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-batch_invariant = switched_on("TPKERNELS_BATCH_INVARIANT", default=False)
+batch_invariant = env_flag("TPKERNELS_BATCH_INVARIANT", default=False)
 
 
 def judged_rows(kernel: Kernel, rows: int) -> int:

@@ -17,11 +17,11 @@ from tpkernels.comm.groups import refuse_other_devices, required_group
 from tpkernels.comm.transports.c10d import C10D
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.comm.transports.select import exchange_for
-from tpkernels.env_flag import switched_on
+from tpkernels.env_flag import env_flag
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, waits_for
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
-debug = switched_on("TPKERNELS_DEBUG", default=False)
+debug = env_flag("TPKERNELS_DEBUG", default=False)
 
 
 def checked_group(
