@@ -183,7 +183,8 @@ def examine(case: Case, frames: Frames) -> Computed:
         frames.take_overruns()
         return Computed(case.name, float("nan"), f"{type(error).__name__}: {error}")
     errors = {what: part_of_bound(*pair) for what, pair in results.items()}
-    failures = [f"{what} {_mismatch(*results[what], error)}" for what, error in errors.items() if not error < 1]
+    off = {what: error for what, error in errors.items() if not error < 1}
+    failures = [f"{what} {_mismatch(*results[what], error)}" for what, error in off.items()]
     if frames.take_overruns():
         failures.append("written outside an output")
     largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
