@@ -8,10 +8,10 @@ receives from rank r + s: in no step does anybody get two messages.
     a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
 
 A plan is a list of rounds: rows that one product takes, and what travels for it in one launch. On a CPU a
-round is a chunk. A GPU needs large products and few launches, so there rounds are larger than shards: the ranks
-are cut into blocks of neighbours, and a round takes all rows of a block. A rank's own block comes first in a
-gather and last in a reduce, the others in the order above. In each round all ranks send and receive equally, and
-no block wraps round the end of the matrix.
+round is a chunk. A GPU needs large products and few launches, so there rounds are larger than shards: the
+ranks are cut into blocks of neighbours, and a round takes all rows of a block. A rank's own block comes first
+in a gather and last in a reduce, the others in the order above. In each round all ranks send and receive
+equally, and no block wraps round the end of the matrix.
 
 Where transfers take longer than the product, nothing hides the product of what arrives last, nor that of what
 is sent first. So there chunks are tapered: smaller and smaller towards the end, or larger and larger from the

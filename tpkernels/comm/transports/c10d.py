@@ -51,7 +51,7 @@ class Transfers:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._sends: list[tuple[Work, list[int], Tensor]] = []  # buffers live until they are sent
-        self._awaited: Work | None = None
+        self._awaited: dict[int, Work] = {}  # by id: one launch may be of several messages
 
     def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
         """Send and receive at once, which NCCL needs to get past both; what is empty is left out.
@@ -106,13 +106,13 @@ class Transfers:
         self._sends.clear()
 
     def _await(self, work: Work, peers: Sequence[int], problem: str) -> None:
-        if work is self._awaited:  # one launch for several messages
+        if id(work) in self._awaited:
             return
         try:
             self._call.wait_for(work.wait)
         except RuntimeError as error:
             raise self._failure(problem.format(_any(peers)), error) from error
-        self._awaited = work
+        self._awaited[id(work)] = work
 
     def _unreachable(self, peers: Sequence[int], device: torch.device, error: RuntimeError) -> RuntimeError:
         refuse_other_devices(self._call.op, self._call.group, device)
