@@ -16,11 +16,14 @@ from torch.distributed import distributed_c10d
 
 from tests.ops import region_cases
 from tests.ops.parallel_behaviour import message_of, operands_of, with_gradients
+from tests.ops.transport_cases import using
+from tpkernels.comm import schedule
 from tpkernels.comm.calls import GroupCalls, begin
 from tpkernels.comm.schedule import bounds
 from tpkernels.comm.transports import c10d, rows
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import C10D, Collectives
+from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch import backends, primitives
 from tpkernels.ops import column_linear, row_linear
@@ -197,6 +200,45 @@ def options_differ() -> str:
         x = torch.randn(4, 8)
         column_linear(x, x, None, group, sequence_parallel=True)  # now all agree on the transport
         return message_of(lambda: row_linear(x, x, None, group, sequence_parallel=True))
+
+
+def rounds_differ() -> str:
+    """Weight shards of two sizes, of which one fills a GPU often enough, on a backend without tags."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    with (
+        patch.object(GroupCalls, "matches_tags", lambda self, device: False),
+        collectives(1 + rank),
+    ):
+        x = torch.randn(4, 8)
+        return message_of(lambda: column_linear(x, x, None, group, sequence_parallel=True))
+
+
+def messages(transport: str, overlap: bool) -> tuple[list[int], list[int], bool]:
+    """To whom a gather and a reduce of four chunks a shard send, and whether these are right."""
+    group, sent = dist.group.WORLD, list[int]()
+    ranks, rank = group.size(), group.rank()
+    owner, name = (HostExchange, "put") if transport == "shared" else (c10d.Transfers, "exchange")
+    original = getattr(owner, name)
+
+    def counted(self: Any, to: int, *arguments: Any) -> Any:
+        travels = isinstance(arguments[0], slice) or arguments[0].numel()
+        sent.extend([to] if to != rank and travels else [])
+        return original(self, to, *arguments)
+
+    x, w, found, right = torch.full((4, 8), rank + 1.0), torch.eye(8), [], True
+    ops = [
+        (column_linear, x, torch.cat([torch.full((4, 8), r + 1.0) for r in range(ranks)])),
+        (row_linear, x.repeat(ranks, 1), torch.full((4, 8), ranks * (ranks + 1) / 2)),
+    ]
+    with using(transport), patch.object(schedule, "LEAST_BYTES", 32):
+        for op, argument, expected in ops:
+            for _ in range(2):  # exchanges are opened by the first
+                sent.clear()
+                with patch.object(owner, name, counted):
+                    y = op(argument, w, None, group, sequence_parallel=True, overlap=overlap)
+            found.append(sorted(sent))
+            right = right and torch.equal(y, expected)
+    return found[0], found[1], right
 
 
 class Work:

@@ -67,6 +67,23 @@ def test_ranks_that_differ_in_who_sums_are_refused(ranks2):
         assert "rank 1 has row_linear: shards of the sum by the backend (4, 4)" in message
 
 
+def test_ranks_that_cut_otherwise_are_refused(ranks2):
+    for message in ranks2.run(cases.rounds_differ):
+        assert "rank 0 has column_linear: gather of x (4, 8)" in message
+        assert "rank 1 has column_linear: gather of x in 2 rounds (4, 8)" in message
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shared", "shared apart"])
+def test_without_overlap_each_peer_gets_one_message(ranks4, transport):
+    beside = {"c10d": 1, "shared": 1, "shared apart": 2}[transport]  # of these, ranks on other machines
+    for rank, found in enumerate(ranks4.run(cases.messages, transport, False)):
+        peers = [peer for peer in range(4) if peer != rank and (beside == 1 or (peer - rank) % 2)]
+        assert found == (peers, peers, True)
+    for gathered_to, *_, right in ranks4.run(cases.messages, transport, True):
+        assert right
+        assert len(gathered_to) == 4 * len(peers), "and with it, four chunks"
+
+
 def leaf(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
 
