@@ -1,23 +1,25 @@
 """What every transport offers: a call's chunks are sent, received and awaited.
 
+    plan = exchange.plan_gather(...)         or plan_reduce
     delivery = exchange.begin(call, plan, cols, like)
-    delivery.swap(swap, rows)    returns at once; a chunk to one rank, a chunk from another, as planned
-    delivery.keep(rows)          this rank's own rows, which nothing sends
-    delivery.memory              (plan.rows, cols); rows are valid once they are awaited
-    delivery.end()               memory has been read, and what was sent may change
+    delivery.move(swaps, rows, first_row)    returns at once; what a round sends and receives, as planned
+    delivery.keep(rows)                      this rank's own rows, after all rounds have been moved
+    delivery.memory                          (plan.rows, cols); rows are valid once they are awaited
+    delivery.end()                           memory has been read, and what was sent may change
 
-`c10d` sends point to point, `host` and `shared` write into memory of the CPU, `symmetric` into that of GPUs.
+`c10d` sends over torch.distributed, `host` and `shared` write into memory of the CPU, `symmetric` of GPUs.
 Whose code waits for the chunks is the caller's choice, see `rows.Waits`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap
+from tpkernels.comm.schedule import Plan, Swap, gather_plan, reduce_plan
 
 
 class Exchange(ABC):
@@ -25,10 +27,19 @@ class Exchange(ABC):
 
     tapered: bool  # whether chunks that nothing hides may be smaller than others
     host_waits: bool  # whether the host can wait for a chunk
+    note = ""  # what ranks must do alike, beside what sizes say: they compare it before the first such call
 
     @abstractmethod
     def chunks(self, shard_bytes: int) -> int:
         """Into how many chunks a shard is cut; the same on all ranks."""
+
+    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        """How `rank` gets the rows of all. Without overlap nothing is cut."""
+        return gather_plan(rows, ranks, rank, self.chunks(shard_bytes) if overlap else 1, self.tapered)
+
+    def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        """How `rank` gets what all others have for its own rows."""
+        return reduce_plan(rows, ranks, rank, self.chunks(shard_bytes) if overlap else 1, self.tapered)
 
     @abstractmethod
     def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
@@ -47,13 +58,23 @@ class Delivery(ABC):
         """(ranks, rows, cols): what each rank sends, if all send as many rows."""
         return self.memory.view(self.plan.ranks, self.plan.rows // self.plan.ranks, self.memory.shape[1])
 
+    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+        """Send and receive what belongs to a round.
+
+        outgoing: rows of the matrix from `first_row` on, all that are sent among them
+        """
+        for swap in swaps:
+            start, stop = swap.sent.start - first_row, swap.sent.stop - first_row
+            # often all of it, which need not be cut out
+            self.swap(swap, outgoing if stop - start == outgoing.shape[0] else outgoing[start:stop])
+
     @abstractmethod
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         """Send a chunk, and receive one."""
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Put this rank's own rows beside those that arrive."""
+        """Put this rank's own rows beside those that arrive, if nothing that was moved has brought them."""
 
     @abstractmethod
     def await_rows(self, rows: slice) -> None:

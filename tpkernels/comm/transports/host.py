@@ -94,13 +94,13 @@ class HostDelivery(MailboxDelivery):
         super().__init__(exchange, number, plan, torch.tensor([flag], dtype=torch.int32), call)
         self.flag = flag
         self._pushing: list[Future[None]] = []
-        self._received: dict[int, Work] = {}  # by chunk, until its flag is up
+        self._received: dict[int, tuple[Work, slice]] = {}  # by their first chunk, until flags are up
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         if swap.to in self.exchange.same_machine:
             self._pushing.append(self.exchange.pushing(swap, outgoing, self))
         if (received := self.swap_inter_node(swap, outgoing)) is not None:
-            self._received[self.exchange.chunk_numbers(swap.received).start] = received
+            self._received[self.exchange.chunk_numbers(swap.received).start] = received, swap.received
 
     @property
     def failure(self) -> str:
@@ -128,11 +128,12 @@ class HostDelivery(MailboxDelivery):
 
     def missing(self, chunk: int) -> str:
         if received := self._received.pop(chunk, None):
+            work, rows = received
             try:
-                received.wait()
+                work.wait()
             except RuntimeError as error:
                 return str(error)
-            self.flags[chunk] = self.flag
+            self.exchange.raise_flags(self.flags, rows, self.awaited)
         if int(self.flags[chunk]) == self.flag:
             return ""
         return self._watched(lambda: self._poll(chunk))
