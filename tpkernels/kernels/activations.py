@@ -27,6 +27,9 @@ from tpkernels.kernels.activation_names import Glu as Glu
 # found once: to find an overload takes a tenth of a tiny product's time
 _gelu_backward = torch.ops.aten.gelu_backward.default
 _silu_backward = torch.ops.aten.silu_backward.default
+_gelu_out, _silu_out = torch.ops.aten.gelu.out, torch.ops.aten.silu.out
+_gelu_backward_out = torch.ops.aten.gelu_backward.grad_input
+_silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
 def require_activation(launcher: str, activation: str) -> None:
@@ -56,6 +59,42 @@ def act_ref(z: Tensor, activation: Activation) -> Tensor:
             return functional.relu(z)
         case "relu2":
             return functional.relu(z).square()
+
+
+def act_into(y: Tensor, z: Tensor, activation: Activation) -> None:
+    """y = f(z), with the bits of `act_ref`; y may be z."""
+    match activation:
+        case "none":
+            if y is not z:
+                y.copy_(z)
+        case "gelu":
+            _gelu_out(z, out=y)
+        case "gelu_tanh":
+            _gelu_out(z, approximate="tanh", out=y)
+        case "silu":
+            _silu_out(z, out=y)
+        case "relu" | "relu2":
+            torch.clamp_min(z, 0, out=y)
+            if activation == "relu2":
+                y.square_()
+
+
+def act_grad_into(dz: Tensor, dy: Tensor, z: Tensor, activation: Activation) -> None:
+    """dz = dy f'(z), with the bits of `act_grad_ref` where nothing is recorded; dz may be dy."""
+    match activation:
+        case "none":
+            if dz is not dy:
+                dz.copy_(dy)
+        case "gelu":
+            _gelu_backward_out(dy, z, grad_input=dz)
+        case "gelu_tanh":
+            _gelu_backward_out(dy, z, approximate="tanh", grad_input=dz)
+        case "silu":
+            _silu_backward_out(dy, z, grad_input=dz)
+        case "relu":
+            torch.mul(dy, z > 0, out=dz)
+        case "relu2":
+            torch.mul(dy, 2, out=dz).mul_(functional.relu(z))
 
 
 def act_grad_ref(dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
