@@ -10,6 +10,7 @@ from tests.ops import bytes_moved
 from tests.ops.bytes_moved import BytesMoved
 from tests.ops.parallel_cases import Setting
 from tpkernels import ops
+from tpkernels.ops.tensor_parallel.operands import product_sum
 
 WAYS = {
     "chunks arrive": {},
@@ -76,6 +77,25 @@ def test_dx_of_a_gated_unit_is_written_and_added_to_once():
         torch.autograd.grad(y, [x, gate, up], torch.randn_like(y))
     passes = {name: moved / (x.numel() * 4) for name, moved in counted.by_call.items() if moved}
     assert passes == {"mm": 1 + 2, "addmm_": 2}
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (1, {"mm": 1}),
+        (2, {"mm": 1, "addmm_": 2}),
+        (3, {"mm": 2, "addmm_": 2, "add_": 3}),
+        (4, {"mm": 2, "addmm_": 4, "add_": 3}),
+    ],
+)
+def test_dx_of_weights_that_share_x_is_summed_two_products_at_a_time(weights, expected):
+    pairs = [(torch.randn(64, rows), torch.randn(rows, 100)) for rows in (24, 8, 8, 16)[:weights]]
+    with BytesMoved(lambda tensor: tensor.shape == (64, 100)) as counted:
+        total = product_sum(pairs, transposed=False)
+    passes = {name: moved / (total.numel() * 4) for name, moved in counted.by_call.items() if moved}
+    assert passes == expected
+    exact = sum(dz.double() @ weight.double() for dz, weight in pairs)
+    torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_counter_counts_what_is_read_and_written():
