@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,11 +77,14 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     rank = dist.get_rank()
     spans: list[Span] = []
 
-    def timed(product: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(product: Callable[..., Any], x: int = 0) -> Callable[..., Any]:
+        """x: which argument has the rows that are multiplied"""
+
+        @wraps(product)
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
             result = product(*arguments)
-            rows = arguments[0].shape[0]
+            rows = arguments[x].shape[0]
             spans.append(Span(rank, "computes", _name(rows, spans), start, time.perf_counter()))
             return result
 
@@ -98,7 +102,7 @@ def _spans(call: Callable[[bool], None], overlap: bool) -> list[Span]:
     watcher.start()
     with (  # of all rows, and of those that arrived
         patch.object(primitives, "linear", timed(primitives.linear)),
-        patch.object(primitives, "linear_into", timed(primitives.linear_into)),
+        patch.object(primitives, "into", timed(primitives.into, x=2)),
     ):
         call(overlap)
     samples.append(_sample())

@@ -10,6 +10,7 @@ from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.scratch import results_of, scratch_like
 from tpkernels.kernels import invariance
+from tpkernels.kernels.activations import ACTIVATIONS
 
 T, N, K = 37, 48, 40
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -78,6 +79,99 @@ def test_chosen_candidate_computes_what_torch_does(name, layer, winner, dtype, m
     arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
     ours = results_of(record, lambda *given: chooser.call(record, *given), arguments)
     assert_close(ours, results_of(record, record.by_torch, arguments), BOUND[dtype])
+
+
+WRITING = [name for name, record in products.PRODUCTS.items() if record.into is not None]
+
+
+def rows_for(results):
+    """Rows of larger matrices, or of a matrix, for what a call gives; for what it gives twice only once."""
+    distinct = {id(result): result for result in results if result is not None}.values()
+    around = [torch.full((3, *result.shape), 7.0, dtype=result.dtype, device=DEVICE) for result in distinct]
+    return [matrices[1] for matrices in around], around
+
+
+def assert_written(out, around, results):
+    distinct = {id(result): result for result in results if result is not None}.values()
+    for ours, matrices, expected in zip(out, around, distinct, strict=True):
+        assert torch.equal(ours, expected)
+        assert (matrices[::2] == 7).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", BOUND, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", WRITING)
+def test_primitive_writes_the_same_bits_into_given_tensors(name, layer, dtype, backend, monkeypatch):
+    monkeypatch.setattr(backends, "backend", backend)
+    primitive, record = getattr(primitives, name), RECORDS[name]
+    arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():  # silu's gradient has another formula where it may be differentiated
+        results = results_of(record, primitive, arguments)
+        out, around = rows_for(results)
+        primitives.into(primitive, out, *arguments)
+    assert_written(out, around, results)
+    torch.testing.assert_close(tensors, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_each_activation_has_the_same_bits_in_given_tensors(activation):
+    for keep in (True, False):
+        layer = Layer(T, N, K, torch.bfloat16, activation, training=keep, bias=keep)
+        for name in ("linear", "dgrad_act"):
+            arguments = samples(RECORDS[name], layer)
+            with torch.no_grad():
+                results = results_of(RECORDS[name], RECORDS[name].by_torch, arguments)
+                out, around = rows_for(results)
+                RECORDS[name].into(out, *arguments)
+            assert_written(out, around, results)
+
+
+def test_primitive_without_a_way_into_given_tensors_is_copied():
+    x, weight = torch.randn(T, K), torch.randn(K)
+    results = primitives.rms_norm(x, weight, 1e-5)
+    out, around = rows_for(results)
+    primitives.into(primitives.rms_norm, out, x, weight, 1e-5)
+    assert_written(out, around, results)
+
+
+def test_given_tensors_are_no_way_for_autograd():
+    x, w = (torch.randn(rows, K, requires_grad=True) for rows in (T, N))
+    with pytest.raises(AssertionError):
+        primitives.into(primitives.linear, [torch.empty(T, N)], x, w, None, "none", False)
+
+
+@pytest.mark.parametrize("winner", ["triton/descriptor", "triton/pointer", "torch", "addmm"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", WRITING)
+def test_chosen_candidate_writes_into_given_tensors(name, layer, winner, make_chooser):
+    record, chooser = RECORDS[name], make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
+    arguments = samples(record, Layer(T, N, K, torch.bfloat16, **LAYERS[layer]))
+    with torch.no_grad():
+        results = results_of(record, lambda *given: chooser.call(record, *given), arguments)
+        out, around = rows_for(results)
+        chooser.call_into(record, out, *arguments)
+    assert_written(out, around, results)
+
+
+def test_what_is_given_is_part_of_the_problem(make_chooser):
+    """The same choice as for new results, but where descriptors cannot reach what is given."""
+    timer = FakeTimer(TRITON_WINS)
+    chooser, record = make_chooser(timer), products.dgrad
+    dy, w = torch.randn(T, N).bfloat16(), torch.randn(N, K).bfloat16()
+    chooser.call(record, dy, w)
+    rows, flat = torch.empty(3, T, K, dtype=dy.dtype), torch.empty(T * K + 1, dtype=dy.dtype)
+    chooser.call_into(record, [rows[1]], dy, w)
+    assert len(timer.asked) == 1
+    chooser.call_into(record, [flat[1:].view(T, K)], dy, w)
+    assert len(timer.asked) == 2
+    assert not any("descriptor" in name for name in timer.asked[1])
+    torch.testing.assert_close(flat[1:].view(T, K), rows[1], rtol=1e-2, atol=1e-2)
+    pair = [rows[1], flat[1:].view(T, K)]  # any of several decides
+    problem = products.linear.problem(dy, w.T.contiguous(), None, "gelu", True, out=pair)
+    assert problem.key.endswith("gelu+z rows,rows,ragged")
 
 
 @pytest.mark.parametrize("name", primitives.OPERATORS)

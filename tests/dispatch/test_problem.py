@@ -17,6 +17,7 @@ KEYS = {
     "linear": "linear bfloat16 4096x1024x512 gelu_tanh+bias+z rows,rows,rows",
     "glu": "glu bfloat16 4096x1024x512 swiglu+gu rows,rows,rows,rows",
     "dgrad": "dgrad bfloat16 4096x1024x512 rows,rows,rows",
+    "dgrad_pairs": "dgrad_pairs bfloat16 4096x2048x512 rows,rows,rows,rows,rows",
     "dgrad_act": "dgrad_act bfloat16 4096x1024x512 gelu_tanh+db rows,rows,rows,rows",
     "dglu": "dglu bfloat16 4096x1024x512 swiglu rows,rows,rows,rows,rows",
     "wgrad": "wgrad bfloat16 4096x1024x512 rows,rows,rows",
@@ -28,7 +29,7 @@ PRODUCT = {
     "wgrad": (1024, 512),
     "wgrad_accumulate_": (1024, 512),
 }
-DEPTH = {"linear": 512, "glu": 512, "wgrad": 4096, "wgrad_accumulate_": 4096}
+DEPTH = {"linear": 512, "glu": 512, "dgrad_pairs": 2048, "wgrad": 4096, "wgrad_accumulate_": 4096}
 
 
 @pytest.mark.parametrize("step", PRODUCTS)

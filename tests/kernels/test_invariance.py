@@ -8,6 +8,7 @@ import torch
 from tpkernels.kernels import invariance, launch, tiles
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
+from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import A100, H100, MI300
@@ -15,7 +16,7 @@ from tpkernels.kernels.tiles import MatmulTile
 
 TOKENS = 100
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KERNELS = ["linear", "glu", "dgrad", "dgrad_act", "dglu"]
+KERNELS = ["linear", "glu", "dgrad", "dgrad_pairs", "dgrad_act", "dglu"]
 SIZES = {"aligned": (72, 80), "ragged_n": (45, 64), "ragged_k": (64, 45)}
 # what a launcher chooses from in the interpreter here: tiles that add up in different orders, as GPUs have
 TILES = (
@@ -46,6 +47,7 @@ def kernels_of(n, k, dtype, device):
         "linear": lambda rows: linear_fwd(x[rows], w, b, activation="gelu", keep_z=True),
         "glu": lambda rows: glu_fwd(x[rows], wg, w, keep_gu=True),
         "dgrad": lambda rows: (dgrad(dy[rows], w),),
+        "dgrad_pairs": lambda rows: (dgrad_pairs(dy[rows], w, dy[rows], wg),),
         "dgrad_act": lambda rows: dgrad_act(dy[rows], w, z[rows], "silu")[:1],
         "dglu": lambda rows: dglu(dy[rows], w, z[rows], u[rows], emit_h=True),
     }

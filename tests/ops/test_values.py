@@ -110,6 +110,21 @@ def test_same_inputs_give_the_same_bits(backend, device):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("name", ["swiglu", "mlp_swiglu", "mlp_gelu_tanh"])
+def test_backward_alone_may_run_in_an_autocast_region(name, device):
+    """What was saved outside is wider than what is computed there."""
+    case = CASES[name]
+    operands = case.operands((9,), torch.float32, device)
+    exact = gradients(case.plain, operands, torch.ones(9, N, device=device))[1:]
+    leaves = [operand.clone().requires_grad_() for operand in operands]
+    y = case.op(*leaves)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    for ours, truth in zip(found, exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert error(ours, truth.double()) < BOUND[torch.bfloat16]
+
+
 def test_checker_sees_planted_faults(device):
     """A bias added twice, and a gradient that forgets the activation."""
     case = CASES["linear_gelu"]

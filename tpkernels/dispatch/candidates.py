@@ -10,7 +10,7 @@ from typing import Any
 
 from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.problem import Problem
-from tpkernels.dispatch.record import P, Primitive, R
+from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
 from tpkernels.kernels.footprints import least_shared_memory
 from tpkernels.kernels.operands import DTYPES, Form, choose_form
 from tpkernels.kernels.tiles import MatmulTile
@@ -31,7 +31,17 @@ class Candidate:
             return partial(record.by_kernel, tile=self.tile, form=self.form)
         if self == TORCH:
             return record.by_torch
-        return next(library.run for library in record.library if library.name == self.name)
+        return self._library(record).run
+
+    def bind_into(self, record: Primitive[..., Any]) -> Callable[..., object]:
+        """The function that computes the primitive so, into its first argument."""
+        if self.tile is not None:
+            return lambda out, *args: record.by_kernel(*args, out=out, tile=self.tile, form=self.form)
+        into = record.into if self == TORCH else self._library(record).into
+        return into or partial(copied_into, self.bind(record))
+
+    def _library(self, record: Primitive[..., Any]) -> Library:
+        return next(library for library in record.library if library.name == self.name)
 
 
 TORCH = Candidate("torch")

@@ -17,7 +17,7 @@ elsewhere, from global shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import Lock
@@ -106,27 +106,44 @@ class Chooser:
         result: R = function(*arguments)
         return result
 
+    def call_into(self, record: Primitive[..., Any], out: Sequence[Tensor], *arguments: Any) -> None:
+        """Compute a primitive into given tensors, by whoever is chosen for it."""
+        signature = _signature(record.name, ("into", *out, *arguments))
+        function = self._functions.get(signature)
+        if function is None:
+            with self._lock:
+                function = self._functions.get(signature) or self._choose(record, arguments, signature, out)
+        function(out, *arguments)
+
     def _choose(
-        self, record: Primitive[..., Any], arguments: tuple[Any, ...], signature: tuple[object, ...]
+        self,
+        record: Primitive[..., Any],
+        arguments: tuple[Any, ...],
+        signature: tuple[object, ...],
+        out: Sequence[Tensor] = (),
     ) -> Callable[..., Any]:
-        decision = self.known(record, arguments) or self._torch_or_timed(record, arguments)
+        decision = self.known(record, arguments, out) or self._torch_or_timed(record, arguments, out)
         log.choices.info("%s", decision)
-        function = decision.candidate.bind(record)
+        function = decision.candidate.bind_into(record) if out else decision.candidate.bind(record)
         if decision.source != "not timed now":
             self._functions[signature] = function
         return function
 
-    def _torch_or_timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
-        key = record.problem(*arguments).key
+    def _torch_or_timed(
+        self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
+    ) -> Decision:
+        key = record.problem(*arguments, out=out).key
         if not env_flag("TPKERNELS_TUNE", default=True):
             return Decision(key, TORCH, "not timed", detail="TPKERNELS_TUNE=0")
         if why := self._obstacle(self._device):
             return Decision(key, TORCH, "not timed now", detail=why)
-        return self.timed(record, arguments)
+        return self.timed(record, arguments, out)
 
-    def known(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision | None:
+    def known(
+        self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
+    ) -> Decision | None:
         """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
-        problem = record.problem(*arguments)
+        problem = record.problem(*arguments, out=out)
         by_name = {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
         if len(by_name) == 1:
             return Decision(problem.key, TORCH, "only candidate")
@@ -139,12 +156,15 @@ class Chooser:
                 return Decision(problem.key, by_name[choice.name], source, choice.milliseconds)
         return None
 
-    def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
+    def timed(
+        self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
+    ) -> Decision:
         """The fastest now, kept on disk.
 
         Tensors among the arguments are looked at, never read or written: they may be on the meta device.
+        out: what the caller has written into; the ways are timed with results of their own
         """
-        problem = record.problem(*arguments)
+        problem = record.problem(*arguments, out=out)
         by_name = {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
         try:
             milliseconds = self._timer(self._sound_runs(record, problem, by_name, arguments))

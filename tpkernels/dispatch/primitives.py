@@ -7,7 +7,7 @@ as in a backward that is to be differentiated again, torch computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from tpkernels.dispatch import backends, norms, products, vocabulary
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.operators import Operator
-from tpkernels.dispatch.record import Primitive
+from tpkernels.dispatch.record import Primitive, copied_into
 from tpkernels.kernels import invariance
 
 P = ParamSpec("P")
@@ -68,12 +68,14 @@ def _primitive(record: Primitive[P, R]) -> Callable[P, R]:
             return by_torch(*args, **kwargs)
         return eager(*args, **kwargs)
 
+    call.__name__ = record.name  # by which `into` knows it
     return call
 
 
 linear = _primitive(products.linear)
 glu = _primitive(products.glu)
 dgrad = _primitive(products.dgrad)
+dgrad_pairs = _primitive(products.dgrad_pairs)
 dgrad_act = _primitive(products.dgrad_act)
 dglu = _primitive(products.dglu)
 wgrad = _primitive(products.wgrad)
@@ -91,11 +93,24 @@ wgrad_accumulate_ = _eager(products.wgrad_accumulate_)
 cross_entropy_grad = _eager(vocabulary.cross_entropy_grad)
 
 
-def linear_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """y = x weightᵀ + bias, into rows of a larger tensor."""
-    if backends.resolve_backend(x.device) != "torch":
-        y.copy_(linear(x, weight, bias, "none", False)[0])
-    elif bias is None:
-        torch.mm(x, weight.t(), out=y)
+def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> None:
+    """A primitive's results, computed into given tensors, such as rows of larger matrices.
+
+    out: one for each result that is asked for; z of `linear` without activation is y, and counts no more
+
+    Autograd cannot record it, and compiled code never sees it. A primitive without `Primitive.into` is
+    computed beside and copied.
+    """
+    record, like = RECORDS[primitive.__name__], args[0]
+    assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
+    assert not kwargs, "arguments of primitives are given in order"
+    assert not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args))
+    backend = backends.resolve_backend(like.device)
+    if record.into is None:
+        copied_into(primitive, out, *args)
+    elif backend == "torch":
+        record.into(out, *args)
+    elif backend == "fastest":
+        chooser_on(like.device).call_into(record, out, *args)
     else:
-        torch.addmm(bias, x, weight.t(), out=y)
+        record.by_kernel(*args, out=out)

@@ -36,18 +36,32 @@ class Problem:
 
     @staticmethod
     def of(
-        step: str, kernel: Kernel, matrices: Sequence[Tensor], options: tuple[str, ...], *, allocates: bool
+        step: str,
+        kernel: Kernel,
+        matrices: Sequence[Tensor],
+        options: tuple[str, ...],
+        *,
+        written: Sequence[Tensor] | None,
+        pairs: int = 1,
     ) -> Problem:
-        """matrices: read or written, those that are multiplied first; allocates: a result beside them"""
+        """matrices: that are read, those that are multiplied first
+
+        written: results beside them; None: one that is allocated
+        pairs: of matrices whose products are summed, which is one product of as much more depth
+        """
         first, second = matrices[0], matrices[1]
-        out_features = first.shape[1] if kernel == "wgrad" else second.shape[0]
+        weights = matrices[1 : 2 * pairs : 2]
+        out_features = first.shape[1] if kernel == "wgrad" else sum(weight.shape[0] for weight in weights)
         dtype = first.dtype
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         layouts = tuple(Layout.of("", matrix) for matrix in matrices)
+        results = tuple(Layout.of("", matrix) for matrix in written or ())
+        # one stands for all of them, as it does where they are allocated: the one that is hardest to write
+        layouts += tuple(sorted(results, key=lambda layout: layout.tma_obstacle() is None)[:1])
         problem = Problem(
             step, kernel, dtype, tf32, first.shape[0], out_features, second.shape[1], options, layouts
         )
-        if allocates:
+        if written is None:
             rows, cols = problem.product
             result = Layout("", rows, cols, cols, 1, dtype.itemsize, address=0)
             problem = replace(problem, layouts=(*layouts, result))

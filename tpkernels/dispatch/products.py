@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,23 @@ from torch.nn import functional
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
-from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_ref
-from tpkernels.kernels.reference import bias_grad_ref, dglu_ref, dgrad_ref, glu_ref, wgrad_ref
+from tpkernels.kernels.activations import (
+    GATE_OF,
+    Activation,
+    Glu,
+    act_grad_into,
+    act_grad_ref,
+    act_into,
+    act_ref,
+)
+from tpkernels.kernels.reference import (
+    bias_grad_ref,
+    dglu_ref,
+    dgrad_pairs_ref,
+    dgrad_ref,
+    glu_ref,
+    wgrad_ref,
+)
 from tpkernels.kernels.target import Target
 
 
@@ -28,11 +44,39 @@ def _linear(
     return act_ref(z, activation), z if keep_z else None
 
 
+def _linear_into(
+    out: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+) -> None:
+    """Without z the activation is applied in place. out: y, and z if it is kept and not y"""
+    y, z = out[0], out[-1]
+    if bias is None:
+        torch.mm(x, weight.t(), out=z)
+    else:
+        torch.addmm(bias, x, weight.t(), out=z)
+    act_into(y, z, activation)
+
+
 def _addmm_activation(
     x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, keep_z: bool
 ) -> tuple[Tensor, None]:
     """With the activation in cuBLASLt's epilogue."""
     return torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh"), None
+
+
+def _addmm_activation_into(
+    out: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    activation: Activation,
+    keep_z: bool,
+) -> None:
+    torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh", out=out[0])
 
 
 def _addmm_activation_fits(problem: Problem, target: Target) -> bool:
@@ -58,8 +102,11 @@ linear = Primitive(
     launcher("linear", "linear_fwd", "activation", "keep_z"),
     _linear_sample,
     given=lambda x, weight, bias, activation, keep_z: (True, keep_z),
+    into=_linear_into,
     kernel="linear",
-    library=(Library("addmm_activation", _addmm_activation, _addmm_activation_fits),),
+    library=(
+        Library("addmm_activation", _addmm_activation, _addmm_activation_fits, into=_addmm_activation_into),
+    ),
 )
 
 
@@ -71,14 +118,30 @@ def _glu(
     return (h, g, u) if keep_gu else (h, None, None)
 
 
+def _glu_into(
+    out: Sequence[Tensor], x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+) -> None:
+    """out: h, and g and u if they are kept; else h is computed where g is, and u beside"""
+    h, g, u = out if keep_gu else (out[0], out[0], None)
+    torch.mm(x, w_gate.t(), out=g)
+    u = torch.mm(x, w_up.t()) if u is None else torch.mm(x, w_up.t(), out=u)
+    act_into(h, g, GATE_OF[kind])
+    h.mul_(u)
+
+
 glu = Primitive(
     "glu",
     _glu,
     launcher("glu", "glu_fwd", "kind", "keep_gu"),
     lambda layer: (layer.x(), layer.weight(), layer.weight(), layer.glu, layer.training),
     given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
+    into=_glu_into,
     kernel="glu",
 )
+
+
+def _dgrad_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor) -> None:
+    torch.mm(dy, weight, out=out[0])
 
 
 # dy weight: the gradient of x in x weightᵀ
@@ -87,6 +150,25 @@ dgrad = Primitive(
     dgrad_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight()),
+    into=_dgrad_into,
+    kernel="dgrad",
+)
+
+
+def _dgrad_pairs_into(
+    out: Sequence[Tensor], dy: Tensor, weight: Tensor, dy2: Tensor, weight2: Tensor
+) -> None:
+    torch.mm(dy, weight, out=out[0]).addmm_(dy2, weight2)
+
+
+# dy weight + dy2 weight2: the gradient of an x that two layers share
+dgrad_pairs = Primitive(
+    "dgrad_pairs",
+    dgrad_pairs_ref,
+    launcher("dgrad_pairs", "dgrad_pairs"),
+    lambda layer: (layer.dy(), layer.weight(), layer.dy(), layer.weight()),
+    into=_dgrad_pairs_into,
+    pairs=2,
     kernel="dgrad",
 )
 
@@ -99,14 +181,36 @@ def _dgrad_act(
     return dz, bias_grad_ref(dz) if bias_grad else None
 
 
+def _dgrad_act_into(
+    out: Sequence[Tensor], dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
+) -> None:
+    """out: dz, where dy weight is computed, and db if it is asked for"""
+    dz = torch.mm(dy, weight, out=out[0])
+    act_grad_into(dz, dz, z, activation)
+    if bias_grad:
+        torch.sum(dz, 0, dtype=out[1].dtype, out=out[1])
+
+
 dgrad_act = Primitive(
     "dgrad_act",
     _dgrad_act,
     launcher("dgrad", "dgrad_act", "bias_grad"),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
     given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),
+    into=_dgrad_act_into,
     kernel="dgrad",
 )
+
+
+def _dglu_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> None:
+    """out: dg, du, where dy weight is computed, and h, where f(g) is"""
+    (dg, du, gate), activation = out, GATE_OF[kind]
+    dh = torch.mm(dy, weight, out=du)
+    act_into(gate, g, activation)
+    torch.mul(dh, u, out=dg)
+    act_grad_into(dg, dg, g, activation)
+    du.mul_(gate)
+    gate.mul_(u)
 
 
 # the gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)
@@ -115,6 +219,7 @@ dglu = Primitive(
     dglu_ref,
     launcher("dglu", "dglu", "kind", always={"emit_h": True}),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.x(), layer.glu),
+    into=_dglu_into,
     kernel="dglu",
 )
 
@@ -187,5 +292,6 @@ bias_grad = Primitive(
 )
 
 PRODUCTS: dict[str, Primitive[..., Any]] = {
-    record.name: record for record in (linear, glu, dgrad, dgrad_act, dglu, wgrad, wgrad_accumulate_)
+    record.name: record
+    for record in (linear, glu, dgrad, dgrad_pairs, dgrad_act, dglu, wgrad, wgrad_accumulate_)
 }

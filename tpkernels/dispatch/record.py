@@ -6,7 +6,7 @@ chooser and the gate. To add one, write a kernel and a record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -58,6 +58,7 @@ class Library(NamedTuple):
     name: str
     run: Callable[..., Any]
     fits: Callable[[Problem, Target], bool]
+    into: Callable[..., object] | None = None  # as of a primitive
 
 
 # how a problem names arguments that are there, or asked for
@@ -69,9 +70,11 @@ class Primitive(Generic[P, R]):
     """2-D tensors in, new tensors out; a result that was not asked for is None.
 
     by_torch: torch's way, whose signature is the primitive's; derivatives of any order follow it
-    by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from
+    by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from, and `out` beside `into`
     sample: arguments as a training step would make them, on the meta device
     given: which results a call gives; None: always all
+    into: torch's way into given tensors, its first argument, without a copy; None: computed, then copied
+    pairs: how many products of two matrices, which the arguments begin with, are summed
     fake: what the compiler is told: empty tensors like the results; by_torch unless that looks at numbers
     changes_first: it changes its first argument; compiled code never sees it
     kernel: whose tiles are candidates of a choice by timing, with torch and `library`; None: nothing is timed
@@ -84,6 +87,8 @@ class Primitive(Generic[P, R]):
     by_kernel: Callable[..., R]
     sample: Callable[[Layer], tuple[Any, ...]]
     given: Callable[P, tuple[bool, ...]] | None = None
+    into: Callable[..., object] | None = None
+    pairs: int = 1
     fake: Callable[..., R] | None = None
     changes_first: bool = False
     kernel: Kernel | None = None
@@ -91,8 +96,8 @@ class Primitive(Generic[P, R]):
     takes: Callable[..., bool] | None = None
     oracle: Callable[P, R] | None = None
 
-    def problem(self, *args: P.args, **kwargs: P.kwargs) -> Problem:
-        """The problem that a call poses; its tensors may be on the meta device."""
+    def problem(self, *args: Any, out: Sequence[Tensor] = (), **kwargs: Any) -> Problem:
+        """The problem that a call poses; its tensors may be on the meta device. out: what it writes into"""
         assert self.kernel is not None, "only what has tiles is timed"
         call = signature(self.by_torch).bind(*args, **kwargs).arguments
         matrices = [value for value in call.values() if isinstance(value, Tensor) and value.ndim == 2]
@@ -105,7 +110,16 @@ class Primitive(Generic[P, R]):
         if self.changes_first:
             matrices = [*matrices[1:], matrices[0]]
             words.append(str(matrices[-1].dtype).removeprefix("torch."))
-        return Problem.of(self.name, self.kernel, matrices, tuple(words), allocates=not self.changes_first)
+        written = [] if self.changes_first else [tensor for tensor in out if tensor.ndim == 2] or None
+        return Problem.of(self.name, self.kernel, matrices, tuple(words), written=written, pairs=self.pairs)
+
+
+def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) -> None:
+    """What `compute` gives, copied into given tensors."""
+    results = compute(*args)
+    results = (results,) if isinstance(results, Tensor) else results
+    for tensor, result in zip(out, [result for result in results if result is not None], strict=True):
+        tensor.copy_(result)
 
 
 def launcher(

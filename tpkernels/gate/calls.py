@@ -76,7 +76,7 @@ class Operands:
 
 
 # the name of the result, where there is one
-_RESULT = {"dgrad": "dx", "wgrad": "dw", "wgrad_accumulate_": "main_grad"}
+_RESULT = {"dgrad": "dx", "dgrad_pairs": "dx", "wgrad": "dw", "wgrad_accumulate_": "main_grad"}
 
 
 def product(

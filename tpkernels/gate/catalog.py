@@ -124,7 +124,10 @@ COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
         "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
     },
     "glu": {"glu/swiglu+gu": partial(calls.product, name="glu", glu="swiglu")},
-    "dgrad": {"dgrad/gelu_tanh+db": partial(calls.product, name="dgrad_act", activation="gelu_tanh")},
+    "dgrad": {
+        "dgrad/gelu_tanh+db": partial(calls.product, name="dgrad_act", activation="gelu_tanh"),
+        "dgrad_pairs/none": partial(calls.product, name="dgrad_pairs"),
+    },
     "dglu": {"dglu/swiglu+h": partial(calls.product, name="dglu", glu="swiglu")},
     "wgrad": {"wgrad/+=fp32": partial(calls.product, name="wgrad_accumulate_", into=FP32)},
 }

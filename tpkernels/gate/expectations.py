@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tpkernels.gate.ahead_of_time import SHARED_LIMIT, Entry, Facts
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
-MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dglu", "wgrad")
+MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad")
 # integers that are multiples of nothing, and no part of a matrix's address
 COUNTS = {"first_tile", "first_chunk", "chunk_rows", "spin_limit", "R", "splits", "columns", "first_id"}
 

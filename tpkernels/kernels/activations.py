@@ -15,6 +15,8 @@ A gated unit (GLU) is f(g) * u with f = silu (`swiglu`) or gelu (`geglu`, `geglu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,9 +26,12 @@ from tpkernels.kernels.activation_names import GATE_OF as GATE_OF
 from tpkernels.kernels.activation_names import Activation as Activation
 from tpkernels.kernels.activation_names import Glu as Glu
 
+_nn: Any = torch._C._nn  # what `functional` calls; takes `out`, and is quicker than an overload
 # found once: to find an overload takes a tenth of a tiny product's time
 _gelu_backward = torch.ops.aten.gelu_backward.default
 _silu_backward = torch.ops.aten.silu_backward.default
+_gelu_backward_out = torch.ops.aten.gelu_backward.grad_input
+_silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
 def require_activation(launcher: str, activation: str) -> None:
@@ -56,6 +61,42 @@ def act_ref(z: Tensor, activation: Activation) -> Tensor:
             return functional.relu(z)
         case "relu2":
             return functional.relu(z).square()
+
+
+def act_into(y: Tensor, z: Tensor, activation: Activation) -> None:
+    """y = f(z), with the bits of `act_ref`; y may be z."""
+    match activation:
+        case "none":
+            if y is not z:
+                y.copy_(z)
+        case "gelu":
+            _nn.gelu(z, out=y)
+        case "gelu_tanh":
+            _nn.gelu(z, approximate="tanh", out=y)
+        case "silu":
+            _nn.silu(z, out=y)
+        case "relu" | "relu2":
+            torch.clamp_min(z, 0, out=y)
+            if activation == "relu2":
+                y.square_()
+
+
+def act_grad_into(dz: Tensor, dy: Tensor, z: Tensor, activation: Activation) -> None:
+    """dz = dy f'(z), with the bits of `act_grad_ref` where nothing is recorded; dz may be dy."""
+    match activation:
+        case "none":
+            if dz is not dy:
+                dz.copy_(dy)
+        case "gelu":
+            _gelu_backward_out(dy, z, grad_input=dz)
+        case "gelu_tanh":
+            _gelu_backward_out(dy, z, approximate="tanh", grad_input=dz)
+        case "silu":
+            _silu_backward_out(dy, z, grad_input=dz)
+        case "relu":
+            torch.mul(dy, z > 0, out=dz)
+        case "relu2":
+            torch.mul(dy, 2, out=dz).mul_(functional.relu(z))
 
 
 def act_grad_ref(dy: Tensor, z: Tensor, activation: Activation) -> Tensor:

@@ -48,26 +48,30 @@ def _sum_rows_kernel(
     tl.store(sums_ptr + chunk.to(tl.int64) * cols + col, tl.sum(acc, axis=0), in_cols)
 
 
-def bias_grad(dy: Tensor, *, tile: SumTile | None = None) -> Tensor:
+def bias_grad(dy: Tensor, *, out: Tensor | None = None, tile: SumTile | None = None) -> Tensor:
     """The sum of dy over tokens, in fp32.
 
     dy: (tokens, out_features)
+    out: where the result is written
     returns: (out_features,)
     """
     require_matrices("bias_grad", ("dy", dy))
     target = target_of(dy.device)
-    return _sum_rows(dy, tile or (INTERPRETED_SUM if target.backend == "interpreter" else SUM))
+    (sums,) = launch.results("bias_grad", out, {"db": (dy.shape[1],)}, (("dy", dy),))
+    _sum_rows(dy, sums, tile or (INTERPRETED_SUM if target.backend == "interpreter" else SUM))
+    return sums
 
 
-def sum_partials(partials: Tensor) -> Tensor:
-    """The sum of (blocks, cols) fp32 partial sums, which some kernel left: (cols,)."""
-    return bias_grad(partials)
+def sum_partials(partials: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The sum of (blocks, cols) fp32 partial sums, which some kernel left: (cols,), into `out` if given."""
+    return bias_grad(partials, out=out)
 
 
-def _sum_rows(matrix: Tensor, tile: SumTile) -> Tensor:
+def _sum_rows(matrix: Tensor, total: Tensor, tile: SumTile) -> None:
+    """total: (cols,)"""
     rows, cols = matrix.shape
     chunks = max(1, launch.ceil_div(rows, tile.chunk))  # no rows: one chunk of nothing, which is zero
-    sums = launch.empty((chunks, cols), torch.float32, matrix.device)
+    sums = total[None] if chunks == 1 else launch.empty((chunks, cols), torch.float32, matrix.device)
     if cols:
         launch.on(matrix.device, _sum_rows_kernel, (launch.ceil_div(cols, tile.block_cols), chunks))(
             matrix,
@@ -80,4 +84,5 @@ def _sum_rows(matrix: Tensor, tile: SumTile) -> Tensor:
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,
         )
-    return sums[0] if chunks == 1 else _sum_rows(sums, tile)
+    if chunks > 1:
+        _sum_rows(sums, total, tile)

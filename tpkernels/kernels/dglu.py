@@ -100,6 +100,7 @@ def dglu(
     *,
     kind: Glu = "swiglu",
     emit_h: bool = False,
+    out: launch.Out = None,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> DgluGrads:
@@ -108,6 +109,7 @@ def dglu(
     dy: (tokens, out_features)
     weight: (out_features, in_features), of the down-projection
     g, u: (tokens, in_features)
+    out: where dg and du are written, and h if it is emitted; rows of larger matrices, say
     """
     require_matrices("dglu", ("dy", dy), ("weight", weight), ("g", g), ("u", u))
     require_glu("dglu", kind)
@@ -116,18 +118,12 @@ def dglu(
     for name, tensor in (("g", g), ("u", u)):
         require_shape("dglu", name, tensor, (T, K), "(tokens, in_features) of dy and weight")
     target = target_of(dy.device)
-    dg = launch.empty((T, K), dy.dtype, dy.device)
-    du = launch.empty((T, K), dy.dtype, dy.device)
-    h = launch.empty((T, K), dy.dtype, dy.device) if emit_h else dg
-    form, tile = launch.choose(
-        "dglu",
-        "dglu",
-        target,
-        (("dy", dy), ("weight", weight), ("g", g), ("u", u), ("the result", dg)),
-        (T, K),
-        tile,
-        form,
-    )
+    inputs = (("dy", dy), ("weight", weight), ("g", g), ("u", u))
+    wanted = dict.fromkeys(("dg", "du", "h") if emit_h else ("dg", "du"), (T, K))
+    written = launch.results("dglu", out, wanted, inputs)
+    dg, du, h = written if emit_h else (*written, written[0])
+    matrices = (*inputs, ("dg", dg), ("du", du), ("h", h))
+    form, tile = launch.choose("dglu", "dglu", target, matrices, (T, K), tile, form)
     if dg.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         launch.on(dy.device, _dglu_kernel, launch.grid(target, form, tile, T, K))(

@@ -94,14 +94,22 @@ class DgradAct(NamedTuple):
     db: Tensor | None  # (in_features,) in fp32, if it was asked for
 
 
-def dgrad(dy: Tensor, weight: Tensor, *, tile: MatmulTile | None = None, form: Form | None = None) -> Tensor:
+def dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    *,
+    out: launch.Out = None,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> Tensor:
     """dy weight, the gradient of x in `x weightᵀ`, in the dtype of dy.
 
     dy: (tokens, out_features)
     weight: (out_features, in_features)
+    out: where the result is written; rows of a larger matrix, say
     returns: (tokens, in_features)
     """
-    return _dgrad("dgrad", dy, weight, None, "none", False, tile, form).dz
+    return _dgrad("dgrad", dy, weight, None, "none", False, out, tile, form).dz
 
 
 def dgrad_act(
@@ -111,6 +119,7 @@ def dgrad_act(
     activation: Activation,
     *,
     bias_grad: bool = False,
+    out: launch.Out = None,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> DgradAct:
@@ -119,8 +128,9 @@ def dgrad_act(
     dy: (tokens, out_features)
     weight: (out_features, in_features)
     z: (tokens, in_features)
+    out: where dz is written (rows of a larger matrix, say), and db, if it is asked for
     """
-    return _dgrad("dgrad_act", dy, weight, z, activation, bias_grad, tile, form)
+    return _dgrad("dgrad_act", dy, weight, z, activation, bias_grad, out, tile, form)
 
 
 def _dgrad(
@@ -130,6 +140,7 @@ def _dgrad(
     z: Tensor | None,
     activation: Activation,
     bias_grad: bool,
+    out: launch.Out,
     tile: MatmulTile | None,
     form: Form | None,
 ) -> DgradAct:
@@ -139,7 +150,9 @@ def _dgrad(
     require_shape(launcher, "weight", weight, (N, K), f"(out_features, in_features) for dy {tuple(dy.shape)}")
     require_shape(launcher, "z", z, (T, K), "(tokens, in_features) of dy and weight")
     target = target_of(dy.device)
-    dx = launch.empty((T, K), dy.dtype, dy.device)
+    wanted: dict[str, tuple[int, ...]] = {"dx" if z is None else "dz": (T, K)}
+    wanted |= {"db": (K,)} if bias_grad else {}
+    dx, *db = launch.results(launcher, out, wanted, (("dy", dy), ("weight", weight), ("z", z)))
     z = dx if z is None else z  # unread: there is no activation then
     form, tile = launch.choose(
         launcher,
@@ -150,7 +163,7 @@ def _dgrad(
         tile,
         form,
     )
-    partials = None
+    partials = dx
     if bias_grad:
         partials = launch.empty((launch.ceil_div(T, tile.block_rows), K), torch.float32, dy.device)
     if dx.numel():
@@ -160,7 +173,7 @@ def _dgrad(
             launch.operand(weight, (tile.block_depth, tile.block_cols), form),
             launch.operand(z, part, form),
             launch.operand(dx, part, form),
-            dx if partials is None else partials,
+            partials,
             T,
             N,
             K,
@@ -168,9 +181,9 @@ def _dgrad(
             *weight.stride(),
             *z.stride(),
             ACTIVATION=activation,
-            BIAS_GRAD=partials is not None,
+            BIAS_GRAD=bias_grad,
             FAST=fast_math(dy.dtype, target),
             PRECISION=input_precision(dy.dtype, target),
             **launch.constants(tile, form),
         )
-    return DgradAct(dx, None if partials is None else sum_partials(partials))
+    return DgradAct(dx, sum_partials(partials, out=db[0]) if bias_grad else None)

@@ -94,6 +94,7 @@ def glu_fwd(
     *,
     kind: Glu = "swiglu",
     keep_gu: bool = False,
+    out: launch.Out = None,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> GluForward:
@@ -101,6 +102,7 @@ def glu_fwd(
 
     x: (tokens, in_features)
     w_gate, w_up: (out_features, in_features)
+    out: where h is written, and g and u if they are kept; rows of larger matrices, say
     """
     require_matrices("glu_fwd", ("x", x), ("w_gate", w_gate), ("w_up", w_up))
     require_glu("glu_fwd", kind)
@@ -108,18 +110,12 @@ def glu_fwd(
     require_shape("glu_fwd", "w_gate", w_gate, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
     require_shape("glu_fwd", "w_up", w_up, (N, K), "that of w_gate")
     target = target_of(x.device)
-    h = launch.empty((T, N), x.dtype, x.device)
-    g = launch.empty((T, N), x.dtype, x.device) if keep_gu else h
-    u = launch.empty((T, N), x.dtype, x.device) if keep_gu else h
-    form, tile = launch.choose(
-        "glu_fwd",
-        "glu",
-        target,
-        (("x", x), ("w_gate", w_gate), ("w_up", w_up), ("the result", h)),
-        (T, N),
-        tile,
-        form,
-    )
+    inputs = (("x", x), ("w_gate", w_gate), ("w_up", w_up))
+    wanted = dict.fromkeys(("h", "g", "u") if keep_gu else ("h",), (T, N))
+    written = launch.results("glu_fwd", out, wanted, inputs)
+    h, g, u = written if keep_gu else written * 3
+    matrices = (*inputs, ("h", h), ("g", g), ("u", u))
+    form, tile = launch.choose("glu_fwd", "glu", target, matrices, (T, N), tile, form)
     if h.numel():
         weight_block = (tile.block_cols, tile.block_depth)
         part = (tile.block_rows, tile.block_cols // tile.parts)

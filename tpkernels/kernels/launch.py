@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.invariance import judged_layouts, judged_rows
-from tpkernels.kernels.operands import Form, Layout, choose_form, require_form
+from tpkernels.kernels.operands import Form, Layout, Named, choose_form, require_form, require_results
 from tpkernels.kernels.target import Target, recorded_target
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile
+
+Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,24 @@ def _launch_elsewhere(
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where launchers allocate every output; tests put a frame of canaries around it."""
+    """Where launchers allocate what they are not given as `out`; tests put a frame of canaries around it."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def results(
+    launcher: str, out: Out, wanted: Mapping[str, tuple[int, ...]], inputs: Sequence[Named]
+) -> tuple[Tensor, ...]:
+    """Where a kernel writes: into `out`, if that has what `require_results` says, else into new tensors."""
+    if out is not None:
+        given = (out,) if isinstance(out, Tensor) else tuple(out)
+        require_results(launcher, wanted, given, inputs)
+        return given
+    like = inputs[0][1]
+    assert like is not None, "the first input is always there"
+    return tuple(
+        empty(shape, like.dtype if len(shape) == 2 else torch.float32, like.device)
+        for shape in wanted.values()
+    )
 
 
 def choose(

@@ -89,6 +89,7 @@ def linear_fwd(
     *,
     activation: Activation = "none",
     keep_z: bool = False,
+    out: launch.Out = None,
     tile: MatmulTile | None = None,
     form: Form | None = None,
 ) -> LinearForward:
@@ -97,6 +98,7 @@ def linear_fwd(
     x: (tokens, in_features)
     weight: (out_features, in_features)
     bias: (out_features,)
+    out: where y is written, and z if it is kept and not y; rows of larger matrices, say
     """
     require_matrices("linear_fwd", ("x", x), ("weight", weight))
     require_tensors("linear_fwd", ("x", x), ("bias", bias))
@@ -107,12 +109,13 @@ def linear_fwd(
     )
     require_shape("linear_fwd", "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
     target = target_of(x.device)
-    y = launch.empty((T, N), x.dtype, x.device)
     separate_z = keep_z and activation != "none"
-    z = launch.empty((T, N), x.dtype, x.device) if separate_z else y
-    form, tile = launch.choose(
-        "linear_fwd", "linear", target, (("x", x), ("weight", weight), ("the result", y)), (T, N), tile, form
-    )
+    wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
+    inputs = (("x", x), ("weight", weight))
+    written = launch.results("linear_fwd", out, wanted, (*inputs, ("bias", bias)))
+    y, z = written[0], written[-1]
+    matrices = (*inputs, ("y", y), ("z", z))
+    form, tile = launch.choose("linear_fwd", "linear", target, matrices, (T, N), tile, form)
     if y.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         y_operand = launch.operand(y, part, form)

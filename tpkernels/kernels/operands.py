@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -148,6 +149,51 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
             f"{launcher}: expected {name} with memory of its own for each element, got strides "
             f"{tensor.stride()} for shape {tuple(tensor.shape)}: clone the expanded tensor"
         )
+
+
+def require_results(
+    launcher: str, wanted: Mapping[str, tuple[int, ...]], given: Sequence[Tensor], inputs: Sequence[Named]
+) -> None:
+    """What a kernel is to write into: of these shapes, contiguous, apart from each other and the inputs.
+
+    Matrices have the dtype of the first input, vectors are sums in fp32. Rows of a larger contiguous matrix
+    are contiguous.
+    """
+    words = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
+    if len(given) != len(wanted):
+        raise ValueError(f"{launcher}: expected {len(wanted)} tensors as out, {words}; got {len(given)}")
+    like = inputs[0][1]
+    assert like is not None, "the first input is always there"
+    taken = [(name, *_addresses(tensor)) for name, tensor in inputs if tensor is not None]
+    for (name, shape), tensor in zip(wanted.items(), given, strict=True):
+        dtype = like.dtype if len(shape) == 2 else torch.float32
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{launcher}: expected {name} of out contiguous and of shape {shape}, got "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}: give rows of a contiguous matrix"
+            )
+        if tensor.dtype != dtype or tensor.device != like.device:
+            raise TypeError(
+                f"{launcher}: expected {name} of out in {dtype} on {like.device}, got {tensor.dtype} on "
+                f"{tensor.device}"
+            )
+        start, stop = _addresses(tensor)
+        for other, its_start, its_stop in taken:
+            if start < its_stop and its_start < stop:
+                raise ValueError(
+                    f"{launcher}: expected {name} of out with memory of its own, got some of {other}, which "
+                    "the kernel may read or write later"
+                )
+        taken.append((name, start, stop))
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """From the first byte of a tensor to behind the last one, with all between; nothing without memory."""
+    start = tensor.data_ptr()
+    if tensor.is_meta or not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def require_ids(launcher: str, name: str, ids: Tensor, like: Tensor, length: int | None = None) -> None:

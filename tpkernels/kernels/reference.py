@@ -52,6 +52,12 @@ def dgrad_ref(dy: Tensor, weight: Tensor) -> Tensor:
     return dy @ weight
 
 
+def dgrad_pairs_ref(dy: Tensor, weight: Tensor, dy2: Tensor, weight2: Tensor) -> Tensor:
+    """dx of `dgrad_pairs`; the first product is rounded before the second is added to it."""
+    dx = dy @ weight
+    return dx.addmm_(dy2.to(dx.dtype), weight2.to(dx.dtype))  # autocast casts the first product only
+
+
 def dgrad_act_ref(dy: Tensor, weight: Tensor, z: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """(dz, db) of `dgrad_act`; the bias gradient is summed in the dtype given, at least fp32."""
     dz = act_grad_ref(dy @ weight, z, activation)

@@ -88,7 +88,7 @@ def input_and_weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dw_gate, dw_up) of the two products that share x, as far as `needs` asks for them."""
     return (
-        primitives.dgrad(dg, w_gate) + primitives.dgrad(du, w_up) if needs[0] else None,
+        primitives.dgrad_pairs(dg, w_gate, du, w_up) if needs[0] else None,
         primitives.wgrad(dg, x) if needs[1] else None,
         primitives.wgrad(du, x) if needs[2] else None,
     )

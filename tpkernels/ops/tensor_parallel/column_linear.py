@@ -47,11 +47,9 @@ from tpkernels.ops.tensor_parallel.operands import (
     bias_gradient,
     checked_layout,
     recorded,
-    rows_of,
     shaped_like,
-    sum_of_products,
 )
-from tpkernels.ops.tensor_parallel.parallel import Done, arrivals, compare_in_backward, multiplying
+from tpkernels.ops.tensor_parallel.parallel import Done, compare_in_backward, multiplying
 
 
 @overload
@@ -200,20 +198,15 @@ def _column_forward(
     if multiplying(gathering, layout.overlap):
         products = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
         results = _ys_and_zs(products)
-    elif activation == "none" and layout.overlap and not isinstance(gathering, Done):
-        results = _column_shapes(x, weights, biases, layout, activation, False, False)
-        for rows, chunk in arrivals(gathering, overlap=True):
-            for y, weight, bias in zip(results, weights, biases, strict=True):
-                primitives.linear_into(y[rows], chunk, weight, bias)
     else:
-        results = layout.rowwise(
-            gathering,
-            x.shape[0] * layout.token_shards,
-            lambda _, chunk: _ys_and_zs(
-                primitives.linear(chunk, weight, bias, activation, keep_z)
-                for weight, bias in zip(weights, biases, strict=True)
-            ),
-        )
+
+        def multiply(_: slice, chunk: Tensor, ys_and_zs: list[Tensor]) -> None:
+            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                y_and_z = ys_and_zs[i :: len(weights)]
+                primitives.into(primitives.linear, y_and_z, chunk, weight, bias, activation, keep_z)
+
+        widths = [weight.shape[0] for weight in weights] * (2 if keep_z else 1)
+        results = layout.rowwise(gathering, x.shape[0] * layout.token_shards, widths, multiply)
     return [*results, gathering.wait()] if keep_rows else results
 
 
@@ -259,14 +252,8 @@ def _column_gradients(
     dzs = [act_grad_ref(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     summing = None
     if needs_dx:
-        summing = layout.sum(
-            op,
-            lambda rows: sum_of_products([rows_of(dz, rows) for dz in dzs], weights),
-            dzs[0].shape[0],
-            weights[0].shape[1],
-            dzs[0],
-            hidden=any(needs_dws),
-        )
+        pairs = list(zip(dzs, weights, strict=True))
+        summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_dws))
         if not layout.overlap:
             summing = Done(summing.wait())
     dbs = [bias_gradient(dz) if need else None for dz, need in zip(dzs, needs_dbs, strict=True)]

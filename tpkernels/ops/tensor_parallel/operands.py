@@ -24,6 +24,7 @@ from tpkernels.ops.tensor_parallel.parallel import (
     start_sum,
 )
 
+Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
@@ -47,28 +48,34 @@ class Layout(NamedTuple):
         gathers = wanted and self.sequence_parallel
         return start_rows(op, name, shard, self.group, features, self.overlap) if gathers else Done(shard)
 
-    def sum(
+    def sum_of_products(
         self,
         op: str,
-        partial_of: Callable[[slice], Tensor],
-        rows: int,
-        cols: int,
-        like: Tensor,
-        bias: Tensor | None = None,
+        pairs: Sequence[Pair],
         *,
+        transposed: bool,
+        bias: Tensor | None = None,
         hidden: bool = False,
     ) -> Pending:
-        """Sums over ranks of `partial_of(rows)`: of our tokens under sequence parallelism, or of all.
+        """Sums over ranks of `product_sum(pairs)`, plus bias: of our tokens if these are split, or of all.
 
         hidden: what is computed before they are awaited hides the transfers, so that nothing is cut for it
         """
+        (activations, weight), group = pairs[0], self.group
+        rows, cols = activations.shape[0], weight.shape[0 if transposed else 1]
+        if group.size() == 1 and transposed:  # the product adds the bias
+            return Done(primitives.linear(activations, weight, bias, "none", False)[0])
+
+        def partial_of(rows: slice) -> Tensor:
+            return product_sum([(rows_of(a, rows), w) for a, w in pairs], transposed=transposed)
+
         return start_sum(
             op,
             partial_of,
             rows,
             cols,
-            like,
-            self.group,
+            activations,
+            group,
             scatter=self.sequence_parallel,
             overlap=self.overlap,
             bias=bias,
@@ -76,21 +83,20 @@ class Layout(NamedTuple):
         )
 
     def rowwise(
-        self, gathering: Rows, tokens: int, compute: Callable[[slice, Tensor], list[Tensor]]
+        self,
+        gathering: Rows,
+        tokens: int,
+        widths: Sequence[int],
+        compute: Callable[[slice, Tensor, list[Tensor]], object],
     ) -> list[Tensor]:
-        """What `compute` makes of each chunk of rows as it arrives, as rows of as many matrices.
+        """(tokens, width) of each width, of which `compute` writes the rows of each chunk as it arrives.
 
-        Nothing is copied where all rows come at once.
+        compute: of which rows, these rows, and where its results belong
         """
         full: list[Tensor] = []
         for rows, chunk in arrivals(gathering, self.overlap):
-            results = compute(rows, chunk)
-            if chunk.shape[0] == tokens:
-                full = results
-                continue
-            full = full or [result.new_empty(tokens, result.shape[1]) for result in results]
-            for into, result in zip(full, results, strict=True):
-                into[rows] = result
+            full = full or [chunk.new_empty(tokens, width) for width in widths]
+            compute(rows, chunk, [rows_of(matrix, rows) for matrix in full])
         return full
 
 
@@ -153,12 +159,16 @@ def apply_distinct(
     return apply(function, *args, *tensors)
 
 
-def sum_of_products(dzs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """dz w of each weight, summed: the gradient of the x that they share."""
-    total = primitives.dgrad(dzs[0], weights[0])
-    for dz, weight in zip(dzs[1:], weights[1:], strict=True):
-        total += primitives.dgrad(dz, weight)
-    return total
+def product_sum(pairs: Sequence[Pair], *, transposed: bool) -> Tensor:
+    """a wᵀ if transposed, else Σ a w: of several, two at a time in one accumulator."""
+    (a, w), *others = pairs
+    if transposed:
+        assert not others, "only gradients add up products"
+        return primitives.linear(a, w, None, "none", False)[0]
+    if not others:
+        return primitives.dgrad(a, w)
+    total = primitives.dgrad_pairs(a, w, *others[0])
+    return total.add_(product_sum(others[1:], transposed=False)) if others[1:] else total
 
 
 def bias_gradient(dz: Tensor) -> Tensor:

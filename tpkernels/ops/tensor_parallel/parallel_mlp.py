@@ -32,7 +32,8 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
-from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.kernels.activations import Activation, Glu, act_into, require_activation, require_glu
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
@@ -58,10 +59,8 @@ from tpkernels.ops.tensor_parallel.operands import (
     checked_layout,
     recorded,
     rows_of,
-    sum_of_products,
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying
-from tpkernels.ops.tensor_parallel.row_linear import summed_product
 
 
 def parallel_mlp(
@@ -179,22 +178,23 @@ def _mlp_forward(
     """y; if keep, z, or g and u. weights: up, (gate,) down; glu: in place of the activation"""
     op = "parallel_mlp"
     *ups, w_down = weights
+    apart = keep and (glu is not None or activation != "none")  # else z is h
     gathering = layout.gather(op, "gather of x", x, features=ups[0].shape[0])
     if glu is None and multiplying(gathering, layout.overlap):
-        ((h, z),) = gathering.products(ups, [b_up], activation, keep, keep_rows=False)
+        ((h, z),) = gathering.products(ups, [b_up], activation, apart, keep_rows=False)
         kept = [] if z is None else [z]
     else:
 
-        def multiply(_: slice, chunk: Tensor) -> list[Tensor]:
-            results: tuple[Tensor | None, ...]
+        def multiply(_: slice, chunk: Tensor, h_and_kept: list[Tensor]) -> None:
             if glu is None:
-                results = primitives.linear(chunk, ups[0], b_up, activation, keep)
+                primitives.into(primitives.linear, h_and_kept, chunk, ups[0], b_up, activation, apart)
             else:
-                results = primitives.glu(chunk, ups[1], ups[0], glu, keep)
-            return [result for result in results if result is not None]
+                primitives.into(primitives.glu, h_and_kept, chunk, ups[1], ups[0], glu, apart)
 
-        h, *kept = layout.rowwise(gathering, x.shape[0] * layout.token_shards, multiply)
-    return [summed_product(op, h, w_down, b_down, layout), *kept]
+        widths = [w_down.shape[1]] * (1 + len(ups) * apart)
+        h, *kept = layout.rowwise(gathering, x.shape[0] * layout.token_shards, widths, multiply)
+    y = layout.sum_of_products(op, [(h, w_down)], transposed=True, bias=b_down).wait()
+    return [y, *(kept if apart or not keep else [h])]
 
 
 def _mlp_shapes(
@@ -239,19 +239,21 @@ def _mlp_gradients(
     tokens = kept[0].shape[0]
     dbs_up: list[Tensor] = []
 
-    def multiply(rows: slice, dy_chunk: Tensor) -> list[Tensor]:
+    def multiply(rows: slice, dy_chunk: Tensor, h_and_dzs: list[Tensor]) -> None:
         """h, and dz of each weight but the last."""
+        h, *dzs = h_and_dzs
         if glu is not None:
             g, u = (rows_of(tensor, rows) for tensor in kept)
-            dg, du, h = primitives.dglu(dy_chunk, w_down, g, u, glu)
-            return [h, du, dg]
+            primitives.into(primitives.dglu, (*reversed(dzs), h), dy_chunk, w_down, g, u, glu)
+            return
         z = rows_of(kept[0], rows)
-        dz, db = primitives.dgrad_act(dy_chunk, w_down, z, activation, needs_db_up)
-        if db is not None:
-            dbs_up.append(db)
-        return [act_ref(z, activation), dz]
+        if needs_db_up:
+            dbs_up.append(z.new_empty(z.shape[1], dtype=sums_dtype(z.dtype)))
+        dz_and_db = (*dzs, *dbs_up[-1:])
+        primitives.into(primitives.dgrad_act, dz_and_db, dy_chunk, w_down, z, activation, needs_db_up)
+        act_into(h, z, activation)
 
-    h, *dzs = layout.rowwise(gathering_dy, tokens, multiply)
+    h, *dzs = layout.rowwise(gathering_dy, tokens, [w_down.shape[1]] * (1 + len(ups)), multiply)
     dy = gathering_dy.wait()
     dw_down = weight_gradient(dy, h, into_down) if needs_down else None
     db_down = bias_gradient(dy) if needs_db_down else None
@@ -259,14 +261,8 @@ def _mlp_gradients(
     full_x = gathering_x.wait()
     summing = None
     if needs_dx:
-        summing = layout.sum(
-            op,
-            lambda rows: sum_of_products([rows_of(dz, rows) for dz in dzs], ups),
-            tokens,
-            ups[0].shape[1],
-            x,
-            hidden=any(needs_ups),
-        )
+        pairs = list(zip(dzs, ups, strict=True))
+        summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
     dws = [
         weight_gradient(dz, full_x, into) if need else None
         for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)

@@ -44,7 +44,6 @@ from tpkernels.ops.tensor_parallel.operands import (
     bias_gradient,
     checked_layout,
     recorded,
-    rows_of,
     shaped_like,
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying, require_divisible
@@ -117,21 +116,7 @@ class _RowLinear(torch.autograd.Function):
 
 @all_or_fail
 def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    return summed_product("row_linear", x, weight, bias, layout)
-
-
-def summed_product(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    """x weightᵀ, summed over the ranks, + bias."""
-    if layout.group.size() == 1:
-        return primitives.linear(x, weight, bias, "none", False)[0]
-    return layout.sum(
-        op,
-        lambda rows: primitives.linear(rows_of(x, rows), weight, None, "none", False)[0],
-        x.shape[0],
-        weight.shape[0],
-        x,
-        bias,
-    ).wait()
+    return layout.sum_of_products("row_linear", [(x, weight)], transposed=True, bias=bias).wait()
 
 
 def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
@@ -166,12 +151,14 @@ def _row_gradients(
     else:
         summing = WeightGradient(into)
 
-        def multiply(rows: slice, dy_chunk: Tensor) -> list[Tensor]:
+        def multiply(rows: slice, dy_chunk: Tensor, dx: list[Tensor]) -> None:
             if x is not None:  # of these rows at once: the next ones may not be there yet
                 summing.add(dy_chunk, x[rows])
-            return [] if weight is None else [primitives.dgrad(dy_chunk, weight)]
+            if weight is not None:
+                primitives.into(primitives.dgrad, dx, dy_chunk, weight)
 
-        results = layout.rowwise(gathering, dy_shard.shape[0] * layout.token_shards, multiply)
+        widths = [] if weight is None else [weight.shape[1]]
+        results = layout.rowwise(gathering, dy_shard.shape[0] * layout.token_shards, widths, multiply)
         dx = results[0] if results else None
         dy = gathering.wait()
         dw = None if x is None else summing.get()
