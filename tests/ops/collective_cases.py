@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -309,12 +310,19 @@ def noting(ranks: int) -> Iterator[Noting]:
     group = Noting(1, ranks)
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def call(*arguments: Any) -> Any:
             multiplied = arguments[1 if name == "wgrad_accumulate_" else 0]
             group.notes.append(f"{name.split('_')[0]} {multiplied.shape[0]}")
             return function(*arguments)
 
         return call
+
+    into = primitives.into
+
+    def note_into(primitive: Callable[..., Any], out: list[Tensor], x: Tensor, *others: Any) -> None:
+        group.notes.append(f"{primitive.__name__.split('_')[0]} {x.shape[0]}")
+        into(primitive, out, x, *others)
 
     def exchange_for(
         op: str,
@@ -333,9 +341,10 @@ def noting(ranks: int) -> Iterator[Noting]:
         return slots[0]
 
     with ExitStack() as patches:
-        for name in ("linear", "linear_into", "dgrad", "wgrad", "wgrad_accumulate_", "dgrad_act"):
+        for name in ("linear", "dgrad", "wgrad", "wgrad_accumulate_", "dgrad_act"):
             patches.enter_context(patch.object(primitives, name, noted(name, getattr(primitives, name))))
         for target, name, value in [
+            (primitives, "into", note_into),
             (c10d, "_processors", lambda device: 132),
             (rows, "sum_of_slots", note_sum),
             (parallel, "exchange_for", exchange_for),
