@@ -32,7 +32,8 @@ from tpkernels.dispatch.candidates import TORCH, Candidate, candidates
 from tpkernels.dispatch.gpus import Gpu, gpu_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
-from tpkernels.dispatch.scratch import mismatch, results_of, scratch_like
+from tpkernels.dispatch.scratch import results_of, scratch_like
+from tpkernels.dispatch.soundness import mismatch
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
