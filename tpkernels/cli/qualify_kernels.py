@@ -1,0 +1,78 @@
+"""Every kernel against float64, at shapes that nobody has seen before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+
+from tpkernels.cli.qualified import Check
+from tpkernels.cli.qualify_world import World
+from tpkernels.gate.accuracy import Frames
+from tpkernels.gate.numerics import Case, cases, examine
+from tpkernels.kernels import launch
+from tpkernels.kernels.operands import Form
+
+SHARE = 0.4  # of all the time
+MOST_QUICK = 4  # cases of a rank
+# Descriptors take rows of whole 16-byte units. The interpreter's tiles are small, and straddled all the same.
+GPU_UNITS, CPU_UNITS = (16, 160), (8, 14)
+POINTER = (65, 97)
+
+
+def check_kernels(world: World) -> Iterator[Check]:
+    """A line for each launcher, with the worst of its cases on all ranks."""
+    faults, found = world.all_do(lambda: _computed(world))
+    if faults:
+        yield Check("kernels", "all", "wrong", "; ".join(faults))
+        return
+    worst: dict[str, tuple[int, float, list[str]]] = {}
+    for rank, cases_of_rank in enumerate(found):
+        for name, error, failure in cases_of_rank:
+            launcher, _, rest = name.partition("/")
+            count, most, failures = worst.get(launcher, (0, 0.0, []))
+            if failure:
+                failures = [*failures, f"rank {rank}: {rest} {failure}"]
+            worst[launcher] = count + 1, max(most, error), failures
+    for launcher, (count, most, failures) in sorted(worst.items()):
+        said = "; ".join(failures) or f"{count} cases, at most {most:.2f} of what is allowed against float64"
+        yield Check("kernels", launcher, "wrong" if failures else "right", said, numbers={"part": most})
+
+
+def _computed(world: World) -> list[tuple[str, float, str]]:
+    """(name, error as a part of what is allowed, failure) of the cases of this rank."""
+    draw = random.Random(world.seed)
+    order = _one_of_each_first([case for _ in range(2) for case in cases(_sizes(draw, world.on_gpu))], draw)
+    if not world.on_gpu:  # ranks share the work; each GPU does all of it
+        order = order[world.rank :: world.ranks]
+    torch.manual_seed(world.seed + world.rank)
+    frames, computed = Frames(), []
+    with patch.object(launch, "empty", frames.empty), torch.device(world.device):
+        for i, case in enumerate(order[: MOST_QUICK if world.quick else None]):
+            if i and world.late(SHARE):
+                break
+            one = examine(case, frames)
+            computed.append((one.case, one.error, one.failure))
+    return computed
+
+
+def _sizes(draw: random.Random, on_gpu: bool) -> dict[Form, tuple[int, int, int]]:
+    tokens, in_units, out_units = (draw.randint(*(GPU_UNITS if on_gpu else CPU_UNITS)) for _ in range(3))
+    return {
+        "descriptor": (8 * tokens - draw.randrange(8), 8 * in_units, 8 * out_units),
+        "pointer": (draw.randint(*POINTER), draw.randint(*POINTER), draw.randint(*POINTER)),
+    }
+
+
+def _one_of_each_first(all_cases: list[Case], draw: random.Random) -> list[Case]:
+    """In random order, but with one of each launcher before a second of any."""
+    draw.shuffle(all_cases)
+    seen: dict[str, int] = {}
+    turns = []
+    for case in all_cases:
+        launcher = case.name.partition("/")[0]
+        turns.append(seen.setdefault(launcher, 0))
+        seen[launcher] += 1
+    return [all_cases[i] for i in sorted(range(len(all_cases)), key=turns.__getitem__)]
