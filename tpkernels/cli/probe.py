@@ -184,8 +184,8 @@ def probe_symmetric() -> list[Finding]:
         told = "makes"
     advice = (
         f"torch {torch.__version__}: symmetric memory of a group of some ranks {told} that of a larger one, "
-        "opened later, hang (pytorch issue 196082). Where a tensor-parallel group is smaller than another that "
-        "uses it, open it for the larger one first, or set TPKERNELS_TRANSPORT=c10d"
+        "opened later, hang (pytorch issue 196082). Where a tensor-parallel group is smaller than another "
+        "that uses it, open it for the larger one first, or set TPKERNELS_TRANSPORT=c10d"
     )
     return [note("symmetric", advice)]
 
