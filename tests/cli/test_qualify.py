@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +18,9 @@ import torch.distributed as dist
 from tests.cli.living_ranks import told_by
 from tests.ranks import RankPool
 from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels
+from tpkernels.cli import qualify as qualify_command
 from tpkernels.cli.qualified import Check, Report, keep, known
+from tpkernels.cli.qualify_world import World
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Versions
 from tpkernels.kernels import linear as linear_kernel
@@ -71,8 +75,7 @@ def test_all_is_right_here_and_the_report_is_kept(ranks2, tmp_path):
     assert auto == [told["auto"]]
     assert re.match(r"auto: (c10d|shared) \(.+\); measured: ", told["auto"])
     assert ran.stdout.endswith("qualified\n")
-    (kept,) = (tmp_path / "cache").glob("qualified_cpu_*.json")
-    assert json.loads(kept.read_text()) == told
+    assert not list((tmp_path / "cache").glob("qualified_*")), "a quick one qualifies nothing"
 
 
 def with_a_kernel_that_is_off(command):
@@ -213,6 +216,58 @@ def test_a_report_is_kept_by_gpu_and_versions(cache):
     for damaged in ("{", "[]", '{"format": 2}', path.read_text().replace("2.13.0", "2.12.0")):
         path.write_text(damaged)
         assert known(VERSIONS) is None
+
+
+@pytest.mark.parametrize(("arguments", "kept"), [([], True), (["--quick"], False)])
+def test_only_a_full_run_is_kept(arguments, kept, monkeypatch, capsys):
+    lines = [{"check": asdict(Check("times", "MLP", "right", "fast"))}, {"auto": "auto: c10d (the default)"}]
+
+    def run_ranks(command, ranks):
+        Path(os.environ[qualify_command.PROGRESS]).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+        return 0
+
+    monkeypatch.setattr("tpkernels.training.launch.run_ranks", run_ranks)
+    assert main(["qualify", *arguments]) == 0
+    assert capsys.readouterr().out.endswith("auto: c10d (the default)\nqualified\n")
+    assert (known(qualified.versions_here()) is not None) == kept
+
+
+def test_an_interrupted_run_says_nothing_of_the_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("tpkernels.training.launch.run_ranks", lambda command, ranks: 130)
+    assert main(["qualify"]) == 130
+    assert known(qualified.versions_here()) is None
+    assert "qualified" not in capsys.readouterr().out
+
+
+class Gpus:
+    """What of CUDA is asked for how ranks reach each other."""
+
+    def __init__(self, count, apart=()):
+        self.count, self.apart = count, apart
+
+    def device_count(self):
+        return self.count
+
+    def can_device_access_peer(self, i, j):
+        return {i, j} not in self.apart
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "symmetric"),
+    [
+        (8, Gpus(8), ""),
+        (8, Gpus(1), ""),
+        (4, Gpus(4, [{1, 3}]), "GPUs 3 and 1 do not reach each other's memory"),
+        (1, Gpus(1), "a rank alone sends nothing"),
+    ],
+)
+def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", gpus.device_count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_device_access_peer)
+    world = World(0, ranks, torch.device("cuda"), 1, 1.0, quick=True)
+    assert world.transports() == {"c10d": symmetric if ranks == 1 else "", "symmetric": symmetric}
 
 
 def test_nothing_tried_is_not_right():

@@ -18,6 +18,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,9 @@ def _alone(options: Namespace) -> int:
         finally:
             del os.environ[PROGRESS]
         lines = [json.loads(line) for line in progress.read_text(encoding="utf-8").splitlines()]
+    if code in (128 + SIGINT, 128 + SIGTERM):  # nothing has failed
+        print("interrupted", file=sys.stderr)
+        return code
     return _finish(_report(options, ranks, lines, code, told.getvalue()), options)
 
 
@@ -109,7 +113,8 @@ def _as_rank(options: Namespace) -> int:
         torch.set_num_threads(1)
         device = torch.device("cpu")
         if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # of several, or each rank sees one GPU alone
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         world = World.join(device, options.seed, options.seconds, options.quick)
         options.seed = world.seed
@@ -172,7 +177,8 @@ def _finish(report: Report, options: Namespace) -> int:
             from tpkernels.files import replace_text
 
             replace_text(options.json, report.as_json())
-        keep(report)
+        if not options.quick:  # of which nobody shall think that a GPU has been tried
+            keep(report)
     except OSError as error:
         print(f"the report could not be written: {error}", file=sys.stderr)
         return 1

@@ -108,7 +108,7 @@ def check_transports(world: World) -> Iterator[Check]:
             yield Check("transports", transport, "left out", obstacle)
             continue
         end = BEGIN + (END - BEGIN) * (possible.index(transport) + 1) / len(possible)
-        with world.group_over(transport) as group:
+        with world.computing(), world.group_over(transport) as group:
             sound = world.check("transports", transport, partial(_against_float64, world, group))
             yield sound
             if sound.status == "right":
@@ -191,7 +191,7 @@ def check_graphs(world: World) -> Iterator[Check]:
         if obstacle or not world.on_gpu:
             yield Check("graphs", transport, "left out", obstacle or "CUDA graphs are of GPUs")
             continue
-        with world.group_over(transport) as group:
+        with world.computing(), world.group_over(transport) as group:
             yield world.check("graphs", transport, partial(_replayed, world, group))
 
 

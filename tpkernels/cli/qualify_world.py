@@ -15,10 +15,12 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.cli.qualified import Check
 from tpkernels.comm.transports import select
+from tpkernels.dispatch import backends
 from tpkernels.runtime.c10d import new_group
 from tpkernels.training.launch import join_world
 
-CALL_SECONDS = 30.0  # of one call: a rank that is later has failed
+# of one call: a rank that is later has failed. On GPUs the first call compiles kernels.
+CALL_SECONDS, GPU_CALL_SECONDS = 30.0, 300.0
 STEP_SECONDS = 600.0  # in which all ranks end a step, failed or not
 
 
@@ -82,12 +84,21 @@ class World:
             tuple(range(self.ranks)),
             name=f"qualify {self.groups}",
             description=f"{transport} is tried on it",
-            timeout=timedelta(seconds=CALL_SECONDS),
+            timeout=timedelta(seconds=GPU_CALL_SECONDS if self.on_gpu else CALL_SECONDS),
             backend=None,
             options=None,
         )
         with self.asking_for(transport):
             yield group
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """On GPUs by our kernels, of which some wait for rows, and none is timed first; on a CPU by torch."""
+        before, backends.backend = backends.backend, "triton" if self.on_gpu else "torch"
+        try:
+            yield
+        finally:
+            backends.backend = before
 
     @contextmanager
     def asking_for(self, transport: str) -> Iterator[None]:
