@@ -23,6 +23,7 @@ from tpkernels.cli.qualified import Check, Report, keep, known
 from tpkernels.cli.qualify_world import World
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Versions
+from tpkernels.gate.numerics import Computed, cases
 from tpkernels.kernels import linear as linear_kernel
 
 if torch.cuda.is_available():
@@ -66,6 +67,9 @@ def test_all_is_right_here_and_the_report_is_kept(ranks2, tmp_path):
     assert not wrong(checks), ran.stdout
     assert {"transports c10d", "calls c10d", "transports shared", "calls shared"} <= set(checks)
     assert checks["graphs c10d"]["status"] == "left out"
+    tried = {name.removeprefix("kernels ") for name in checks if name.startswith("kernels ")} - {"others"}
+    left_out = checks["kernels others"]["text"].split(", ")
+    assert sorted([*tried, *left_out]) == sorted({case.name.partition("/")[0] for case in cases()})
     assert checks["calls shared"]["numbers"] == {"calls": qualify_calls.CALLS_QUICK}
     (times,) = (check["numbers"] for name, check in checks.items() if name.startswith("times"))
     assert set(times) == {"c10d", "shared", "naive"}
@@ -104,6 +108,17 @@ def test_a_kernel_that_is_off_is_named_with_how_far(ranks2, tmp_path):
     text = checks["kernels linear_fwd"]["text"]
     assert re.search(r"rank 1: (descriptor|pointer)/\w+/\w+ y is off by [\d.e+]+ times the bound", text), text
     assert ran.stdout.endswith("not qualified: kernels linear_fwd\n")
+
+
+def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
+    monkeypatch.setattr(qualify_kernels, "examine", lambda case, frames: Computed(case.name, 0.1, ""))
+    tried = set()
+    for rank in range(2):
+        world = World(rank, 2, torch.device("cpu"), 7, 1e-9, quick=False)
+        launchers, computed = qualify_kernels._computed(world)
+        tried |= {name.partition("/")[0] for name, _, _ in computed}
+        assert len(computed) <= len(launchers) / 2 + 1
+    assert tried == launchers == {case.name.partition("/")[0] for case in cases()}
 
 
 def with_bits_that_differ_once(command):
