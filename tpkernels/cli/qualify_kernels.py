@@ -38,7 +38,9 @@ def check_kernels(world: World) -> Iterator[Check]:
                 failures = [*failures, f"rank {rank}: {rest} {failure}"]
             worst[launcher] = count + 1, max(most, error), failures
     for launcher, (count, most, failures) in sorted(worst.items()):
-        said = "; ".join(failures) or f"{count} cases, at most {most:.2f} of what is allowed against float64"
+        cases_done = f"{count} case{'s' * (count > 1)}"
+        said = f"{cases_done}, at most {most:.2f} of what is allowed against float64"
+        said = "; ".join(failures) or said
         yield Check("kernels", launcher, "wrong" if failures else "right", said)
     if others := sorted(found[0][0] - set(worst)):  # in a quick run
         yield Check("kernels", "others", "left out", ", ".join(others))
