@@ -122,7 +122,6 @@ class Chooser:
     def _choose(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], signature: tuple[object, ...]
     ) -> Callable[..., Any]:
-        lasts = True
         if self._published is None:
             decision = self._own(record, arguments)
             lasts = decision.source != "not timed now"
