@@ -1,7 +1,8 @@
 """`python -m bench gpu`: all that is to be done on a machine with a GPU, in stages with limits.
 
-Tests come before tuning, tuning before benchmarks, so that nothing is timed beside something else. A stage
-can be run again alone, and one that fails does not lose the others.
+Tests come before `qualify`, that before tuning, tuning before benchmarks, so that nothing is timed beside
+something else. Kernels come first and alone: on wrong ones nothing else is worth trying, and compiling them
+takes most of the time. A stage can be run again alone, and one that fails does not lose the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tpkernels.cli import OneLineParser
 
 ROOT = Path(__file__).parents[1]
 JOBS = 8  # test files at once: compiling kernels is most of their work, and takes one core each
-ROOMS = ("kernels", "ops", "tuning", "comm")
+KERNELS, OTHERS = "kernels", ("ops", "dispatch", "comm")  # rooms of tests
+CALL = 590  # seconds: machines are lent for 600 at a time, and to end what hangs takes some
 NO_TESTS = 5  # pytest's exit code for a file that is skipped as a whole
 SANITIZED_CASES = "ragged and bf16"  # each access is checked, which takes long
 SANITIZED = ("tests/kernels/test_linear.py", "tests/kernels/test_wgrad.py")
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m bench gpu",
         description="Exit code 0: every stage passed or was skipped. 1: one did not. 2: bad use.",
     )
-    parser.add_argument("--stages", metavar="LIST", help="these only, such as tests,tune; else all")
+    parser.add_argument("--stages", metavar="LIST", help="these only, such as kernels,tune; else all")
     parser.add_argument("--resume", action="store_true", help="leave out what passed before")
     parser.add_argument("--dry-run", action="store_true", help="print commands and limits, and run nothing")
     parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"test files at once ({JOBS})")
@@ -71,7 +73,21 @@ def plan(stages: Sequence[Stage]) -> list[str]:
             lines += [f"  {shlex.join(command)}" for command in stage.commands()]
         except CannotRun as why:
             lines.append(f"  left out now: {why}")
-    return [*lines, f"in all at most {sum(stage.limit for stage in stages):.0f} s"]
+    lines.append(f"in all at most {sum(stage.limit for stage in stages):.0f} s")
+    for call in calls(stages):
+        names = ",".join(stage.name for stage in call)
+        lines.append(f"in a call of its own: STAGES={names}, at most {sum(s.limit for s in call):.0f} s")
+    return lines
+
+
+def calls(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """The stages in their order, in as few calls as CALL allows."""
+    packed: list[list[Stage]] = []
+    for stage in stages:
+        if not packed or sum(one.limit for one in packed[-1]) + stage.limit > CALL:
+            packed.append([])
+        packed[-1].append(stage)
+    return packed
 
 
 def stages_of(out: Path, jobs: int) -> list[Stage]:
@@ -83,9 +99,9 @@ def stages_of(out: Path, jobs: int) -> list[Stage]:
     def build() -> list[Command]:
         return [[python, "setup.py", "-q", "build_ext", "--inplace"]]
 
-    def tests() -> list[Command]:
+    def tests(stage: str, files: Sequence[str]) -> list[Command]:
         pytest = (python, "-m", "pytest", "-q", "-p", "tests.outcomes", "--outcomes")
-        return [[*pytest, str(out / Path(file).with_suffix(".json")), file] for file in gpu_tests()]
+        return [[*pytest, str(out / stage / Path(file).with_suffix(".json")), file] for file in files]
 
     def sanitizer() -> list[Command]:
         tool = shutil.which("compute-sanitizer")
@@ -93,6 +109,10 @@ def stages_of(out: Path, jobs: int) -> list[Stage]:
             raise CannotRun("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
         checked = (tool, "--tool", "memcheck", "--error-exitcode", "1", "--target-processes", "all")
         return [[*checked, python, "-m", "pytest", "-q", "-k", SANITIZED_CASES, file] for file in SANITIZED]
+
+    def qualify() -> list[Command]:
+        file = str(out / "qualify" / "qualify.json")
+        return [[python, "-m", "tpkernels", "qualify", "--seconds", "120", "--json", file]]
 
     def tune() -> list[Command]:
         file = str(out / "tune" / "tune.json")
@@ -118,27 +138,38 @@ def stages_of(out: Path, jobs: int) -> list[Stage]:
         device_of(results)
         return [[*bench, "report", str(results), "-o", str(out / "report" / "index.html")]]
 
+    fine = frozenset({0, NO_TESTS})
     return [
         Stage("build", 75, build),
-        Stage("tests", 150, tests, jobs, frozenset({0, NO_TESTS})),
-        Stage("sanitizer", 35, sanitizer, jobs=len(SANITIZED)),
-        Stage("tune", 90, tune),
-        Stage("bench", 120, benchmarks),
-        Stage("gate", 45, gate),
-        Stage("report", 15, report),
+        Stage("kernels", 500, lambda: tests("kernels", kernel_tests()), jobs, fine),
+        Stage("tests", 290, lambda: tests("tests", other_tests()), jobs, fine),
+        Stage("sanitizer", 60, sanitizer, jobs=len(SANITIZED)),
+        Stage("qualify", 240, qualify),
+        Stage("tune", 210, tune),
+        Stage("bench", 210, benchmarks),
+        Stage("gate", 90, gate),
+        Stage("report", 30, report),
     ]
 
 
-def gpu_tests() -> list[str]:
-    """The files of rooms that compute on a GPU, and any other with a test that needs one."""
-    files = [
-        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.name != "test_gpu_target.py"
-    ]
-    return [
-        str(path.relative_to(ROOT))
-        for path in files
-        if path.parent.name in ROOMS or "pytest.mark.gpu" in path.read_text(encoding="utf-8")
-    ]
+def kernel_tests() -> list[str]:
+    return [str(path) for path in _test_files() if path.parent.name == KERNELS]
+
+
+def other_tests() -> list[str]:
+    """The files of other rooms that compute on a GPU, and any with a test that needs one."""
+    others = [path for path in _test_files() if path.parent.name != KERNELS]
+    return [str(path) for path in others if path.parent.name in OTHERS or _needs_gpu(path)]
+
+
+def _test_files() -> list[Path]:
+    """Below ROOT, but for the tests of this module."""
+    found = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    return [path for path in found if path.name != "test_gpu_target.py"]
+
+
+def _needs_gpu(path: Path) -> bool:
+    return "pytest.mark.gpu" in (ROOT / path).read_text(encoding="utf-8")
 
 
 def device_of(results: Path) -> str:

@@ -1,31 +1,108 @@
-"""The order of rounds, the median, and scratch operands; the clock of the GPU on a GPU."""
+"""The order of rounds, the median, time apart from launches, scratch operands; the GPU's clock on a GPU."""
 
 import pytest
 import torch
 
+from tests.dispatch.simulated_stream import FLUSH, NeverHeld, SimulatedStream
+from tpkernels.dispatch.chooser import winner
 from tpkernels.dispatch.scratch import scratch_like
-from tpkernels.dispatch.timing import FEWEST_ROUNDS, MOST_ROUNDS, SECONDS, CudaTimer, rounds
+from tpkernels.dispatch.timing import (
+    FEWEST_ROUNDS,
+    MOST_ROUNDS,
+    SECONDS,
+    SLACK,
+    TRIES,
+    WARM_UPS,
+    CudaTimer,
+    StreamTimer,
+    rounds,
+)
 
 CPU = torch.device("cpu")
 
 
 def test_candidates_take_turns_and_each_goes_first():
     order = []
-    rounds({name: name.upper for name in "abc"}, lambda run: order.append(run()) or 1.0, clock=lambda: 0.0)
-    assert "".join(order[:9]) == "ABCBCACAB"
+    rounds(list("abc"), lambda name: order.append(name) or 1.0, clock=lambda: 0.0)
+    assert "".join(order[:9]) == "abcbcacab"
     assert len(order) == 3 * MOST_ROUNDS
 
 
 def test_outliers_do_not_count():
     times = iter([1.0, 100.0, 1.0, 1.0, 1.0] * MOST_ROUNDS)
-    assert rounds({"a": object}, lambda run: next(times)) == {"a": 1.0}
+    assert rounds(["a"], lambda name: next(times)) == {"a": 1.0}
 
 
 def test_slow_candidates_get_fewer_rounds():
     ticks = iter([0.0, *(SECONDS + i for i in range(1, 100))])
     count = []
-    rounds({"a": object}, lambda run: count.append(run) or 1.0, clock=lambda: next(ticks))
+    rounds(["a"], lambda name: count.append(name) or 1.0, clock=lambda: next(ticks))
     assert len(count) == FEWEST_ROUNDS
+
+
+# milliseconds of the host and of the GPU: a descriptor is heavier to launch, and its kernel the faster one
+TORCH, DESCRIPTOR = (0.02, 0.075), (0.07, 0.05)
+
+
+def times_on(stream, **kernels):
+    runs = {name: stream.kernel(*spent) for name, spent in kernels.items()}
+    return StreamTimer(stream, stream.clock)(runs)
+
+
+def test_launching_is_no_time_of_the_gpu():
+    """Though it takes longer than the flush, which alone cannot hide it."""
+    times = times_on(SimulatedStream(), torch=TORCH, descriptor=DESCRIPTOR)
+    assert times == pytest.approx({"torch": 0.075, "descriptor": 0.07})
+    assert winner(times) == "descriptor"
+
+
+def test_without_a_hold_the_faster_kernel_would_lose():
+    times = times_on(NeverHeld(), torch=TORCH, descriptor=DESCRIPTOR)
+    assert times["torch"] == pytest.approx(0.075)
+    assert times["descriptor"] > 0.08
+    assert winner(times) == "torch"
+
+
+def test_many_launches_cost_what_the_host_takes():
+    stream = SimulatedStream()
+
+    def ten_small_ones():
+        for _ in range(10):
+            stream.enqueue(0.02, 0.005)
+
+    times = StreamTimer(stream, stream.clock)({"ten": ten_small_ones})
+    assert times == pytest.approx({"ten": 0.2})
+
+
+def test_a_hold_is_as_long_as_launching_took_before():
+    stream = SimulatedStream()
+    times_on(stream, kernel=(0.3, 0.01))
+    assert stream.held == pytest.approx([2 * 0.3 + SLACK] * MOST_ROUNDS)
+
+
+def test_a_run_that_was_held_too_shortly_is_timed_again():
+    """Its host time is that of another moment than the one it was held for."""
+    stream, launches = SimulatedStream(), []
+
+    def slow_now_and_then():
+        launches.append(len(launches))
+        stream.enqueue(2.0 if launches[-1] == WARM_UPS else 0.01, 0.05)
+
+    times = StreamTimer(stream, stream.clock)({"kernel": slow_now_and_then})
+    assert times == pytest.approx({"kernel": 0.05})
+    assert len(launches) == WARM_UPS + MOST_ROUNDS + 1
+
+
+def test_a_run_that_waits_for_the_gpu_is_timed_all_the_same():
+    stream = SimulatedStream()
+
+    def waits():
+        stream.enqueue(0.01, 0.05)
+        stream.now = stream.done
+
+    times = StreamTimer(stream, stream.clock)({"kernel": waits})
+    assert times["kernel"] == pytest.approx(0.05 + 0.01 + FLUSH, abs=0.02)
+    assert len(stream.held) == TRIES, "then it is held no more"
 
 
 LAYOUTS = {

@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
     "check": "compile the kernels and compute with them, without a GPU: exit code 1 on a regression",
     "doctor": "look at this installation and say what is wrong with it",
+    "qualify": "try kernels, transports and graphs on the GPUs of this machine, or on its CPU",
     "train": "train a GPT on ranks of this machine, or under torchrun",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }

@@ -9,6 +9,7 @@ import importlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 PREFIX = "tpkernels-finding: "  # before each line, to tell it from what libraries print
@@ -134,6 +135,61 @@ def probe_extension() -> list[Finding]:
     return [health[found.state]("extension", found.detail)]
 
 
+def probe_qualified() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    from tpkernels.cli.qualified import known, versions_for
+
+    command = "python -m tpkernels qualify"
+    findings = []
+    for gpu in sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}):
+        report = known(versions_for(gpu))
+        if report is None:
+            text = f"{gpu} has not been tried with these versions: {command} takes two minutes"
+            findings.append(note("qualified", text))
+        elif report["right"]:
+            findings.append(ok("qualified", f"{gpu}, on {report['ranks']} ranks; {report['auto']}"))
+        else:
+            wrong = [f"{c['part']} {c['name']}" for c in report["checks"] if c["status"] == "wrong"]
+            findings.append(problem("qualified", f"{gpu} failed in {', '.join(wrong)}: see {command}"))
+    return findings
+
+
+EXCHANGE = "torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp"  # of torch's own headers
+
+
+def probe_symmetric() -> list[Finding]:
+    """Whether a rendezvous on some ranks makes a later one of more ranks hang, as in torch 2.13.
+
+    Ranks then count the rendezvous of a process, not those of a group, and wait under different keys (pytorch
+    issue 196082, mended by pull request 196350). The header tells releases apart: one that holds the counter
+    of the process has the defect.
+    """
+    import torch
+
+    from tpkernels.comm.transports.select import requested_transport
+
+    if not torch.cuda.is_available() or requested_transport not in ("auto", "symmetric"):
+        return []
+    header = Path(torch.__file__).parent / "include" / EXCHANGE
+    try:
+        text = header.read_text(encoding="utf-8")
+    except OSError:
+        told = "may make"  # a torch without its headers
+    else:
+        if "size_t seq_id_" not in text:
+            return []
+        told = "makes"
+    advice = (
+        f"torch {torch.__version__}: symmetric memory of a group of some ranks {told} that of a larger one, "
+        "opened later, hang (pytorch issue 196082). Where a tensor-parallel group is smaller than another "
+        "that uses it, open it for the larger one first, or set TPKERNELS_TRANSPORT=c10d"
+    )
+    return [note("symmetric", advice)]
+
+
 PROBES: dict[str, Callable[[], list[Finding]]] = {
     "torch": probe_torch,
     "gpu": probe_gpu,
@@ -141,6 +197,8 @@ PROBES: dict[str, Callable[[], list[Finding]]] = {
     "triton": probe_triton,
     "backend": probe_backend,
     "extension": probe_extension,
+    "qualified": probe_qualified,
+    "symmetric": probe_symmetric,
 }
 
 

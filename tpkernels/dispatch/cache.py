@@ -105,10 +105,11 @@ def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
     versions, entries = content.get("versions"), content.get("choices")
     if not isinstance(versions, dict) or not isinstance(entries, dict):
         raise ForeignFile("it has no versions or no choices")
-    return versions, {key: _choice(entry) for key, entry in entries.items()}
+    return versions, {key: choice_of(entry) for key, entry in entries.items()}
 
 
-def _choice(entry: object) -> Choice:
+def choice_of(entry: object) -> Choice:
+    """The choice that JSON says."""
     if isinstance(entry, dict):
         name, milliseconds = entry.get("name"), entry.get("milliseconds")
         if isinstance(name, str) and isinstance(milliseconds, dict):
@@ -126,7 +127,7 @@ class Cache:
     """The choices of one set of versions; in memory only if `folder` is None or turns out not to work."""
 
     def __init__(self, folder: Path | None, versions: Versions) -> None:
-        self._versions = versions
+        self.versions = versions
         self._path = None if folder is None else folder / f"{versions.slug}.json"
         self._warned = False
         self._choices = self._read()
@@ -148,7 +149,7 @@ class Cache:
             with _locked(self._path.with_suffix(".lock")):
                 # what others wrote is newer than what was read before; this choice is newer still
                 self._choices = self._choices | self._read() | {key: choice}
-                _replace(self._path, render(self._versions, self._choices))
+                _replace(self._path, render(self.versions, self._choices))
         except OSError as error:
             self._warn(f"cannot write {self._path} ({error}): choices live as long as this process")
             self._path = None
@@ -158,7 +159,7 @@ class Cache:
             return {}
         try:
             versions, choices = parse(read_text(self._path))
-            if versions != asdict(self._versions):
+            if versions != asdict(self.versions):
                 raise ForeignFile(f"it was written for {versions}")
             return choices
         except FileNotFoundError:

@@ -10,9 +10,9 @@ A candidate other than torch must win by MARGIN, and plain torch is always among
 slower than with `F.linear`. Timing is not allowed while a CUDA graph is captured or torch.compile traces,
 since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
-Ranks choose for themselves, and may choose differently: no choice made here changes what is communicated,
-when, or in which shape, only who computes a product on this rank. What does change communication is decided
-elsewhere, from global shapes.
+No choice made here changes what is communicated, when, or in which shape, only who computes a product on this
+rank. What does change communication is decided elsewhere, from global shapes. Ranks choose for themselves
+until they are given a store to agree through (see `agreed`): then a choice is the first rank's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch import log
+from tpkernels.dispatch.agreed import Published, Store
 from tpkernels.dispatch.cache import Cache, Choice, shipped_choices, versions_for
 from tpkernels.dispatch.candidates import TORCH, Candidate, candidates
 from tpkernels.dispatch.gpus import Gpu, gpu_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
-from tpkernels.dispatch.scratch import mismatch, results_of, scratch_like
+from tpkernels.dispatch.scratch import results_of, scratch_like
+from tpkernels.dispatch.soundness import mismatch
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
@@ -40,7 +42,7 @@ from tpkernels.kernels.disk_cache import cache_folder
 MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
 
 Source = Literal[
-    "only candidate", "cached", "shipped", "timed", "not timed", "not timed now", "timing failed"
+    "only candidate", "agreed", "cached", "shipped", "timed", "not timed", "not timed now", "timing failed"
 ]
 
 
@@ -93,6 +95,7 @@ class Chooser:
         self._cache = cache
         self._shipped = shipped
         self._obstacle = obstacle
+        self._published: Published | None = None
         self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
 
@@ -105,6 +108,16 @@ class Chooser:
                 function = self._functions.get(signature) or self._choose(record, arguments, signature)
         result: R = function(*arguments)
         return result
+
+    def agree_through(self, store: Store) -> None:
+        """Choose as all ranks do that were given this store.
+
+        What was chosen before is chosen again: others may have chosen otherwise.
+        """
+        if self._published is None or self._published.store is not store:
+            with self._lock:
+                self._published = Published(store, self._cache.versions.slug)
+                self._functions.clear()
 
     def call_into(self, record: Primitive[..., Any], out: Sequence[Tensor], *arguments: Any) -> None:
         """Compute a primitive into given tensors, by whoever is chosen for it."""
@@ -122,12 +135,56 @@ class Chooser:
         signature: tuple[object, ...],
         out: Sequence[Tensor] = (),
     ) -> Callable[..., Any]:
-        decision = self.known(record, arguments, out) or self._torch_or_timed(record, arguments, out)
+        if self._published is None:
+            decision = self._own(record, arguments, out)
+            lasts = decision.source != "not timed now"
+        else:
+            lasts = self._obstacle(self._device) is None
+            decision = self._agreed(record, arguments, out, self._published, "" if lasts else " now")
         log.choices.info("%s", decision)
         function = decision.candidate.bind_into(record) if out else decision.candidate.bind(record)
-        if decision.source != "not timed now":
+        if lasts:
             self._functions[signature] = function
         return function
+
+    def _own(
+        self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
+    ) -> Decision:
+        return self.known(record, arguments, out) or self._torch_or_timed(record, arguments, out)
+
+    def _agreed(
+        self,
+        record: Primitive[..., Any],
+        arguments: tuple[Any, ...],
+        out: Sequence[Tensor],
+        published: Published,
+        moment: str,
+    ) -> Decision:
+        """The choice of the first rank that decides.
+
+        moment: nothing can be timed now, and one rank may know more than another: what they agree on is not
+            what they would agree on later, and is kept apart
+        """
+        problem = record.problem(*arguments, out=out)
+        by_name = self._candidates(record, problem)
+        if len(by_name) == 1:
+            return Decision(problem.key, TORCH, "only candidate")
+        own, choice = None, published.get(problem.key + moment)
+        if choice is None:
+            own = self._own(record, arguments, out)
+            choice = published.put(problem.key + moment, Choice(own.candidate.name, own.milliseconds))
+            if choice.name == own.candidate.name:
+                return own
+        if choice.name not in by_name:
+            log.warnings.warning(
+                "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
+                problem.key,
+                choice.name,
+            )
+            return own or self._own(record, arguments, out)
+        if choice.milliseconds:  # else nobody has timed it
+            self._cache.put(problem.key, choice)
+        return Decision(problem.key, by_name[choice.name], "agreed", choice.milliseconds)
 
     def _torch_or_timed(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
@@ -144,7 +201,7 @@ class Chooser:
     ) -> Decision | None:
         """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
         problem = record.problem(*arguments, out=out)
-        by_name = {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
+        by_name = self._candidates(record, problem)
         if len(by_name) == 1:
             return Decision(problem.key, TORCH, "only candidate")
         sources: dict[Source, Choice | None] = {
@@ -165,7 +222,7 @@ class Chooser:
         out: what the caller has written into; the ways are timed with results of their own
         """
         problem = record.problem(*arguments, out=out)
-        by_name = {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
+        by_name = self._candidates(record, problem)
         try:
             milliseconds = self._timer(self._sound_runs(record, problem, by_name, arguments))
         except Exception as error:  # out of memory, most likely: a comparison takes more than torch alone
@@ -174,6 +231,9 @@ class Chooser:
         name = winner(milliseconds)
         self._cache.put(problem.key, Choice(name, milliseconds))
         return Decision(problem.key, by_name[name], "timed", milliseconds)
+
+    def _candidates(self, record: Primitive[..., Any], problem: Problem) -> dict[str, Candidate]:
+        return {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
 
     def _sound_runs(
         self,

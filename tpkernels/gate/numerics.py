@@ -119,11 +119,11 @@ class RandomOperands(Operands):
         return torch.randint(low, high, (count,), dtype=dtype)
 
 
-def cases() -> Iterator[Case]:
+def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
     for form, dtype in WAYS:
-        yield from _matmuls(RandomOperands(dtype, *SIZES[form], chunks=3, form=form))
-    yield from _rows(RandomOperands(FP32, *SIZES["pointer"], chunks=3))
-    yield from _rows(RandomOperands(BF16, *SIZES["pointer"], chunks=3))
+        yield from _matmuls(RandomOperands(dtype, *sizes[form], chunks=3, form=form))
+    yield from _rows(RandomOperands(FP32, *sizes["pointer"], chunks=3))
+    yield from _rows(RandomOperands(BF16, *sizes["pointer"], chunks=3))
 
 
 def _matmuls(of: Operands) -> Iterator[Case]:

@@ -24,6 +24,7 @@ from tpkernels.comm.transports.backend_sums import (
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.comm.transports.select import exchange_for
 from tpkernels.env_flag import env_flag
+from tpkernels.ops.tensor_parallel.choices import agree_choices
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, waits_for
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
@@ -77,6 +78,7 @@ def begin_call(op: str, what: str, shape: tuple[int, ...], like: Tensor, group: 
     if kind is None:
         kind = kind_of(key)
         _compare_new_kind(op, kind, like, calls, group)
+        agree_choices(like.device)
         calls.add_kind(key, kind)
     return calls.begin(op, kind, group)
 

@@ -1,0 +1,303 @@
+"""`python -m tpkernels qualify` on this machine's CPU, and with one thing wrong at a time."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cli.living_ranks import told_by
+from tests.ranks import RankPool
+from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels
+from tpkernels.cli import qualify as qualify_command
+from tpkernels.cli.qualified import Check, Report, keep, known
+from tpkernels.cli.qualify_world import World
+from tpkernels.comm.transports.host import HostExchange
+from tpkernels.dispatch.cache import Versions
+from tpkernels.gate.numerics import Computed, cases
+from tpkernels.kernels import linear as linear_kernel
+
+if torch.cuda.is_available():
+    pytest.skip("tries the CPU, and there is a GPU", allow_module_level=True)
+
+SEED = "20261122"
+VERSIONS = Versions("Test GPU 1", "2.13.0", "3.7.1", "0123456789ab")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Ranks that live already have their own environment: only this process writes here."""
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def qualified_on(ranks, program, tmp_path):
+    """Exit code, checks by part and name, and what was printed: as under torchrun."""
+    report = tmp_path / "report.json"
+    command = ["qualify", "--quick", "--seed", SEED, "--json", str(report), str(tmp_path / "cache")]
+    ran = told_by(ranks, program, command)
+    told = json.loads(report.read_text())
+    checks = {f"{check['part']} {check['name']}": check for check in told["checks"]}
+    assert told["right"] == (ran.returncode == 0)
+    return ran, checks, told
+
+
+def qualify(command):
+    """As typed, keeping its report in a folder of this test."""
+    *arguments, folder = command
+    with patch.dict(os.environ, {"TPKERNELS_CACHE_DIR": folder}):
+        return main(arguments)
+
+
+def wrong(checks):
+    return {name for name, check in checks.items() if check["status"] == "wrong"}
+
+
+def test_all_is_right_here_and_the_report_is_kept(ranks2, tmp_path):
+    ran, checks, told = qualified_on(ranks2, qualify, tmp_path)
+    assert not wrong(checks), ran.stdout
+    assert {"transports c10d", "calls c10d", "transports shared", "calls shared"} <= set(checks)
+    assert checks["graphs c10d"]["status"] == "left out"
+    tried = {name.removeprefix("kernels ") for name in checks if name.startswith("kernels ")} - {"others"}
+    left_out = checks["kernels others"]["text"].split(", ")
+    assert sorted([*tried, *left_out]) == sorted({case.name.partition("/")[0] for case in cases()})
+    assert checks["calls shared"]["numbers"] == {"calls": qualify_calls.CALLS_QUICK}
+    (times,) = (check["numbers"] for name, check in checks.items() if name.startswith("times"))
+    assert set(times) == {"c10d", "shared", "naive"}
+    assert told["seed"] == int(SEED)
+    assert f"--seed {SEED}" in ran.stdout
+    auto = [line for line in ran.stdout.splitlines() if line.startswith("auto: ")]
+    assert auto == [told["auto"]]
+    assert re.match(r"auto: (c10d|shared) \(.+\); measured: ", told["auto"])
+    assert ran.stdout.endswith("qualified\n")
+    assert not list((tmp_path / "cache").glob("qualified_*")), "a quick one qualifies nothing"
+
+
+def with_a_kernel_that_is_off(command):
+    """Which leaves one of its tiles out."""
+    real = linear_kernel.linear_fwd
+
+    def off(*args, **kwargs):
+        results = real(*args, **kwargs)
+        results.y[:16, :16] = 0
+        return results
+
+    with (
+        patch.object(linear_kernel, "linear_fwd", off),
+        patch.object(qualify_kernels, "_one_of_each_first", _of_linear),
+    ):
+        return qualify(command)
+
+
+def _of_linear(cases, draw):
+    return [case for case in cases if case.name.startswith("linear_fwd/")]
+
+
+def test_a_kernel_that_is_off_is_named_with_how_far(ranks2, tmp_path):
+    ran, checks, _ = qualified_on(ranks2, with_a_kernel_that_is_off, tmp_path)
+    assert (ran.returncode, wrong(checks)) == (1, {"kernels linear_fwd"}), ran.stdout
+    text = checks["kernels linear_fwd"]["text"]
+    assert re.search(r"rank 1: (descriptor|pointer)/\w+/\w+ y is off by [\d.e+]+ times the bound", text), text
+    assert ran.stdout.endswith("not qualified: kernels linear_fwd\n")
+
+
+def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
+    monkeypatch.setattr(qualify_kernels, "examine", lambda case, frames: Computed(case.name, 0.1, ""))
+    tried = set()
+    for rank in range(2):
+        world = World(rank, 2, torch.device("cpu"), 7, 1e-9, quick=False)
+        launchers, computed = qualify_kernels._computed(world)
+        tried |= {name.partition("/")[0] for name, _, _ in computed}
+        assert len(computed) <= len(launchers) / 2 + 1
+    assert tried == launchers == {case.name.partition("/")[0] for case in cases()}
+
+
+def with_bits_that_differ_once(command):
+    """The last bit of one number, in one call of many, on rank 1."""
+    real, calls = HostExchange.put, []
+
+    def put(self, peer, there, rows, number, flag):
+        calls.append(peer)
+        if len(calls) == 100 and dist.get_rank() == 1:
+            rows = rows.clone()
+            rows.view(-1)[0] = torch.nextafter(rows.view(-1)[0], torch.tensor(9.0, dtype=rows.dtype))
+        real(self, peer, there, rows, number, flag)
+
+    with patch.object(HostExchange, "put", put), patch.object(qualify_kernels, "MOST_QUICK", 1):
+        return qualify(command)
+
+
+def test_a_transport_whose_bits_differ_once_is_named_with_call_and_place(ranks2, tmp_path):
+    ran, checks, _ = qualified_on(ranks2, with_bits_that_differ_once, tmp_path)
+    assert (ran.returncode, wrong(checks)) == (1, {"calls shared"}), ran.stdout
+    assert re.search(
+        r"rank \d: ArithmeticError: call \d+ of \w+ in torch.\w+: .* differs from call \d+, which was the "
+        r"same, in \d+ of \d+ values, by up to \d",
+        checks["calls shared"]["text"],
+    )
+    assert checks["calls c10d"]["status"] == "right"
+
+
+def with_a_transport_that_fails(command):
+    """On one rank; the other must not wait for it."""
+
+    def put(self, peer, *_):
+        raise RuntimeError("planted: no memory")
+
+    planted = patch.object(HostExchange, "put", put) if os.environ["RANK"] == "1" else nullcontext()
+    with planted, patch.object(qualify_kernels, "MOST_QUICK", 1):
+        return qualify(command)
+
+
+def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on(ranks2, tmp_path):
+    with RankPool(2) as own:
+        ran, checks, _ = qualified_on(own, with_a_transport_that_fails, tmp_path)
+    assert ran.returncode == 1, ran.stdout
+    assert "transports shared" in wrong(checks)
+    assert "rank 1: " in checks["transports shared"]["text"]
+    assert "planted: no memory" in checks["transports shared"]["text"]
+    assert checks["calls c10d"]["status"] == "right"
+    assert "calls shared" not in checks
+
+
+def with_a_late_rank(command):
+    """Later than a call may take."""
+    real = qualify_calls._against_float64
+
+    def late(world, group):
+        if world.rank == 1:
+            time.sleep(4.0)
+        return real(world, group)
+
+    with (
+        patch.object(qualify_calls, "_against_float64", late),
+        patch("tpkernels.cli.qualify_world.CALL_SECONDS", 1.0),
+        patch.object(qualify_kernels, "MOST_QUICK", 1),
+    ):
+        return qualify(command)
+
+
+def test_a_late_rank_is_a_line_of_each_transport(tmp_path):
+    with RankPool(2) as own:
+        ran, checks, _ = qualified_on(own, with_a_late_rank, tmp_path)
+    assert ran.returncode == 1
+    assert {"transports c10d", "transports shared"} <= wrong(checks)
+    assert "rank 0: " in checks["transports c10d"]["text"]
+
+
+DIES = """
+import os
+if os.environ.get("RANK") == "1":
+    from tpkernels.cli import qualify_kernels
+    qualify_kernels.cases = lambda sizes: os._exit(7)
+"""
+
+
+def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path, cache):
+    (tmp_path / "sitecustomize.py").write_text(DIES)
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    report, mark = tmp_path / "report.json", f"9{tmp_path.stat().st_ino}"
+    command = [sys.executable, "-m", "tpkernels", "qualify", "--quick", "--seed", mark, "--json", str(report)]
+    environment = os.environ | {"PYTHONPATH": path}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 1, ran.stderr
+    (check,) = json.loads(report.read_text())["checks"]
+    assert check["status"] == "wrong"
+    assert re.fullmatch(
+        "rank 1 ended with exit code 7; the other ranks were ended, during (the start|kernels)", check["text"]
+    )
+    assert ran.stdout.endswith("not qualified: ranks 2 ranks\n")
+    living = subprocess.run(["pgrep", "-f", f"qualify --seed {mark}"], capture_output=True, text=True)
+    assert living.stdout == ""
+
+
+def test_a_report_is_kept_by_gpu_and_versions(cache):
+    right = Report(VERSIONS, 2, 1, [Check("times", "a", "right", "fast")], "auto: c10d")
+    keep(right)
+    assert known(VERSIONS)["right"] is True
+    assert known(Versions("Test GPU 1", "2.14.0", "3.7.1", "0123456789ab")) is None
+    keep(Report(VERSIONS, 2, 1, [Check("times", "a", "wrong", "slow")], "auto: c10d"))
+    assert known(VERSIONS)["right"] is False
+    (path,) = cache.iterdir()
+    for damaged in ("{", "[]", '{"format": 2}', path.read_text().replace("2.13.0", "2.12.0")):
+        path.write_text(damaged)
+        assert known(VERSIONS) is None
+
+
+@pytest.mark.parametrize(("arguments", "kept"), [([], True), (["--quick"], False)])
+def test_only_a_full_run_is_kept(arguments, kept, monkeypatch, capsys):
+    lines = [{"check": asdict(Check("times", "MLP", "right", "fast"))}, {"auto": "auto: c10d (the default)"}]
+
+    def run_ranks(command, ranks):
+        Path(os.environ[qualify_command.PROGRESS]).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+        return 0
+
+    monkeypatch.setattr("tpkernels.training.launch.run_ranks", run_ranks)
+    assert main(["qualify", *arguments]) == 0
+    assert capsys.readouterr().out.endswith("auto: c10d (the default)\nqualified\n")
+    assert (known(qualified.versions_here()) is not None) == kept
+
+
+def test_an_interrupted_run_says_nothing_of_the_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("tpkernels.training.launch.run_ranks", lambda command, ranks: 130)
+    assert main(["qualify"]) == 130
+    assert known(qualified.versions_here()) is None
+    assert "qualified" not in capsys.readouterr().out
+
+
+class Gpus:
+    """What of CUDA is asked for how ranks reach each other."""
+
+    def __init__(self, count, apart=()):
+        self.count, self.apart = count, apart
+
+    def device_count(self):
+        return self.count
+
+    def can_device_access_peer(self, i, j):
+        return {i, j} not in self.apart
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "symmetric"),
+    [
+        (8, Gpus(8), ""),
+        (8, Gpus(1), ""),
+        (4, Gpus(4, [{1, 3}]), "GPUs 3 and 1 do not reach each other's memory"),
+        (1, Gpus(1), "a rank alone sends nothing"),
+    ],
+)
+def test_gpus_are_tried_over_what_they_can(ranks, gpus, symmetric, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", gpus.device_count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_device_access_peer)
+    world = World(0, ranks, torch.device("cuda"), 1, 1.0, quick=True)
+    assert world.transports() == {"c10d": symmetric if ranks == 1 else "", "symmetric": symmetric}
+
+
+def test_nothing_tried_is_not_right():
+    assert not Report(VERSIONS, 2, 1, [], "auto: c10d").right
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seconds", "0"], ["--seconds", "nan"], ["--json", "/nowhere/file.json"], ["--bogus"]]
+)
+def test_bad_use_is_refused_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["qualify", *arguments])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_report_of_this_process_is_of_the_cpu():
+    assert qualified.versions_here().gpu == "cpu"

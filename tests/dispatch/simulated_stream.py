@@ -1,0 +1,73 @@
+"""A GPU with one stream, as arithmetic: launches take time of the host, kernels of the GPU, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FLUSH = 0.04  # milliseconds, as 100 MB take on an H100's memory by its data sheet
+
+
+class SimulatedStream:
+    """Milliseconds throughout; `clock` is the host's, in seconds."""
+
+    def __init__(self, launch: float = 0.005) -> None:
+        self.now = 0.0
+        self.done = 0.0  # when the GPU is through with all that it was given
+        self.launch = launch
+        self.held: list[float] = []
+
+    def clock(self) -> float:
+        return self.now / 1e3
+
+    def enqueue(self, on_host: float, on_gpu: float) -> None:
+        """A kernel: it begins once it is launched, and those before it have ended."""
+        self.now += on_host
+        self.done = max(self.done, self.now) + on_gpu
+
+    def kernel(self, on_host: float, on_gpu: float) -> Callable[[], None]:
+        return lambda: self.enqueue(on_host, on_gpu)
+
+    def hold(self, milliseconds: float) -> None:
+        self.held.append(milliseconds)
+        self.enqueue(self.launch, milliseconds)
+
+    def flush(self) -> None:
+        self.enqueue(self.launch, FLUSH)
+
+    def mark(self) -> SimulatedMark:
+        return SimulatedMark(self)
+
+
+@dataclass
+class SimulatedMark:
+    stream: SimulatedStream
+    at: float = 0.0
+
+    def record(self) -> None:
+        self.stream.enqueue(self.stream.launch, 0.0)
+        self.at = self.stream.done
+
+    def query(self) -> bool:
+        return self.at <= self.stream.now
+
+    def synchronize(self) -> None:
+        self.stream.now = max(self.stream.now, self.at)
+
+    def elapsed_time(self, end_event: SimulatedMark) -> float:
+        return end_event.at - self.at
+
+
+class NeverHeld(SimulatedStream):
+    """As if nobody had called for a hold, nor looked whether there was one."""
+
+    def hold(self, milliseconds: float) -> None:
+        pass
+
+    def mark(self) -> SimulatedMark:
+        return UnlookedAt(self)
+
+
+class UnlookedAt(SimulatedMark):
+    def query(self) -> bool:
+        return False

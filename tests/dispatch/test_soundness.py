@@ -1,0 +1,187 @@
+"""What is refused as unsound, and what never is."""
+
+import random
+
+import pytest
+import torch
+
+from tests.dispatch.conftest import CPU, need_interpreter
+from tpkernels.dispatch.products import PRODUCTS, linear
+from tpkernels.dispatch.record import Layer
+from tpkernels.dispatch.scratch import results_of, scratch_like
+from tpkernels.dispatch.soundness import BLOCK, ROUNDING, TF32_BOUND, bound_of, mismatch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+T, N, K = 384, 768, 256  # nine rows of tiles of 128 x 256 on a small scale
+
+
+def posed(record, layer):
+    """Its problem, and operands as the chooser makes them."""
+    problem = record.problem(*record.sample(layer))
+    return problem, scratch_like(record.sample(layer), problem.depth, CPU)
+
+
+def zero_half_a_tile(y, operands):
+    y[128:192, 256:512] = 0
+
+
+def zero_one_tile(y, operands):
+    y[-BLOCK:, -BLOCK:] = 0
+
+
+def put_a_stale_tile(y, operands):
+    y[128:256, 256:512] = y[0:128, 0:256].clone()
+
+
+def transpose_a_tile(y, operands):
+    y[:128, :128] = y[:128, :128].T.clone()
+
+
+def put_rows_of_others(y, operands):
+    y[64:80] = y[80:96].clone()
+
+
+def put_one_wrong_row(y, operands):
+    y[383] = y[0].clone()
+
+
+def leave_a_columns_bias_out(y, operands):
+    y[:, 767] -= operands[2][767]
+
+
+def put_one_nan(y, operands):
+    y[200, 300] = float("nan")
+
+
+def leave_out_one_step_of_the_depth(y, operands):
+    x, w = operands[:2]
+    y[:128, :256] -= x[:128, -16:] @ w[:256, -16:].T
+
+
+FAULTS = [
+    zero_half_a_tile,
+    zero_one_tile,
+    put_a_stale_tile,
+    transpose_a_tile,
+    put_rows_of_others,
+    put_one_wrong_row,
+    leave_a_columns_bias_out,
+    put_one_nan,
+    leave_out_one_step_of_the_depth,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_refused(fault, dtype):
+    problem, operands = posed(linear, Layer(T, N, K, dtype))
+    expected = results_of(linear, linear.by_torch, operands)
+    broken = (expected[0].clone(), None)
+    assert mismatch(broken, expected, problem) is None
+    fault(broken[0], operands)
+    assert mismatch(broken, expected, problem).startswith("result 0 is off by ")
+
+
+def test_a_tile_that_no_norm_sees_is_named_by_its_place():
+    problem, operands = posed(linear, Layer(8192, 4096, 16, bias=False))
+    expected = results_of(linear, linear.by_torch, operands)
+    broken = (expected[0].clone(), None)
+    broken[0][4096:4112, 1024:1040] = 0
+    difference = (broken[0].float() - expected[0].float()).norm() / expected[0].float().norm()
+    assert difference < bound_of(problem)
+    assert "most at rows 4096 to 4111, columns 1024 to 1039: " in mismatch(broken, expected, problem)
+
+
+def test_a_wrong_shape_or_dtype_or_presence_is_refused():
+    problem, operands = posed(linear, Layer(T, N, K))
+    (y, none) = results_of(linear, linear.by_torch, operands)
+    assert "expected (384, 768)" in mismatch((y[:-1], none), (y, none), problem)
+    assert "in torch.float32" in mismatch((y.float(), none), (y, none), problem)
+    assert "is there for one" in mismatch((y, y), (y, none), problem)
+
+
+def test_zeros_are_zeros():
+    problem, _ = posed(linear, Layer(T, N, K))
+    zeros, tiny = torch.zeros(T, N), torch.zeros(T, N)
+    tiny[3, 4] = 1e-10
+    assert mismatch((zeros,), (zeros.clone(),), problem) is None
+    assert mismatch((tiny,), (zeros,), problem)
+
+
+def exactly(record, operands):
+    """In float64, where the order of sums is nothing."""
+    wide = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in operands)
+    return results_of(record, record.by_torch, wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("record", PRODUCTS.values(), ids=PRODUCTS)
+def test_honest_candidates_are_never_refused(record, dtype):
+    """The exact result, rounded once, in many random shapes, small and ragged ones among them."""
+    draw = random.Random(f"{record.name} {dtype}")
+    for _ in range(60):
+        sizes = [draw.choice([1, 2, 7, draw.randint(1, 40), draw.randint(41, 300)]) for _ in range(3)]
+        activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
+        layer = Layer(*sizes, dtype, activation, glu, training=draw.random() < 0.5)
+        problem, operands = posed(record, layer)
+        expected = results_of(record, record.by_torch, operands)
+        exact = exactly(record, operands)
+        rounded = tuple(None if e is None else x.to(e.dtype) for x, e in zip(exact, expected, strict=True))
+        assert mismatch(rounded, expected, problem) is None, layer
+
+
+@pytest.mark.parametrize("record", PRODUCTS.values(), ids=PRODUCTS)
+def test_our_kernels_are_never_refused(record):
+    need_interpreter()
+    draw = random.Random(record.name)
+    for dtype in DTYPES.values():
+        for _ in range(4):
+            layer = Layer(draw.randint(1, 70), draw.randint(1, 70), draw.randint(1, 70), dtype, "gelu_tanh")
+            problem, operands = posed(record, layer)
+            expected = results_of(record, record.by_torch, operands)
+            assert mismatch(results_of(record, record.by_kernel, operands), expected, problem) is None, layer
+
+
+DEPTHS = [64, 1024, 16384]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_fp32_bound_is_a_small_multiple_of_two_honest_sums(depth):
+    """One takes its terms in order, as a kernel does, the other from the end."""
+    problem, (x, w, *_) = posed(linear, Layer(64, 64, depth, torch.float32, bias=False))
+    sums = [torch.zeros(64, 64) for _ in range(2)]
+    for order, one_by_one in zip((range(depth), reversed(range(depth))), sums, strict=True):
+        for k in order:
+            one_by_one.addcmul_(x[:, k, None], w[None, :, k])
+    apart = float((sums[0] - sums[1]).norm() / sums[0].norm())
+    assert 1.5 * apart < bound_of(problem) < 5 * apart
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_16_bit_bound_is_a_small_multiple_of_two_honest_roundings(depth, dtype):
+    """One rounds once, the other also each of eight parts of the sum, and what it has of it."""
+    problem, (x, w, *_) = posed(linear, Layer(64, 64, depth, dtype, bias=False))
+    exact = x.double() @ w.double().T
+    once = exact.to(dtype).double()
+    assert float((once - exact).norm() / exact.norm()) == pytest.approx(ROUNDING[dtype], rel=0.05)
+    parts = torch.zeros(64, 64, dtype=dtype)
+    for mine, theirs in zip(x.chunk(8, 1), w.chunk(8, 1), strict=True):
+        parts += mine @ theirs.T
+    apart = float((parts - once).norm() / exact.norm())
+    assert 1.3 * apart < bound_of(problem) < 3 * apart
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_tf32_may_be_rounded_by_one_and_cut_off_by_the_other(depth, monkeypatch):
+    x, w = (torch.randn(96, depth) for _ in range(2))
+
+    def cut(a):
+        return (a.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    def rounded(a):
+        return ((a.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    ours, torchs = cut(x) @ cut(w).T, rounded(x) @ rounded(w).T
+    apart = float((ours - torchs).norm() / torchs.norm())
+    assert 1.5 * apart < TF32_BOUND < 5 * apart

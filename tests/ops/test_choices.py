@@ -1,0 +1,52 @@
+"""Which choosers are given the store of the world, and when."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.ranks import RankPool
+from tpkernels.ops.tensor_parallel import choices, parallel
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+
+
+class Chooser:
+    def __init__(self):
+        self.given = []
+
+    def agree_through(self, store):
+        self.given.append(store)
+
+
+@pytest.fixture
+def chooser(monkeypatch):
+    made = Chooser()
+    monkeypatch.setattr(choices, "chooser_on", lambda device: made)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: "the store")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("device", "resolved", "given"),
+    [("cuda", "fastest", ["the store"]), ("cuda", "torch", []), ("cpu", "fastest", [])],
+)
+def test_the_chooser_of_a_gpu_is_given_the_worlds_store(device, resolved, given, chooser, monkeypatch):
+    monkeypatch.setattr(choices, "resolve_backend", lambda device: resolved)
+    choices.agree_choices(torch.device(device))
+    assert chooser.given == given
+
+
+def calls_that_ask() -> list[str]:
+    asked = []
+    real, parallel.agree_choices = parallel.agree_choices, lambda device: asked.append(device.type)
+    try:
+        for _ in range(3):
+            column_linear(torch.ones(2, 4), torch.ones(3, 4), None, dist.group.WORLD, sequence_parallel=True)
+    finally:
+        parallel.agree_choices = real
+    return asked
+
+
+def test_a_group_asks_once_for_each_kind_of_call(ranks2: RankPool):
+    assert ranks2.run(calls_that_ask) == [["cpu"], ["cpu"]]

@@ -1,0 +1,223 @@
+"""Ops over a group, on each transport: against float64, a thousand delayed calls, and a captured graph."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from tpkernels.cli.qualified import Check
+from tpkernels.cli.qualify_world import World
+from tpkernels.gate.accuracy import BOUND, relative_error
+from tpkernels.ops import column_linear, parallel_mlp, row_linear
+
+DTYPES = (torch.float32, torch.bfloat16)
+TIMES_BOUND = 4.0  # two products in a row, an activation, a sum over ranks: each rounds
+CALLS, CALLS_QUICK, AT_ONCE = 1000, 24, 12
+BEGIN, END = 0.4, 0.85  # of all the time: kernels have ended, and delayed calls have
+DELAYS = (0.0, 0.0, 0.0, 5e-4, 2e-3)  # seconds of a rank before a call
+REPLAYS = 20
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op over ranks, and what it shall compute of full operands."""
+
+    run: Callable[..., Tensor]
+    exact: Callable[..., Tensor]
+    dims: tuple[int, ...]  # along which each operand is split
+    out_dim: int
+
+
+def _column(x: Tensor, w: Tensor, b: Tensor, group: ProcessGroup) -> Tensor:
+    return column_linear(x, w, b, group, activation="gelu_tanh", sequence_parallel=True)
+
+
+def _row(h: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    return row_linear(h, w, None, group, sequence_parallel=True)
+
+
+def _mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, group: ProcessGroup) -> Tensor:
+    return parallel_mlp(x, w, b, w2, None, group, sequence_parallel=True)
+
+
+def _exact_up(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return functional.gelu(functional.linear(x, w, b), approximate="tanh")
+
+
+def _exact_mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor) -> Tensor:
+    return functional.linear(_exact_up(x, w, b), w2)
+
+
+OPS = {
+    "column_linear": Op(_column, _exact_up, (0, 0, 0), 1),
+    "row_linear": Op(_row, functional.linear, (1, 1), 0),
+    "parallel_mlp": Op(_mlp, lambda x, w, b, w2: functional.linear(_exact_up(x, w, b), w2), (0, 0, 0, 1), 0),
+}
+
+
+def operands_of(name: str, ranks: int, draw: random.Random, dtype: torch.dtype) -> list[Tensor]:
+    """Full ones, the same on all ranks; the last is the gradient of the result."""
+    rows, width = ranks * draw.randint(9, 40), 8 * draw.randint(4, 12)
+    between, out = ranks * 8 * draw.randint(2, 6), 8 * draw.randint(4, 12)
+    make = torch.Generator().manual_seed(draw.getrandbits(48))
+
+    def random_tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make).mul_(shape[-1] ** -0.25).to(dtype)
+
+    x, w, b = random_tensor(rows, width), random_tensor(between, width), random_tensor(between)
+    w2 = random_tensor(out, between)
+    h, dy = random_tensor(rows, between), random_tensor(rows, out)
+    return {"column_linear": [x, w, b, h], "row_linear": [h, w2, dy], "parallel_mlp": [x, w, b, w2, dy]}[name]
+
+
+def results_of(world: World, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """This rank's: the result, then the gradient of each operand."""
+    op = OPS[name]
+    *operands, dy = (_shard(t, dim, world) for t, dim in zip(full, (*op.dims, op.out_dim), strict=True))
+    leaves = [operand.requires_grad_() for operand in operands]
+    y = op.run(*leaves, group)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def exact_of(world: World, name: str, full: list[Tensor]) -> list[Tensor]:
+    op = OPS[name]
+    leaves = [operand.double().requires_grad_() for operand in full[:-1]]
+    y = op.exact(*leaves)
+    results: list[Tensor] = [y.detach(), *torch.autograd.grad(y, leaves, full[-1].double())]
+    return [_shard(t, dim, world) for t, dim in zip(results, (op.out_dim, *op.dims), strict=True)]
+
+
+def _shard(full: Tensor, dim: int, world: World) -> Tensor:
+    own: Tensor = full.detach().chunk(world.ranks, dim)[world.rank]
+    return own.contiguous().to(world.device)
+
+
+def check_transports(world: World) -> Iterator[Check]:
+    transports = world.transports()
+    possible = [name for name, obstacle in transports.items() if not obstacle]
+    for transport, obstacle in transports.items():
+        if obstacle:
+            yield Check("transports", transport, "left out", obstacle)
+            continue
+        end = BEGIN + (END - BEGIN) * (possible.index(transport) + 1) / len(possible)
+        with world.computing(), world.group_over(transport) as group:
+            sound = world.check("transports", transport, partial(_against_float64, world, group))
+            yield sound
+            if sound.status == "right":
+                yield _delayed_calls(world, transport, group, end)
+
+
+def _against_float64(world: World, group: ProcessGroup) -> str:
+    draw, worst = random.Random(world.seed), 0.0
+    for name in OPS:
+        for dtype in DTYPES:
+            full = operands_of(name, world.ranks, draw, dtype)
+            pairs = zip(results_of(world, name, full, group), exact_of(world, name, full), strict=True)
+            for what, (actual, exact) in enumerate(pairs):
+                part = relative_error(actual, exact) / (TIMES_BOUND * BOUND[dtype])
+                if not part < 1:
+                    raise ArithmeticError(
+                        f"{name} in {dtype}: {_word(what)} is off by {part:.3g} times what is allowed "
+                        f"against float64, of shape {tuple(exact.shape)}"
+                    )
+                worst = max(worst, part)
+    return f"{', '.join(OPS)}, forward and backward: at most {worst:.2f} of what is allowed against float64"
+
+
+def _word(what: int) -> str:
+    return f"the gradient of operand {what - 1}" if what else "the result"
+
+
+def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float) -> Check:
+    """The bits of each call are those of the first with its operands, whoever comes late."""
+    draw, delay = random.Random(world.seed + 1), random.Random(f"{world.seed} {world.rank}")
+    problems = [
+        (name, operands_of(name, world.ranks, draw, dtype))
+        for name in OPS
+        for dtype in DTYPES
+        for _ in range(2)
+    ]
+    first: list[list[Tensor] | None] = [None] * len(problems)
+    wanted, done, began = CALLS_QUICK if world.quick else CALLS, 0, time.monotonic()
+
+    def some_calls() -> bool:
+        for number in range(done, min(done + AT_ONCE, wanted)):
+            name, full = problems[number % len(problems)]
+            _delay(world, delay)
+            found = results_of(world, name, full, group)
+            expected = first[number % len(problems)] = first[number % len(problems)] or found
+            for what, (ours, once) in enumerate(zip(found, expected, strict=True)):
+                if not torch.equal(ours, once):
+                    raise ArithmeticError(
+                        f"call {number} of {name} in {ours.dtype}: {_word(what)} differs from call "
+                        f"{number % len(problems)}, which was the same, {_apart(ours, once)}"
+                    )
+        return world.late(end)
+
+    while done < wanted:
+        faults, late = world.all_do(some_calls)
+        done = min(done + AT_ONCE, wanted)
+        if faults:
+            return Check("calls", transport, "wrong", "; ".join(faults), time.monotonic() - began)
+        if late[0]:
+            break
+    cut_short = "" if done == wanted else f" (of {wanted}: the time was over; --seconds gives more)"
+    said = f"{done} delayed calls{cut_short}, forward and backward, have the bits of the first"
+    return Check("calls", transport, "right", said, round(time.monotonic() - began, 2), {"calls": done})
+
+
+def _apart(ours: Tensor, once: Tensor) -> str:
+    most = float((ours.double() - once.double()).abs().max())
+    return f"in {int((ours != once).sum())} of {ours.numel()} values, by up to {most:.2e}"
+
+
+def _delay(world: World, draw: random.Random) -> None:
+    time.sleep(draw.choice(DELAYS))
+    if world.on_gpu:
+        torch.cuda._sleep(draw.randrange(2_000_000))  # about a millisecond at most
+
+
+def check_graphs(world: World) -> Iterator[Check]:
+    """A captured graph, replayed on other numbers, has the bits of eager calls."""
+    for transport, obstacle in world.transports().items():
+        if obstacle or not world.on_gpu:
+            yield Check("graphs", transport, "left out", obstacle or "CUDA graphs are of GPUs")
+            continue
+        with world.computing(), world.group_over(transport) as group:
+            yield world.check("graphs", transport, partial(_replayed, world, group))
+
+
+def _replayed(world: World, group: ProcessGroup) -> str:
+    draw = random.Random(world.seed + 2)
+    for name, op in OPS.items():
+        full = operands_of(name, world.ranks, draw, torch.bfloat16)[:-1]
+        inputs = [_shard(t, dim, world) for t, dim in zip(full, op.dims, strict=True)]
+        with torch.no_grad():
+            stream = torch.cuda.Stream(world.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # kernels are chosen, memory is opened
+                    op.run(*inputs, group)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = op.run(*inputs, group)
+            for replay in range(REPLAYS):
+                inputs[0].mul_(-0.75).add_(0.01 * (world.rank + 1))
+                _delay(world, draw)
+                graph.replay()
+                replayed = captured.clone()
+                eager = op.run(*inputs, group)
+                if not torch.equal(replayed, eager):
+                    raise ArithmeticError(
+                        f"replay {replay} of {name} differs from an eager call {_apart(replayed, eager)}"
+                    )
+    return f"{', '.join(OPS)}: {REPLAYS} replays have the bits of eager calls"

@@ -1,0 +1,113 @@
+"""Whether a candidate computes what torch does: by norm over all of a result, and over each block of it.
+
+One tile of zeros is nothing in the norm of a large result: a tile of 128 x 256 is 3 % of 8192 x 4096. In its
+own blocks it is everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.scratch import Results
+
+BLOCK = 16  # rows and columns: no tile of a kernel is smaller
+FEW = 16.0  # see `allowed`
+
+# What one rounding to nearest adds to a result's norm, as a part of it: half of the last bit spread evenly
+# (ulp / sqrt 12), over values spread evenly in their powers of two.
+ROUNDING: Mapping[torch.dtype, float] = {
+    torch.float32: 2.5e-8,
+    torch.float16: 2.1e-4,
+    torch.bfloat16: 1.66e-3,
+}
+
+# Between two honest 16-bit results lie the kernel's rounding and torch's: one for a product (together sqrt 2
+# = 1.4 roundings), up to four for a gated unit (two products, the gate, their product: sqrt 5 = 2.2, where
+# the slope of the gate adds some), or six where cuBLAS adds up to eight parts of a split reduction in 16 bits
+# (sqrt 7 = 2.6). 3.6 roundings are 6e-3 of bf16, 7.5e-4 of fp16.
+ROUNDINGS = 3.6
+
+# tf32 keeps 10 bits behind the point. To cut the others off makes each operand smaller by 3.5e-4 on average,
+# hence the product by 7e-4; to round does not. What is random about either is 3e-4 in a sum of any length.
+TF32_BOUND = 2e-3
+
+
+def bound_of(problem: Problem) -> float:
+    """How far two honest results of many values may be apart, as a part of their norm."""
+    if problem.tf32:
+        return TF32_BOUND
+    rounding = ROUNDING[problem.dtype]
+    if problem.dtype != torch.float32:
+        return ROUNDINGS * rounding
+    # n terms added one by one in fp32: the k-th sum, sqrt k large, is rounded. All in all that is sqrt(n / 2)
+    # roundings of the last one, and sqrt n between two results. Twice that: terms may differ in size.
+    return 2 * rounding * (ROUNDINGS + sqrt(max(problem.depth, problem.tokens)))
+
+
+def allowed(bound: float, count: int) -> float:
+    """The bound where only `count` values make up the norm: a single one may round by its whole last bit, and
+    may lie where its function multiplies errors. What remains of that falls like any average's."""
+    return bound * (1 + FEW / sqrt(count))
+
+
+def mismatch(actual: Results, expected: Results, problem: Problem) -> str | None:
+    """In words, where and how far a result is off; None if it is sound."""
+    bound = bound_of(problem)
+    for i, (ours, torchs) in enumerate(zip(actual, expected, strict=True)):
+        if ours is None or torchs is None:
+            if ours is not torchs:
+                return f"result {i} is there for one, not for the other"
+            continue
+        if (ours.shape, ours.dtype) != (torchs.shape, torchs.dtype):
+            return (
+                f"result {i} is {tuple(ours.shape)} in {ours.dtype}, "
+                f"expected {tuple(torchs.shape)} in {torchs.dtype}"
+            )
+        if ours.numel() and (words := _far_off(_as_matrix(ours), _as_matrix(torchs), bound)):
+            return f"result {i} is off by {words}"
+    return None
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(1, -1)
+
+
+def _far_off(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+    rows, cols = expected.shape
+    height = min(BLOCK, rows)
+    width = min(BLOCK * BLOCK // height, cols)  # few rows are cut into wider blocks of as many values
+    errors = _sums((actual.float() - expected).square_(), height, width)
+    sizes = _sums(expected.float().square(), height, width)
+
+    # of a block: where much cancels out, less is left than rounding leaves everywhere
+    typical = sizes.mean().clamp(min=torch.finfo(torch.float32).tiny)
+    parts, whole = (errors / sizes.clamp(min=typical)).sqrt_(), float((errors.mean() / typical).sqrt())
+    limit, most = allowed(bound, height * width), allowed(bound, rows * cols)
+    if bool((parts <= limit).all()) and whole <= most:  # a NaN is neither
+        return None
+    worst = int(parts.nan_to_num(nan=float("inf")).argmax())  # counted row by row
+    top, left = _start(worst // parts.shape[1], height, rows), _start(worst % parts.shape[1], width, cols)
+    return (
+        f"{whole:.1e} of itself, allowed {most:.1e}; most at rows {top} to {top + height - 1}, columns "
+        f"{left} to {left + width - 1}: {float(parts.flatten()[worst]):.1e}, allowed {limit:.1e}"
+    )
+
+
+def _sums(x: Tensor, height: int, width: int) -> Tensor:
+    """Over each block; the last ones of a dimension that blocks do not divide overlap those before."""
+    return _sums_of_rows(_sums_of_rows(x, height).t(), width).t()
+
+
+def _sums_of_rows(x: Tensor, height: int) -> Tensor:
+    even = x.shape[0] // height * height
+    sums = x[:even].unflatten(0, (-1, height)).sum(1)
+    return sums if even == x.shape[0] else torch.cat([sums, x[-height:].sum(0, keepdim=True)])
+
+
+def _start(block: int, size: int, extent: int) -> int:
+    return min(block * size, extent - size)
