@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.loopback import open_symmetric_loopback, start
 from tests.ops import gpu_cases
 from tests.ranks import RankPool
-from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery
+from tpkernels.comm.transports.mailbox import MailboxDelivery
+from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.loopback import start
+from tests.loopback import start, write_word
 from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
@@ -23,7 +23,9 @@ from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels.comm.transports import mailbox, symmetric
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
+from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.shared import map_shared
 from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
@@ -43,13 +45,17 @@ class ProcessHandle:
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._memories[rank][: sizes[0]]
 
+    def stream_write_value32(self, tensor: torch.Tensor, offset: int, val: int) -> None:
+        write_word(tensor, offset, val)
+
     def barrier(self, channel: int, timeout_ms: int) -> None:
         dist.barrier(self._group)
 
 
 def open_stand_in(opening: Opening) -> MailboxExchange:
     """As `open_symmetric` does, but for the memory."""
-    memories, group = map_shared(opening), opening.group
+    group = opening.group
+    memories = {peer: memory for peer, (memory, _) in map_shared(opening).items()}
     here = list(memories)
     world_ranks = [dist.get_global_rank(group, rank) for rank in here]
     beside = (
@@ -122,7 +128,7 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     exchange = open_stand_in(Opening("replay", group, layout, timeout=20.0))
     results = []
     for call in range(4):
-        exchange._begun = exchange._read = 0  # what the host counts; epochs are counted on the device
+        exchange.order = CallOrder()  # as if the host counted none
         with nullcontext() if with_barrier or not call else patch.object(exchange, "barrier"):
             delivery = start(exchange, [exchanges.shard_of(rank, call, rows)] * ranks)
         time.sleep(0.1 * rank)  # the first rank is far ahead

@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 # A chunk is worth its launch from some size on; more than a few cost the product its efficiency.
 MOST_CHUNKS = 4
 LEAST_BYTES = 128 * 1024
+MOST_PUSHES = 8  # of a GPU in a gather: each takes the host some microseconds
 
 SLOTS = 2  # buffers in turn: a rank may be one call ahead of another
 
@@ -127,6 +128,11 @@ def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
 def even_chunks(shard_rows: int, wanted: int) -> int:
     """The most chunks of a shard, up to `wanted`, that have as many rows each."""
     return next(chunks for chunks in range(max(1, wanted), 0, -1) if shard_rows % chunks == 0)
+
+
+def pushed_chunks(shard_rows: int, shard_bytes: int, ranks: int) -> int:
+    """Into how many chunks a GPU cuts the shard that it pushes to each of the others."""
+    return even_chunks(shard_rows, min(parts_of_shard(shard_bytes), MOST_PUSHES // max(1, ranks - 1)))
 
 
 def chunk_rows(rows: int, ranks: int, chunks: int = 1) -> int:

@@ -2,6 +2,7 @@
 
     delivery = exchange.begin(call, plan, cols, like)
     delivery.swap(swap, rows)    returns at once; a chunk to one rank, a chunk from another, as planned
+    delivery.move(swaps, rows, first_row)   several such chunks, which are all ready
     delivery.keep(rows)          this rank's own rows, which nothing sends
     delivery.memory              (plan.rows, cols); rows are valid once they are awaited
     delivery.end()               memory has been read, and what was sent may change
@@ -13,6 +14,7 @@ Whose code waits for the chunks is the caller's choice, see `rows.Waits`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -51,6 +53,14 @@ class Delivery(ABC):
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         """Send a chunk, and receive one."""
 
+    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+        """Send and receive several chunks.
+
+        outgoing: rows of the matrix, from first_row on
+        """
+        for swap in swaps:
+            self.swap(swap, rows_sent(swap, outgoing, first_row))
+
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
         """Put this rank's own rows beside those that arrive."""
@@ -63,6 +73,14 @@ class Delivery(ABC):
     def end(self) -> None:
         """Memory has been read: the call after the next may write it. Blocks until what was sent may change;
         on GPUs the current stream does."""
+
+
+def rows_sent(swap: Swap, outgoing: Tensor, first_row: int) -> Tensor:
+    """What a swap sends of `outgoing`, see `Delivery.move`. Often all, which need not be cut out."""
+    sent = swap.sent
+    if sent.stop - sent.start == outgoing.shape[0]:
+        return outgoing
+    return outgoing[sent.start - first_row : sent.stop - first_row]
 
 
 def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:

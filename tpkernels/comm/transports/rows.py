@@ -106,9 +106,7 @@ class Gathering:
         self._waits = waits
         self._full: Tensor | None = None
         self.delivery = delivery = exchange.begin(call, plan, cols, shard)
-        for swap in plan.swaps:
-            sent = swap.sent  # often all of it, which need not be cut out
-            delivery.swap(swap, shard if sent == own else shard[sent.start - first : sent.stop - first])
+        delivery.move(plan.swaps, shard, first)
         delivery.keep(shard)
 
     def arrivals(self) -> Iterator[tuple[slice, Tensor]]:

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import is_alive
 from tpkernels.comm.groups import timeout_of
-from tpkernels.comm.schedule import even_chunks, parts_of_shard
+from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import C10D
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
@@ -64,9 +64,13 @@ class _Exchanges:
     def get(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
         if key not in self._open:
             if len(self._open) >= MOST_OPEN:
-                self._open.popitem(last=False)[1].close()
+                self._close_oldest()
             purpose, shape, dtype, device = key
-            splits = even_chunks(shape[0], parts_of_shard(shape[0] * shape[1] * dtype.itemsize))
+            shard_bytes = shape[0] * shape[1] * dtype.itemsize
+            if self.transport == "symmetric":
+                splits = pushed_chunks(shape[0], shard_bytes, group.size())
+            else:
+                splits = even_chunks(shape[0], parts_of_shard(shard_bytes))
             name = f"the {purpose} of process group '{group.group_name}'"
             layout = Layout(group.size(), shape, dtype, splits)
             opening = Opening(name, group, layout, device, timeout_of(group, device), op)
@@ -74,6 +78,12 @@ class _Exchanges:
                 self._open[key] = openers[self.transport](opening)
         self._open.move_to_end(key)
         return self._open[key]
+
+    def _close_oldest(self) -> None:
+        """None that a graph writes, which replays when nobody sees it. All ranks capture the same."""
+        oldest = next((key for key, exchange in self._open.items() if not exchange.captured), None)
+        if oldest is not None:
+            self._open.pop(oldest).close()
 
     def is_alive(self) -> bool:
         return (group := self._group()) is not None and is_alive(group)

@@ -44,6 +44,8 @@ class KernelWaits:
         from tpkernels.kernels.gather_linear import gather_linear_fwd
 
         delivery = cast("MailboxDelivery", delivery)
+        if not weight.shape[0]:
+            self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
         y, z = gather_linear_fwd(
             delivery.memory,
             weight,
@@ -56,6 +58,16 @@ class KernelWaits:
         )
         _raise_if_late(delivery)
         return y, z
+
+    def publish(self, flags: Tensor, word: Tensor) -> None:
+        from tpkernels.kernels.flags import publish
+
+        publish(flags, word)
+
+    def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
+        from tpkernels.kernels.flags import advance
+
+        advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """rows: of memory, that the slots are. A sum over one slot copies it."""
@@ -131,6 +143,7 @@ def waits_for(op: str, exchange: Exchange) -> Waits:
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {exchange.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
             )
+        exchange.flag_kernels = KERNEL_WAITS
         return KERNEL_WAITS
     if exchange.host_waits:
         return HOST_WAITS
