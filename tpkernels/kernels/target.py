@@ -62,6 +62,19 @@ def _gpu(index: int) -> Target:
     return Target("cuda", 10 * properties.major + properties.minor, processors)
 
 
+def resident_programs(launcher: str, target: Target, per_processor: int, margin: int) -> int:
+    """How many programs a persistent kernel has, if it leaves `margin` processors to other kernels.
+
+    GPUs place programs on all processors in turn before any gets a second: several for each of some
+    processors would lie on all of them. So beside a margin each processor has one.
+    """
+    if not 0 <= margin < target.processors:
+        raise ValueError(
+            f"{launcher}: expected a margin of 0 to {target.processors - 1} processors, got {margin}"
+        )
+    return target.processors - margin if margin else target.processors * per_processor
+
+
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:
     """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"

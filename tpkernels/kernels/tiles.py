@@ -238,3 +238,8 @@ def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
     """A tile of `linear` for rows that arrive in chunks: what is computed at once wants the same chunk."""
     group = min(tile.group, max(1, chunk_rows // tile.block_rows))
     return replace(tile, flatten=False, group=group)
+
+
+def pushing_tile(tile: MatmulTile) -> MatmulTile:
+    """A tile of `linear` for rows that are sent once they are computed."""
+    return replace(tile, flatten=False)
