@@ -36,6 +36,7 @@ from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 T = TypeVar("T")
 
 POLL_SECONDS = 50e-6
+_COUNTED = 2**31  # calls, after which `released` words start again at 0
 
 
 class HostExchange(MailboxExchange):
@@ -74,7 +75,7 @@ class HostExchange(MailboxExchange):
     def released(self, number: int) -> None:
         """And tell all ranks."""
         super().released(number)
-        self.mailbox(self.rank).released.fill_(self.order.read)
+        self.mailbox(self.rank).released.fill_(self.order.read % _COUNTED)
 
     def put(self, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
         """Write rows of the memory of `peer`, then their flags."""
@@ -99,7 +100,7 @@ class HostExchange(MailboxExchange):
             return "it was closed" if self._closing.is_set() else delivery.failure
 
         def free() -> bool:
-            return int(released) >= reusable_after(epoch)
+            return (int(released) - reusable_after(epoch)) % _COUNTED < _COUNTED // 2
 
         if cause := self.poll(peer, free, refusal):
             raise RuntimeError(
