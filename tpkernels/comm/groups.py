@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
@@ -105,7 +106,7 @@ def start_together(group: ProcessGroup, device: torch.device, starts: Sequence[S
 
 
 def start_all_reduce(
-    group: ProcessGroup, data: torch.Tensor, reduction: ReduceOp.RedOpType, timeout: timedelta | None
+    group: ProcessGroup, data: Tensor, reduction: ReduceOp.RedOpType, timeout: timedelta | None
 ) -> Work:
     """All-reduce `data` in place. timeout: None for the group's own"""
     options = c10d.AllreduceOptions()
@@ -117,8 +118,8 @@ def start_all_reduce(
 
 def start_reduce_scatter(
     group: ProcessGroup,
-    shard: torch.Tensor,
-    data: torch.Tensor,
+    shard: Tensor,
+    data: Tensor,
     reduction: ReduceOp.RedOpType,
     timeout: timedelta | None,
 ) -> Work:
@@ -130,12 +131,19 @@ def start_reduce_scatter(
     return group._reduce_scatter_base(shard, data, options)
 
 
-def start_all_gather(group: ProcessGroup, gathered: torch.Tensor, part: torch.Tensor) -> Work:
+def start_all_gather(group: ProcessGroup, gathered: Tensor, part: Tensor) -> Work:
     """The parts of all ranks, one after the other."""
     return group._allgather_base(gathered, part, c10d.AllgatherOptions())
 
 
-def start_broadcast(group: ProcessGroup, data: torch.Tensor, group_source: int) -> Work:
+def start_all_to_all(
+    group: ProcessGroup, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int]
+) -> Work:
+    """To each rank so many rows of `sent`, from each so many of `received`, both in the order of ranks."""
+    return group.alltoall_base(received, sent, received_rows, sent_rows, c10d.AllToAllOptions())
+
+
+def start_broadcast(group: ProcessGroup, data: Tensor, group_source: int) -> Work:
     """`data` of the rank with number `group_source` in the group."""
     options = c10d.BroadcastOptions()
     options.rootRank = group_source

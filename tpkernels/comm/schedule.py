@@ -7,6 +7,12 @@ receives from rank r + s: in no step does anybody get two messages.
     a gather    this rank's own rows first, then those of rank + 1, rank + 2, ...: as they lie, round the ring
     a reduce    rows of rank - 1, rank - 2, ... first, this rank's own last: what travels is computed first
 
+A plan is a list of rounds: rows that one product takes, and what travels for it in one launch. On a CPU a
+round is a chunk. A GPU needs large products and few launches, so there rounds are larger than shards: the
+ranks are cut into blocks of neighbours, and a round takes all rows of a block. A rank's own block comes first
+in a gather and last in a reduce, the others in the order above. In each round all ranks send and receive
+equally, and no block wraps round the end of the matrix.
+
 Where transfers take longer than the product, nothing hides the product of what arrives last, nor that of what
 is sent first. So there chunks are tapered: smaller and smaller towards the end, or larger and larger from the
 start. Where flags tell of chunks, all are of one size. A flag says which call its chunk is there of; none is
@@ -16,7 +22,7 @@ ever reset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -40,6 +46,14 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """Rows that are multiplied at once when they are there, or computed at once and then sent."""
+
+    rows: slice  # of the matrix
+    swaps: tuple[Swap, ...]  # what travels for them, in one launch
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one rank swaps in a call, in this order, and where rows lie in its memory.
 
@@ -51,7 +65,13 @@ class Plan:
     rows: int  # of memory
     own: slice  # this rank's rows of the matrix
     kept: slice  # where they lie in its memory
-    swaps: tuple[Swap, ...]
+    reduces: bool  # whether memory is slots
+    rounds: tuple[Round, ...]
+
+    @property
+    def swaps(self) -> tuple[Swap, ...]:
+        """Those of all rounds."""
+        return tuple(swap for round in self.rounds for swap in round.swaps)
 
 
 def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
@@ -80,29 +100,91 @@ def peers_by_step(ranks: int, rank: int) -> Iterator[tuple[int, int]]:
 @lru_cache(maxsize=256)
 def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = True) -> Plan:
     """How `rank` gets the rows of all; each shard is cut into as many chunks."""
-    own, swaps = slice(*bounds(rows, ranks, rank)), list[Swap]()
+    own = slice(*bounds(rows, ranks, rank))
+    rounds = [Round(own, ())]
     for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
         shares = range(chunks, 0, -1) if tapered and step == ranks - 1 else [1] * chunks
         pairs = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
-        swaps += [Swap(to, sent, sent, source, received) for sent, received in pairs]
-    return Plan(rank, ranks, rows, own, own, tuple(swaps))
+        rounds += [Round(received, (Swap(to, sent, sent, source, received),)) for sent, received in pairs]
+    return Plan(rank, ranks, rows, own, own, False, tuple(rounds))
+
+
+@lru_cache(maxsize=256)
+def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
+    """A gather of which `rank` sends all at once, and that still arrives chunk by chunk."""
+    plan = gather_plan(rows, ranks, rank, chunks, tapered=False)
+    arriving = (Round(round.rows, ()) for round in plan.rounds[1:])
+    return replace(plan, rounds=(Round(plan.own, plan.swaps), *arriving))
 
 
 @lru_cache(maxsize=256)
 def reduce_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = True) -> Plan:
     """How `rank` gets what all others have for its own rows; each shard is cut into as many chunks."""
-    own, swaps = slice(*bounds(rows, ranks, rank)), list[Swap]()
+    own, rounds = slice(*bounds(rows, ranks, rank)), list[Round]()
     for step, (to, source) in enumerate(peers_by_step(ranks, rank), start=1):
         shares = range(1, chunks + 1) if tapered and step == 1 else [1] * chunks
         theirs = slice(*bounds(rows, ranks, to))
-        swaps += [
-            Swap(to, sent, _in_slot(rank, sent, theirs), source, _in_slot(source, received, own))
+        rounds += [
+            Round(
+                sent, (Swap(to, sent, _in_slot(rank, sent, theirs), source, _in_slot(source, received, own)),)
+            )
             for sent, received in zip(
                 cut(rows, ranks, to, shares), cut(rows, ranks, rank, shares), strict=True
             )
         ]
+    rounds.append(Round(own, ()))
     kept = _in_slot(rank, own, own)
-    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, tuple(swaps))
+    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, True, tuple(rounds))
+
+
+@lru_cache(maxsize=256)
+def collective_gather_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
+    """How `rank` gets the rows of all in so many rounds, which divide the ranks; its own block first."""
+    own = slice(*bounds(rows, ranks, rank))
+    planned = []
+    for ahead, _, peers in _blocks(ranks, rank, rounds):
+        shards = [(to, source, slice(*bounds(rows, ranks, source))) for to, source in peers]
+        swaps = tuple(Swap(to, own, own, source, received) for to, source, received in shards)
+        planned.append(Round(_rows_of_ranks(rows, ranks, ahead), swaps))
+    return Plan(rank, ranks, rows, own, own, False, tuple(planned))
+
+
+@lru_cache(maxsize=256)
+def collective_reduce_plan(rows: int, ranks: int, rank: int, rounds: int) -> Plan:
+    """How `rank` gets what all others have for its own rows in so many rounds; its own block last."""
+    own = slice(*bounds(rows, ranks, rank))
+    planned = []
+    for _, behind, peers in _blocks(ranks, rank, rounds):
+        shards = [(to, source, slice(*bounds(rows, ranks, to))) for to, source in peers]
+        swaps = tuple(
+            Swap(to, sent, _in_slot(rank, sent, sent), source, _in_slot(source, own, own))
+            for to, source, sent in shards
+        )
+        planned.append(Round(_rows_of_ranks(rows, ranks, behind), swaps))
+    kept = _in_slot(rank, own, own)
+    own_last = (*planned[1:], planned[0])
+    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, True, own_last)
+
+
+def _blocks(ranks: int, rank: int, count: int) -> Iterator[tuple[range, range, list[tuple[int, int]]]]:
+    """Of each round: the block it receives from, the block it sends to, and (to, source) of its swaps.
+
+    The ring of `peers_by_step` twice: of blocks, and of the members of a block. So the rank that gets the
+    n-th message of a round expects it as its n-th.
+    """
+    assert ranks % count == 0, "blocks have as many ranks each"
+    size = ranks // count
+    here, member = divmod(rank, size)
+    for step in range(count):
+        ahead, behind = ((here + shift) % count * size for shift in (step, -step))
+        peers = [(behind + (member - turn) % size, ahead + (member + turn) % size) for turn in range(size)]
+        if step == 0:
+            del peers[0]  # this rank itself
+        yield range(ahead, ahead + size), range(behind, behind + size), peers
+
+
+def _rows_of_ranks(rows: int, ranks: int, block: range) -> slice:
+    return slice(bounds(rows, ranks, block[0])[0], bounds(rows, ranks, block[-1])[1])
 
 
 def _in_slot(source: int, rows: slice, shard: slice) -> slice:
@@ -114,6 +196,24 @@ def _in_slot(source: int, rows: slice, shard: slice) -> slice:
 def parts_of_shard(shard_bytes: int) -> int:
     """How many chunks to cut a shard into. A function of sizes that all ranks share: all cut alike."""
     return max(1, min(MOST_CHUNKS, shard_bytes // LEAST_BYTES))
+
+
+def collective_rounds(
+    rows: int, features: int, ranks: int, processors: int, tile: tuple[int, int] = (128, 256)
+) -> int:
+    """Into how many rounds a gather or a reduce by collectives is cut: the most of up to MOST_CHUNKS that
+    divide the ranks, and whose products still fill a GPU's processors twice; else one.
+
+    features: width of the product that hides the transfers; 0: there is none
+    tile: rows and features of a product that one processor computes at once
+    """
+    tile_rows, tile_features = tile
+
+    def fills(rounds: int) -> bool:
+        return -(-(rows // rounds) // tile_rows) * -(-features // tile_features) >= 2 * processors
+
+    rounds = (n for n in range(min(MOST_CHUNKS, ranks), 1, -1) if ranks % n == 0 and features and fills(n))
+    return next(rounds, 1)
 
 
 def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:

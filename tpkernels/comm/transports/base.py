@@ -1,13 +1,13 @@
 """What every transport offers: a call's chunks are sent, received and awaited.
 
+    plan = exchange.plan_gather(...)         or plan_reduce
     delivery = exchange.begin(call, plan, cols, like)
-    delivery.swap(swap, rows)    returns at once; a chunk to one rank, a chunk from another, as planned
-    delivery.move(swaps, rows, first_row)   several such chunks, which are all ready
-    delivery.keep(rows)          this rank's own rows, which nothing sends
-    delivery.memory              (plan.rows, cols); rows are valid once they are awaited
-    delivery.end()               memory has been read, and what was sent may change
+    delivery.move(swaps, rows, first_row)    returns at once; what a round sends and receives, as planned
+    delivery.keep(rows)                      this rank's own rows, after all rounds have been moved
+    delivery.memory                          (plan.rows, cols); rows are valid once they are awaited
+    delivery.end()                           memory has been read, and what was sent may change
 
-`c10d` sends point to point, `host` and `shared` write into memory of the CPU, `symmetric` into that of GPUs.
+`c10d` sends over torch.distributed, `host` and `shared` write into memory of the CPU, `symmetric` of GPUs.
 Whose code waits for the chunks is the caller's choice, see `rows.Waits`.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap
+from tpkernels.comm.schedule import Plan, Swap, gather_plan, reduce_plan
 
 
 class Exchange(ABC):
@@ -27,10 +27,19 @@ class Exchange(ABC):
 
     tapered: bool  # whether chunks that nothing hides may be smaller than others
     host_waits: bool  # whether the host can wait for a chunk
+    note = ""  # what ranks must do alike, beside what sizes say: they compare it before the first such call
 
     @abstractmethod
     def chunks(self, shard_bytes: int) -> int:
         """Into how many chunks a shard is cut; the same on all ranks."""
+
+    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        """How `rank` gets the rows of all. Without overlap nothing is cut."""
+        return gather_plan(rows, ranks, rank, self.chunks(shard_bytes) if overlap else 1, self.tapered)
+
+    def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        """How `rank` gets what all others have for its own rows."""
+        return reduce_plan(rows, ranks, rank, self.chunks(shard_bytes) if overlap else 1, self.tapered)
 
     @abstractmethod
     def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
@@ -54,16 +63,16 @@ class Delivery(ABC):
         """Send a chunk, and receive one."""
 
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
-        """Send and receive several chunks.
+        """Send and receive what belongs to a round.
 
-        outgoing: rows of the matrix, from first_row on
+        outgoing: rows of the matrix from `first_row` on, all that are sent among them
         """
         for swap in swaps:
             self.swap(swap, rows_sent(swap, outgoing, first_row))
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Put this rank's own rows beside those that arrive."""
+        """Put this rank's own rows beside those that arrive, if nothing that was moved has brought them."""
 
     @abstractmethod
     def await_rows(self, rows: slice) -> None:

@@ -1,66 +1,122 @@
-"""The `c10d` transport: chunks travel point to point over torch.distributed.
+"""The `c10d` transport: rows travel over torch.distributed.
 
-Each is on its way as soon as it is started, and what is computed meanwhile hides it. On NCCL they run on the
-backend's own stream and waiting holds up the current stream only; on gloo its thread moves them, and waiting
-blocks. All ranks take their swaps in one order: nobody waits for somebody who waits for it.
+    C10D           on the CPU: a shard is cut into chunks, each a message with the tag of its call
+    Collectives    on GPUs: one launch a round, of which a call has few
+
+    a round of     is
+    a gather       one all_gather_into_tensor if it is the only round; else sends and receives, coalesced
+    a reduce       one all_to_all_single, into slots that are summed here
+
+What moves is on its way as soon as it is started, and what is computed meanwhile hides it. NCCL runs it on a
+stream of its own, and waiting holds up the current stream only; gloo's thread moves it, and waiting blocks.
+All ranks start the same in one order: nobody waits for somebody who waits for it.
+
+gloo's own collectives bear no tag, and a message of another length than was expected aborts the process. So
+with gloo all goes point to point, in whole shards where nothing overlaps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.groups import Start, refuse_other_devices, start_together
-from tpkernels.comm.schedule import Plan, Swap, parts_of_shard
+from tpkernels.comm.groups import (
+    Start,
+    refuse_other_devices,
+    start_all_gather,
+    start_all_to_all,
+    start_together,
+)
+from tpkernels.comm.schedule import (
+    Plan,
+    Swap,
+    collective_gather_plan,
+    collective_reduce_plan,
+    collective_rounds,
+    parts_of_shard,
+)
 from tpkernels.comm.transports.base import Delivery, Exchange, blaming
+
+Message = tuple[int, Tensor]  # the other rank, and what it gets or sends
 
 
 class Transfers:
-    """Sends and receives of one call, with errors that say whose fault it is."""
+    """What one call sends and receives, with errors that say whose fault it is."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._sends: list[tuple[Work, int, Tensor]] = []  # buffers live until they are sent
+        self._sends: list[tuple[Work, list[int], Tensor]] = []  # buffers live until they are sent
+        self._awaited: dict[int, Work] = {}  # by id: one launch may be of several messages
 
     def exchange(self, to: int, outgoing: Tensor, source: int, incoming: Tensor) -> Work | None:
         """Send and receive at once, which NCCL needs to get past both; what is empty is left out.
 
         returns: to wait for before `incoming` is read; None if it is empty
         """
-        starts: list[Start] = []
-        call = self._call
-        if outgoing.numel():
-            starts.append(lambda group: group.send([outgoing], to, call.tag))
-        if incoming.numel():
-            starts.append(lambda group: group.recv([incoming], source, call.tag))
-        if not starts:
-            return None
-        try:
-            works = start_together(call.group, outgoing.device, starts)  # one for both, or one each
-        except RuntimeError as error:
-            refuse_other_devices(call.op, call.group, outgoing.device)
-            peers = {to} if outgoing.numel() else set()
-            peers |= {source} if incoming.numel() else set()
-            raise self._failure(f"rank {' or '.join(map(str, peers))} cannot be reached", error) from error
-        if outgoing.numel():
-            self._sends.append((works[0], to, outgoing))
-        return works[-1] if incoming.numel() else None
+        received = self.exchange_all([(to, outgoing)], [(source, incoming)])
+        return received[0] if received else None
 
-    def await_rows(self, received: Work, source: int) -> None:
+    def exchange_all(self, outgoing: Sequence[Message], incoming: Sequence[Message]) -> list[Work]:
+        """Several, in one launch where the backend can.
+
+        returns: to wait for before what is received is read, of each that is not empty; often one for all
+        """
+        outgoing = [(to, rows) for to, rows in outgoing if rows.numel()]
+        incoming = [(source, rows) for source, rows in incoming if rows.numel()]
+        if not outgoing and not incoming:
+            return []
+        tag = self._call.tag
+        starts = [_sending(rows, to, tag) for to, rows in outgoing]
+        starts += [_receiving(rows, source, tag) for source, rows in incoming]
+        device = (outgoing or incoming)[0][1].device
         try:
-            self._call.wait_for(received.wait)
+            works = start_together(self._call.group, device, starts)
         except RuntimeError as error:
-            raise self._failure(f"rows of rank {source} did not arrive", error) from error
+            peers = {peer for peer, _ in (*outgoing, *incoming)}
+            raise self._unreachable(sorted(peers), device, error) from error
+        if len(works) < len(starts):
+            works *= len(starts)
+        self._sends += [(work, [to], rows) for work, (to, rows) in zip(works, outgoing, strict=False)]
+        return works[len(outgoing) :]
+
+    def collective(self, start: Start, peers: list[int], outgoing: Tensor) -> Work:
+        """One in which all ranks send and receive.
+
+        peers: those this rank gets rows from; returns: to wait for before these are read
+        """
+        try:
+            work = start(self._call.group)
+        except RuntimeError as error:
+            raise self._unreachable(peers, outgoing.device, error) from error
+        self._sends.append((work, peers, outgoing))
+        return work
+
+    def await_rows(self, received: Work, sources: Sequence[int]) -> None:
+        self._await(received, sources, "rows of rank {} did not arrive")
 
     def await_sends(self) -> None:
         """Until then nobody may overwrite what was sent."""
-        for work, to, _ in self._sends:
-            try:
-                self._call.wait_for(work.wait)
-            except RuntimeError as error:
-                raise self._failure(f"rank {to} did not take its rows", error) from error
+        for work, peers, _ in self._sends:
+            self._await(work, peers, "rank {} did not take its rows")
         self._sends.clear()
+
+    def _await(self, work: Work, peers: Sequence[int], problem: str) -> None:
+        if id(work) in self._awaited:
+            return
+        try:
+            self._call.wait_for(work.wait)
+        except RuntimeError as error:
+            raise self._failure(problem.format(_any(peers)), error) from error
+        self._awaited[id(work)] = work
+
+    def _unreachable(self, peers: Sequence[int], device: torch.device, error: RuntimeError) -> RuntimeError:
+        refuse_other_devices(self._call.op, self._call.group, device)
+        return self._failure(f"rank {_any(peers)} cannot be reached", error)
 
     def _failure(self, what: str, error: RuntimeError) -> RuntimeError:
         calls = self._call.calls
@@ -68,8 +124,20 @@ class Transfers:
         return blaming(self._call.op, what, f"process group '{calls.name}'", calls.rank, calls.ranks, cause)
 
 
+def _sending(rows: Tensor, to: int, tag: int) -> Start:
+    return lambda group: group.send([rows], to, tag)
+
+
+def _receiving(rows: Tensor, source: int, tag: int) -> Start:
+    return lambda group: group.recv([rows], source, tag)
+
+
+def _any(ranks: Sequence[int]) -> str:
+    return " or ".join(map(str, ranks))
+
+
 class C10dExchange(Exchange):
-    """One for all groups and shapes: memory is each call's own."""
+    """Point to point. One for all groups and shapes: memory is each call's own."""
 
     tapered = host_waits = True
 
@@ -80,7 +148,46 @@ class C10dExchange(Exchange):
         return _C10dDelivery(call, plan, like.new_empty(plan.rows, cols))
 
 
+class Collectives(C10dExchange):
+    """One collective a round. Also one for all groups and shapes."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        # from what may differ between ranks: sizes of weight shards, and GPUs
+        self.note = f" in {rounds} rounds" if rounds > 1 else ""
+
+    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        return collective_gather_plan(rows, ranks, rank, self.rounds)
+
+    def plan_reduce(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        return collective_reduce_plan(rows, ranks, rank, self.rounds)
+
+    def begin(self, call: Call, plan: Plan, cols: int, like: Tensor) -> Delivery:
+        return _CollectiveDelivery(call, plan, like.new_empty(plan.rows, cols))
+
+
 C10D = C10dExchange()
+_collectives = lru_cache(Collectives)
+
+
+def c10d_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) -> Exchange:
+    """The c10d exchange of a matrix of so many rows.
+
+    like: a tensor of its device
+    features: width of the product that hides the transfers; 0: there is none, or it is computed at once
+    """
+    processors = _processors(like.device)
+    if not processors:
+        return C10D
+    return _collectives(collective_rounds(rows, features, ranks, processors) if overlap else 1)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    """Of a GPU; else 0."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _C10dDelivery(Delivery):
@@ -89,13 +196,13 @@ class _C10dDelivery(Delivery):
     def __init__(self, call: Call, plan: Plan, memory: Tensor) -> None:
         self.plan, self.memory = plan, memory
         self._transfers = Transfers(call)
-        self._arriving: dict[int, tuple[Work, int]] = {}  # by the first row of a chunk
+        self._arriving: dict[int, tuple[Work, list[int]]] = {}  # by the first row of a chunk
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         incoming = self.memory[swap.received]
         received = self._transfers.exchange(swap.to, outgoing, swap.source, incoming)
         if received is not None:
-            self._arriving[swap.received.start] = received, swap.source
+            self._arriving[swap.received.start] = received, [swap.source]
 
     def keep(self, rows: Tensor) -> None:
         self.memory[self.plan.kept].copy_(rows)
@@ -106,3 +213,60 @@ class _C10dDelivery(Delivery):
 
     def end(self) -> None:
         self._transfers.await_sends()
+
+
+class _CollectiveDelivery(_C10dDelivery):
+    """A collective writes the rows that a round receives, which lie one after the other.
+
+    It also brings this rank's own rows, where these are among what was moved.
+    """
+
+    _has_own = False
+
+    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+        plan, cols = self.plan, self.memory.shape[1]
+        matrix_rows = max(round.rows.stop for round in plan.rounds)
+        if not (swaps and cols and matrix_rows):  # the same on all ranks
+            return
+        if plan.reduces:
+            start, first = self._all_to_all(swaps, outgoing, first_row)
+        elif len(plan.rounds) == 1 and matrix_rows % plan.ranks == 0:
+            start, first, self._has_own = self._all_gather(outgoing), 0, True
+        else:
+            self._sends_and_receives(swaps, outgoing)
+            return
+        sources = sorted(swap.source for swap in swaps)
+        self._arriving[first] = self._transfers.collective(start, sources, outgoing), sources
+
+    def keep(self, rows: Tensor) -> None:
+        if not self._has_own:
+            super().keep(rows)
+
+    def _all_gather(self, shard: Tensor) -> Start:
+        return lambda group: start_all_gather(group, self.memory, shard)
+
+    def _all_to_all(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> tuple[Start, int]:
+        """What starts it, and the first row of memory that it writes."""
+        plan = self.plan
+        sent, received = [0] * plan.ranks, [0] * plan.ranks
+        for swap in swaps:
+            sent[swap.to] = swap.sent.stop - swap.sent.start
+            received[swap.source] = swap.received.stop - swap.received.start
+        first = min(swap.received.start for swap in swaps)
+        if first_row <= plan.own.start and plan.own.stop <= first_row + outgoing.shape[0]:
+            sent[plan.rank] = received[plan.rank] = plan.own.stop - plan.own.start
+            first, self._has_own = min(first, plan.kept.start), True
+        into = self.memory[first : first + sum(received)]
+
+        def start(group: ProcessGroup) -> Work:
+            return start_all_to_all(group, into, outgoing, received, sent)
+
+        return start, first
+
+    def _sends_and_receives(self, swaps: Sequence[Swap], shard: Tensor) -> None:
+        """In one launch where the backend can: a lone send of NCCL takes another communicator."""
+        wanted = [(swap.source, self.memory[swap.received]) for swap in swaps]
+        works = self._transfers.exchange_all([(swap.to, shard) for swap in swaps], wanted)
+        arriving = [swap for swap in swaps if swap.received.start < swap.received.stop]
+        for swap, work in zip(arriving, works, strict=True):
+            self._arriving[swap.received.start] = work, [swap.source]

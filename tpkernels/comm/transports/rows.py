@@ -5,7 +5,8 @@
         ... chunk = full[rows] is there ...
     full = gathering.wait()                         total = reducing.wait()
 
-`schedule` plans what travels when, and any transport moves it: c10d unless an exchange is given.
+`schedule` plans what travels when, and any transport moves it: point to point unless an exchange is given.
+Without overlap it moves in as few messages as it can.
 
 Sums are taken here and not by a backend: in fp32 (or wider) and in the order of ranks, so that they depend
 neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfloat16.
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.groups import start_all_gather
-from tpkernels.comm.schedule import bounds, gather_plan, parts_of_shard, reduce_plan, swaps_full_sums
+from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
 from tpkernels.comm.transports.base import Delivery, Exchange
-from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.c10d import C10D, Collectives
 
 PartialOf = Callable[[slice], Tensor]
 
@@ -90,34 +91,30 @@ class Gathering:
         rows: int,
         exchange: Exchange = C10D,
         waits: Waits = HOST_WAITS,
-        *,
-        chunks: int | None = None,
+        overlap: bool = True,
     ) -> None:
-        """shard: (this rank's rows, cols), as `schedule.bounds` divides `rows` over the ranks
-
-        chunks: of each shard; None: as many as the exchange cuts it into
-        """
+        """shard: (this rank's rows, cols), as `schedule.bounds` divides `rows` over the ranks"""
         shard, calls, (size, cols) = shard.contiguous(), call.calls, shard.shape
-        if chunks is None:
-            chunks = exchange.chunks(-(-rows // calls.ranks) * cols * shard.element_size())
-        plan = gather_plan(rows, calls.ranks, calls.rank, chunks, exchange.tapered)
-        own, first = plan.own, plan.own.start
-        assert size == own.stop - first, "the caller divides rows as the plan does"
+        shard_bytes = -(-rows // calls.ranks) * cols * shard.element_size()
+        plan = exchange.plan_gather(rows, calls.ranks, calls.rank, shard_bytes, overlap)
+        first = plan.own.start
+        assert size == plan.own.stop - first, "the caller divides rows as the plan does"
         self._waits = waits
         self._full: Tensor | None = None
         self.delivery = delivery = exchange.begin(call, plan, cols, shard)
-        delivery.move(plan.swaps, shard, first)
+        for round in plan.rounds:
+            delivery.move(round.swaps, shard, first)
         delivery.keep(shard)
 
     def arrivals(self) -> Iterator[tuple[slice, Tensor]]:
         """Row ranges and their rows, each as soon as it is there: own rows first, then as planned."""
         delivery = self.delivery
         full = delivery.memory if delivery.lasts else torch.empty_like(delivery.memory)
-        for rows in (delivery.plan.own, *(swap.received for swap in delivery.plan.swaps)):
-            arrived = self._waits.rows(delivery, rows)
+        for round in delivery.plan.rounds:
+            arrived = self._waits.rows(delivery, round.rows)
             if not delivery.lasts:
-                full[rows] = arrived
-            yield rows, arrived
+                full[round.rows] = arrived
+            yield round.rows, arrived
         self._end(full)
 
     def wait(self) -> Tensor:
@@ -127,10 +124,9 @@ class Gathering:
             self._end(full)
         return full
 
-    def slots(self) -> Tensor:
-        """(ranks, rows, cols): all rows, if all ranks have as many."""
-        plan, full = self.delivery.plan, self.wait()
-        return full.view(plan.ranks, plan.rows // plan.ranks, full.shape[1])
+    def total(self, bias: Tensor | None) -> Tensor:
+        """The sum of the shards, in the order of ranks, plus bias, if all ranks have as many rows."""
+        return _total(self.delivery, self._waits, bias)
 
     def _end(self, full: Tensor) -> None:
         self._full = full
@@ -150,6 +146,7 @@ class Reducing:
         bias: Tensor | None = None,
         exchange: Exchange = C10D,
         waits: Waits = HOST_WAITS,
+        overlap: bool = True,
     ) -> None:
         """Compute and send, others' rows first.
 
@@ -158,19 +155,24 @@ class Reducing:
         bias: (cols,), added once
         """
         calls = call.calls
-        chunks = exchange.chunks(-(-rows // calls.ranks) * cols * like.element_size())
-        plan = reduce_plan(rows, calls.ranks, calls.rank, chunks, exchange.tapered)
+        shard_bytes = -(-rows // calls.ranks) * cols * like.element_size()
+        plan = exchange.plan_reduce(rows, calls.ranks, calls.rank, shard_bytes, overlap)
         self._bias, self._waits = bias, waits
         self.delivery = delivery = exchange.begin(call, plan, cols, like)
-        for swap in plan.swaps:
-            delivery.swap(swap, partial_of(swap.sent).contiguous())
-        delivery.keep(partial_of(plan.own))
+        for round in plan.rounds:
+            partial, first = partial_of(round.rows).contiguous(), round.rows.start
+            delivery.move(round.swaps, partial, first)
+        delivery.keep(partial[plan.own.start - first : plan.own.stop - first])  # the last round has them
 
     def wait(self) -> Tensor:
         """The sums of this rank's rows, over ranks in their order, plus bias; rounded once."""
-        total = self._waits.total(self.delivery, self._bias)
-        self.delivery.end()
-        return total
+        return _total(self.delivery, self._waits, self._bias)
+
+
+def _total(delivery: Delivery, waits: Waits, bias: Tensor | None) -> Tensor:
+    total = waits.total(delivery, bias)
+    delivery.end()
+    return total
 
 
 def all_reducing(
@@ -183,33 +185,47 @@ def all_reducing(
     reduces: Exchange = C10D,
     gathers: Exchange = C10D,
     waits: Waits = HOST_WAITS,
+    overlap: bool = True,
 ) -> Pending:
-    """Partial sums of all ranks on their way to all of them, a chunk of rows after the other.
+    """Partial sums of all ranks on their way to all of them.
 
-    Arguments as of `Reducing`. Sizes alone choose the way, and all end with the same bits on all ranks.
+    Arguments as of `Reducing`. Sizes alone choose the way, and all end with the same bits on all ranks. Point
+    to point, chunks of tokens are reduced and gathered one after the other. Collectives cut a reduce into
+    rounds instead; where it has several, half of what travels hides behind the product.
     """
-    if reduces is not C10D:  # whose memory has the shape of all rows
-        return AllReducing(call, [(partial_of, rows)], cols, like, bias, reduces, gathers, waits)
     ranks, row_bytes = call.calls.ranks, cols * like.element_size()
-    chunks = parts_of_shard(-(-rows // ranks) * row_bytes)
+    swapping = reduces is C10D or (isinstance(reduces, Collectives) and reduces.rounds == 1)
+    swapping = swapping and swaps_full_sums(rows * row_bytes, ranks)
+    if reduces is not C10D and not swapping:
+        return AllReducing(call, [(partial_of, rows)], cols, like, bias, reduces, gathers, waits, overlap)
+    chunks = parts_of_shard(-(-rows // ranks) * row_bytes) if overlap and reduces is C10D else 1
     chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
-    if swaps_full_sums(rows * row_bytes, ranks):
-        return Swapping(call, map(partial_of, chunk_rows), bias)
+    if swapping:
+        return Swapping(call, map(partial_of, chunk_rows), bias, gathers, waits)
     partials = ((partial_of(chunk).__getitem__, chunk.stop - chunk.start) for chunk in chunk_rows)
-    return AllReducing(call, partials, cols, like, bias)
+    return AllReducing(call, partials, cols, like, bias, overlap=overlap)
 
 
 class Swapping:
     """Each rank's partial sums go to all others, and all ranks add them: an all-reduce in one step."""
 
-    def __init__(self, call: Call, partials: Iterable[Tensor], bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        partials: Iterable[Tensor],
+        bias: Tensor | None,
+        gathers: Exchange = C10D,
+        waits: Waits = HOST_WAITS,
+    ) -> None:
         """partials: of chunks of rows, each computed when the one before is on its way"""
         self._bias, ranks = bias, call.calls.ranks
-        self._chunks = [Gathering(call, each, ranks * each.shape[0], chunks=1) for each in partials]
+        self._chunks = [
+            Gathering(call, each, ranks * each.shape[0], gathers, waits, overlap=False) for each in partials
+        ]
 
     def wait(self) -> Tensor:
         """The sums of all rows, plus bias."""
-        sums = [sum_of_slots(chunk.slots(), self._bias) for chunk in self._chunks]
+        sums = [chunk.total(self._bias) for chunk in self._chunks]
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
@@ -226,13 +242,14 @@ class AllReducing:
         reduces: Exchange = C10D,
         gathers: Exchange = C10D,
         waits: Waits = HOST_WAITS,
+        overlap: bool = True,
     ) -> None:
         """partials: of chunks of rows, with how many rows each has; the others as of `Reducing`"""
-        self._call, self._gathers, self._waits = call, gathers, waits
+        self._call, self._gathers, self._waits, self._overlap = call, gathers, waits, overlap
         self._gathering: list[Gathering] = []
         self._reducing: tuple[int, Reducing] | None = None
         for partial_of, rows in partials:
-            reducing = Reducing(call, partial_of, rows, cols, like, bias, reduces, waits)
+            reducing = Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)
             self._gather_reduced()
             self._reducing = rows, reducing
 
@@ -245,7 +262,10 @@ class AllReducing:
     def _gather_reduced(self) -> None:
         if self._reducing is not None:
             rows, reducing = self._reducing
-            self._gathering.append(Gathering(self._call, reducing.wait(), rows, self._gathers, self._waits))
+            gathering = Gathering(
+                self._call, reducing.wait(), rows, self._gathers, self._waits, self._overlap
+            )
+            self._gathering.append(gathering)
             self._reducing = None
 
 

@@ -33,7 +33,7 @@ from tpkernels.comm.calls import is_alive
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks
 from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.comm.transports.symmetric import open_symmetric
@@ -96,15 +96,25 @@ class _Exchanges:
 _of_group: dict[int, _Exchanges] = {}  # by id, as in `calls`; a group takes its own with it
 
 
-def exchange_for(op: str, purpose: str, like: Tensor, rows: int, cols: int, group: ProcessGroup) -> Exchange:
+def exchange_for(
+    op: str,
+    purpose: str,
+    like: Tensor,
+    rows: int,
+    cols: int,
+    group: ProcessGroup,
+    features: int = 0,
+    overlap: bool = True,
+) -> Exchange:
     """Our end of the exchange of a matrix of (rows, cols), of which each rank owns a shard.
 
     purpose: what else is in flight at the same time goes through another exchange
     like: a tensor of its dtype and device
+    features: width of the product that hides the transfers; 0: there is none
     """
     exchanges = _of_group.get(id(group)) or _agreed(op, group)
     if exchanges.transport == "c10d" or not (rows and cols) or rows % (ranks := group.size()):
-        return C10D
+        return c10d_for(like, rows, features, group.size(), overlap)
     if not is_alive(group):
         exchanges.close()
         raise RuntimeError(f"{op}: process group '{group.group_name}' was destroyed; make a new one")

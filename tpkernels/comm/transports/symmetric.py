@@ -47,7 +47,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import SLOTS, Plan, Swap, flag_of, slot_of
+from tpkernels.comm.schedule import SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.base import rows_sent
 from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening, code_of
@@ -112,6 +112,10 @@ class SymmetricExchange(MailboxExchange):
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
         self.barrier(0)  # nobody raises a flag before it has been zeroed
+
+    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        """All is pushed behind one event."""
+        return pushing_gather_plan(rows, ranks, rank, self.splits if overlap else 1)
 
     def late(self) -> int:
         """On a GPU what was left by calls that are done: an error comes with a later call."""
@@ -191,6 +195,8 @@ class SymmetricDelivery(MailboxDelivery):
 
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
         """All behind one event."""
+        if not swaps:
+            return
         pushes = ((swap, rows_sent(swap, outgoing, first_row)) for swap in swaps)
         self._push(pushes, outgoing)
 

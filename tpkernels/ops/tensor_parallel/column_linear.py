@@ -195,7 +195,8 @@ def _column_forward(
 ) -> list[Tensor]:
     """y of each weight; if keep, z of each where there is an activation; the gathered x if keep_rows."""
     keep_z = keep and activation != "none"
-    gathering = layout.gather("column_linear", "gather of x", x)
+    narrowest = min(weight.shape[0] for weight in weights)
+    gathering = layout.gather("column_linear", "gather of x", x, features=narrowest)
     if multiplying(gathering, layout.overlap):
         products = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
         results = _ys_and_zs(products)
@@ -264,6 +265,7 @@ def _column_gradients(
             dzs[0].shape[0],
             weights[0].shape[1],
             dzs[0],
+            hidden=any(needs_dws),
         )
         if not layout.overlap:
             summing = Done(summing.wait())

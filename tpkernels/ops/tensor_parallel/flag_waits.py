@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from tpkernels.comm.transports.base import Delivery, Exchange
-from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports.c10d import Collectives
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
-from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, Waits
+from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, Waits
 from tpkernels.dispatch import backends
 from tpkernels.kernels.activations import Activation
 
@@ -81,7 +83,23 @@ class KernelWaits:
         return total
 
 
+class KernelSums(HostWaits):
+    """Waits as the host does, which on a GPU holds up its stream only, and lets one kernel take a sum."""
+
+    def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
+        from tpkernels.kernels.reduce import reduce_slots
+
+        delivery.await_rows(slice(0, delivery.plan.rows))
+        slots = delivery.slots
+        ranks, rows, cols = slots.shape
+        if bias is None:  # any rows will do; the kernel wants wide ones, and a region's may have one column
+            slots = slots.view(ranks, -1, gcd(rows * cols, _WIDE_ROW))
+        return reduce_slots(slots, bias).view(rows, cols)
+
+
 KERNEL_WAITS = KernelWaits()
+KERNEL_SUMS = KernelSums()
+_WIDE_ROW = 1024
 Product = tuple[Tensor, Tensor | None]  # y, and z if it is kept
 
 
@@ -130,17 +148,19 @@ class MultipliedRows(Gathering):
         return found
 
 
-def waits_for(op: str, exchange: Exchange) -> Waits:
-    """The host waits in its own memory if torch computes; else kernels do."""
-    if exchange is C10D:
-        return HOST_WAITS
-    assert isinstance(exchange, MailboxExchange)
-    if backends.backend == "triton" or (backends.backend == "auto" and exchange.status.is_cuda):
-        from tpkernels.kernels.operands import DTYPES
+def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
+    """The host waits in its own memory if torch computes; else kernels do.
 
-        if exchange.dtype not in DTYPES:
+    like: a tensor of the dtype and device of what is moved
+    """
+    kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
+    if not isinstance(exchange, MailboxExchange):
+        sums = kernels_compute and isinstance(exchange, Collectives) and _kernels_take(like.dtype)
+        return KERNEL_SUMS if sums else HOST_WAITS
+    if kernels_compute:
+        if not _kernels_take(like.dtype):
             raise TypeError(
-                f"{op}: kernels that wait take bfloat16, float16 and float32, got {exchange.dtype}: convert "
+                f"{op}: kernels that wait take bfloat16, float16 and float32, got {like.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
             )
         exchange.flag_kernels = KERNEL_WAITS
@@ -151,3 +171,9 @@ def waits_for(op: str, exchange: Exchange) -> Waits:
         f"{op}: TPKERNELS_BACKEND={backends.backend} computes with torch, which cannot wait for flags of a "
         "GPU: leave it at auto, or set TPKERNELS_TRANSPORT=c10d"
     )
+
+
+def _kernels_take(dtype: torch.dtype) -> bool:
+    from tpkernels.kernels.operands import DTYPES
+
+    return dtype in DTYPES

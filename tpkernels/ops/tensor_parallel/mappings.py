@@ -25,10 +25,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import Call, all_or_fail
+from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.transports import select
+from tpkernels.comm.transports.backend_sums import (
+    NOTE,
+    BackendSumming,
+    backend_sums,
+    require_backend_sums,
+)
+from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.inputs import Context, apply
+from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.operands import Group
 from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group
 
@@ -139,32 +148,47 @@ def _ours(dim: int, op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _all_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
-    whole = Gathering(_begin(op, x, group), _rows(x), group.size() * x.shape[0]).wait()
+    whole = _gathered(op, x, _rows(x), group)
     return _shaped(whole, group.size() * x.shape[0], *x.shape[1:])
 
 
 def _all_features(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     # rows of a gather are contiguous: ranks become the first dimension, and then part of the last
-    parts = Gathering(_begin(op, x, group), x.reshape(1, x.numel()), group.size()).wait()
-    parts = parts.view(group.size(), *x.shape).movedim(0, -2)
+    parts = _gathered(op, x, x.reshape(1, x.numel()), group).view(group.size(), *x.shape).movedim(0, -2)
     return parts.reshape(*x.shape[:-1], group.size() * x.shape[-1])
 
 
 def _sum_of_tokens(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     _require_even(op, x, 0, group)
     rows = _rows(x)
-    ours = Reducing(_begin(op, x, group), rows.__getitem__, rows.shape[0], rows.shape[1], rows).wait()
+    ours = _summed(op, x, rows, group, scatter=True)
     return _shaped(ours, x.shape[0] // group.size(), *x.shape[1:])
 
 
 def _sum(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     rows = x.reshape(x.numel(), 1)  # any number of them will do
-    summing = all_reducing(_begin(op, x, group), rows.__getitem__, rows.shape[0], 1, rows)
-    return _shaped(summing.wait(), *x.shape)
+    return _shaped(_summed(op, x, rows, group, scatter=False), *x.shape)
 
 
-def _begin(op: str, x: Tensor, group: ProcessGroup) -> Call:
-    return begin_call(op, "x", x.shape, x, group)
+def _gathered(op: str, x: Tensor, shard: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' shards; each is x as rows. There is no product: nothing is cut for it."""
+    rows = group.size() * shard.shape[0]
+    exchange = c10d_for(x, rows, 0, group.size(), overlap=True)
+    return Gathering(begin_call(op, "x", x.shape, x, group), shard, rows, exchange).wait()
+
+
+def _summed(op: str, x: Tensor, rows: Tensor, group: ProcessGroup, *, scatter: bool) -> Tensor:
+    """The sum of all ranks' rows, which are x, or this rank's rows of it."""
+    if backend_sums:
+        require_backend_sums(op, x.device, select.requested_transport)
+        call = begin_call(op, "x" + NOTE, x.shape, x, group)
+        return BackendSumming(call, rows if scatter else rows.clone(), None, scatter=scatter).wait()
+    exchange = c10d_for(x, rows.shape[0], 0, group.size(), overlap=True)
+    waits, call = waits_for(op, exchange, x), begin_call(op, "x", x.shape, x, group)
+    count, width = rows.shape
+    if scatter:
+        return Reducing(call, rows.__getitem__, count, width, rows, None, exchange, waits).wait()
+    return all_reducing(call, rows.__getitem__, count, width, rows, None, exchange, exchange, waits).wait()
 
 
 def _rows(x: Tensor) -> Tensor:

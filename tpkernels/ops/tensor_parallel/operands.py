@@ -39,10 +39,13 @@ class Layout(NamedTuple):
         """How many ranks share the tokens, where these are split."""
         return self.group.size() if self.sequence_parallel else 1
 
-    def gather(self, op: str, name: str, shard: Tensor, *, wanted: bool = True) -> Rows:
-        """All tokens of `shard`, which has all of them already without sequence parallelism."""
+    def gather(self, op: str, name: str, shard: Tensor, *, features: int = 0, wanted: bool = True) -> Rows:
+        """All tokens of `shard`, which has all of them already without sequence parallelism.
+
+        features: width of the narrowest product that takes rows as they arrive; 0: they are awaited at once
+        """
         gathers = wanted and self.sequence_parallel
-        return start_rows(op, name, shard, self.group) if gathers else Done(shard)
+        return start_rows(op, name, shard, self.group, features, self.overlap) if gathers else Done(shard)
 
     def sum(
         self,
@@ -52,11 +55,24 @@ class Layout(NamedTuple):
         cols: int,
         like: Tensor,
         bias: Tensor | None = None,
+        *,
+        hidden: bool = False,
     ) -> Pending:
-        """Sums over ranks of `partial_of(rows)`: of our tokens under sequence parallelism, or of all."""
-        scatter, overlap = self.sequence_parallel, self.overlap
+        """Sums over ranks of `partial_of(rows)`: of our tokens under sequence parallelism, or of all.
+
+        hidden: what is computed before they are awaited hides the transfers, so that nothing is cut for it
+        """
         return start_sum(
-            op, partial_of, rows, cols, like, self.group, scatter=scatter, overlap=overlap, bias=bias
+            op,
+            partial_of,
+            rows,
+            cols,
+            like,
+            self.group,
+            scatter=self.sequence_parallel,
+            overlap=self.overlap,
+            bias=bias,
+            features=0 if hidden else cols,
         )
 
     def rowwise(

@@ -14,7 +14,13 @@ from torch.distributed.distributed_c10d import GroupName
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import Call, GroupCalls, Kind, calls_of, kind_of
 from tpkernels.comm.groups import refuse_other_devices, required_group
-from tpkernels.comm.transports.c10d import C10D
+from tpkernels.comm.transports import select
+from tpkernels.comm.transports.backend_sums import (
+    NOTE,
+    BackendSumming,
+    backend_sums,
+    require_backend_sums,
+)
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.comm.transports.select import exchange_for
 from tpkernels.env_flag import env_flag
@@ -134,8 +140,12 @@ def start_sum(
     scatter: bool,
     overlap: bool,
     bias: Tensor | None = None,
+    features: int = 0,
 ) -> Pending:
     """Sums over ranks of `partial_of(rows)`: of this rank's rows, or of all.
+
+    partial_of: what it returns may be written
+    features: width of the products that it computes and that hide the transfers; 0: there are none
 
     Without overlap all is computed before the first row travels. A rank alone touches no transfer.
     The call begins before anything is computed: if that fails, no rank takes a later call for this one.
@@ -144,34 +154,43 @@ def start_sum(
         alone = partial_of(slice(0, rows))
         return Done(alone if bias is None else alone + bias)
     assert not (scatter and rows % group.size()), "the caller refuses rows that the ranks do not divide"
-    reduces = exchange_for(op, "reduces", like, rows, cols, group)
-    gathers = reduces
-    if not (scatter or reduces is C10D):
-        gathers = exchange_for(op, "gathers", like, rows, cols, group)
-    waits = waits_for(op, reduces)
     what = "shards of the sum" if scatter else "all of the sum"
-    call = begin_call(op, what, (rows, cols), like, group)
+    if backend_sums:
+        require_backend_sums(op, like.device, select.requested_transport)
+        call = begin_call(op, what + NOTE, (rows, cols), like, group)
+        return BackendSumming(call, partial_of(slice(0, rows)), bias, scatter=scatter)
+    reduces = gathers = exchange_for(op, "reduces", like, rows, cols, group, features, overlap)
+    if not scatter:
+        gathers = exchange_for(op, "gathers", like, rows, cols, group, overlap=overlap)
+    waits = waits_for(op, reduces, like)
+    call = begin_call(op, what + reduces.note, (rows, cols), like, group)
     if not overlap:
         partial_of = partial_of(slice(0, rows)).__getitem__
     if scatter:
-        return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits)
-    return all_reducing(call, partial_of, rows, cols, like, bias, reduces, gathers, waits)
+        return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)
+    return all_reducing(call, partial_of, rows, cols, like, bias, reduces, gathers, waits, overlap)
 
 
 Rows = Gathering | Done
 
 
-def start_rows(op: str, name: str, shard: Tensor, group: ProcessGroup) -> Rows:
-    """All ranks' shards, which have as many rows each. name: of the tensor"""
+def start_rows(
+    op: str, name: str, shard: Tensor, group: ProcessGroup, features: int = 0, overlap: bool = True
+) -> Rows:
+    """All ranks' shards, which have as many rows each.
+
+    name: of the tensor
+    features: width of the product that takes rows as they arrive; 0: they are awaited all at once
+    """
     ranks = group.size()
     if ranks == 1:
         return Done(shard)
     rows = ranks * shard.shape[0]
-    gathers = exchange_for(op, "gathers", shard, rows, shard.shape[1], group)
-    waits = waits_for(op, gathers)
-    call = begin_call(op, name, shard.shape, shard, group)
+    gathers = exchange_for(op, "gathers", shard, rows, shard.shape[1], group, features, overlap)
+    waits = waits_for(op, gathers, shard)
+    call = begin_call(op, name + gathers.note, shard.shape, shard, group)
     gathering = MultipliedRows if waits is KERNEL_WAITS else Gathering
-    return gathering(call, shard, rows, gathers, waits)
+    return gathering(call, shard, rows, gathers, waits, overlap)
 
 
 def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:

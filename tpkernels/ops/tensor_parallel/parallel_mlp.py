@@ -179,7 +179,7 @@ def _mlp_forward(
     """y; if keep, z, or g and u. weights: up, (gate,) down; glu: in place of the activation"""
     op = "parallel_mlp"
     *ups, w_down = weights
-    gathering = layout.gather(op, "gather of x", x)
+    gathering = layout.gather(op, "gather of x", x, features=ups[0].shape[0])
     if glu is None and multiplying(gathering, layout.overlap):
         ((h, z),) = gathering.products(ups, [b_up], activation, keep, keep_rows=False)
         kept = [] if z is None else [z]
@@ -234,7 +234,7 @@ def _mlp_gradients(
     *into_ups, into_down = main_grads
     needs_dx, needs_db_up, needs_db_down, *needs_ups, needs_down = needs
     compare_in_backward(op, layout.group, needs)
-    gathering_dy = layout.gather(op, "gather of dy", dy_shard)
+    gathering_dy = layout.gather(op, "gather of dy", dy_shard, features=w_down.shape[1])
     gathering_x = layout.gather(op, "gather of x", x, wanted=any(needs_ups))
     tokens = kept[0].shape[0]
     dbs_up: list[Tensor] = []
@@ -265,6 +265,7 @@ def _mlp_gradients(
             tokens,
             ups[0].shape[1],
             x,
+            hidden=any(needs_ups),
         )
     dws = [
         weight_gradient(dz, full_x, into) if need else None

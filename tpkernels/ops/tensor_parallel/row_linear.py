@@ -158,7 +158,7 @@ def _row_gradients(
         dx = None if weight is None else primitives.dgrad(dy_shard, weight)
         dw = None if x is None else weight_gradient(dy_shard, x, into)
         return dx, dw, bias_gradient(dy_shard) if needs[2] else None
-    gathering = layout.gather(op, "gather of dy", dy_shard)
+    gathering = layout.gather(op, "gather of dy", dy_shard, features=0 if weight is None else weight.shape[1])
     if multiplying(gathering, layout.overlap) and weight is not None:
         ((dx, _),) = gathering.products([weight.t()], [None], "none", False, keep_rows=True)
         dy = gathering.wait()
