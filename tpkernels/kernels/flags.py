@@ -15,7 +15,8 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.waits import require_words
 
 
-@triton.jit
+# One compiled form each, whatever the arguments: in a capture it is too late to load another.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["flags_ptr", "word_ptr"])
 def _publish_kernel(flags_ptr, word_ptr, count):
     """One program, whose atomics one thread makes: each flag comes after all that the stream did before."""
     word = tl.load(word_ptr)
@@ -24,7 +25,7 @@ def _publish_kernel(flags_ptr, word_ptr, count):
         tl.atomic_xchg(flag_ptr, word, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step", "code"], do_not_specialize_on_alignment=["word_ptr", "awaited_ptr"])
 def _advance_kernel(word_ptr, awaited_ptr, step, code):
     word = tl.load(word_ptr) + step
     tl.store(word_ptr, word)

@@ -88,6 +88,7 @@ class MailboxExchange(Exchange):
         self.name, self.rank, self.ranks, self.layout = name, rank, layout.ranks, layout
         self.shape, self.dtype, self.timeout = layout.shape, layout.dtype, timeout
         self.splits, self._chunk_rows = layout.splits, layout.chunk_rows
+        self._all_chunks = range(layout.splits)
         self.same_machine = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
         self._mailboxes = tuple(mailboxes)
         own = self.mailbox(rank)
@@ -96,7 +97,7 @@ class MailboxExchange(Exchange):
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.order = CallOrder()
         self.captured = False  # whether a graph writes its memory, which is kept as long as the group then
-        self.flag_kernels: FlagKernels | None = None  # given by who computes with kernels
+        self.flag_kernels: FlagKernels | None = None
         self.memories = tuple(own.buffers.unbind())  # of each slot
         self.flags = tuple(own.flags.unbind())
         self.awaited = tuple(torch.zeros(SLOTS, 1, dtype=torch.int32, device=device).unbind())
@@ -107,6 +108,10 @@ class MailboxExchange(Exchange):
         self._departing = [
             self._departing_to(slot) if self.kernels_can_push else None for slot in range(SLOTS)
         ]
+
+    def count_by(self, kernels: FlagKernels) -> None:
+        """Kernels compute: in a captured graph, `kernels` count and publish. Called before each call."""
+        self.flag_kernels = kernels
 
     def chunks(self, shard_bytes: int) -> int:
         return self.splits
@@ -146,8 +151,10 @@ class MailboxExchange(Exchange):
 
     def chunks_of_ours(self, there: slice) -> range:
         """The chunks, numbered as they lie in our shard, that land in rows of somebody's memory."""
-        first = self.rank * self.shape[0]
-        return self.chunk_numbers(slice(there.start - first, there.stop - first))
+        if there.stop - there.start == self.shape[0]:  # which is quicker to see than to compute
+            return self._all_chunks
+        first = self.rank * self.splits
+        return range(there.start // self._chunk_rows - first, there.stop // self._chunk_rows - first)
 
     @property
     def kernels_can_push(self) -> bool:

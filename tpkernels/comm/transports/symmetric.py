@@ -117,9 +117,21 @@ class SymmetricExchange(MailboxExchange):
         """All is pushed behind one event."""
         return pushing_gather_plan(rows, ranks, rank, self.splits if overlap else 1)
 
+    def count_by(self, kernels: FlagKernels) -> None:
+        """And load them once: in a capture it would be too late."""
+        if self.flag_kernels is None and self._memory.is_cuda:
+            words = torch.zeros(3, 1, dtype=torch.int32, device=self._memory.device)
+            kernels.advance(words[0], words[1], 1, 0)
+            kernels.publish(addresses_of(words[2]), words[1])
+        self.flag_kernels = kernels
+
     def late(self) -> int:
-        """On a GPU what was left by calls that are done: an error comes with a later call."""
+        """On a GPU as of the last `look` that is done: an error comes with a later call."""
         return int(self._seen_word[0])
+
+    def look(self) -> None:
+        """Let the host know what is in `status`, once the current stream has come so far."""
+        self._seen.copy_(self.status, non_blocking=True)
 
     def close(self) -> None:
         """Waits for the GPU: the memory goes at once."""
@@ -152,7 +164,7 @@ class SymmetricExchange(MailboxExchange):
             word = flag_of(epoch, code) & ~_COUNTED
             self.handle.stream_write_value32(self._awaited_words[slot], 0, word)
         if epoch % LOOK_CALLS == 0 and not capturing:
-            self._seen.copy_(self.status, non_blocking=True)
+            self.look()
         return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call)
 
     def _counting_kernels(self) -> FlagKernels:
@@ -232,9 +244,10 @@ class SymmetricDelivery(MailboxDelivery):
 
     def _raise(self, words: Tensor, addresses: Tensor, chunks: range) -> None:
         """Flags, by the one way or the other."""
-        if self._word is not None:
+        if (word := self._word) is not None:
+            write = self.exchange.handle.stream_write_value32
             for chunk in chunks:
-                self.exchange.handle.stream_write_value32(words, chunk, self._word)
+                write(words, chunk, word)
         else:
             kernels = self.exchange.flag_kernels
             assert kernels is not None, "the call began with them"

@@ -163,7 +163,7 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {like.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
             )
-        exchange.flag_kernels = KERNEL_WAITS
+        exchange.count_by(KERNEL_WAITS)
         return KERNEL_WAITS
     if exchange.host_waits:
         return HOST_WAITS
