@@ -85,9 +85,19 @@ def _gather_linear_kernel(
         row_tile, col_tile = ring_tile_at(index, first_tile, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
-        last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
-        for chunk in tl.range(t // chunk_rows, last_row // chunk_rows + 1, num_stages=1):
-            wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=1, ASYNC_PROXY=ASYNC_PROXY)
+        first_chunk = t // chunk_rows
+        last_chunk = (tl.minimum(t + BLOCK_ROWS, T) - 1) // chunk_rows
+        # the maximum shows the compiler, and the gate, that no tile goes without a wait
+        for later in tl.range(0, tl.maximum(last_chunk - first_chunk + 1, 1), num_stages=1):
+            wait_for(
+                first_chunk + later,
+                flags_ptr,
+                awaited_ptr,
+                status_ptr,
+                spin_limit,
+                OP=1,
+                ASYNC_PROXY=ASYNC_PROXY,
+            )
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
         for k in range(0, K, BLOCK_DEPTH):
             x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_ROWS, BLOCK_DEPTH, TMA)

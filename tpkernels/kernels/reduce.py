@@ -56,9 +56,11 @@ def _reduce_slots_kernel(
         for _ in tl.range(0, R, num_stages=1):
             if WAIT:
                 part_rows = T // splits
-                last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
-                for part in tl.range(t // part_rows, last_row // part_rows + 1, num_stages=1):
-                    chunk = slot_chunk + part
+                first_part = t // part_rows
+                last_part = (tl.minimum(t + BLOCK_ROWS, T) - 1) // part_rows
+                # the maximum shows the compiler, and the gate, that no load goes without a wait
+                for later in tl.range(0, tl.maximum(last_part - first_part + 1, 1), num_stages=1):
+                    chunk = slot_chunk + first_part + later
                     wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
             acc += load_block(
                 slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False

@@ -20,7 +20,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_weight, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import Form, lies_depth_first, require_matrices, require_shape
 from tpkernels.kernels.target import input_precision, resident_programs, target_of
-from tpkernels.kernels.tiles import MatmulTile, pushing_tile
+from tpkernels.kernels.tiles import MatmulTile, candidates, pushing_tile
 from tpkernels.kernels.waits import Departures, require_departures
 
 Pair = tuple[Tensor, Tensor]
@@ -53,6 +53,7 @@ def _scatter_linear_kernel(
     rank,
     splits,
     chunk_rows,
+    chunk_tiles,
     DTYPE: tl.constexpr,  # of p
     ALIGNED: tl.constexpr,  # whether the rows of slots start at multiples of 16 bytes
     TWO_PAIRS: tl.constexpr,
@@ -67,18 +68,19 @@ def _scatter_linear_kernel(
     TMA: tl.constexpr,
 ):
     """Each program computes every num_programs-th tile, chunk by chunk."""
+    # one loop over tiles and depth would hold the barrier, and so load nothing ahead
+    tl.static_assert(not FLATTEN, "a flattened loop waits for each load")
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(chunk_rows, BLOCK_ROWS)
     col_tiles = tl.cdiv(N, BLOCK_COLS)
-    tiles = row_tiles * col_tiles  # of a chunk
-    for index in tl.range(tl.program_id(0), R * splits * tiles, tl.num_programs(0), flatten=FLATTEN):
-        chunk = index // tiles  # as they are computed
+    for index in tl.range(tl.program_id(0), R * splits * chunk_tiles, tl.num_programs(0)):
+        chunk = index // chunk_tiles  # as they are computed
         owner = (rank + R - 1 - chunk // splits) % R
         part = chunk % splits
-        row_tile, col_tile = tile_at(index % tiles, row_tiles, col_tiles, GROUP)
+        row_tile, col_tile = tile_at(index % chunk_tiles, row_tiles, col_tiles, GROUP)
         row = row_tile * BLOCK_ROWS  # of the chunk
         n = col_tile * BLOCK_COLS
-        first_row = (owner * splits + part).to(tl.int64) * chunk_rows  # of the chunk, in a
+        first_row = (owner.to(tl.int64) * splits + part) * chunk_rows  # of the chunk, in a
         t = first_row + row
         if TMA:
             t = t.to(tl.int32)  # which coordinates are
@@ -109,7 +111,7 @@ def _scatter_linear_kernel(
         # another GPU.
         tl.debug_barrier()
         stored = tl.atomic_add(counters_ptr + chunk, 1, sem="acq_rel", scope="sys")
-        if stored == tiles - 1:
+        if stored == chunk_tiles - 1:
             # nobody else counts here any more, and the next launch comes after this one
             tl.atomic_xchg(counters_ptr + chunk, 0, sem="relaxed", scope="gpu")
             flag_ptr = tl.load(flags_ptr + owner).to(tl.pointer_type(tl.int32))
@@ -150,14 +152,16 @@ def scatter_linear(
         for named in (("a", left), ("weight", weight.t() if depth_first else weight))
     )
     form, chosen = launch.choose("scatter_linear", "linear", target, matrices, (T, N), tile, form)
-    if tile is None:
-        chosen = pushing_tile(chosen)
-    elif tile.flatten:
-        raise ValueError("scatter_linear: expected a tile with flatten=False")
     if not T * N:
         return  # and nobody waits for it
     chunk_rows = T // (ranks * splits)
-    tiles = ranks * splits * chosen.tiles(chunk_rows, N)
+    if tile is None:
+        chosen = pushing_tile(chosen, candidates("linear", form, a.dtype, target), chunk_rows)
+    elif tile.flatten:
+        raise ValueError(
+            "scatter_linear: expected a tile with flatten=False: its barrier ends that loop's loads"
+        )
+    chunk_tiles = chosen.tiles(chunk_rows, N)
     a_block = (chosen.block_rows, chosen.block_depth)
     w_block = (chosen.block_cols, chosen.block_depth)
     if depth_first:
@@ -167,7 +171,7 @@ def scatter_linear(
         launch.operand(matrix, block, form) for (_, matrix), block in zip(matrices, blocks, strict=True)
     ]
     programs = resident_programs("scatter_linear", target, chosen.per_processor, margin)
-    launch.on(a.device, _scatter_linear_kernel, (min(tiles, programs),))(
+    launch.on(a.device, _scatter_linear_kernel, (min(ranks * splits * chunk_tiles, programs),))(
         *operands[:2],
         *operands[-2:],
         departures.slots,
@@ -186,6 +190,7 @@ def scatter_linear(
         rank,
         splits,
         chunk_rows,
+        chunk_tiles,
         DTYPE=_TRITON_DTYPE[a.dtype],
         ALIGNED=N * a.element_size() % 16 == 0,
         TWO_PAIRS=len(pairs) == 2,
