@@ -10,6 +10,7 @@ from tests.ops import exchanges
 from tests.ops.exchanges import CALLS, FAULTS, K, gathered_exactly, gathered_product, shard_of
 from tests.ranks import RankFailure, RankPool
 from tpkernels.comm.transports.memory import Layout
+from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
@@ -110,6 +111,15 @@ def test_a_call_read_before_the_one_ahead_of_it_does_not_free_that_ones_slots(op
     first.end()
     start(end, [torch.zeros(4, K)]).end()
     end.close()
+
+
+def test_a_product_of_no_features_waits_for_its_rows_too():
+    """Else a rank would push the next call before others have read the one before."""
+    first, second = open_loopback("gather", Layout(2, (4, K), torch.float32), 0.1)
+    delivery = start(first, [torch.zeros(4, K)] * 2)
+    with pytest.raises(RuntimeError, match=r"gather: rows of rank 1 \(chunk 1\) did not arrive"):
+        KERNEL_WAITS.product(delivery, torch.zeros(0, K), None, "none", False)
+    first.close(), second.close()
 
 
 def test_an_exchange_refuses_what_cannot_work():
