@@ -274,6 +274,11 @@ class SymmetricDelivery(MailboxDelivery):
         if self._barrier is not None and current is not None:
             current.wait_event(self._barrier)
 
+    def end(self) -> None:
+        """Neither of them waits, or fails."""
+        self.release()
+        self.wait()
+
     def release(self) -> None:
         self.exchange.streams.current()  # the next call comes after it
         self.exchange.released(self.number)
