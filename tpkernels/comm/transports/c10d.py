@@ -80,7 +80,7 @@ class Transfers:
             peers = {peer for peer, _ in (*outgoing, *incoming)}
             raise self._unreachable(sorted(peers), device, error) from error
         if len(works) < len(starts):
-            works *= len(starts)
+            works *= len(starts)  # one launch, hence one to wait for
         self._sends += [(work, [to], rows) for work, (to, rows) in zip(works, outgoing, strict=False)]
         return works[len(outgoing) :]
 
@@ -104,6 +104,7 @@ class Transfers:
         for work, peers, _ in self._sends:
             self._await(work, peers, "rank {} did not take its rows")
         self._sends.clear()
+        self._awaited.clear()
 
     def _await(self, work: Work, peers: Sequence[int], problem: str) -> None:
         if id(work) in self._awaited:
@@ -226,7 +227,7 @@ class _CollectiveDelivery(_C10dDelivery):
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
         plan, cols = self.plan, self.memory.shape[1]
         matrix_rows = max(round.rows.stop for round in plan.rounds)
-        if not (swaps and cols and matrix_rows):  # the same on all ranks
+        if not (swaps and cols and matrix_rows):  # the same on all ranks, whose own rows may be none
             return
         if plan.reduces:
             start, first = self._all_to_all(swaps, outgoing, first_row)

@@ -1,0 +1,260 @@
+"""What a tensor-parallel op asks of a GPU and of its host, counted without one.
+
+    python -m bench.cases.launches [--json FILE]
+
+An op runs as one rank of a group whose backend moves nothing, on tensors without memory, and everything that
+it would enqueue is counted: collectives, kernels, copies. Host time is that of our code and of torch's
+dispatcher, on one core, without what CUDA takes to launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpkernels.comm.transports import c10d
+from tpkernels.dispatch import backends
+from tpkernels.kernels import launch
+from tpkernels.kernels.target import H100, Target
+from tpkernels.ops import column_linear, row_linear
+
+TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
+CASES = ("column forward", "column backward", "row forward", "row backward")
+FEATURES = {4096: 14336, 8192: 28672}  # of the Llama-3 MLPs of these widths
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_")
+PRODUCT_KERNELS = (
+    "_linear_fwd_kernel",
+    "_dgrad_kernel",
+    "_wgrad_kernel",
+    "_gather_linear_kernel",
+    "_scatter_linear_kernel",
+)
+VIEWS = ("view", "t", "slice", "select", "detach", "alias", "expand", "unsqueeze", "transpose", "as_strided")
+MADE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "zeros", "new_zeros")
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one call enqueues, and the microseconds of host time that it takes."""
+
+    collectives: int
+    products: int
+    other_kernels: int
+    copies: int
+    host: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.collectives} collectives, {self.products} products, {self.other_kernels} other kernels, "
+            f"{self.copies} copies, {self.host:.0f} us"
+        )
+
+
+class _Done:
+    """A transfer that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Options:
+    _timeout = timedelta(seconds=60)
+
+
+class _Backend:
+    """What is asked of a group's backend; NCCL, as far as it knows."""
+
+    options, supports_coalescing = _Options(), True
+
+    def name(self) -> str:
+        return "nccl"
+
+
+class CountingGroup(dist.ProcessGroup):
+    """A rank whose peers bring what it brings, at once. One launch is one collective."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
+        self.launched, self._together = 0, False
+
+    def getBackendName(self) -> str:
+        return "counting"
+
+    @property
+    def group_name(self) -> Any:
+        return "counting"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return _Backend()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("meta"), torch.device("cpu")]
+
+    def _start(self) -> Any:
+        self.launched += not self._together
+        return _Done()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = True
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        self._together = False
+        return self._start()
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if input.is_cpu:  # a handshake: all ranks ask for the same
+            output.view(self.size(), -1).copy_(input.view(1, -1))
+            return _Done()
+        return self._start()
+
+    def alltoall_base(self, *_: object) -> Any:
+        return self._start()
+
+    def _reduce_scatter_base(self, *_: object) -> Any:
+        return self._start()
+
+    def allreduce(self, *_: object) -> Any:
+        return self._start()
+
+    def send(self, *_: object) -> Any:
+        return self._start()
+
+    def recv(self, *_: object) -> Any:
+        return self._start()
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what is computed and copied; views and allocations are nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        on_device = any(
+            isinstance(each, Tensor) and each.is_meta for each in torch.utils._pytree.tree_leaves(args)
+        )
+        if on_device and name not in VIEWS and name not in MADE:
+            kind = (
+                "products"
+                if name in PRODUCTS
+                else "copies"
+                if name in ("copy_", "clone")
+                else "other_kernels"
+            )
+            self.found[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def group_of(ranks: int) -> Iterator[CountingGroup]:
+    """The default group of this process, of which it is one rank in the middle."""
+    made: list[CountingGroup] = []
+
+    def make(store: object, rank: int, size: int, timeout: timedelta) -> CountingGroup:
+        made.append(CountingGroup(rank, size))
+        return made[-1]
+
+    if not hasattr(dist.Backend, "COUNTING"):
+        dist.Backend.register_backend("counting", lambda *given: _maker[0](*given), devices=["cpu", "cuda"])
+    _maker[:] = [make]
+    dist.init_process_group("counting", store=dist.HashStore(), rank=ranks // 2, world_size=ranks)
+    try:
+        yield cast("CountingGroup", dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+_maker: list[Callable[..., CountingGroup]] = []
+
+
+@contextmanager
+def standing_in_for(target: Target) -> Iterator[list[launch.Launch]]:
+    """Tensors without memory are taken for those of a GPU, whose launches of our kernels are listed."""
+    with (
+        patch.object(c10d, "_processors", lambda device: target.processors),
+        patch.object(backends, "backend", "triton"),
+        launch.recording(target) as launches,
+    ):
+        yield launches
+
+
+def count(case: str, tokens: int, ranks: int, width: int, *, overlap: bool = True, calls: int = 20) -> Count:
+    """One call of a layer of `width`, its features split over the ranks, in bf16."""
+    kind, direction = case.split()
+    features = FEATURES[width] // ranks
+    meta: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    op, leaf, weight = (
+        (column_linear, torch.empty(tokens // ranks, width, **meta), torch.empty(features, width, **meta))
+        if kind == "column"
+        else (row_linear, torch.empty(tokens, features, **meta), torch.empty(width, features, **meta))
+    )
+    with group_of(ranks) as group, standing_in_for(H100) as launches:
+        leaf.requires_grad_(), weight.requires_grad_()
+
+        def forward() -> Tensor:
+            return op(leaf, weight, None, group, sequence_parallel=True, overlap=overlap)
+
+        y = forward()
+        dy = torch.empty_like(y)
+        run: Callable[[], object] = forward
+        if direction == "backward":
+            run = lambda: torch.autograd.grad(y, [leaf, weight], dy, retain_graph=True)  # noqa: E731
+        run()
+        before, counting = group.launched, _Counting()
+        launches.clear()
+        with counting:
+            run()
+        collectives, kernels = group.launched - before, [launch.kernel.__name__ for launch in launches]
+        taken = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+    found, products = counting.found, sum(name in PRODUCT_KERNELS for name in kernels)
+    return Count(
+        collectives,
+        found["products"] + products,
+        found["other_kernels"] + len(kernels) - products,
+        found["copies"],
+        1e6 * sorted(taken)[1],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the counts into this file")
+    arguments = parser.parse_args()
+    found = {}
+    for case, tokens, ranks, width in product(CASES, TOKENS, RANKS, WIDTHS):
+        one = count(case, tokens, ranks, width)
+        found[f"{case} {tokens} {ranks} {width}"] = asdict(one)
+        print(f"{case}, T {tokens}, R {ranks}, K {width}: {one}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
