@@ -5,6 +5,7 @@ One thread may serve them all: it starts a call on every end before it computes 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -81,6 +82,19 @@ def write_word(tensor: Tensor, offset: int, val: int) -> None:
         _SymmetricMemory.stream_write_value32(tensor, offset, val)
     else:
         tensor[offset].fill_(val)
+
+
+class CountingKernels:
+    """What `kernels.flags` does, on the CPU."""
+
+    def publish(self, flags: Tensor, word: Tensor) -> None:
+        for address in flags.tolist():
+            ctypes.c_int32.from_address(address).value = int(word)
+
+    def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
+        assert -(2**31) <= code < 2**31
+        word.add_(step)
+        awaited.copy_(word | code)
 
 
 def _memories(name: str, layout: Layout, device: torch.device) -> list[Tensor]:
