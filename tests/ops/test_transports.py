@@ -131,7 +131,7 @@ def test_exchanges_end_with_their_group(ranks2):
     {
         "misspelt on one rank": ["on rank 0: TPKERNELS_TRANSPORT is 'share'; expected one of auto, c10d"],
         "other wishes": [
-            "rank 0 has column_linear with TPKERNELS_TRANSPORT=c10d",
+            "rank 0 has column_linear with TPKERNELS_TRANSPORT=auto",
             "rank 1 has column_linear",
         ],
         "symmetric on the CPU": [

@@ -216,6 +216,17 @@ def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
     return sum_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
 
 
+def worth_sharing(shard_bytes: int, ranks: int, *, to_all: bool) -> bool:
+    """Whether what a rank receives is worth memory that ranks share, where sockets would do.
+
+    to_all: an all-reduce, which is a reduce and a gather through memory. Where c10d swaps full sums instead, it
+    is faster up to shards of MOST_CHUNKS chunks. A function of sizes that all ranks share.
+    """
+    if to_all and swaps_full_sums(ranks * shard_bytes, ranks):
+        return shard_bytes >= MOST_CHUNKS * LEAST_BYTES
+    return (ranks - 1) * shard_bytes >= LEAST_BYTES
+
+
 def even_chunks(shard_rows: int, wanted: int) -> int:
     """The most chunks of a shard, up to `wanted`, that have as many rows each."""
     return next(chunks for chunks in range(max(1, wanted), 0, -1) if shard_rows % chunks == 0)
