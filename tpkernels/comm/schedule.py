@@ -219,8 +219,8 @@ def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
 def worth_sharing(shard_bytes: int, ranks: int, *, to_all: bool) -> bool:
     """Whether what a rank receives is worth memory that ranks share, where sockets would do.
 
-    to_all: an all-reduce, which is a reduce and a gather through memory. Where c10d swaps full sums instead, it
-    is faster up to shards of MOST_CHUNKS chunks. A function of sizes that all ranks share.
+    to_all: an all-reduce, which is a reduce and a gather through memory. Where c10d swaps full sums instead,
+    it is faster up to shards of MOST_CHUNKS chunks. A function of sizes that all ranks share.
     """
     if to_all and swaps_full_sums(ranks * shard_bytes, ranks):
         return shard_bytes >= MOST_CHUNKS * LEAST_BYTES

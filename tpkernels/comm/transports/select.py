@@ -14,9 +14,9 @@ of rows that the ranks do not divide, go over c10d: sizes that all know. `auto` 
 too (`schedule.worth_sharing`), and what no memory could be opened for, which a line of the log says.
 
 An exchange is opened when a shape is first moved, which all ranks do together, and is kept for the next call.
-A group keeps MOST_OPEN of them. Then an explicit choice closes the one that was used longest ago; `auto` moves
-further shapes over c10d, so that lengths that change from batch to batch do not open one each time. All ranks
-make the same calls in the same order, hence do the same. Exchanges end with the group, or with the process.
+A group keeps MOST_OPEN of them. Then an explicit choice closes the one that was used longest ago; `auto`
+moves further shapes over c10d, so that lengths that change from batch to batch do not open one each time. All
+ranks make the same calls in the same order, hence do the same. Exchanges end with the group, or the process.
 """
 
 from __future__ import annotations
