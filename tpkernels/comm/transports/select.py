@@ -59,12 +59,16 @@ openers: dict[str, Callable[[Opening], MailboxExchange]] = {
 Key = tuple[str, tuple[int, int], torch.dtype, torch.device]  # purpose, shape of a shard
 
 
-class _Exchanges:
+class Exchanges:
     """What the ranks of a group agreed on, and the exchanges it has open, the one used last at the end."""
 
-    def __init__(self, group: ProcessGroup, transport: str, against_sharing: str) -> None:
-        """against_sharing: why `auto` shares no memory of the CPU; nothing if it does"""
-        self.transport, self._against_sharing = transport, against_sharing
+    def __init__(self, group: ProcessGroup, transport: str, against_sharing: str, machines: int) -> None:
+        """machines: on which its ranks run; asked under `auto` only
+
+        against_sharing: why `auto` shares no memory of the CPU; nothing if it does
+        """
+        self.transport, self._against_sharing, self.machines = transport, against_sharing, machines
+        self.chosen: dict[tuple[object, ...], Exchange] = {}  # on GPUs, see `ways`
         self._group = ref(group)
         self._open: OrderedDict[Key, MailboxExchange] = OrderedDict()
         self._noted: set[Key] = set()
@@ -72,9 +76,9 @@ class _Exchanges:
     def asked_for(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
         """Over the transport that was asked for."""
         if key not in self._open:
-            if len(self._open) >= MOST_OPEN:
+            if not self.has_room():
                 self._open.popitem(last=False)[1].close()
-            self._opened(self.transport, op, key, group)
+            self.open(self.transport, op, key, group)
             self._note(key, self.transport, "asked for")
         self._open.move_to_end(key)
         return self._open[key]
@@ -87,7 +91,7 @@ class _Exchanges:
             self._note(key, "c10d", why)
             return None
         try:
-            opened = self._opened("shared", op, key, group)
+            opened = self.open("shared", op, key, group)
         except CannotTakePart as error:  # on all ranks alike
             self._against_sharing = str(error)
             warnings.warning("%s; what has no shared memory yet goes over c10d", error)
@@ -104,9 +108,16 @@ class _Exchanges:
             return "it is small"
         if self._against_sharing:
             return self._against_sharing
-        return f"{MOST_OPEN} shapes are open" if len(self._open) >= MOST_OPEN else ""
+        return "" if self.has_room() else f"{MOST_OPEN} shapes are open"
 
-    def _opened(self, transport: str, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
+    def find(self, key: Key) -> MailboxExchange | None:
+        return self._open.get(key)
+
+    def has_room(self) -> bool:
+        return len(self._open) < MOST_OPEN
+
+    def open(self, transport: str, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
+        """All ranks of the group do this at once."""
         purpose, shape, dtype, device = key
         splits = even_chunks(shape[0], parts_of_shard(shape[0] * shape[1] * dtype.itemsize))
         name = f"the {purpose} of process group '{group.group_name}'"
@@ -129,12 +140,17 @@ class _Exchanges:
     def is_alive(self) -> bool:
         return (group := self._group()) is not None and is_alive(group)
 
+    def close_one(self, key: Key) -> None:
+        if exchange := self._open.pop(key, None):
+            exchange.close()
+
     def close(self) -> None:
+        self.chosen.clear()
         while self._open:
             self._open.popitem()[1].close()
 
 
-_of_group: dict[int, _Exchanges] = {}  # by id, as in `calls`; a group takes its own with it
+_of_group: dict[int, Exchanges] = {}  # by id, as in `calls`; a group takes its own with it
 
 
 def exchange_for(
@@ -158,7 +174,7 @@ def exchange_for(
     to_all: whether the sums of a reduce go to all ranks afterwards
     against_sharing: why this rank would rather share no memory of the CPU; asked at a group's first transfer
     """
-    exchanges, ranks = _of_group.get(id(group)) or _agreed(op, group, against_sharing), group.size()
+    exchanges, ranks = exchanges_of(op, group, against_sharing), group.size()
     found: MailboxExchange | None = None
     if exchanges.transport != "c10d" and rows and cols and not rows % ranks:
         if not is_alive(group):
@@ -172,7 +188,12 @@ def exchange_for(
     return found or c10d_for(like, rows, features, ranks, overlap)
 
 
-def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> _Exchanges:
+def exchanges_of(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
+    """What the group's ranks have agreed on; now, if they have not."""
+    return _of_group.get(id(group)) or _agreed(op, group, against_sharing)
+
+
+def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     """What all ranks of the group ask for, or the same error on all of them."""
     problem = None
     if requested_transport not in TRANSPORTS:
@@ -181,29 +202,32 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> _Exchanges:
             f"TPKERNELS_TRANSPORT is {requested_transport!r}; expected one of {', '.join(TRANSPORTS)}",
         )
     agree(Claim(f"{op} with TPKERNELS_TRANSPORT={requested_transport}", (), problem), group)
+    machines = 1
     if requested_transport == "auto":
-        against_sharing = _against_sharing(op, group, against_sharing)
+        against_sharing, machines = _where_ranks_run(op, group, against_sharing)
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()
-    exchanges = _of_group[id(group)] = _Exchanges(group, requested_transport, against_sharing)
+    exchanges = _of_group[id(group)] = Exchanges(group, requested_transport, against_sharing, machines)
     finalize(group, _forget, id(group))  # also at exit
     return exchanges
 
 
-def _against_sharing(op: str, group: ProcessGroup, ours: str) -> str:
-    """Why the ranks of the group share no memory of the CPU, the same on all of them; nothing if they do."""
+def _where_ranks_run(op: str, group: ProcessGroup, against_sharing: str) -> tuple[str, int]:
+    """Why the ranks share no memory of the CPU, and on how many machines they are: the same on all ranks."""
     call = handshake(op, "where ranks run", group)
-    found = offers_of_all(f"process group '{group.group_name}'", call, "", "", (mailbox.machine(), ours))
-    for rank, (_, theirs) in enumerate(found):
-        if theirs:
-            return f"rank {rank}: {theirs}"
-    if machines := len({place for place, _ in found}) - 1:
-        return f"ranks are on {machines + 1} machines"
+    offer = mailbox.machine(), against_sharing
+    found = offers_of_all(f"process group '{group.group_name}'", call, "", "", offer)
+    machines = len({place for place, _ in found})
+    problems = [f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs]
+    if machines > 1:
+        problems.append(f"ranks are on {machines} machines")
     try:
-        return "" if calls_of(group).matches_tags(torch.device("cpu")) else "its backend is not gloo"
+        if not calls_of(group).matches_tags(torch.device("cpu")):
+            problems.append("its backend is not gloo")
     except RuntimeError:
-        return "it has no backend for the CPU"
+        problems.append("it has no backend for the CPU")
+    return problems[0] if problems else "", machines
 
 
 def _forget(number: int) -> None:

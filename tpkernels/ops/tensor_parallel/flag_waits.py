@@ -143,10 +143,10 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
     """
     kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
     if not isinstance(exchange, MailboxExchange):
-        sums = kernels_compute and isinstance(exchange, Collectives) and _kernels_take(like.dtype)
+        sums = kernels_compute and isinstance(exchange, Collectives) and kernels_take(like.dtype)
         return KERNEL_SUMS if sums else HOST_WAITS
     if kernels_compute:
-        if not _kernels_take(like.dtype):
+        if not kernels_take(like.dtype):
             raise TypeError(
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {like.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
@@ -160,7 +160,7 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
     )
 
 
-def _kernels_take(dtype: torch.dtype) -> bool:
+def kernels_take(dtype: torch.dtype) -> bool:
     from tpkernels.kernels.operands import DTYPES
 
     return dtype in DTYPES

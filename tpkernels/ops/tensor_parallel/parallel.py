@@ -159,7 +159,9 @@ def start_sum(
         require_backend_sums(op, like.device, select.requested_transport)
         call = begin_call(op, what + NOTE, (rows, cols), like, group)
         return BackendSumming(call, partial_of(slice(0, rows)), bias, scatter=scatter)
-    reduces, gathers = exchanges_for_sum(op, like, rows, cols, group, features, overlap, scatter=scatter)
+    reduces, gathers = exchanges_for_sum(
+        op, like, rows, cols, group, features, overlap, partial_of=partial_of, scatter=scatter
+    )
     waits = waits_for(op, reduces, like)
     call = begin_call(op, what + reduces.note, (rows, cols), like, group)
     if not overlap:
