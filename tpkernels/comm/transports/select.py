@@ -216,7 +216,7 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
 def _where_ranks_run(op: str, group: ProcessGroup, against_sharing: str) -> tuple[str, int]:
     """Why the ranks share no memory of the CPU, and on how many machines they are: the same on all ranks."""
     call = handshake(op, "where ranks run", group)
-    offer = mailbox.machine(), against_sharing
+    offer = _place(), against_sharing
     found = offers_of_all(f"process group '{group.group_name}'", call, "", "", offer)
     machines = len({place for place, _ in found})
     problems = [f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs]
@@ -228,6 +228,14 @@ def _where_ranks_run(op: str, group: ProcessGroup, against_sharing: str) -> tupl
     except RuntimeError:
         problems.append("it has no backend for the CPU")
     return problems[0] if problems else "", machines
+
+
+def _place() -> str:
+    """A machine, and the network that it sees: processes in namespaces of their own stand for machines."""
+    try:
+        return f"{mailbox.machine()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return mailbox.machine()
 
 
 def _forget(number: int) -> None:
