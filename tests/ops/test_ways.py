@@ -109,13 +109,17 @@ def test_ops_take_what_was_fastest_and_time_it_once(ranks2):
         assert off < 1e-6
         assert all(": symmetric (timed: symmetric 1 ms, " in line for line in first)
         assert second == 0
-        assert len(first) == 4  # two products' widths, or none, for each of
-        assert opened == 2
+        assert len(first) == len(set(first)) == 5  # two gathers forward, and one backward; two reduces
+        assert opened == 2  # all of one shape
     slow = FAST | {"symmetric": 5.0}
     for off, first, second, opened in ranks2.run(cases.block_by, slow):
         assert off < 1e-6
         assert any(": 2 collectives (timed: " in line for line in first)
         assert (second, opened) == (0, 0)
+
+
+def test_products_of_other_widths_decide_nothing_for_one_rank_alone(ranks2):
+    assert ranks2.run(cases.weight_shards_that_differ) == [[True] * 4] * 2
 
 
 def test_a_choice_against_memory_leaves_open_what_another_choice_took(ranks2):

@@ -155,7 +155,7 @@ def block_by(of: Mapping[str, float], how: str = "") -> tuple[float, list[str], 
 
 
 def memory_of_two_choices() -> tuple[list[str], bool]:
-    """(exchanges of one shape, whether the first still works) where a wider product chooses another."""
+    """(exchanges of one shape, whether the first still works) where another op chooses otherwise."""
     prepare(Setting())
     group, cache, found = dist.group.WORLD, Cache(None, VERSIONS), []
     x = torch.full((8, 16), float(dist.get_rank()))
@@ -163,11 +163,22 @@ def memory_of_two_choices() -> tuple[list[str], bool]:
         {"1 collective": 2.0, "2 collectives": 3.0},
         {"1 collective": 1.0, "2 collectives": 3.0},
     )
-    for times_of, features in ((memory, 32), (collectives, 64), (memory, 32)):
+    for times_of, op in ((memory, "one"), (collectives, "another"), (memory, "one")):
         with as_on_gpus({"symmetric": 1.5, **times_of}, cache):
-            found.append(start_rows("op", "x", x, group, features).wait())
+            found.append(start_rows(op, "x", x, group, 32).wait())
     names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
     return names, all(full.equal(found[0]) and float(full[-1, 0]) == 1.0 for full in found)
+
+
+def weight_shards_that_differ() -> list[bool]:
+    """Whether rows are right where a rank's products have other widths, at times those of the call before."""
+    prepare(Setting())
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = torch.full((8, 16), float(rank))
+    with as_on_gpus({"1 collective": 2.0, "2 collectives": 1.0, "symmetric": 3.0}, Cache(None, VERSIONS)):
+        widths = (32, 32 - rank, 32, 0 if rank else 32)
+        full = [start_rows("op", "x", x, group, features).wait() for features in widths]
+    return [float(rows[-1, 0]) == 1.0 for rows in full]
 
 
 ROUNDS_AND_TRIAL = ROUNDS + 1

@@ -75,10 +75,10 @@ class WayChooser:
         """
         cached = self._cache.get(key)
         told = self._tell([default, cached.name if cached else "", why_not, ",".join(w.name for w in ways)])
-        default = told[0][0]  # what it is made of may differ between ranks: sizes of weight shards
         offered = [set(names.split(",")) for *_, names in told]
         possible = {way.name: way for way in ways if all(way.name in names for names in offered)}
-        assert default in possible, "every rank has the default"
+        # defaults may differ, as sizes of weight shards may: the first that is possible everywhere
+        default = next((name for name, *_ in told if name in possible), min(possible))
         kept = {name for _, name, _, _ in told}
         if len(kept) == 1 and kept <= possible.keys():
             return self._cached(key, possible, kept.pop(), default)

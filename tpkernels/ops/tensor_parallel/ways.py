@@ -80,9 +80,9 @@ def exchange_for(
     if overlap and times_on(like) and rows and cols and not rows % group.size():
         exchanges = select.exchanges_of(op, group, against)
         if exchanges.transport == "auto":
-            moved = Moved(purpose, rows, cols, features, like.dtype, like.device)
+            moved = Moved(op, purpose, rows, cols, like.dtype, like.device)
             found = exchanges.chosen.get(moved)
-            return found or _choose(op, moved, like, group, exchanges, partial_of)
+            return found or _choose(moved, like, features, group, exchanges, partial_of)
     return select.exchange_for(
         op, purpose, like, rows, cols, group, features, overlap, to_all=to_all, against_sharing=against
     )
@@ -119,49 +119,49 @@ def times_on(like: Tensor) -> bool:
 
 
 class Moved(NamedTuple):
-    """What is chosen for."""
+    """What is chosen for: all that ranks of a call have in common. Widths of their products may differ."""
 
+    op: str
     purpose: str
     rows: int
     cols: int
-    features: int
     dtype: torch.dtype
     device: torch.device
 
-    def key(self, ranks: int, machines: int) -> str:
+    def key(self, features: int, ranks: int, machines: int) -> str:
         """One line that names it in files and logs."""
         dtype = str(self.dtype).removeprefix("torch.")
-        sizes = f"{token_class(self.rows)}x{self.cols}x{self.features}"
-        return f"{self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
+        sizes = f"{token_class(self.rows)}x{self.cols}x{features}"
+        return f"{self.op} {self.purpose} {dtype} {sizes} {ranks} ranks {machines} machines"
 
 
 def _choose(
-    op: str,
     moved: Moved,
     like: Tensor,
+    features: int,
     group: ProcessGroup,
     exchanges: select.Exchanges,
     partial_of: PartialOf | None,
 ) -> Exchange:
-    ranks, key = group.size(), moved.key(group.size(), exchanges.machines)
-    usual = c10d_for(like, moved.rows, moved.features, ranks, overlap=True)
-    if why := obstacle(like.device):  # no rank may talk now; all are in the same call
+    key = moved.key(features, group.size(), exchanges.machines)
+    usual = c10d_for(like, moved.rows, features, group.size(), overlap=True)
+    if why := obstacle(moved.device):  # no rank may talk now; all are in the same call
         log.choices.info("%s: %s (not timed now: %s)", key, _name(usual), why)
         return usual
     if len(exchanges.chosen) >= MOST_TIMED:
         return usual
 
     def tell(texts: Sequence[str]) -> list[list[str]]:
-        call = handshake(op, f"ways of the {moved.purpose}", group)
+        call = handshake(moved.op, f"ways of the {moved.purpose}", group)
         return offers_of_all(key, call, "", "", texts)
 
-    ways = _Ways(op, moved, group, exchanges, partial_of)
-    chooser = WayChooser(tell, clock_on(like.device), cache_on(like.device))
+    ways = _Ways(moved, features, group, exchanges, partial_of)
+    chooser = WayChooser(tell, clock_on(moved.device), cache_on(moved.device))
     verdict = chooser.choose(key, ways.possible(usual), _name(usual), _why_not_timed())
     log.choices.info("%s: %s", key, verdict)
     chosen = exchanges.chosen[moved] = ways.exchanges[verdict.name]
     if isinstance(chosen, MailboxExchange):
-        chosen.timeout = timeout_of(group, like.device)
+        chosen.timeout = timeout_of(group, moved.device)
     return chosen
 
 
@@ -182,13 +182,13 @@ class _Ways:
 
     def __init__(
         self,
-        op: str,
         moved: Moved,
+        features: int,
         group: ProcessGroup,
         exchanges: select.Exchanges,
         partial_of: PartialOf | None,
     ) -> None:
-        self._op, self._moved, self._group = op, moved, group
+        self._moved, self._features, self._group = moved, features, group
         self._of_group, self._partial_of = exchanges, partial_of
         self._shape = moved.rows // group.size(), moved.cols
         self._key: select.Key = moved.purpose, self._shape, moved.dtype, moved.device
@@ -197,7 +197,7 @@ class _Ways:
 
     def possible(self, usual: Exchange) -> list[Way]:
         """usual: the exchange over c10d that arithmetic asks for"""
-        most = MOST_CHUNKS if self._moved.features else 1
+        most = MOST_CHUNKS if self._features else 1
         rounds = [n for n in range(1, most + 1) if self._group.size() % n == 0]
         by_c10d = [usual, *map(_collectives, rounds)]
         self.exchanges = {_name(exchange): exchange for exchange in by_c10d}
@@ -212,7 +212,7 @@ class _Ways:
         return partial(self._moving, exchange)
 
     def _open_symmetric(self) -> Run:
-        exchange = self._shared or self._of_group.open("symmetric", self._op, self._key, self._group)
+        exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
         exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
         self.exchanges["symmetric"] = exchange
         return partial(self._moving, exchange)
@@ -231,7 +231,7 @@ class _Ways:
     def _scratch(self) -> tuple[Tensor, Tensor]:
         """A shard to gather, and the weight that its product is with; the user's random stream is left."""
         generator = torch.Generator(self._moved.device).manual_seed(self._group.rank())
-        cols, features = self._moved.cols, self._moved.features
+        cols, features = self._moved.cols, self._features
 
         def random(*shape: int) -> Tensor:
             numbers = torch.zeros(shape, dtype=self._moved.dtype, device=self._moved.device)
@@ -244,23 +244,23 @@ class _Ways:
         return random(*self._shape), random(features, cols)
 
     def _call(self) -> Call:
-        return begin(self._op, f"trial of the {self._moved.purpose}", self._group)
+        return begin(self._moved.op, f"trial of the {self._moved.purpose}", self._group)
 
     @torch.no_grad()
     def _gathered(self, exchange: Exchange) -> Tensor:
         """All rows, or the product that takes them as they arrive."""
         call, (shard, weight), rows = self._call(), self._scratch, self._moved.rows
-        waits = waits_for(self._op, exchange, shard)
+        waits = waits_for(self._moved.op, exchange, shard)
         if waits is KERNEL_WAITS:
             multiplying = MultipliedRows(call, shard, rows, exchange, waits)
-            if not self._moved.features:
+            if not self._features:
                 return multiplying.wait()
             ((product, _),) = multiplying.products([weight], [None], "none", False, keep_rows=False)
             return product
         gathering = Gathering(call, shard, rows, exchange, waits)
-        if not self._moved.features:
+        if not self._features:
             return gathering.wait()
-        full = shard.new_empty(rows, self._moved.features)
+        full = shard.new_empty(rows, self._features)
         for arrived, chunk in gathering.arrivals():
             primitives.linear_into(full[arrived], chunk, weight, None)
         return full
@@ -270,7 +270,7 @@ class _Ways:
         """This rank's sums, of the products that are to be reduced now."""
         assert self._partial_of is not None
         call, like = self._call(), torch.empty(0, dtype=self._moved.dtype, device=self._moved.device)
-        waits = waits_for(self._op, exchange, like)
+        waits = waits_for(self._moved.op, exchange, like)
         rows, cols = self._moved.rows, self._moved.cols
         return Reducing(call, self._partial_of, rows, cols, like, None, exchange, waits).wait()
 
