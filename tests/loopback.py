@@ -5,6 +5,7 @@ One thread may serve them all: it starts a call on every end before it computes 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import gather_plan, reduce_plan
+from tpkernels.comm.side_stream import StreamOrder
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery, MailboxExchange
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
+from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 
 
@@ -24,9 +27,11 @@ def start(
     (size, cols), planned = shards[0].shape, reduce_plan if reducing else gather_plan
     plan = planned(exchange.ranks * size, exchange.ranks, exchange.rank, exchange.splits, False)
     delivery = exchange.begin(call, plan, cols, shards[0])
-    for swap in plan.swaps:
-        first = (swap.to if reducing else exchange.rank) * size
-        delivery.swap(swap, shards[swap.to][swap.sent.start - first : swap.sent.stop - first])
+    if reducing:
+        for swap in plan.swaps:
+            delivery.move([swap], shards[swap.to], swap.to * size)
+    else:
+        delivery.move(plan.swaps, shards[exchange.rank], plan.own.start)
     delivery.keep(shards[exchange.rank])
     return delivery
 
@@ -42,8 +47,11 @@ def open_symmetric_loopback(
 ) -> list[SymmetricExchange]:
     """The ends of an exchange on one device, by the code of `symmetric`."""
     memories = _memories(name, layout, torch.device(device))
+    order = StreamOrder(torch.device(device))
     return [
-        SymmetricExchange(name, layout, VirtualHandle(memories, rank), memory, timeout, range(layout.ranks))
+        SymmetricExchange(
+            name, layout, VirtualHandle(memories, rank), memory, timeout, range(layout.ranks), order=order
+        )
         for rank, memory in enumerate(memories)
     ]
 
@@ -59,6 +67,34 @@ class VirtualHandle:
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         """Nothing to wait for: all ranks compute in one stream, which pushes wait for."""
+
+    def stream_write_value32(self, tensor: Tensor, offset: int, val: int) -> None:
+        write_word(tensor, offset, val)
+
+
+def write_word(tensor: Tensor, offset: int, val: int) -> None:
+    """Torch's own on a GPU; on a CPU a store, after those before."""
+    assert (tensor.dtype, tensor.ndim) == (torch.uint32, 1)
+    assert 0 <= val < 2**32
+    if tensor.is_cuda:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        _SymmetricMemory.stream_write_value32(tensor, offset, val)
+    else:
+        tensor[offset].fill_(val)
+
+
+class CountingKernels:
+    """What `kernels.flags` does, on the CPU."""
+
+    def publish(self, flags: Tensor, word: Tensor) -> None:
+        for address in flags.tolist():
+            ctypes.c_int32.from_address(address).value = int(word)
+
+    def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
+        assert -(2**31) <= code < 2**31
+        word.add_(step)
+        awaited.copy_(word | code)
 
 
 def _memories(name: str, layout: Layout, device: torch.device) -> list[Tensor]:

@@ -10,6 +10,9 @@ import pytest
 from tests.kernels.ring import chunks_of_tile, first_tile, tile_order
 from tpkernels.comm import schedule
 from tpkernels.comm.schedule import (
+    LEAST_BYTES,
+    MOST_CHUNKS,
+    MOST_PUSHES,
     SLOTS,
     bounds,
     chunk_rows,
@@ -18,6 +21,8 @@ from tpkernels.comm.schedule import (
     gather_plan,
     parts_of_shard,
     peers_by_step,
+    pushed_chunks,
+    pushing_gather_plan,
     reduce_plan,
     reusable_after,
     slot_of,
@@ -163,6 +168,28 @@ def test_even_chunks_divide_the_rows_and_are_the_most_that_do():
         parts = even_chunks(rows, wanted)
         assert rows % parts == 0
         assert not [better for better in range(parts + 1, wanted + 1) if rows % better == 0]
+
+
+def test_a_gpu_pushes_few_chunks_to_all_others_together():
+    large, rows = 2**30, 48
+    assert [pushed_chunks(rows, large, ranks) for ranks in range(2, 10)] == [4, 4, 2, 2, 1, 1, 1, 1]
+    for ranks, rows, shard_bytes in product(
+        range(1, 17), range(1, 50), (1, LEAST_BYTES, 2 * LEAST_BYTES, large)
+    ):
+        chunks = pushed_chunks(rows, shard_bytes, ranks)
+        assert rows % chunks == 0
+        assert chunks <= min(MOST_CHUNKS, parts_of_shard(shard_bytes))
+        assert chunks == 1 or (ranks - 1) * chunks <= MOST_PUSHES
+
+
+def test_a_gather_that_pushes_all_at_once_arrives_as_another_does():
+    for rows, ranks, chunks in WORLDS:
+        for rank in range(ranks):
+            plan = gather_plan(rows, ranks, rank, chunks, tapered=False)
+            at_once = pushing_gather_plan(rows, ranks, rank, chunks)
+            assert at_once.rounds[0].swaps == at_once.swaps == plan.swaps
+            assert [round.rows for round in at_once.rounds] == [round.rows for round in plan.rounds]
+            assert (at_once.own, at_once.kept, at_once.rows) == (plan.own, plan.kept, plan.rows)
 
 
 def test_whole_parts_are_swapped_where_little_more_is_sent():

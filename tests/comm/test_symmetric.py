@@ -1,15 +1,24 @@
-"""What can be known of symmetric memory without a GPU: who is refused, and what a call does to memory."""
+"""What can be known of symmetric memory without a GPU: who is refused, what a call enqueues and writes."""
 
 from __future__ import annotations
+
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.loopback import VirtualHandle, open_symmetric_loopback, start
-from tpkernels.comm.schedule import flag_of, gather_plan
-from tpkernels.comm.transports import symmetric
-from tpkernels.comm.transports.mailbox import Layout, machine, same_machine
-from tpkernels.comm.transports.symmetric import require_gpu_each, why_not
+from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
+from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
+from tpkernels.comm.side_stream import StreamOrder
+from tpkernels.comm.transports import rendezvous, symmetric
+from tpkernels.comm.transports.mailbox import machine, same_machine
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.rendezvous import require_gpu_each, why_not
+from tpkernels.comm.transports.symmetric import SymmetricExchange
+
+LAYOUT = Layout(2, (4, 3), torch.float32, 2)
+ROWS = [torch.zeros(4, 3)] * 2
+SIGN = 2**31
 
 
 def test_it_says_what_is_lacking():
@@ -25,28 +34,66 @@ def test_ranks_beside_are_those_of_the_same_machine():
 
 
 def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):
-    monkeypatch.delenv(symmetric._OVERLAPPING, raising=False)
-    require_gpu_each("it", ["first", "second"], 0)
+    monkeypatch.delenv(rendezvous.OVERLAPPING, raising=False)
+    assert not require_gpu_each("it", ["first", "second"], 0)
     for rank in range(3):  # rank 1, too, or it would wait for the others
         with pytest.raises(RuntimeError, match=r"a GPU for each rank, got one for \[0, 2\].*set_device"):
             require_gpu_each("it", ["first", "second", "first"], rank)
-    monkeypatch.setenv(symmetric._OVERLAPPING, "1")
-    require_gpu_each("it", ["first", "first"], 1)
+    monkeypatch.setenv(rendezvous.OVERLAPPING, "1")
+    assert require_gpu_each("it", ["first", "first"], 1)
 
 
-def test_every_call_begins_with_a_barrier_and_has_its_own_epoch(monkeypatch):
-    barriers = []
+@pytest.fixture
+def barriers(monkeypatch) -> list[tuple[int, ...]]:
+    """(rank, channel, milliseconds) of each barrier."""
+    made: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        VirtualHandle, "barrier", lambda self, *arguments: barriers.append((self.rank, *arguments))
+        VirtualHandle, "barrier", lambda self, *arguments: made.append((self.rank, *arguments))
     )
-    first, second = open_symmetric_loopback("it", Layout(2, (4, 3), torch.float32), 1.5)
+    return made
+
+
+def test_calls_that_follow_each_other_make_no_barrier(barriers):
+    ends = open_symmetric_loopback("it", LAYOUT, 1.5)
     assert barriers == [(0, 0, 1500), (1, 0, 1500)]  # memory is zeroed before anybody raises a flag
-    deliveries = [start(end, [torch.zeros(4, 3)] * 2) for end in (first, second, first, second)]
-    assert [rank for rank, *_ in barriers[2:]] == [0, 1, 0, 1]
+    for _ in range(5):
+        for delivery in [start(end, ROWS) for end in ends]:
+            delivery.end()
+    assert len(barriers) == 2
+
+
+def test_calls_in_flight_at_once_make_one_in_the_stream_that_pushes(barriers):
+    first, second = open_symmetric_loopback("it", LAYOUT, 1.5)
+    deliveries = [start(end, ROWS) for end in (first, second, first, second)]
     assert [int(delivery.awaited) for delivery in deliveries] == [flag_of(n, 0) for n in (1, 1, 2, 2)]
     assert deliveries[0].slots.data_ptr() != deliveries[2].slots.data_ptr()
     with pytest.raises(RuntimeError, match=r"expected call 1 to be released before call 3 begins"):
-        start(first, [torch.zeros(4, 3)] * 2)
+        start(first, ROWS)
+    barriers.clear()
+    for delivery in deliveries:
+        delivery.end()
+    for call in (3, 4, 5):
+        for delivery in [start(end, ROWS) for end in (first, second)]:
+            delivery.end()
+        assert barriers == [(0, 0, 1500), (1, 0, 1500)], call  # call 3 alone: 2 had begun before 1 was read
+
+
+def test_a_kernel_that_pushes_makes_its_barrier_in_its_own_stream(barriers):
+    ends = open_symmetric_loopback("it", LAYOUT, 1.5)
+    plans = [reduce_plan(8, 2, end.rank, 2, tapered=False) for end in ends]
+    for _ in range(2):  # two in flight
+        begun = [end.begin(None, plan, 3, ROWS[0]) for end, plan in zip(ends, plans, strict=True)]
+        barriers.clear()
+        for delivery in begun:
+            delivery.before_kernels_push()
+        assert barriers == []
+    for end in ends:
+        end.released(1)
+        end.released(2)
+    third = ends[0].begin(None, plans[0], 3, ROWS[0])
+    third.before_kernels_push()
+    third.before_kernels_push()
+    assert barriers == [(0, 1, 1500)]
 
 
 def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
@@ -66,13 +113,127 @@ def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
         assert torch.equal(delivery.slots, written)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_push_of_several_chunks_raises_the_flags_of_all(chunks):
+    (end, other) = open_symmetric_loopback("it", Layout(2, (8, 2), torch.float32, 4))
+    plan = gather_plan(16, 2, 0, chunks, tapered=False)
+    mine, theirs = end.begin(None, plan, 2, torch.empty(0)), other.begin(None, plan, 2, torch.empty(0))
+    rows = torch.arange(16.0).view(8, 2)
+    mine.move(plan.swaps, rows, 0)
+    assert torch.equal(theirs.slots[0], rows)
+    assert theirs.flags.tolist() == [flag_of(1, 0)] * 4 + [0] * 4
+
+
 def test_what_is_pushed_is_held_until_it_is_out():
-    (end,) = open_symmetric_loopback("it", Layout(1, (4, 2), torch.float32))
-    delivery = start(end, [torch.ones(4, 2)])
-    assert end.in_flight == {delivery}
+    (first, second) = open_symmetric_loopback("it", LAYOUT)
+    delivery = start(first, ROWS)
+    assert first.in_flight == {delivery}
     delivery.release()
     delivery.wait()
-    assert not end.in_flight
-    end.close()
+    assert not first.in_flight
+    first.close()
     with pytest.raises(RuntimeError, match="closed: open another"):
-        start(end, [torch.ones(4, 2)])
+        start(first, ROWS)
+    second.close()
+
+
+@pytest.fixture
+def capturing(monkeypatch) -> Mock:
+    """Whether calls are captured, as `capturing.return_value`."""
+    found = Mock(return_value=False)
+    monkeypatch.setattr(StreamOrder, "capturing", lambda self: found())
+    return found
+
+
+def test_once_captured_calls_are_counted_on_the_device_and_wait_for_all(barriers, capturing):
+    ends = open_symmetric_loopback("it", LAYOUT)
+    for end in ends:
+        end.flag_kernels = CountingKernels()
+
+    def call() -> list[int]:
+        deliveries = [start(end, [torch.full((4, 3), 1.0 + end.rank)] * 2) for end in ends]
+        for delivery in deliveries:
+            assert delivery.flags.eq(delivery.awaited).all()
+            assert delivery.slots.eq(torch.tensor([1.0, 2.0])[:, None, None]).all()
+            delivery.end()
+        return [int(delivery.awaited) for delivery in deliveries]
+
+    assert call() == [flag_of(1, 0)] * 2
+    assert [(end.captured, end.margin) for end in ends] == [(False, 0)] * 2
+    barriers.clear()
+    capturing.return_value = True
+    assert call() == [flag_of(1, 0) - SIGN] * 2  # the first of its slot
+    capturing.return_value = False
+    assert [(end.captured, end.margin) for end in ends] == [(True, 1)] * 2  # for the kernel that publishes
+    assert call() == [flag_of(1, 0) - SIGN] * 2
+    assert call() == [flag_of(2, 0) - SIGN] * 2
+    assert len(barriers) == 3 * 2
+    for end in ends:  # a replay does not count on the host: one slot again
+        end.order.begun = end.order.read = 1
+    assert call() == [flag_of(3, 0) - SIGN] * 2
+
+
+def test_counts_on_the_device_wrap_round(capturing):
+    ends = open_symmetric_loopback("it", LAYOUT)
+    for end in ends:
+        end.flag_kernels = CountingKernels()
+        for count in end._counts:
+            count.fill_(SIGN - flag_of(2, 0))
+    capturing.return_value = True
+    found = []
+    for _ in range(6):
+        for delivery in [start(end, ROWS) for end in ends]:
+            assert delivery.flags.eq(delivery.awaited).all()
+            found.append(int(delivery.awaited))
+            delivery.end()
+    assert all(word < 0 for word in found)
+    assert found[0::4] == [-flag_of(1, 0), -SIGN, flag_of(1, 0) - SIGN]  # of one slot, on one rank
+
+
+def test_words_of_eager_calls_wrap_round_without_the_sign_bit():
+    ends = open_symmetric_loopback("it", LAYOUT)
+    found = []
+    for end in ends:
+        end.order.begun = end.order.read = 2**31 - 3
+    for _ in range(6):
+        for delivery in [start(end, ROWS) for end in ends]:
+            assert delivery.flags.eq(delivery.awaited).all()
+            found.append(int(delivery.awaited))
+            delivery.end()
+    assert found[::2] == [flag_of(number, 0) for number in (2046, 2047, 0, 1, 2, 3)]
+    assert all(word >= 0 for word in found)
+
+
+def test_a_call_is_captured_only_where_kernels_count(capturing):
+    (end, _) = open_symmetric_loopback("it", LAYOUT)
+    capturing.return_value = True
+    with pytest.raises(RuntimeError, match="a CUDA graph can capture calls only where our kernels compute"):
+        start(end, ROWS)
+
+
+def test_the_status_is_asked_for_every_64_calls_and_when_an_exchange_closes():
+    (end, other) = open_symmetric_loopback("it", LAYOUT)
+    end._seen = torch.zeros(1, dtype=torch.int32)  # as on a GPU, memory of the host
+    end._seen_word = end._seen.numpy()
+    end.status.fill_(7)
+    seen = []
+    for _ in range(symmetric.LOOK_CALLS):
+        start(end, ROWS).end()
+        seen.append(end.late())
+    assert seen == [0] * (symmetric.LOOK_CALLS - 1) + [7]
+    with pytest.warns(
+        UserWarning, match="it on rank 0: a kernel has waited in vain for rows of another rank"
+    ):
+        end.close()
+    end.close()
+    other.close()
+
+
+def test_margins_leave_processors_to_what_kernels_wait_for():
+    handle = open_symmetric_loopback("it", LAYOUT)[0].handle
+    memory = handle.get_buffer(0, (LAYOUT.byte_count,), torch.uint8)
+    margins = [
+        SymmetricExchange("it", LAYOUT, handle, memory, 1.0, range(2), shares_gpu=shares_gpu).margin
+        for shares_gpu in (False, True)
+    ]
+    assert margins == [0, 4]

@@ -20,6 +20,7 @@ ENTRIES = {entry.name: entry for entry in catalog()}
 LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
 POINTER = ENTRIES["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
 GATHER_LINEAR = ENTRIES["gather_linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+SCATTER_LINEAR = ENTRIES["scatter_linear/descriptor/bf16/128x256x64/two+depth_first"]
 
 
 def largest(stem: str) -> Entry:
@@ -29,15 +30,20 @@ def largest(stem: str) -> Entry:
 SOUND = {
     **{f"{kernel}_descriptor": (largest(f"{kernel}/descriptor"), "sm_90") for kernel in KERNELS},
     "gather_linear_descriptor": (GATHER_LINEAR, "sm_90"),
+    "scatter_linear_descriptor": (SCATTER_LINEAR, "sm_90"),
     **{f"{kernel}_pointer": (largest(f"{kernel}/pointer"), "sm_80") for kernel in KERNELS},
     "pointer_on_hopper": (POINTER, "sm_90"),
+    "pointer_on_the_smaller_blackwell": (POINTER, "sm_120"),
     "amd": (ENTRIES["sum_rows/pointer/bf16/512x128"], "gfx942"),
 }
+FLAT = {"FLATTEN": True}
 FAULTS = {  # name -> (entry with a fault planted, architecture)
     "spilling_tile": (replace(LINEAR, num_warps=4), "sm_90"),
     "shared_memory_overflow": (replace(LINEAR, num_stages=5), "sm_90"),
     "lost_alignment": (replace(POINTER, aligned=frozenset()), "sm_90"),
     "lost_alignment_of_one": (replace(POINTER, aligned=POINTER.aligned - {"stride_xt"}), "sm_90"),
+    "gather_that_loads_ahead": (replace(GATHER_LINEAR, constants=GATHER_LINEAR.constants | FLAT), "sm_90"),
+    "scatter_that_loads_ahead": (replace(SCATTER_LINEAR, constants=SCATTER_LINEAR.constants | FLAT), "sm_90"),
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
     "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
 }
@@ -58,13 +64,6 @@ KEYS = """
 from tests.gate.test_ahead_of_time import JOBS
 from tpkernels.gate.ahead_of_time import compile_key
 print(*(compile_key(*job) for job in JOBS.values()))
-"""
-PTX = """
-import triton
-from tests.gate.test_ahead_of_time import GATHER_LINEAR
-from tpkernels.gate.ahead_of_time import ast_source, gpu_target
-target, options = gpu_target("sm_90"), GATHER_LINEAR.options
-print(triton.compile(ast_source(GATHER_LINEAR), target=target, options=options).asm["ptx"])
 """
 
 
@@ -152,12 +151,9 @@ def test_wgrad_accumulates_by_the_copy_engine(told):
     assert Facts.from_json(told["wgrad_descriptor"]).count("UTMAREDG") > 0
 
 
-def test_no_load_of_x_overtakes_the_wait():
-    """In PTX the look at the flag and the fence stand before the first load by TMA."""
-    ptx = printed(compiling(PTX))
-    load = ptx.find("cp.async.bulk.tensor.2d.shared")
-    assert 0 <= ptx.find("ld.global.sys.acquire") < load
-    assert 0 <= ptx.find("fence.proxy.async.global") < load
+def test_what_holds_flags_is_not_flattened(told):
+    assert "a flattened loop loads rows before they are there" in told["gather_that_loads_ahead"]
+    assert "a flattened loop waits for each load" in told["scatter_that_loads_ahead"]
 
 
 def test_failed_compilation_names_its_cause(told):

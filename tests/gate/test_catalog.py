@@ -21,12 +21,19 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import stem_of
 from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.target import A100, B200, H100, MI300, Target
+from tpkernels.kernels.target import A100, B200, H100, MI300, RTX_5090, Target
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 
 ENTRIES = catalog()
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-GPUS = {"sm_80": A100, "sm_89": Target("cuda", 89, 142), "sm_90": H100, "sm_100": B200, "gfx942": MI300}
+GPUS = {
+    "sm_80": A100,
+    "sm_89": Target("cuda", 89, 142),
+    "sm_90": H100,
+    "sm_100": B200,
+    "sm_120": RTX_5090,
+    "gfx942": MI300,
+}
 
 
 def jit_function(entry: Entry):
@@ -42,7 +49,9 @@ def test_catalog_holds_every_kernel_and_form():
         (entry.name.removeprefix("gfx942/").removeprefix("sm_100/").split("/")[0], entry.form)
         for entry in ENTRIES
     }
-    assert held >= {(k, form) for k in (*KERNELS, "gather_linear") for form in ("descriptor", "pointer")}
+    assert held >= {
+        (k, form) for k in (*KERNELS, "gather_linear", "scatter_linear") for form in ("descriptor", "pointer")
+    }
     assert held >= {(kernel, "pointer") for kernel in ("norm_fwd", "norm_bwd", "sum_rows", "reduce_slots")}
     vocabulary = ("embedding_fwd", "embedding_bwd", "softmax_statistics", "cross_entropy_grad")
     assert held >= {(kernel, "pointer") for kernel in vocabulary}

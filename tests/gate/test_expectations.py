@@ -7,6 +7,7 @@ import pytest
 from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
+from tpkernels.gate.ptx import NO_FLAG
 
 ENTRIES = {entry.name: entry for entry in catalog()}
 LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
@@ -21,6 +22,8 @@ FACTS = Facts(
     instructions={"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
     aligned=LINEAR.aligned,
     narrow_offsets=(),
+    unordered_reads=(),
+    unordered_flags=(),
     seconds=1.0,
 )
 
@@ -65,7 +68,7 @@ def test_true_fp32_on_amd_may_use_the_matrix_units_but_not_their_short_form():
     assert [*violations(TRUE_FP32, "gfx942", replace(facts, instructions={}))] == ["no v_mfma"]
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_pointer_kernels_multiply_on_some_tensor_core(architecture):
     facts = replace(FACTS, aligned=POINTER.aligned, instructions={"LDGSTS.128": 1, "HMMA": 4})
     assert [*violations(POINTER, architecture, facts)] == []
@@ -80,3 +83,32 @@ def test_blackwell_descriptors_have_rules_of_their_own():
     for name in facts.instructions:
         without = {other: count for other, count in facts.instructions.items() if other != name}
         assert f"no {name}" in violations(entry, "sm_100", replace(facts, instructions=without))
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("gather_linear/descriptor/bf16/128x256x64/depth_first", "unordered_reads"),
+        ("gather_linear/pointer/bf16/128x128x32/depth_first", "unordered_reads"),
+        ("reduce_slots/pointer/bf16/16x128/bias+wait", "unordered_reads"),
+        ("scatter_linear/descriptor/bf16/128x256x64/one", "unordered_flags"),
+        ("scatter_linear/pointer/fp32/64x64x16/two+depth_first", "unordered_flags"),
+        ("publish/pointer/bf16/one", "unordered_flags"),
+    ],
+)
+def test_kernels_with_flags_are_held_to_their_order(name, fact):
+    assert NO_FLAG not in violations(ENTRIES[name], "sm_90", FACTS)
+    early = replace(FACTS, **{fact: (NO_FLAG,)})
+    assert NO_FLAG in violations(ENTRIES[name], "sm_90", early)
+    assert NO_FLAG not in violations(ENTRIES[name], "gfx942", early)  # of which no PTX tells
+    others = replace(FACTS, unordered_reads=(NO_FLAG,), unordered_flags=(NO_FLAG,))
+    assert NO_FLAG not in violations(LINEAR, "sm_90", others)
+
+
+def test_a_kernel_that_pushes_stores_by_threads():
+    entry = ENTRIES["scatter_linear/descriptor/bf16/128x256x64/one"]
+    facts = replace(FACTS, aligned=entry.aligned, instructions={"HGMMA": 4, "UTMALDG": 2, "STG.128": 2})
+    assert [*violations(entry, "sm_90", facts)] == []
+    for name in facts.instructions:
+        without = {other: count for other, count in facts.instructions.items() if other != name}
+        assert f"no {name}" in violations(entry, "sm_90", replace(facts, instructions=without))

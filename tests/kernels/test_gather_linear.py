@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.checks import DTYPES, SHAPES, TILE, assert_accurate, normal, raise_if_late
+from tests.kernels.checks import DTYPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal, raise_if_late
 from tests.kernels.ring import first_tile
 from tests.kernels.test_linear import operands
+from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import gather_linear_ref
@@ -61,6 +62,25 @@ def test_gather_linear_forms_agree_with_float64(form, bias, device):
     )
     assert z is None
     assert_accurate(y, gather_linear_ref(x.double(), w.double(), b.double() if bias else None)[0])
+
+
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+def test_gather_linear_reads_a_weight_as_it_lies(form, device):
+    """dgrad of `row_linear`: the weight lies as (depth, cols). No copy, and the bits of `dgrad`."""
+    dy, w, _ = operands((72, 104, 96), torch.bfloat16, device)
+    weight = w.t().contiguous()  # (out_features, in_features): (104, 96)
+    here = arrivals(device, EPOCH, EPOCH)
+    y = gather_linear_fwd(dy, weight.t(), arrivals=here, first_row=36, form=form, tile=TILE).y
+    assert torch.equal(y, dgrad(dy, weight, form=form, tile=TILE))
+    assert_accurate(y, dy.double() @ weight.double())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_gather_linear_takes_any_layout(layout, device):
+    x, w, _ = operands((71, 45, 51), torch.float16, device)
+    x, w = layout(x), layout(w)
+    y = gather_linear_fwd(x, w, arrivals=arrivals(device, EPOCH)).y
+    assert_accurate(y, x.double() @ w.double().t())
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 16), (4, 0, 16), (4, 8, 0)], ids=str)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
-from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates, default_tile, row_tile
+from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates, default_tile, pushing_tile, row_tile
 
 BF16 = torch.bfloat16
 
@@ -39,6 +39,17 @@ def test_default_tile_of_a_tiny_result_makes_the_most_tiles():
 def test_every_case_has_a_tile(kernel, ragged, dtype, target):
     for shape in ((1, 1), (0, 5), (300, 50257), (8192, 8192)):
         assert isinstance(default_tile(kernel, "pointer", dtype, target, *shape, ragged), MatmulTile)
+
+
+@pytest.mark.parametrize(
+    ("chunk_rows", "block_rows"), [(1024, 128), (128, 128), (64, 64), (192, 64), (320, 128), (1, 64)]
+)
+def test_pushing_tile_computes_few_rows_past_the_end_of_a_chunk(chunk_rows, block_rows):
+    tiles = candidates("linear", "descriptor", BF16, H100)
+    tile = pushing_tile(tiles[0], tiles, chunk_rows)
+    assert (tile.block_rows, tile.flatten) == (block_rows, False)
+    strange = MatmulTile(256, 16, 16, num_warps=4, num_stages=1)
+    assert pushing_tile(strange, tiles, chunk_rows) == strange
 
 
 @pytest.mark.parametrize("features", [1, 17, 1024, 12288, 16384])

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tests.kernels.checks import raise_if_late
 from tests.loopback import start
-from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery, MailboxExchange, Opening
+from tpkernels.comm.transports.host import HostDelivery, HostExchange
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
+from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
@@ -54,25 +55,26 @@ class Faulty(HostExchange):
 
     fault = ""
 
-    def put(self, peer: int, there: slice, rows: Tensor, number: int, flag: Tensor) -> None:
-        if peer == self.rank or number < 3:  # the first calls are sound
-            super().put(peer, there, rows, number, flag)
+    def put(self, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
+        if peer == self.rank or delivery.number < 3:  # the first calls are sound
+            super().put(peer, there, rows, delivery)
             return
-        mailbox = self.mailbox(peer)
-        flags, memory = mailbox.flags[number % 2], mailbox.buffers[number % 2]
+        landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
+        flags = landing.flags[chunks.start : chunks.stop]
         if self.fault == "early_flag":
-            self.raise_flags(flags, there, flag)
+            flags.fill_(delivery.flag)
             time.sleep(0.2)
-            super().put(peer, there, rows, number, flag)
+            super().put(peer, there, rows, delivery)
         elif self.fault == "skipped_flag":
-            memory[there] = rows
+            landing.rows_of(chunks).copy_(rows)
         elif self.fault == "stale_slot":  # writes the other buffer
-            mailbox.buffers[(number + 1) % 2, there] = rows
-            self.raise_flags(flags, there, flag)
+            self.landing(1 - delivery.slot, peer).rows_of(chunks).copy_(rows)
+            flags.fill_(delivery.flag)
         else:
             shift = (peer - self.rank) * self.shape[0]  # as if it came from the receiver
+            memory = self.mailbox(peer).buffers[delivery.slot]
             memory[there.start + shift : there.stop + shift] = rows
-            self.raise_flags(flags, there, flag)
+            flags.fill_(delivery.flag)
 
 
 def gather_calls(

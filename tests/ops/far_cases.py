@@ -16,8 +16,9 @@ from tests.ops.transport_cases import open_exchanges, using
 from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d, shared, symmetric
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.comm.transports.mailbox import Layout, Opening
-from tpkernels.comm.transports.symmetric import name_of_ranks
+from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.rendezvous import name_of_ranks
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
@@ -72,10 +73,10 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
     with (
         using(f"symmetric{places}"),
         patch.object(symmetric, "why_not", return_value=""),
-        patch.object(symmetric, "require_gpu_each"),
+        patch.object(symmetric, "require_gpu_each", return_value=False),
         patch.object(torch.cuda, "get_device_properties"),
-        patch.object(symmetric, "_memory", lambda count, device: torch.zeros(count, dtype=torch.uint8)),
-        patch.object(symmetric, "_rendezvous", rendezvous),
+        patch.object(symmetric, "new_memory", lambda count, device: torch.zeros(count, dtype=torch.uint8)),
+        patch.object(symmetric, "rendezvous", rendezvous),
     ):
         group = dist.group.WORLD
         first, second = (

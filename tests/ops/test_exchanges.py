@@ -9,7 +9,8 @@ from tests.loopback import open_loopback, open_symmetric_loopback, start
 from tests.ops import exchanges
 from tests.ops.exchanges import CALLS, FAULTS, K, gathered_exactly, gathered_product, shard_of
 from tests.ranks import RankFailure, RankPool
-from tpkernels.comm.transports.mailbox import Layout
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
 
@@ -69,9 +70,8 @@ def test_a_rank_that_dies_leaves_nothing_behind():
 
 def test_a_rank_that_does_not_read_is_an_error_that_names_it(ranks2: RankPool):
     message, other = ranks2.run(exchanges.unread_call, 4)
-    assert (
-        "gather on rank 0: call 3 waited 0.5 s for rank 1 to read call 1, has read 0: is it alive?" in message
-    )
+    assert "gather on rank 0: call 3 may begin once rank 1 has read call 1, which has read 0" in message
+    assert message.endswith(": the host waited 0.5 s")
     assert other == "nothing"
 
 
@@ -111,6 +111,15 @@ def test_a_call_read_before_the_one_ahead_of_it_does_not_free_that_ones_slots(op
     first.end()
     start(end, [torch.zeros(4, K)]).end()
     end.close()
+
+
+def test_a_product_of_no_features_waits_for_its_rows_too():
+    """Else a rank would push the next call before others have read the one before."""
+    first, second = open_loopback("gather", Layout(2, (4, K), torch.float32), 0.1)
+    delivery = start(first, [torch.zeros(4, K)] * 2)
+    with pytest.raises(RuntimeError, match=r"gather: rows of rank 1 \(chunk 1\) did not arrive"):
+        KERNEL_WAITS.product(delivery, torch.zeros(0, K), None, "none", False)
+    first.close(), second.close()
 
 
 def test_an_exchange_refuses_what_cannot_work():

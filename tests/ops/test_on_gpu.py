@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,14 @@ from torch import Tensor
 from tests.loopback import open_symmetric_loopback, start
 from tests.ops import gpu_cases
 from tests.ranks import RankPool
-from tpkernels.comm.transports.mailbox import Layout, MailboxDelivery
+from tpkernels.comm.schedule import reduce_plan
+from tpkernels.comm.transports.mailbox import MailboxDelivery
+from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.kernels.scatter_linear import scatter_linear
+from tpkernels.kernels.waits import Departures
 from tpkernels.ops.tensor_parallel.flag_waits import KernelWaits
 
 pytestmark = pytest.mark.gpu
@@ -77,11 +83,14 @@ def test_a_captured_call_can_be_replayed(ends):
             finish(delivery)
         return ys
 
+    for end in ends:
+        end.count_by(WAITS)
     call()  # kernels are loaded before a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ys = call()
+    assert all(end.captured for end in ends)
     for replay in range(5):
         for piece, fresh in zip(pieces, shards(100 + replay), strict=True):
             piece.copy_(fresh)
@@ -96,9 +105,52 @@ def test_a_captured_call_can_be_replayed(ends):
 def test_rows_that_never_come_are_an_error_of_a_later_call(ends):
     deliveries = [start(end, [shards(0)[0]] * RANKS) for end in ends[:-1]]  # the last rank pushes nothing
     WAITS.product(deliveries[0], weight(), None, "none", False)
+    ends[0].look()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"gather: rows of rank 3 \(chunk \d\) did not arrive"):
         WAITS.product(deliveries[0], weight(), None, "none", False)
+
+
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_flags_tell_of_their_own_rows_in_1000_delayed_calls(ends, mode):
+    for end in ends:
+        end.count_by(WAITS)
+        if mode == "captured":
+            end.captured, end.margin = True, 1
+    numbers, wrong = random.Random(1), torch.zeros(1, dtype=torch.int64, device="cuda")
+    pieces = [shards(call) for call in range(3)]
+    gathered = [torch.cat(rows) for rows in pieces]
+    for call in range(1000):
+        for end in ends:
+            with end.side.entered():
+                torch.cuda._sleep(numbers.choice([0, 0, 2_000, 50_000]))
+        deliveries = [start(end, [pieces[call % 3][end.rank]] * RANKS) for end in ends]
+        for delivery in deliveries:
+            wrong += (WAITS.all_rows(delivery) != gathered[call % 3]).sum()
+            delivery.end()
+    assert int(wrong) == 0
+    assert [int(end.status) for end in ends] == [0] * RANKS
+
+
+def test_a_kernel_stores_into_the_slots_of_all(ends):
+    for call in range(6):
+        operands = [(torch.cat(shards(10 * call + end.rank))[:, :K], weight()[:K]) for end in ends]
+        deliveries = []
+        for end, pair in zip(ends, operands, strict=True):
+            plan = reduce_plan(RANKS * ROWS, RANKS, end.rank, end.splits, tapered=False)
+            delivery = end.begin(None, plan, K, pair[0])
+            delivery.before_kernels_push()
+            departures = Departures(*delivery.departures())
+            scatter_linear((pair,), departures=departures, ranks=RANKS, rank=end.rank, splits=end.splits)
+            deliveries.append(delivery)
+        expected = sum(a.float() @ w.float().T for a, w in operands).view(RANKS, ROWS, K)
+        for delivery in deliveries:
+            total = WAITS.total(delivery, None).float()
+            delivery.end()
+            rank = delivery.exchange.rank
+            assert (total - expected[rank]).norm() < 1e-2 * expected[rank].norm()
+    torch.cuda.synchronize()
+    assert [int(end.status) for end in ends] == [0] * RANKS
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -120,6 +120,10 @@ def test_few_exchanges_stay_open(ranks2):
         assert mappings == 3 * 2
 
 
+def test_exchanges_that_a_graph_writes_stay_open(ranks2):
+    assert ranks2.run(cases.captured_exchanges_stay) == [[1, 4]] * 2
+
+
 def test_exchanges_end_with_their_group(ranks2):
     assert ranks2.run(cases.ends_with_its_group) == [(1, 2, 0, 0)] * 2
     for message in ranks2.run(cases.destroyed_but_held):
@@ -131,7 +135,7 @@ def test_exchanges_end_with_their_group(ranks2):
     {
         "misspelt on one rank": ["on rank 0: TPKERNELS_TRANSPORT is 'share'; expected one of auto, c10d"],
         "other wishes": [
-            "rank 0 has column_linear with TPKERNELS_TRANSPORT=c10d",
+            "rank 0 has column_linear with TPKERNELS_TRANSPORT=auto",
             "rank 1 has column_linear",
         ],
         "symmetric on the CPU": [
@@ -156,6 +160,15 @@ def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(transport, backend
     if transport == "shared apart":  # its connections tell, perhaps before anything is asked of it
         lost += ["rank 1 cannot be reached"]
     assert survivor.startswith(tuple(f"column_linear: {what}" for what in lost))
+
+
+def test_a_killed_rank_is_noticed_at_once():
+    with RankPool(2) as own, pytest.raises(RankFailure) as failure:
+        own.run(cases.peer_is_killed)
+    seconds, _, survivor = str(failure.value.exceptions[0]).partition(" s: ")
+    assert "column_linear: rows of rank 1 (chunk " in survivor
+    assert "its process has ended" in survivor
+    assert float(seconds) < 2
 
 
 def test_a_rank_that_dies_while_an_exchange_opens_is_named_with_op_and_group():

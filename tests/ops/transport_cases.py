@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.loopback import start
+from tests.loopback import start, write_word
 from tests.ops import exchanges
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
@@ -23,11 +24,14 @@ from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels.comm.transports import mailbox, symmetric
 from tpkernels.comm.transports import select as transports
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
+from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.shared import map_shared
 from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 T = TypeVar("T")
@@ -43,13 +47,17 @@ class ProcessHandle:
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._memories[rank][: sizes[0]]
 
+    def stream_write_value32(self, tensor: torch.Tensor, offset: int, val: int) -> None:
+        write_word(tensor, offset, val)
+
     def barrier(self, channel: int, timeout_ms: int) -> None:
         dist.barrier(self._group)
 
 
 def open_stand_in(opening: Opening) -> MailboxExchange:
     """As `open_symmetric` does, but for the memory."""
-    memories, group = map_shared(opening), opening.group
+    group = opening.group
+    memories = {peer: memory for peer, (memory, _) in map_shared(opening).items()}
     here = list(memories)
     world_ranks = [dist.get_global_rank(group, rank) for rank in here]
     beside = (
@@ -120,9 +128,11 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     group = dist.group.WORLD
     layout = Layout(ranks, (rows, exchanges.K), torch.float32, 2)
     exchange = open_stand_in(Opening("replay", group, layout, timeout=20.0))
+    exchange.flag_kernels = KERNEL_WAITS  # which count and publish in the interpreter here
+    exchange.captured = True
     results = []
     for call in range(4):
-        exchange._begun = exchange._read = 0  # what the host counts; epochs are counted on the device
+        exchange.order = CallOrder()  # a replay does not count on the host
         with nullcontext() if with_barrier or not call else patch.object(exchange, "barrier"):
             delivery = start(exchange, [exchanges.shard_of(rank, call, rows)] * ranks)
         time.sleep(0.1 * rank)  # the first rank is far ahead
@@ -130,6 +140,16 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     dist.barrier()
     exchange.close()
     return exchanges.gathered_exactly(rank, ranks, rows, results)
+
+
+def captured_exchanges_stay() -> list[int]:
+    """Rows of what stays open after too many shapes, where a graph has captured the first."""
+    with using("shared"), patch.object(transports, "MOST_OPEN", 2):
+        for rows in (1, 2, 3, 4):
+            x, w = torch.randn(rows, 8), torch.randn(4, 8)
+            column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+            open_exchanges()[0].captured = True
+        return [exchange.shape[0] for exchange in open_exchanges()]
 
 
 def nobody_can_wait() -> list[str]:
@@ -255,6 +275,19 @@ def peer_dies(transport: str, backend: str) -> None:
         if dist.get_rank() == 1:
             os._exit(7)
         block(*operands, sequence_parallel=True)
+
+
+def peer_is_killed() -> None:
+    """What is said of a rank that is killed, of which only memory tells, and after how many seconds."""
+    with using("shared", "torch"):
+        operands = operands_of(7)
+        block(*operands, sequence_parallel=True)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        message = message_of(lambda: block(*operands, sequence_parallel=True))
+        raise RuntimeError(f"{time.monotonic() - started:.1f} s: {message}")
 
 
 def peer_dies_while_an_exchange_opens() -> None:

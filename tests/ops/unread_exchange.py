@@ -19,7 +19,7 @@ def serve(rank: int, path: str) -> None:
         column_linear(torch.randn(2, 8), torch.randn(4, 8), None, dist.group.WORLD, sequence_parallel=True)
         (exchange,) = open_exchanges()
         for _ in range(4 * (rank == 0)):
-            exchange.released(exchange._begun)
+            exchange.released(exchange.order.begun)
             start(exchange, [torch.zeros(2, 8)] * 2)
 
 

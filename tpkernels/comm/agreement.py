@@ -75,6 +75,10 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
     _raise_difference(claims, ranks)
 
 
+class CannotTakePart(RuntimeError):
+    """A rank has told the others why, and all raise this alike: nothing is on its way."""
+
+
 def offers_of_all(
     name: str, call: Call, problem: str, wanted: str = "", offer: Sequence[str] = ()
 ) -> list[list[str]]:
@@ -94,7 +98,7 @@ def offers_of_all(
             )
     for peer, (_, why, *_) in enumerate(found):
         if why:
-            raise RuntimeError(f"{here}: rank {peer} cannot take part: {why}")
+            raise CannotTakePart(f"{here}: rank {peer} cannot take part: {why}")
     return [offered for _, _, *offered in found]
 
 

@@ -22,13 +22,14 @@ ever reset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 # A chunk is worth its launch from some size on; more than a few cost the product its efficiency.
 MOST_CHUNKS = 4
 LEAST_BYTES = 128 * 1024
+MOST_PUSHES = 8  # of a GPU in a gather: each takes the host some microseconds
 
 SLOTS = 2  # buffers in turn: a rank may be one call ahead of another
 
@@ -106,6 +107,14 @@ def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
         pairs = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
         rounds += [Round(received, (Swap(to, sent, sent, source, received),)) for sent, received in pairs]
     return Plan(rank, ranks, rows, own, own, False, tuple(rounds))
+
+
+@lru_cache(maxsize=256)
+def pushing_gather_plan(rows: int, ranks: int, rank: int, chunks: int) -> Plan:
+    """A gather of which `rank` sends all at once, and that still arrives chunk by chunk."""
+    plan = gather_plan(rows, ranks, rank, chunks, tapered=False)
+    arriving = (Round(round.rows, ()) for round in plan.rounds[1:])
+    return replace(plan, rounds=(Round(plan.own, plan.swaps), *arriving))
 
 
 @lru_cache(maxsize=256)
@@ -216,9 +225,25 @@ def swaps_full_sums(sum_bytes: int, ranks: int) -> bool:
     return sum_bytes * (ranks - 1) * (ranks - 2) <= LEAST_BYTES * ranks
 
 
+def worth_sharing(shard_bytes: int, ranks: int, *, to_all: bool) -> bool:
+    """Whether what a rank receives is worth memory that ranks share, where sockets would do.
+
+    to_all: an all-reduce, which is a reduce and a gather through memory. Where c10d swaps full sums instead,
+    it is faster up to shards of MOST_CHUNKS chunks. A function of sizes that all ranks share.
+    """
+    if to_all and swaps_full_sums(ranks * shard_bytes, ranks):
+        return shard_bytes >= MOST_CHUNKS * LEAST_BYTES
+    return (ranks - 1) * shard_bytes >= LEAST_BYTES
+
+
 def even_chunks(shard_rows: int, wanted: int) -> int:
     """The most chunks of a shard, up to `wanted`, that have as many rows each."""
     return next(chunks for chunks in range(max(1, wanted), 0, -1) if shard_rows % chunks == 0)
+
+
+def pushed_chunks(shard_rows: int, shard_bytes: int, ranks: int) -> int:
+    """Into how many chunks a GPU cuts the shard that it pushes to each of the others."""
+    return even_chunks(shard_rows, min(parts_of_shard(shard_bytes), MOST_PUSHES // max(1, ranks - 1)))
 
 
 def chunk_rows(rows: int, ranks: int, chunks: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""A stream beside the one that computes. Devices without streams do everything at once, in order."""
+"""Streams that compute, and streams beside them. A CPU has none: it does everything at once, in order."""
 
 from __future__ import annotations
 
@@ -8,31 +8,56 @@ import torch
 
 
 class SideStream:
-    """csrc/side_stream.h in Python."""
+    """A stream beside those that compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device, priority=-1)
 
-    def note_current(self, streams: list[torch.Stream]) -> None:
-        """Add the stream that is current in this thread to `streams`, once."""
-        if self._stream is None:
-            return
-        current = torch.accelerator.current_stream(self._device)
-        if current not in streams:
-            streams.append(current)
+    def wait_for(self, other: torch.Stream | None) -> None:
+        """What is enqueued here from now on waits for what `other` has so far. The host does not."""
+        if self._stream is not None and other is not None:
+            self._stream.wait_stream(other)
 
-    def wait_for(self, streams: list[torch.Stream]) -> None:
-        """What is enqueued here from now on waits for what is in `streams` so far. The host does not."""
-        for stream in streams:
-            assert self._stream is not None
-            self._stream.wait_stream(stream)
+    def let(self, other: torch.Stream | None) -> None:
+        """The reverse: `other` waits for what is enqueued here so far."""
+        if self._stream is not None and other is not None:
+            other.wait_stream(self._stream)
 
-    def let_current_wait(self) -> None:
-        """The reverse: the current stream waits for what is enqueued here so far."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+    def mark(self) -> torch.Event | None:
+        """What others wait for who wait for what is enqueued here so far, and for nothing behind it."""
+        return None if self._stream is None else self._stream.record_event()
 
     def entered(self) -> AbstractContextManager[object]:
         """Makes this stream the current one."""
         return nullcontext() if self._stream is None else self._stream
+
+
+class StreamOrder:
+    """Calls of one group take effect in the order in which the host makes them, in whichever streams.
+
+    Kernels that wait for rows fill a GPU. Were those of two calls free to start in either order, one rank
+    might start with the first and another with the second, and each would keep the other from computing
+    what it waits for. So a call in another stream than the one before waits for what that stream has so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.Stream | None = None
+
+    def current(self) -> torch.Stream | None:
+        """The stream that is current in this thread, from now on behind those of earlier calls."""
+        if self._device.type == "cpu":
+            return None
+        current = torch.accelerator.current_stream(self._device)
+        last, self._last = self._last, current
+        if last is not None and last != current and self._captures(last) == self.capturing():
+            current.wait_stream(last)  # whoever replays a graph orders it
+        return current
+
+    def capturing(self) -> bool:
+        """Whether what is enqueued in the current stream goes into a graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _captures(self, stream: torch.Stream) -> bool:
+        with stream:
+            return self.capturing()

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.gate import machine_code, triton_ir
+from tpkernels.gate import machine_code, ptx, triton_ir
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.operands import Form
 
@@ -38,6 +38,7 @@ SHARED_LIMIT: Mapping[str, int] = {
     "sm_89": 101_376,
     "sm_90": 232_448,
     "sm_100": 232_448,
+    "sm_120": 101_376,
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
@@ -86,21 +87,23 @@ class Facts:
     instructions: Mapping[str, int]  # see `machine_code`; absent is zero
     aligned: frozenset[str]  # arguments that the compiler knows to be multiples of 16
     narrow_offsets: tuple[str, ...]  # 32-bit products in addresses, see `triton_ir`
+    unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx`; () on AMD
+    unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"aligned": sorted(self.aligned), "narrow_offsets": list(self.narrow_offsets)}
+        return asdict(self) | {"aligned": sorted(self.aligned)}
 
     @staticmethod
     def from_json(value: Any) -> Facts:
         """What `as_json` gave; TypeError for anything else."""
         if not isinstance(value, dict) or set(value) != {field.name for field in fields(Facts)}:
             raise TypeError(f"expected the fields of Facts, got {value!r}")
-        sets = {"aligned": frozenset(value["aligned"]), "narrow_offsets": tuple(value["narrow_offsets"])}
-        return Facts(**value | sets)
+        lists = {name: tuple(found) for name, found in value.items() if isinstance(found, list)}
+        return Facts(**value | lists | {"aligned": frozenset(value["aligned"])})
 
 
 class CompileError(RuntimeError):
@@ -177,7 +180,8 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
     ours = b"".join(
-        Path(str(module)).read_bytes() for module in (__file__, machine_code.__file__, triton_ir.__file__)
+        Path(str(module)).read_bytes()
+        for module in (__file__, machine_code.__file__, ptx.__file__, triton_ir.__file__)
     )
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
 
@@ -256,6 +260,8 @@ def _nvidia(compiled: Any, seconds: float, folder: Path) -> Facts:
         instructions=mix,
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        unordered_reads=ptx.unordered_reads(compiled.asm["ptx"]),
+        unordered_flags=ptx.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
     )
 
@@ -272,6 +278,8 @@ def _amd(compiled: Any, seconds: float, folder: Path) -> Facts:
         instructions=machine_code.amd_mix(assembly),
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        unordered_reads=(),
+        unordered_flags=(),
         seconds=seconds,
     )
 

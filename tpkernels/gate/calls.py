@@ -7,7 +7,7 @@ operands in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -17,17 +17,20 @@ from torch import Tensor
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
-from tpkernels.kernels import reference
+from tpkernels.kernels import launch, reference
 from tpkernels.kernels.activations import Activation, Glu
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
+from tpkernels.kernels.flags import advance as count_call
+from tpkernels.kernels.flags import publish as raise_flags
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.scatter_linear import scatter_linear as store_product
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
-from tpkernels.kernels.waits import Arrivals
+from tpkernels.kernels.waits import Arrivals, Departures
 
 Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
 
@@ -69,10 +72,16 @@ class Operands:
             return self.vector(*value.shape)
         return self.weight() if name.startswith("w") else self.matrix(*value.shape)
 
+    def word(self, value: int) -> Tensor:
+        return self.integers(1, value, value + 1, torch.int32)
+
+    def addresses(self, *tensors: Tensor) -> Tensor:
+        """A table for kernels that write to other ranks."""
+        return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
+
     def arrivals(self, chunks: int) -> Arrivals:
         """All chunks are here."""
-        flags, awaited = (self.integers(count, 7, 8, torch.int32) for count in (chunks, 1))
-        return Arrivals(flags, awaited, self.integers(1, 0, 1, torch.int32), spin_limit=1001)
+        return Arrivals(self.integers(chunks, 7, 8, torch.int32), self.word(7), self.word(0), spin_limit=1001)
 
 
 # the name of the result, where there is one
@@ -160,6 +169,62 @@ def gather_linear(of: Operands, activation: Activation) -> Results:
     )
     y, z = reference.gather_linear_ref(x.double(), w.double(), b.double(), activation)
     return {"y": (ours.y, y), "z": (ours.z, z)}
+
+
+def gather_dgrad(of: Operands) -> Results:
+    """The product with a weight that lies as (depth, cols): dgrad, computed as dy arrives."""
+    chunk_rows = of.tokens // of.chunks
+    dy, w = of.matrix(chunk_rows * of.chunks, of.out_features), of.weight()
+    tile = of.tile and waiting_tile(of.tile, chunk_rows)
+    ours = gather_linear_fwd(dy, w.t(), arrivals=of.arrivals(of.chunks), tile=tile, form=of.form)
+    return {"dx": (ours.y, reference.dgrad_ref(dy.double(), w.double()))}
+
+
+def scatter_linear(of: Operands, pairs: int = 1, depth_first: bool = False) -> Results:
+    """The second of two ranks, each of which gets its rows in as many chunks as there are.
+
+    depth_first: the product is a dgrad, whose weight lies as (depth, cols)
+    """
+    T, K, N = of.sizes
+    rows, cols, depth = T // (2 * of.chunks) * of.chunks, *((K, N) if depth_first else (N, K))
+    given = [(of.matrix(2 * rows, depth), of.weight()) for _ in range(pairs)]
+    given = [(a, w.t() if depth_first else w) for a, w in given]
+    slots = [launch.empty((rows, cols), of.dtype, given[0][0].device) for _ in range(2)]
+    flags = [of.integers(of.chunks, 0, 7, torch.int32) for _ in range(2)]
+    counters = of.integers(2 * of.chunks, 0, 1, torch.int32)
+    store_product(
+        tuple(given),
+        departures=Departures(of.addresses(*slots), of.addresses(*flags), counters, of.word(7)),
+        ranks=2,
+        rank=1,
+        splits=of.chunks,
+        tile=of.tile and replace(of.tile, flatten=False),
+        form=of.form,
+    )
+    exact = torch.stack([a.double() @ w.double().t() for a, w in given]).sum(0)
+    return {
+        "product": (torch.cat(slots), exact),
+        "flags": _words(*flags, *[7] * (2 * of.chunks)),
+        "counters": _words(counters, *[0] * (2 * of.chunks)),
+    }
+
+
+def publish(of: Operands) -> Results:
+    flags = of.integers(4, 7, 8, torch.int32)
+    raise_flags(of.addresses(flags[1:], flags[3:]), of.word(9))
+    return {"flags": _words(flags, 7, 9, 7, 9)}
+
+
+def advance(of: Operands) -> Results:
+    word, awaited = of.word(32), of.word(7)
+    count_call(word, awaited, 16, 3)
+    return {"word": _words(word, 48), "awaited": _words(awaited, 51)}
+
+
+def _words(*found: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Integers that were found, then those that are expected."""
+    tensors = [one for one in found if isinstance(one, Tensor)]
+    return torch.cat(tensors).float(), torch.tensor([one for one in found if isinstance(one, int)]).double()
 
 
 def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> Results:

@@ -34,7 +34,7 @@ from tpkernels.kernels.tiles import (
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # what each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
-NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 T, N, K = 2096, 512, 1024  # multiples of 16
 FEATURES = (1024, 8192, MAX_FEATURES)  # of a norm
@@ -122,6 +122,8 @@ COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
         "linear/gelu_tanh+bias+z": partial(calls.product, name="linear", activation="gelu_tanh"),
         "gather_linear/gelu_tanh+bias+z": partial(calls.gather_linear, activation="gelu_tanh"),
+        "gather_linear/depth_first": calls.gather_dgrad,
+        "scatter_linear/two+depth_first": partial(calls.scatter_linear, pairs=2, depth_first=True),
     },
     "glu": {"glu/swiglu+gu": partial(calls.product, name="glu", glu="swiglu")},
     "dgrad": {
@@ -137,6 +139,9 @@ OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
         "linear/gelu+bias+z": partial(calls.product, name="linear", activation="gelu"),
         "linear/silu+bias+z": partial(calls.product, name="linear", activation="silu"),
         "linear/relu2+bias+z": partial(calls.product, name="linear", activation="relu2"),
+        "scatter_linear/one": calls.scatter_linear,
+        "scatter_linear/one+depth_first": partial(calls.scatter_linear, depth_first=True),
+        "scatter_linear/two": partial(calls.scatter_linear, pairs=2),
     },
     "glu": {
         "glu/swiglu": partial(calls.product, name="glu", optional=False),
@@ -176,6 +181,8 @@ def _row_entries() -> Iterator[Entry]:
             yield _row_entry(
                 "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
             )
+    for kernel in ("publish", "advance"):
+        yield _row_entry(kernel, "one", BF16, getattr(calls, kernel))
     for kernel, tile in (("embedding_fwd", EMBEDDING), ("embedding_bwd", EMBEDDING_GRAD)):
         yield _row_entry(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, calls.embedding)
     for dtype in (BF16, FP32):

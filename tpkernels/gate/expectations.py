@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tpkernels.gate.ahead_of_time import SHARED_LIMIT, Entry, Facts
+from tpkernels.gate.ptx import NO_FLAG
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
-MATMULS = ("linear", "gather_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad")
+MATMULS = ("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad")
 # integers that are multiples of nothing, and no part of a matrix's address
-COUNTS = {"first_tile", "first_chunk", "chunk_rows", "spin_limit", "R", "splits", "columns", "first_id"}
+COUNTS = {
+    *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
+    *("columns", "first_id", "count", "code"),
+}
 
 
 def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     """Each rule that the facts break, in words."""
     yield from _memory(architecture, facts)
     yield from _addresses(entry, facts)
+    yield from _order(entry, architecture, facts)
     if entry.module not in MATMULS:
         return
     if architecture.startswith("gfx"):
@@ -55,6 +60,18 @@ def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
         yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
 
 
+def _order(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
+    """Rows are read after their flag, and flags are raised after their rows."""
+    if architecture.startswith("gfx"):
+        return
+    if (entry.module == "gather_linear" or entry.constants.get("WAIT")) and not is_ragged(entry):
+        yield from facts.unordered_reads
+    if entry.module == "scatter_linear":
+        yield from facts.unordered_flags
+    if entry.function == "_publish_kernel" and NO_FLAG in facts.unordered_flags:
+        yield NO_FLAG
+
+
 def _nvidia_products(entry: Entry, facts: Facts) -> Iterator[str]:
     if entry.form == "pointer" and not is_ragged(entry):
         # cp.async of 16 bytes: what pipelining consists of, and what a lost alignment takes away
@@ -82,6 +99,8 @@ def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
 
 def _store_of(entry: Entry) -> str:
     """The instruction by which results leave a descriptor kernel."""
+    if entry.module == "scatter_linear":
+        return "STG.128"  # into memory of other ranks, which no descriptor of ours describes
     return "UTMAREDG" if entry.constants.get("REDUCE") else "UTMASTG"
 
 

@@ -144,6 +144,10 @@ def _matmuls(of: Operands) -> Iterator[Case]:
             yield Case(f"{launcher}/{way}", call)
     for activation in ACTIVATIONS:
         yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
+    yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
+    for pairs, depth_first in ((1, False), (2, False), (2, True)):
+        case = f"scatter_linear/{way}/{('one', 'two')[pairs - 1]}{'+depth_first' * depth_first}"
+        yield Case(case, partial(calls.scatter_linear, of, pairs, depth_first))
 
 
 def _rows(of: Operands) -> Iterator[Case]:
@@ -152,6 +156,8 @@ def _rows(of: Operands) -> Iterator[Case]:
         yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
     yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
+    yield Case(f"publish/{way}", partial(calls.publish, of))
+    yield Case(f"advance/{way}", partial(calls.advance, of))
     yield Case(f"embedding_fwd/embedding_bwd/{way}", partial(calls.embedding, of))
     yield Case(f"softmax_statistics/cross_entropy_grad/{way}", partial(calls.cross_entropy, of))
     for name in calls.other_primitives():

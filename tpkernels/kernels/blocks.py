@@ -53,6 +53,27 @@ def load_block(
 
 
 @triton.jit
+def load_weight(
+    w,
+    col,
+    depth,
+    cols,
+    depths,
+    stride_col,
+    stride_depth,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A (DEPTH, COLS) block of a weight, which is (cols, depths), or (depths, cols) if DEPTH_FIRST."""
+    if DEPTH_FIRST:
+        return load_block(w, depth, col, depths, cols, stride_depth, stride_col, DEPTH, COLS, TMA)
+    else:
+        return load_block(w, col, depth, cols, depths, stride_col, stride_depth, COLS, DEPTH, TMA).T
+
+
+@triton.jit
 def store_block(target, value, row, col, rows, cols, stride_row, stride_col, TMA: tl.constexpr):
     """Write a block at (row, col) of a (rows, cols) matrix, in its dtype; nothing beyond its edges."""
     if TMA:

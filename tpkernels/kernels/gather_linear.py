@@ -17,11 +17,17 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import Activation, require_activation
-from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
+from tpkernels.kernels.blocks import load_block, load_vector, load_weight, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.linear import LinearForward
-from tpkernels.kernels.operands import Form, require_matrices, require_shape, require_tensors
-from tpkernels.kernels.target import Target, fast_math, input_precision, target_of
+from tpkernels.kernels.operands import (
+    Form,
+    lies_depth_first,
+    require_matrices,
+    require_shape,
+    require_tensors,
+)
+from tpkernels.kernels.target import fast_math, input_precision, resident_programs, target_of
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -36,7 +42,7 @@ def ring_tile_at(index, first_tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 @triton.jit
 def _gather_linear_kernel(
     x,  # (T, K), like every matrix here a tensor descriptor if TMA, else a pointer
-    w,  # (N, K)
+    w,  # (N, K), or (K, N) if DEPTH_FIRST
     b_ptr,  # (N,), unread unless HAS_BIAS
     z,  # (T, N) contiguous, untouched unless KEEP_Z
     y,  # (T, N) contiguous
@@ -59,6 +65,7 @@ def _gather_linear_kernel(
     KEEP_Z: tl.constexpr,
     FAST: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPTH_FIRST: tl.constexpr,
     ASYNC_PROXY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -78,14 +85,26 @@ def _gather_linear_kernel(
         row_tile, col_tile = ring_tile_at(index, first_tile, row_tiles, col_tiles, GROUP)
         t = row_tile * BLOCK_ROWS
         n = col_tile * BLOCK_COLS
-        last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
-        for chunk in tl.range(t // chunk_rows, last_row // chunk_rows + 1, num_stages=1):
-            wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=1, ASYNC_PROXY=ASYNC_PROXY)
+        first_chunk = t // chunk_rows
+        last_chunk = (tl.minimum(t + BLOCK_ROWS, T) - 1) // chunk_rows
+        # the maximum shows the compiler, and the gate, that no tile goes without a wait
+        for later in tl.range(0, tl.maximum(last_chunk - first_chunk + 1, 1), num_stages=1):
+            wait_for(
+                first_chunk + later,
+                flags_ptr,
+                awaited_ptr,
+                status_ptr,
+                spin_limit,
+                OP=1,
+                ASYNC_PROXY=ASYNC_PROXY,
+            )
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
         for k in range(0, K, BLOCK_DEPTH):
             x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_ROWS, BLOCK_DEPTH, TMA)
-            w_block = load_block(w, n, k, N, K, stride_wn, stride_wk, BLOCK_COLS, BLOCK_DEPTH, TMA)
-            acc = tl.dot(x_block, w_block.T, acc, input_precision=PRECISION)
+            w_block = load_weight(
+                w, n, k, N, K, stride_wn, stride_wk, BLOCK_COLS, BLOCK_DEPTH, DEPTH_FIRST, TMA
+            )
+            acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
         parts = split_columns(acc, PARTS)
         for p in tl.static_range(PARTS):
             n_part = n + p * PART
@@ -113,7 +132,7 @@ def gather_linear_fwd(
     """act(x weightᵀ + bias) in the dtype of x, of which each chunk is read once its flag is up.
 
     x: (tokens, in_features), as many equal chunks of rows as there are flags
-    weight: (out_features, in_features)
+    weight: (out_features, in_features); one that lies as (in_features, out_features) is read as it lies
     bias: (out_features,)
     first_row: where the rows begin that are here from the start
     margin: processors that are left to those who write x
@@ -132,18 +151,27 @@ def gather_linear_fwd(
     y = launch.empty((T, N), x.dtype, x.device)
     separate_z = keep_z and activation != "none"
     z = launch.empty((T, N), x.dtype, x.device) if separate_z else y
-    matrices = (("x", x), ("weight", weight), ("the result", y))
+    depth_first = lies_depth_first(weight)
+    stored = weight.t() if depth_first else weight
+    matrices = (("x", x), ("weight", stored), ("the result", y))
     form, chosen = launch.choose("gather_linear_fwd", "linear", target, matrices, (T, N), tile, form)
     if tile is None:
         chosen = waiting_tile(chosen, T // chunks)
     elif tile.flatten:
         raise ValueError("gather_linear_fwd: expected a tile with flatten=False: it loads before it waits")
+    # persistent in either form: a program that waits must not keep out one whose rows are here
+    programs = resident_programs("gather_linear_fwd", target, chosen.per_processor, margin)
     if y.numel():
         part = (chosen.block_rows, chosen.block_cols // chosen.parts)
         y_operand = launch.operand(y, part, form)
-        launch.on(x.device, _gather_linear_kernel, _grid(target, chosen, T, N, margin))(
+        w_block = (
+            (chosen.block_depth, chosen.block_cols)
+            if depth_first
+            else (chosen.block_cols, chosen.block_depth)
+        )
+        launch.on(x.device, _gather_linear_kernel, (min(chosen.tiles(T, N), programs),))(
             launch.operand(x, (chosen.block_rows, chosen.block_depth), form),
-            launch.operand(weight, (chosen.block_cols, chosen.block_depth), form),
+            launch.operand(stored, w_block, form),
             y if bias is None else bias,
             launch.operand(z, part, form) if separate_z else y_operand,
             y_operand,
@@ -166,6 +194,7 @@ def gather_linear_fwd(
             KEEP_Z=separate_z,
             FAST=fast_math(x.dtype, target),
             PRECISION=input_precision(x.dtype, target),
+            DEPTH_FIRST=depth_first,
             ASYNC_PROXY=form == "descriptor" and target.backend == "cuda",
             **launch.constants(chosen, form),
         )
@@ -179,12 +208,3 @@ def _require_chunks(rows: int, chunks: int, first_row: int) -> None:
         )
     if not 0 <= first_row < max(1, rows):
         raise ValueError(f"gather_linear_fwd: expected a first_row of 0 to {rows - 1}, got {first_row}")
-
-
-def _grid(target: Target, tile: MatmulTile, rows: int, cols: int, margin: int) -> tuple[int]:
-    """Persistent in either form: a program that waits must not keep out one whose rows are here."""
-    if not 0 <= margin < target.processors:
-        raise ValueError(
-            f"gather_linear_fwd: expected a margin of 0 to {target.processors - 1} processors, got {margin}"
-        )
-    return (min(tile.tiles(rows, cols), (target.processors - margin) * tile.per_processor),)

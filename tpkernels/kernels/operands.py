@@ -62,6 +62,11 @@ class Layout:
         return self.row_stride if self.rows > 1 else -(-self.cols // per_unit) * per_unit
 
 
+def lies_depth_first(weight: Tensor) -> bool:
+    """Whether a (cols, depth) weight lies in memory as (depth, cols), as `weight.t()` often does."""
+    return weight.stride(0) == 1 != weight.stride(1)
+
+
 def choose_form(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> Form:
     """The form that fits: descriptors where the hardware has TMA and every matrix can be described.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_vector, store_block
 from tpkernels.kernels.operands import DTYPES, require_tensors
-from tpkernels.kernels.target import target_of
+from tpkernels.kernels.target import resident_programs, target_of
 from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SlotSumTile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
 
@@ -56,9 +56,11 @@ def _reduce_slots_kernel(
         for _ in tl.range(0, R, num_stages=1):
             if WAIT:
                 part_rows = T // splits
-                last_row = tl.minimum(t + BLOCK_ROWS, T) - 1
-                for part in tl.range(t // part_rows, last_row // part_rows + 1, num_stages=1):
-                    chunk = slot_chunk + part
+                first_part = t // part_rows
+                last_part = (tl.minimum(t + BLOCK_ROWS, T) - 1) // part_rows
+                # the maximum shows the compiler, and the gate, that no load goes without a wait
+                for later in tl.range(0, tl.maximum(last_part - first_part + 1, 1), num_stages=1):
+                    chunk = slot_chunk + first_part + later
                     wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
             acc += load_block(
                 slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
@@ -102,20 +104,13 @@ def reduce_slots(
         raise TypeError(f"reduce_slots: expected bfloat16, float16 or float32 as dtype, got {dtype}")
     first_chunk, splits = (0, 1) if arrivals is None else _first_and_splits(arrivals, chunks, slots)
     target = target_of(slots.device)
-    if not 0 <= margin < target.processors:
-        raise ValueError(
-            f"reduce_slots: expected a margin of 0 to {target.processors - 1} processors, got {margin}"
-        )
     tile = tile or (INTERPRETED_SLOT_SUM if target.backend == "interpreter" else SLOT_SUM)
+    programs = resident_programs("reduce_slots", target, tile.per_processor, margin)
     y = launch.empty((T, N), dtype or slots.dtype, slots.device)
     if y.numel():
         tiles = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(N, tile.block_cols)
         unread = y  # stands for a pointer that this form of the kernel does not follow
-        launch.on(
-            slots.device,
-            _reduce_slots_kernel,
-            (min(tiles, (target.processors - margin) * tile.per_processor),),
-        )(
+        launch.on(slots.device, _reduce_slots_kernel, (min(tiles, programs),))(
             slots,
             unread if bias is None else bias,
             y,

@@ -9,6 +9,9 @@ from typing import Literal
 
 import torch
 
+# capability -> bytes of shared memory that a program can have
+_SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448, 110: 232_448}
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -19,9 +22,21 @@ class Target:
     processors: int = 1  # streaming multiprocessors, or compute units
 
     @property
+    def shared_memory(self) -> int:
+        """Bytes that a program can have. Of a GPU that is not known here, what all since sm_80 have."""
+        if self.backend == "interpreter":
+            return 2**31
+        return 65_536 if self.backend == "hip" else _SHARED_MEMORY.get(self.capability, 101_376)
+
+    @property
     def has_tma(self) -> bool:
-        """Whether host tensor descriptors move blocks by a copy engine (the interpreter imitates it)."""
-        return self.backend == "interpreter" or (self.backend == "cuda" and self.capability >= 90)
+        """Whether host tensor descriptors move blocks by a copy engine (the interpreter imitates it).
+
+        sm_120 has one too, but not the shared memory that the tiles of descriptor kernels take.
+        """
+        if self.backend != "cuda":
+            return self.backend == "interpreter"
+        return self.capability >= 90 and self.shared_memory >= _SHARED_MEMORY[90]
 
 
 INTERPRETER = Target(
@@ -30,6 +45,7 @@ INTERPRETER = Target(
 H100 = Target("cuda", 90, 132)
 A100 = Target("cuda", 80, 108)
 B200 = Target("cuda", 100, 148)
+RTX_5090 = Target("cuda", 120, 170)
 MI300 = Target("hip", processors=304)
 
 recorded_target: ContextVar[Target | None] = ContextVar("recorded_target", default=None)
@@ -60,6 +76,19 @@ def _gpu(index: int) -> Target:
     if torch.version.hip is not None:
         return Target("hip", processors=processors)
     return Target("cuda", 10 * properties.major + properties.minor, processors)
+
+
+def resident_programs(launcher: str, target: Target, per_processor: int, margin: int) -> int:
+    """How many programs a persistent kernel has, if it leaves `margin` processors to other kernels.
+
+    GPUs place programs on all processors in turn before any gets a second: several for each of some
+    processors would lie on all of them. So beside a margin each processor has one.
+    """
+    if not 0 <= margin < target.processors:
+        raise ValueError(
+            f"{launcher}: expected a margin of 0 to {target.processors - 1} processors, got {margin}"
+        )
+    return target.processors - margin if margin else target.processors * per_processor
 
 
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:

@@ -237,4 +237,19 @@ def default_tile(
 def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
     """A tile of `linear` for rows that arrive in chunks: what is computed at once wants the same chunk."""
     group = min(tile.group, max(1, chunk_rows // tile.block_rows))
-    return replace(tile, flatten=False, group=group)
+    # in the smallest tile of fp32 the wait and a third stage together make sm_90's assembler spill
+    stages = min(tile.num_stages, 2) if tile.block_rows == tile.block_depth == 16 else tile.num_stages
+    return replace(tile, flatten=False, group=group, num_stages=stages)
+
+
+def pushing_tile(tile: MatmulTile, others: tuple[MatmulTile, ...], chunk_rows: int) -> MatmulTile:
+    """A tile of `linear` for rows that leave in chunks, none of which shares a tile with the next.
+
+    It is `tile`, unless one of the others computes a quarter fewer rows, beyond the ends of chunks, too.
+    """
+
+    def computed(one: MatmulTile) -> int:
+        return -(-chunk_rows // one.block_rows) * one.block_rows
+
+    fewer = (other for other in others if tile in others and 4 * computed(other) <= 3 * computed(tile))
+    return replace(next(fewer, tile), flatten=False)

@@ -41,6 +41,16 @@ class Arrivals:
         return spins_in(SECONDS, target) if self.spin_limit is None else self.spin_limit
 
 
+@dataclass(frozen=True, slots=True)
+class Departures:
+    """Tells a kernel where its rows go, and how to say that they are there; all on the device of the data."""
+
+    slots: Tensor  # (ranks,) int64: for each owner the address of (tokens of a shard, features), contiguous
+    flags: Tensor  # (ranks,) int64: for each owner the address of a flag for each of its chunks, int32
+    counters: Tensor  # (ranks * splits,) int32: zeros, which a kernel leaves as it found them
+    awaited: Tensor  # (1,) int32: the call that the flags then tell of
+
+
 def spins_in(seconds: float, target: Target) -> int:
     """About as many looks at a flag as take so long, within what a kernel can count."""
     a_look = INTERPRETED_SECONDS_A_LOOK if target.backend == "interpreter" else SECONDS_A_LOOK
@@ -85,19 +95,39 @@ def kernel_and_chunk(word: int) -> tuple[str, int]:
 
 def require_arrivals(launcher: str, arrivals: Arrivals, device: torch.device) -> None:
     """Flags, the awaited word and status are contiguous int32 on the device of the data."""
-    for name in ("flags", "awaited", "status"):
-        tensor = getattr(arrivals, name)
-        wanted = (tensor.numel(),) if name == "flags" else (1,)
-        if tensor.dtype != torch.int32 or tuple(tensor.shape) != wanted or not tensor.is_contiguous():
-            raise ValueError(
-                f"{launcher}: expected {name} of {'(chunks,)' if name == 'flags' else '(1,)'}, contiguous, "
-                f"in torch.int32, got {tuple(tensor.shape)} in {tensor.dtype}"
-            )
-        if tensor.device != device:
-            raise ValueError(f"{launcher}: expected {name} on {device} like the data, got {tensor.device}")
-    if not 0 < arrivals.flags.numel() < 1 << CHUNK_BITS:
-        raise ValueError(
-            f"{launcher}: expected 1 to {(1 << CHUNK_BITS) - 1} flags, got {arrivals.flags.numel()}"
-        )
+    flags = arrivals.flags.numel()
+    require_words(launcher, "flags", arrivals.flags, flags, torch.int32, device)
+    require_words(launcher, "awaited", arrivals.awaited, 1, torch.int32, device)
+    require_words(launcher, "status", arrivals.status, 1, torch.int32, device)
+    if not 0 < flags < 1 << CHUNK_BITS:
+        raise ValueError(f"{launcher}: expected 1 to {(1 << CHUNK_BITS) - 1} flags, got {flags}")
     if arrivals.spin_limit is not None and not 0 <= arrivals.spin_limit < 2**31:
         raise ValueError(f"{launcher}: expected a spin_limit of 0 to 2**31 - 1, got {arrivals.spin_limit}")
+
+
+def require_departures(
+    launcher: str, departures: Departures, ranks: int, rank: int, splits: int, device: torch.device
+) -> None:
+    """An address of slots and of flags for each rank, a counter for each chunk, on the device of the data."""
+    if not 0 <= rank < ranks or splits < 1:
+        raise ValueError(
+            f"{launcher}: expected a rank below the ranks, and one chunk or more, got rank {rank} of {ranks} "
+            f"ranks and {splits} chunks"
+        )
+    require_words(launcher, "slots", departures.slots, ranks, torch.int64, device)
+    require_words(launcher, "flags", departures.flags, ranks, torch.int64, device)
+    require_words(launcher, "counters", departures.counters, ranks * splits, torch.int32, device)
+    require_words(launcher, "awaited", departures.awaited, 1, torch.int32, device)
+
+
+def require_words(
+    launcher: str, name: str, tensor: Tensor, count: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A contiguous vector of so many integers, on the device of the data."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != (count,) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{launcher}: expected {name} of ({count},), contiguous, in {dtype}, got {tuple(tensor.shape)} "
+            f"in {tensor.dtype}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{launcher}: expected {name} on {device} like the data, got {tensor.device}")

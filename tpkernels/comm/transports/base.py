@@ -58,19 +58,17 @@ class Delivery(ABC):
         """(ranks, rows, cols): what each rank sends, if all send as many rows."""
         return self.memory.view(self.plan.ranks, self.plan.rows // self.plan.ranks, self.memory.shape[1])
 
+    @abstractmethod
+    def swap(self, swap: Swap, outgoing: Tensor) -> None:
+        """Send a chunk, and receive one."""
+
     def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
         """Send and receive what belongs to a round.
 
         outgoing: rows of the matrix from `first_row` on, all that are sent among them
         """
         for swap in swaps:
-            start, stop = swap.sent.start - first_row, swap.sent.stop - first_row
-            # often all of it, which need not be cut out
-            self.swap(swap, outgoing if stop - start == outgoing.shape[0] else outgoing[start:stop])
-
-    @abstractmethod
-    def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        """Send a chunk, and receive one."""
+            self.swap(swap, rows_sent(swap, outgoing, first_row))
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
@@ -84,6 +82,14 @@ class Delivery(ABC):
     def end(self) -> None:
         """Memory has been read: the call after the next may write it. Blocks until what was sent may change;
         on GPUs the current stream does."""
+
+
+def rows_sent(swap: Swap, outgoing: Tensor, first_row: int) -> Tensor:
+    """What a swap sends of `outgoing`, see `Delivery.move`. Often all, which need not be cut out."""
+    sent = swap.sent
+    if sent.stop - sent.start == outgoing.shape[0]:
+        return outgoing
+    return outgoing[sent.start - first_row : sent.stop - first_row]
 
 
 def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:

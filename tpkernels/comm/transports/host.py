@@ -8,13 +8,17 @@ The hazards of writing after reading, and what excludes each:
 - A flag is seen before its data: it is written after them, by the same thread, and stores become visible in
   order (x86; elsewhere the interpreter's lock, taken between the two, orders them).
 - Rows are changed while they are being pushed: the caller waits for `wait()`.
+- A kernel stores into a slot itself: `before_kernels_push` waits for all `released` words, in this thread.
+
+Whoever waits for a flag or a `released` word looks now and then whether the process that writes it still
+runs.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
@@ -24,12 +28,15 @@ from torch import Tensor
 from torch.distributed import Work
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, reusable_after
-from tpkernels.comm.transports.mailbox import Layout, Mailbox, MailboxDelivery, MailboxExchange, code_of
+from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, peers_by_step, reusable_after
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, code_of
+from tpkernels.comm.transports.memory import Layout, Mailbox
+from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 T = TypeVar("T")
 
 POLL_SECONDS = 50e-6
+_COUNTED = 2**31  # calls, after which `released` words start again at 0
 
 
 class HostExchange(MailboxExchange):
@@ -38,9 +45,17 @@ class HostExchange(MailboxExchange):
     host_waits = True
 
     def __init__(
-        self, name: str, rank: int, layout: Layout, mailboxes: Sequence[Mailbox | None], timeout: float
+        self,
+        name: str,
+        rank: int,
+        layout: Layout,
+        mailboxes: Sequence[Mailbox | None],
+        timeout: float,
+        processes: Mapping[int, Process] | None = None,
     ) -> None:
+        """processes: of the other ranks on this machine; virtual ranks have none"""
         super().__init__(name, rank, layout, mailboxes, timeout)
+        self._processes = dict(processes or {})
         self._closing = threading.Event()
         self._pusher = _Pusher(f"push of {name}")
 
@@ -50,39 +65,68 @@ class HostExchange(MailboxExchange):
     def close(self) -> None:
         self._closing.set()
         self._pusher.close()
-        self._mailboxes = ()
+        self._processes.clear()
+        self.let_go()
 
-    def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> HostDelivery:
+    def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
+        """Needs no barrier: who writes looks at the `released` words."""
         return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
 
     def released(self, number: int) -> None:
         """And tell all ranks."""
         super().released(number)
-        self.mailbox(self.rank).released.fill_(self.read())
+        self.mailbox(self.rank).released.fill_(self.order.read % _COUNTED)
+
+    def put(self, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
+        """Write rows of the memory of `peer`, then their flags."""
+        landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
+        landing.rows_of(chunks).copy_(rows)
+        landing.flags[chunks.start : chunks.stop].fill_(delivery.flag)
 
     def pushing(self, swap: Swap, rows: Tensor, delivery: HostDelivery) -> Future[None]:
         """In order of calls; a push that fails ends those behind it, too."""
 
         def push() -> None:
-            self._wait_until_free(swap.to, delivery)
-            self.put(swap.to, swap.lands, rows, delivery.number, delivery.awaited)
+            self.wait_until_free(swap.to, delivery)
+            self.put(swap.to, swap.lands, rows, delivery)
 
         return self._pusher.submit(push)
 
-    def _wait_until_free(self, peer: int, delivery: HostDelivery) -> None:
-        deadline, epoch = time.monotonic() + self.timeout, delivery.number
-        released = self.mailbox(peer).released
-        while int(released) < reusable_after(epoch):
-            if self._closing.is_set():
-                raise RuntimeError(f"{self.name} on rank {self.rank} was closed during call {epoch}")
-            if delivery.failure:
-                raise RuntimeError(delivery.failure)
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{self.name} on rank {self.rank}: call {epoch} waited {self.timeout:g} s for rank "
-                    f"{peer} to read call {reusable_after(epoch)}, has read {int(released)}: is it alive?"
-                )
+    def wait_until_free(self, peer: int, delivery: HostDelivery) -> None:
+        """Until `peer` has read the call before in this slot."""
+        epoch, released = delivery.number, self.mailbox(peer).released
+
+        def refusal() -> str:
+            return "it was closed" if self._closing.is_set() else delivery.failure
+
+        def free() -> bool:
+            return (int(released) - reusable_after(epoch)) % _COUNTED < _COUNTED // 2
+
+        if cause := self.poll(peer, free, refusal):
+            raise RuntimeError(
+                f"{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
+                f"{reusable_after(epoch)}, which has read {int(released)}: {cause}"
+            )
+
+    def poll(self, peer: int, there: Callable[[], bool], refusal: Callable[[], str]) -> str:
+        """Wait until something is there that `peer` writes. Returns why it will not be; nothing once it is.
+
+        refusal: why not to go on waiting, if so
+        """
+        started = time.monotonic()
+        next_look, process = started + LOOK_SECONDS, self._processes.get(peer)
+        while not there():
+            if cause := refusal():
+                return cause
+            now = time.monotonic()
+            if now > started + self.timeout:
+                return f"the host waited {self.timeout:g} s"
+            if process is not None and now > next_look:
+                next_look = now + LOOK_SECONDS
+                if process.has_ended() and not there():  # what it wrote before it ended counts
+                    return "its process has ended"
             time.sleep(POLL_SECONDS)
+        return ""
 
 
 class HostDelivery(MailboxDelivery):
@@ -91,16 +135,25 @@ class HostDelivery(MailboxDelivery):
     exchange: HostExchange
 
     def __init__(self, exchange: HostExchange, number: int, plan: Plan, flag: int, call: Call | None) -> None:
-        super().__init__(exchange, number, plan, torch.tensor([flag], dtype=torch.int32), call)
+        super().__init__(exchange, number, plan, call)
         self.flag = flag
+        self.awaited.fill_(flag)  # of the slot, whose last call has been read
         self._pushing: list[Future[None]] = []
-        self._received: dict[int, tuple[Work, slice]] = {}  # by their first chunk, until flags are up
+        self._received: dict[int, tuple[Work, range]] = {}  # by chunk: what brings it, with which others
+
+    def keep(self, rows: Tensor) -> None:
+        self.exchange.put(self.exchange.rank, self.plan.kept, rows, self)
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
         if swap.to in self.exchange.same_machine:
             self._pushing.append(self.exchange.pushing(swap, outgoing, self))
         if (received := self.swap_inter_node(swap, outgoing)) is not None:
-            self._received[self.exchange.chunk_numbers(swap.received).start] = received, swap.received
+            chunks = self.exchange.chunk_numbers(swap.received)
+            self._received.update(dict.fromkeys(chunks, (received, chunks)))
+
+    def before_kernels_push(self) -> None:
+        for peer, _ in peers_by_step(self.exchange.ranks, self.exchange.rank):
+            self._watched(lambda: self.exchange.wait_until_free(peer, self))  # noqa: B023
 
     @property
     def failure(self) -> str:
@@ -127,29 +180,29 @@ class HostDelivery(MailboxDelivery):
             self.await_chunk(chunk)
 
     def missing(self, chunk: int) -> str:
-        if received := self._received.pop(chunk, None):
-            work, rows = received
+        if received := self._received.get(chunk):
+            work, chunks = received
+            for arriving in chunks:
+                del self._received[arriving]
             try:
                 work.wait()
             except RuntimeError as error:
                 return str(error)
-            self.exchange.raise_flags(self.flags, rows, self.awaited)
+            self.flags[chunks.start : chunks.stop] = self.flag
         if int(self.flags[chunk]) == self.flag:
             return ""
         return self._watched(lambda: self._poll(chunk))
 
     def _poll(self, chunk: int) -> str:
-        """Why a flag is not raised in time; nothing once it is."""
-        deadline = time.monotonic() + self.exchange.timeout
-        while (seen := int(self.flags[chunk])) != self.flag:
-            if is_other_call(seen, self.flag):
+        """Why a flag is not raised; nothing once it is."""
+
+        def refusal() -> str:
+            if is_other_call(int(self.flags[chunk]), self.flag):
                 return "it sent rows of another call"
-            if self.failure:
-                return self.failure
-            if time.monotonic() > deadline:
-                return f"the host waited {self.exchange.timeout:g} s"
-            time.sleep(POLL_SECONDS)
-        return ""
+            return self.failure
+
+        peer = chunk // self.exchange.splits
+        return self.exchange.poll(peer, lambda: int(self.flags[chunk]) == self.flag, refusal)
 
     def _watched(self, wait: Callable[[], T]) -> T:
         return wait() if self.call is None else self.call.wait_for(wait)

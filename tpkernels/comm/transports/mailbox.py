@@ -6,9 +6,10 @@ A `MailboxExchange` belongs to one rank of R and one shape. Call number e, its e
     delivery.flags    (R * splits,)    int32: flag r * splits + i is `awaited` once chunk i of it is there
     delivery.awaited  (1,)             int32: e and a code of the call, which other calls do not have
 
-A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d.
-`release()` says that the slots have been read; `wait()` that what we sent is out, so that its memory may
-change. Both must happen, in any order, before the call after the next.
+A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d. Where all
+ranks are on one machine, a kernel may store them there itself: `departures()` says where, and
+`before_kernels_push()` comes before it. `release()` says that the slots have been read; `wait()` that what we
+sent is out, so that its memory may change. Both must happen before the call after the next.
 
 Each rank has two slot buffers and two rows of flags, used in turn: a call is pushed while its receivers still
 read the one before. A flag is compared by equality: rows of another call, made by a rank that left the common
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,67 +37,14 @@ from torch.distributed import ProcessGroup, Work
 
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call, handshake
-from tpkernels.comm.schedule import SLOTS, Plan, Swap, chunk_rows, reusable_after, slot_of
+from tpkernels.comm.schedule import SLOTS, Plan, Swap, slot_of
 from tpkernels.comm.transports.base import Delivery, Exchange, blaming
 from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.comm.transports.memory import Departing, Landing, Mailbox
+from tpkernels.comm.transports.memory import Layout as Layout
+from tpkernels.comm.transports.order import CallOrder
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Mailbox:
-    """The memory of one rank that all ranks of its machine can write."""
-
-    flags: Tensor  # (SLOTS, R * splits) int32
-    released: Tensor  # (1,) int32: the last epoch that its owner has read
-    buffers: Tensor  # (SLOTS, R * rows, cols)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What mailboxes are for: each of some ranks sends each a matrix of one shape, in `splits` chunks."""
-
-    ranks: int
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    splits: int = 1
-
-    @property
-    def chunk_rows(self) -> int:
-        return chunk_rows(self.shape[0], 1, self.splits)
-
-    @property
-    def _word_bytes(self) -> int:
-        """Up to a boundary that suits the data behind the words."""
-        return -(-4 * (SLOTS * self.ranks * self.splits + 1) // 64) * 64
-
-    @property
-    def byte_count(self) -> int:
-        rows, cols = self.shape
-        return self._word_bytes + SLOTS * self.ranks * rows * cols * self.dtype.itemsize
-
-    def mailbox(self, memory: Tensor) -> Mailbox:
-        """The mailbox that zeroed bytes stand for."""
-        integers = memory[: self._word_bytes].view(torch.int32)
-        flags = integers[: SLOTS * self.ranks * self.splits]
-        rows, cols = self.shape
-        buffers = (
-            memory[self._word_bytes : self.byte_count].view(self.dtype).view(SLOTS, self.ranks * rows, cols)
-        )
-        return Mailbox(flags.view(SLOTS, -1), integers[len(flags) :][:1], buffers)
-
-    def require_rows(self, name: str) -> None:
-        """At least one row for each rank, in chunks that divide it."""
-        if self.ranks < 1 or min(self.shape) < 1:
-            raise ValueError(
-                f"{name}: expected at least one rank and pieces that are not empty, got {self.ranks}, "
-                f"{self.shape}"
-            )
-        chunk_rows(self.shape[0], 1, self.splits)
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"pieces of {tuple(self.shape)} {dtype} in {self.splits} parts"
 
 
 @dataclass(frozen=True)
@@ -139,12 +88,30 @@ class MailboxExchange(Exchange):
         self.name, self.rank, self.ranks, self.layout = name, rank, layout.ranks, layout
         self.shape, self.dtype, self.timeout = layout.shape, layout.dtype, timeout
         self.splits, self._chunk_rows = layout.splits, layout.chunk_rows
+        self._all_chunks = range(layout.splits)
         self.same_machine = frozenset(peer for peer, mailbox in enumerate(mailboxes) if mailbox is not None)
         self._mailboxes = tuple(mailboxes)
+        own = self.mailbox(rank)
+        device = own.flags.device
         # where a kernel leaves word of a chunk that is late, zero if all is well; for all calls
-        self.status = torch.zeros(1, dtype=torch.int32, device=self.mailbox(rank).flags.device)
-        self._begun = self._read = 0
-        self._read_ahead: set[int] = set()
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+        self.order = CallOrder()
+        self.captured = False  # whether a graph writes its memory, which is kept as long as the group then
+        self.flag_kernels: FlagKernels | None = None
+        self.memories = tuple(own.buffers.unbind())  # of each slot
+        self.flags = tuple(own.flags.unbind())
+        self.awaited = tuple(torch.zeros(SLOTS, 1, dtype=torch.int32, device=device).unbind())
+        self._landings = [
+            [None if mailbox is None else Landing(mailbox, slot, rank, layout) for mailbox in mailboxes]
+            for slot in range(SLOTS)
+        ]
+        self._departing = [
+            self._departing_to(slot) if self.kernels_can_push else None for slot in range(SLOTS)
+        ]
+
+    def count_by(self, kernels: FlagKernels) -> None:
+        """Kernels compute: in a captured graph, `kernels` count and publish. Called before each call."""
+        self.flag_kernels = kernels
 
     def chunks(self, shard_bytes: int) -> int:
         return self.splits
@@ -160,47 +127,60 @@ class MailboxExchange(Exchange):
                 f"{self.name}: expected pieces of shape {self.shape} in {self.dtype}, got {shape} in "
                 f"{like.dtype}: open an exchange for each shape"
             )
-        with naming(call):
-            if not self._mailboxes:
-                raise RuntimeError(f"{self.name} on rank {self.rank} is closed: open another")
-            epoch = self._begun + 1
-            if self.read() < reusable_after(epoch):
-                raise RuntimeError(
-                    f"{self.name} on rank {self.rank}: expected call {reusable_after(epoch)} to be released "
-                    f"before call {epoch} begins; has an error ended it? Then destroy the process group"
-                )
-            self._begun = epoch
-            return self._delivery(epoch, plan, call)
+        refusal = self.order.refusal() if self._mailboxes else "it is closed: open another"
+        if refusal:
+            op = "" if call is None else f"{call.op}: "
+            raise RuntimeError(f"{op}{self.name} on rank {self.rank}: {refusal}")
+        epoch, needs_barrier = self.order.begin()
+        return self._delivery(epoch, needs_barrier, plan, call)
 
     def mailbox(self, peer: int) -> Mailbox:
         mailbox = self._mailboxes[peer]
         assert mailbox is not None, "ranks on other machines are not written to"
         return mailbox
 
+    def landing(self, slot: int, peer: int) -> Landing:
+        """Where our rows land at `peer`."""
+        landing = self._landings[slot][peer]
+        assert landing is not None, "ranks on other machines are not written to"
+        return landing
+
     def chunk_numbers(self, rows: slice) -> range:
         """The chunks, numbered as they lie in the slots, that rows of memory are."""
         return range(rows.start // self._chunk_rows, rows.stop // self._chunk_rows)
 
-    def put(self, peer: int, there: slice, rows: Tensor, number: int, flag: Tensor) -> None:
-        """Write rows of the memory of `peer`, then their flags."""
-        mailbox, slot = self.mailbox(peer), slot_of(number)
-        mailbox.buffers[slot, there].copy_(rows, non_blocking=True)
-        self.raise_flags(mailbox.flags[slot], there, flag)
+    def chunks_of_ours(self, there: slice) -> range:
+        """The chunks, numbered as they lie in our shard, that land in rows of somebody's memory."""
+        if there.stop - there.start == self.shape[0]:  # which is quicker to see than to compute
+            return self._all_chunks
+        first = self.rank * self.splits
+        return range(there.start // self._chunk_rows - first, there.stop // self._chunk_rows - first)
 
-    def raise_flags(self, flags: Tensor, there: slice, flag: Tensor) -> None:
-        chunks = self.chunk_numbers(there)
-        flags[chunks.start : chunks.stop].copy_(flag.expand(len(chunks)), non_blocking=True)
+    @property
+    def kernels_can_push(self) -> bool:
+        """Whether a kernel of ours can store into the memory of all ranks."""
+        return len(self.same_machine) == self.ranks
 
-    def read(self) -> int:
-        """The last call up to which this rank has released all."""
-        return self._read
+    def departing(self, slot: int) -> Departing:
+        departing = self._departing[slot]
+        if departing is None:
+            raise RuntimeError(f"{self.name}: a kernel cannot store into memory of another machine")
+        return departing
+
+    def _departing_to(self, slot: int) -> Departing:
+        """Made once: building tensors on a GPU holds up the host, and no graph could be captured."""
+        landings, flags = [self.landing(slot, peer) for peer in range(self.ranks)], self.flags[slot]
+        rows = [landing.rows.data_ptr() for landing in landings]
+        return Departing(
+            torch.tensor(rows, device=flags.device),
+            torch.stack([landing.addresses[0] for landing in landings]),
+            torch.zeros_like(flags),
+            self.awaited[slot],
+        )
 
     def released(self, number: int) -> None:
         """Call `number` has been read; one before it may still be."""
-        self._read_ahead.add(number)
-        while self._read + 1 in self._read_ahead:
-            self._read += 1
-            self._read_ahead.remove(self._read)
+        self.order.released(number)
 
     @abstractmethod
     def late(self) -> int:
@@ -210,8 +190,25 @@ class MailboxExchange(Exchange):
     def close(self) -> None:
         """Stop pushing and let go of the memory, which lives as long as some rank has it."""
 
+    def let_go(self) -> None:
+        """Of the memory of all ranks."""
+        self._mailboxes, self._landings, self._departing = (), [], []
+        self.memories, self.flags = (), ()
+
     @abstractmethod
-    def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> MailboxDelivery: ...
+    def _delivery(
+        self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None
+    ) -> MailboxDelivery: ...
+
+
+class FlagKernels(Protocol):
+    """Kernels that flags of a captured graph need, see `kernels.flags`; the transports import none."""
+
+    def publish(self, flags: Tensor, word: Tensor) -> None:
+        """Write word, (1,) int32, to addresses (n,) int64, after all that came before in the stream."""
+
+    def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
+        """word += step; awaited = word | code."""
 
 
 class MailboxDelivery(Delivery):
@@ -219,19 +216,23 @@ class MailboxDelivery(Delivery):
 
     lasts = False
 
-    def __init__(
-        self, exchange: MailboxExchange, number: int, plan: Plan, awaited: Tensor, call: Call | None
-    ) -> None:
-        self.exchange, self.number, self.plan, self.awaited, self.call = exchange, number, plan, awaited, call
-        own, slot = exchange.mailbox(exchange.rank), slot_of(number)
-        self.memory, self.flags = own.buffers[slot], own.flags[slot]
+    def __init__(self, exchange: MailboxExchange, number: int, plan: Plan, call: Call | None) -> None:
+        self.exchange, self.number, self.plan, self.call = exchange, number, plan, call
+        self.slot = slot = slot_of(number)
+        self.memory, self.flags = exchange.memories[slot], exchange.flags[slot]
+        self.awaited = exchange.awaited[slot]
         self.inter_node = None
-        if len(exchange.same_machine) < exchange.ranks:
+        if not exchange.kernels_can_push:
             assert call is not None, "ranks on other machines are reached through their group"
             self.inter_node = Transfers(call)
 
-    def keep(self, rows: Tensor) -> None:
-        self.exchange.put(self.exchange.rank, self.plan.kept, rows, self.number, self.awaited)
+    def departures(self) -> Departing:
+        """Where a kernel stores this rank's rows itself, once `before_kernels_push` has returned."""
+        return self.exchange.departing(self.slot)
+
+    @abstractmethod
+    def before_kernels_push(self) -> None:
+        """What must come before a kernel that stores into the slots of others."""
 
     def swap_inter_node(self, swap: Swap, outgoing: Tensor) -> Work | None:
         """Of a swap what goes to other machines, and comes from there.
@@ -261,7 +262,7 @@ class MailboxDelivery(Delivery):
         raise AssertionError("flags of a GPU are for kernels")
 
     def before_kernels_wait(self) -> None:
-        """What the host has to wait for itself."""
+        """What the host, or the stream, has to wait for itself."""
 
     def late_chunk(self, chunk: int, cause: str) -> RuntimeError:
         """The error of a chunk that did not come."""

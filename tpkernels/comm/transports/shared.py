@@ -1,7 +1,8 @@
 """The `shared` transport: ranks that are processes of one machine exchange through memory they all map.
 
 The memory has no name, so that nothing is left behind however a rank ends: each rank makes an anonymous file,
-the others open it by way of its process, and the system frees it with the last of them.
+the others open it by way of its process, and the system frees it with the last of them. So each knows the
+processes of the others, and notices when one ends.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor
 
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import Mailbox, Opening
+from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.comm.transports.memory import Mailbox
+from tpkernels.comm.transports.processes import process_of
 
 
 def open_shared(opening: Opening) -> HostExchange:
     """Our end of an exchange; all ranks of the group call this at once."""
-    rank, layout, memories = opening.group.rank(), opening.layout, map_shared(opening)
+    rank, layout, shared = opening.group.rank(), opening.layout, map_shared(opening)
     mailboxes: list[Mailbox | None] = [None] * layout.ranks
-    for peer, memory in memories.items():
+    for peer, (memory, _) in shared.items():
         mailboxes[peer] = layout.mailbox(memory)
-    return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout)
+    processes = {peer: process_of(number) for peer, (_, number) in shared.items() if peer != rank}
+    return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout, processes)
 
 
-def map_shared(opening: Opening) -> dict[int, Tensor]:
-    """Zeroed bytes for the mailbox of each rank on this machine, by its number in the group."""
+def map_shared(opening: Opening) -> dict[int, tuple[Tensor, int]]:
+    """Of each rank on this machine, by its number in the group: zeroed bytes for its mailbox, its process."""
     name, layout, problem, descriptor = opening.name, opening.layout, "", -1
     try:
         if opening.device.type != "cpu":
@@ -40,23 +44,26 @@ def map_shared(opening: Opening) -> dict[int, Tensor]:
         os.ftruncate(descriptor, layout.byte_count)
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"{type(error).__name__}: {error}"
-    call, path = opening.begin(), f"/proc/{os.getpid()}/fd/{descriptor}"
+    call, offer = opening.begin(), f"{os.getpid()} {descriptor}"
     try:
         # a rank that cannot go on says so here: nobody waits for it below
-        here, paths = opening.offers(call, problem, path)
-        memories, problem = _mapped([paths[peer] for peer in here], layout.byte_count)
+        here, offers = opening.offers(call, problem, offer)
+        places = [(int(process), file) for process, file in (offers[peer].split() for peer in here)]
+        memories, problem = _mapped(places, layout.byte_count)
         offers_of_all(name, call, problem)  # also: all have mapped it, so descriptors may close
-        return dict(zip(here, memories, strict=True))
+        return {
+            peer: (memory, process) for peer, memory, (process, _) in zip(here, memories, places, strict=True)
+        }
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _mapped(paths: list[str], count: int) -> tuple[list[Tensor], str]:
+def _mapped(places: list[tuple[int, str]], count: int) -> tuple[list[Tensor], str]:
     memories = []
     try:
-        for path in paths:
-            with open(path, "r+b", buffering=0) as file:
+        for process, descriptor in places:
+            with open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
                 memories.append(torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8))
     except Exception as error:
         return [], f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"

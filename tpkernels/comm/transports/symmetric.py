@@ -1,17 +1,33 @@
 """The `symmetric` transport: GPUs of one machine write into each other's memory, by torch's symmetric memory.
 
-Copy engines push the rows on a stream beside the one that computes; a flag is a copy of one word of the call,
-behind its rows in that stream. The epoch in it is counted on the device, so that a captured graph can be
-replayed.
+Copy engines push rows on a stream beside the one that computes, and behind each chunk its flag, in two modes:
+
+- Eager, the default: the host knows the number of the call, and the stream writes it into the flags, behind a
+  fence for the whole system (`cuStreamWriteValue32`). No kernel runs for it.
+- Captured: once a CUDA graph has captured a call of an exchange, a kernel counts the calls of each slot on
+  the device, and a kernel of one thread publishes that count, so that a replay tells of another call. The
+  exchange stays in this mode, outside of graphs, too. What it publishes has the sign bit, which eager words
+  have not.
 
 The hazards of writing after reading, and what excludes each:
 
-- Rows land in a buffer that its owner still reads: a call begins with a barrier of all ranks in the computing
-  stream, and pushes wait for it. Every rank has then done all that it enqueued before, also in a replay that
-  uses one buffer each time. Two calls may be begun before the first is read: they have different buffers.
-- A flag is seen before its rows: it is copied behind them in one stream.
-- The epoch is counted up before it has been copied: each call has its own copy of it.
+- Rows land in a slot that its owner still reads. `order` says why they do not if each call is read before
+  the next begins: pushes come after the kernels that have read the call before, and these have seen the
+  flags of all ranks. Any other call makes a barrier of all ranks first, and so does each call of a captured
+  exchange, as a replay uses one slot again and again. It is made in the stream that pushes: the one that
+  computes goes on. Only where a kernel stores into the slots itself it is made in that kernel's stream.
+- A flag is seen before its rows: it is written behind them in one stream, after a fence or with `release`.
+- The awaited word of a slot changes while a kernel waits for it: kernels of the slot's last call come before.
 - Rows are changed while they are being pushed: `wait()` lets the current stream wait for the pushes.
+- A graph writes memory that was freed: an exchange that a graph has captured is kept as long as its group.
+
+A kernel that waits may take all processors, so nothing that it waits for may need one behind it. Copies and
+stream writes need none. A barrier does: a kernel that waits for rows behind a barrier is itself enqueued
+behind the barrier of its own rank. A kernel that publishes does: in captured mode `margin` leaves a
+processor free, as it does for NCCL. Calls of one group in several streams take effect one after the other,
+see `StreamOrder`.
+
+A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid.
 
 What goes to other machines goes in a stream of its own: a push inside the machine does not queue behind a
 slow link. There a flag is raised behind the arrival of its rows.
@@ -21,56 +37,36 @@ Not run on a GPU yet.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from contextlib import suppress
-from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
-from weakref import WeakKeyDictionary, finalize
+import warnings
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, flag_of
-from tpkernels.comm.side_stream import SideStream
-from tpkernels.comm.transports.mailbox import (
-    Layout,
-    Mailbox,
-    MailboxDelivery,
-    MailboxExchange,
-    Opening,
-    code_of,
+from tpkernels.comm.schedule import SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
+from tpkernels.comm.side_stream import SideStream, StreamOrder
+from tpkernels.comm.transports.base import rows_sent
+from tpkernels.comm.transports.mailbox import FlagKernels, MailboxDelivery, MailboxExchange, Opening, code_of
+from tpkernels.comm.transports.memory import Layout, Mailbox, addresses_of
+from tpkernels.comm.transports.rendezvous import (
+    Handle,
+    name_of_ranks,
+    new_memory,
+    rendezvous,
+    require_gpu_each,
+    why_not,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import GroupName
+# Processors that a waiting kernel leaves free, and really free: it then runs one block on each of the others.
+# What publishes flags takes one; a copy between ranks that share a GPU some; what NCCL sends one a channel.
+_PUBLISHER, _COPIES, _TRANSFERS = 1, 4, 16
 
-_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-
-# Processors that a waiting kernel leaves free. A copy between ranks that share a GPU takes some; what NCCL
-# sends takes one a channel, and has to get them while the kernel waits for its rows.
-_COPIES, _TRANSFERS = 4, 16
-
-
-class Handle(Protocol):
-    """What is used of torch's `_SymmetricMemory`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory of a rank, as a tensor of ours."""
-
-    def barrier(self, channel: int, timeout_ms: int) -> None:
-        """All ranks, in their current streams."""
+LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
+_COUNTED = -(2**31)  # the sign bit, of words that a device has counted
 
 
 class SymmetricExchange(MailboxExchange):
@@ -86,46 +82,101 @@ class SymmetricExchange(MailboxExchange):
         memory: Tensor,
         timeout: float,
         here: Sequence[int],
+        *,
+        shares_gpu: bool = False,
+        order: StreamOrder | None = None,
     ) -> None:
         """One rank's end.
 
         handle: of the ranks on this machine
         memory: our own, zeroed bytes
         here: the numbers of the ranks on this machine among all
+        order: of the calls of the group
         """
         mailboxes: list[Mailbox | None] = [None] * layout.ranks
         for number, peer in enumerate(here):
             mailboxes[peer] = layout.mailbox(handle.get_buffer(number, (memory.numel(),), torch.uint8))
         super().__init__(name, here[handle.rank], layout, mailboxes, timeout)
-        self.margin = (_COPIES if len(here) == layout.ranks else _TRANSFERS) if memory.is_cuda else 0
-        self._handle, self._memory = handle, memory
-        self._word = torch.zeros_like(self.status)  # the epoch, counted where kernels can see it
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
+        if memory.is_cuda and not self.kernels_can_push:
+            self.margin = _TRANSFERS
+        elif shares_gpu:
+            self.margin = _COPIES
+        self.handle, self._memory = handle, memory
+        self.streams = order or StreamOrder(memory.device)
         self.side, self.inter_node_side = SideStream(memory.device), SideStream(memory.device)
+        self.flag_words = [flags.view(torch.uint32) for flags in self.flags]
+        self.flag_addresses = [addresses_of(flags) for flags in self.flags]
+        self._awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
+        self._counts = torch.zeros(SLOTS, 1, dtype=torch.int32, device=memory.device).unbind()
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True) if memory.is_cuda else self.status
+        self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
-        self.barrier()  # nobody raises a flag before it has been zeroed
+        self.barrier(0)  # nobody raises a flag before it has been zeroed
+
+    def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
+        """All is pushed behind one event."""
+        return pushing_gather_plan(rows, ranks, rank, self.splits if overlap else 1)
+
+    def count_by(self, kernels: FlagKernels) -> None:
+        """And load them once: in a capture it would be too late."""
+        if self.flag_kernels is None and self._memory.is_cuda:
+            words = torch.zeros(3, 1, dtype=torch.int32, device=self._memory.device)
+            kernels.advance(words[0], words[1], 1, 0)
+            kernels.publish(addresses_of(words[2]), words[1])
+        self.flag_kernels = kernels
 
     def late(self) -> int:
-        """On a GPU what was left by calls that are done: an error comes with one of the next calls."""
+        """On a GPU as of the last `look` that is done: an error comes with a later call."""
+        return int(self._seen_word[0])
+
+    def look(self) -> None:
+        """Let the host know what is in `status`, once the current stream has come so far."""
         self._seen.copy_(self.status, non_blocking=True)
-        return int(self._seen)
 
     def close(self) -> None:
+        """Waits for the GPU: the memory goes at once."""
         if self._memory.is_cuda:
-            torch.accelerator.synchronize(self._memory.device)  # memory goes at once
+            torch.accelerator.synchronize(self._memory.device)
+        if self._mailboxes and int(self.status):
+            warnings.warn(
+                f"{self.name} on rank {self.rank}: a kernel has waited in vain for rows of another rank; the "
+                "results of the last calls are not valid",
+                stacklevel=2,
+            )
         self.in_flight.clear()
-        self._mailboxes = ()
+        self.let_go()
 
-    def barrier(self) -> None:
-        self._handle.barrier(0, int(1000 * self.timeout))
+    def barrier(self, channel: int) -> None:
+        """Of all ranks of this machine, in the current stream. Streams have a channel each."""
+        self.handle.barrier(channel, int(1000 * self.timeout))
 
-    def _delivery(self, epoch: int, plan: Plan, call: Call | None) -> SymmetricDelivery:
-        if not (self._memory.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.side.let_current_wait()  # for readers in other streams, see `release`; a graph has its own
-            self.inter_node_side.let_current_wait()
-        self.barrier()
-        awaited = self._word.add_(flag_of(1, 0)).bitwise_or(flag_of(0, code_of(call)))
-        return SymmetricDelivery(self, epoch, plan, awaited, call)
+    def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> SymmetricDelivery:
+        self.streams.current()  # now comes after the calls before
+        slot, code = slot_of(epoch), code_of(call)
+        capturing = self.streams.capturing()
+        if self.captured or capturing:
+            kernels = self._counting_kernels()
+            kernels.advance(
+                self._counts[slot], self.awaited[slot], flag_of(1, 0), _COUNTED | flag_of(0, code)
+            )
+            word = None
+        else:
+            word = flag_of(epoch, code) & ~_COUNTED
+            self.handle.stream_write_value32(self._awaited_words[slot], 0, word)
+        if epoch % LOOK_CALLS == 0 and not capturing:
+            self.look()
+        return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call)
+
+    def _counting_kernels(self) -> FlagKernels:
+        """From now on calls are counted on the device."""
+        if self.flag_kernels is None:
+            raise RuntimeError(
+                f"{self.name}: a CUDA graph can capture calls only where our kernels compute: leave "
+                "TPKERNELS_BACKEND at auto, or set TPKERNELS_TRANSPORT=c10d"
+            )
+        if not self.captured:
+            self.captured, self.margin = True, max(self.margin, _PUBLISHER)
+        return self.flag_kernels
 
 
 class SymmetricDelivery(MailboxDelivery):
@@ -134,41 +185,118 @@ class SymmetricDelivery(MailboxDelivery):
     exchange: SymmetricExchange
 
     def __init__(
-        self, exchange: SymmetricExchange, number: int, plan: Plan, awaited: Tensor, call: Call | None
+        self,
+        exchange: SymmetricExchange,
+        number: int,
+        needs_barrier: bool,
+        plan: Plan,
+        word: int | None,
+        call: Call | None,
     ) -> None:
-        super().__init__(exchange, number, plan, awaited, call)
+        """word: what flags are set to; None if only the device knows"""
+        super().__init__(exchange, number, plan, call)
+        self._needs_barrier, self._word = needs_barrier, word
+        self._barrier: torch.Event | None = None
         self._held: list[Tensor] = []  # what the other stream reads must not be freed in this one
-        exchange.in_flight.add(self)
+
+    def keep(self, rows: Tensor) -> None:
+        self._put(self.exchange.rank, self.plan.kept, rows)
 
     def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        exchange = self.exchange
-        computing: list[torch.Stream] = []
-        exchange.side.note_current(computing)
-        if swap.to in exchange.same_machine:
-            exchange.side.wait_for(computing)
-            with exchange.side.entered():
-                exchange.put(swap.to, swap.lands, outgoing, self.number, self.awaited)
-        if self.inter_node is not None:
-            exchange.inter_node_side.wait_for(computing)
-            with exchange.inter_node_side.entered():
-                if (received := self.swap_inter_node(swap, outgoing)) is not None:
-                    received.wait()  # holds up this stream, not the host
-                    exchange.raise_flags(self.flags, swap.received, self.awaited)
-                self.inter_node.await_sends()  # likewise
-        self._held.append(outgoing)
+        self._push([(swap, outgoing)], outgoing)
 
-    def wait(self) -> None:
-        self.exchange.side.let_current_wait()
-        self.exchange.inter_node_side.let_current_wait()
-        self._held.clear()
-        self.exchange.in_flight.discard(self)
+    def move(self, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+        """All behind one event."""
+        if not swaps:
+            return
+        pushes = ((swap, rows_sent(swap, outgoing, first_row)) for swap in swaps)
+        self._push(pushes, outgoing)
+
+    def _push(self, pushes: Iterable[tuple[Swap, Tensor]], held: Tensor) -> None:
+        """Behind what the current stream has so far."""
+        exchange = self.exchange
+        current, near = exchange.streams.current(), exchange.same_machine
+        exchange.side.wait_for(current)
+        if self.inter_node is not None:
+            pushes = list(pushes)
+            exchange.inter_node_side.wait_for(current)
+        with exchange.side.entered():
+            if self._needs_barrier:
+                exchange.barrier(0)
+                self._barrier, self._needs_barrier = exchange.side.mark(), False
+            for swap, rows in pushes:
+                if swap.to in near:
+                    self._put(swap.to, swap.lands, rows)
+        if self.inter_node is not None:
+            with exchange.inter_node_side.entered():
+                for swap, rows in pushes:
+                    self._swap_inter_node(swap, rows)
+        if not self._held:
+            exchange.in_flight.add(self)
+        self._held.append(held)
+
+    def _put(self, peer: int, there: slice, rows: Tensor) -> None:
+        """Rows into the slot of `peer`, then their flags, in the current stream."""
+        exchange = self.exchange
+        landing, chunks = exchange.landing(self.slot, peer), exchange.chunks_of_ours(there)
+        landing.rows_of(chunks).copy_(rows, non_blocking=True)
+        self._raise(landing.words, landing.addresses, chunks)
+
+    def _raise(self, words: Tensor, addresses: Tensor, chunks: range) -> None:
+        """Flags, by the one way or the other."""
+        if (word := self._word) is not None:
+            write = self.exchange.handle.stream_write_value32
+            for chunk in chunks:
+                write(words, chunk, word)
+        else:
+            kernels = self.exchange.flag_kernels
+            assert kernels is not None, "the call began with them"
+            kernels.publish(addresses[chunks.start : chunks.stop], self.awaited)
+
+    def _swap_inter_node(self, swap: Swap, outgoing: Tensor) -> None:
+        assert self.inter_node is not None
+        if (received := self.swap_inter_node(swap, outgoing)) is not None:
+            received.wait()  # holds up this stream, not the host
+            exchange = self.exchange
+            chunks = exchange.chunk_numbers(swap.received)
+            self._raise(exchange.flag_words[self.slot], exchange.flag_addresses[self.slot], chunks)
+        self.inter_node.await_sends()  # likewise
+
+    def before_kernels_push(self) -> None:
+        self.exchange.streams.current()
+        if self._needs_barrier:
+            self._needs_barrier = False
+            self.exchange.barrier(1)
+
+    def before_kernels_wait(self) -> None:
+        """A barrier still to come would find no processor."""
+        current = self.exchange.streams.current()
+        if self._barrier is not None and current is not None:
+            current.wait_event(self._barrier)
+
+    def end(self) -> None:
+        """Neither of them waits, or fails."""
+        self.release()
+        self.wait()
 
     def release(self) -> None:
-        readers: list[torch.Stream] = []
-        self.exchange.side.note_current(readers)
-        self.exchange.side.wait_for(readers)
-        self.exchange.inter_node_side.wait_for(readers)
+        self.exchange.streams.current()  # the next call comes after it
         self.exchange.released(self.number)
+
+    def wait(self) -> None:
+        """After `release`: a capture fails unless the streams that push have been joined at its end."""
+        exchange = self.exchange
+        if not self._held:
+            return
+        current = exchange.streams.current()
+        exchange.side.let(current)
+        if self.inter_node is not None:
+            exchange.inter_node_side.let(current)
+        self._held.clear()
+        exchange.in_flight.discard(self)
+
+
+_order_of: WeakKeyDictionary[ProcessGroup, StreamOrder] = WeakKeyDictionary()
 
 
 def open_symmetric(opening: Opening) -> SymmetricExchange:
@@ -183,78 +311,20 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     call = opening.begin()
     here, gpus = opening.offers(call, problem, gpu)
-    require_gpu_each(name, gpus, group.rank())
+    shares_gpu = require_gpu_each(name, gpus, group.rank())
     handle: Handle | None = None
     try:
-        memory = _memory(layout.byte_count, device)
+        memory = new_memory(layout.byte_count, device)
         all_here = len(here) == layout.ranks
-        handle = _rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
+        handle = rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"torch's symmetric memory refused: {error}"
     offers_of_all(name, call, problem)
     assert handle is not None
     own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
     assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-    return SymmetricExchange(name, layout, handle, memory, opening.timeout, here)
-
-
-def why_not(device: torch.device) -> str:
-    """What this rank lacks; nothing if it can take part."""
-    if device.type != "cuda":
-        return f"TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs, got {device}; use shared or c10d"
-    if not torch.cuda.is_available():
-        return "torch sees no GPU here"
-    try:
-        memory = import_module("torch.distributed._symmetric_memory")
-    except ImportError as error:
-        return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
-    backend = memory.get_backend(device)
-    if backend in ("NVSHMEM", "NCCL"):  # whose memory of other ranks is not always a tensor of ours
-        return f"torch's symmetric memory is set to {backend}; call its set_backend('CUDA') before it is used"
-    return ""
-
-
-def require_gpu_each(name: str, gpus: list[str], rank: int) -> None:
-    """Ranks that share a GPU are for tests, which ask torch for it by name."""
-    shared = [peer for peer, gpu in enumerate(gpus) if gpus.count(gpu) > 1]  # the same on all ranks
-    if shared and os.environ.get(_OVERLAPPING, "0") != "1":
-        raise RuntimeError(
-            f"{name} on rank {rank}: expected a GPU for each rank, got one for {shared}: "
-            f"call torch.cuda.set_device(local_rank) first, or set {_OVERLAPPING}=1 to test on one GPU"
-        )
-
-
-def _memory(count: int, device: torch.device) -> Tensor:
-    """Zeroed bytes, an allocation of their own: a pool would hand out a part of a larger one."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device).zero_()
-
-
-def _rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
-    from torch.distributed import _symmetric_memory
-
-    handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
-    return handle
-
-
-_of_group: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  # torch holds them weakly
-
-
-def name_of_ranks(group: ProcessGroup, here: Sequence[int]) -> GroupName:
-    """A name by which torch's rendezvous finds the ranks `here` of `group`, known as long as the group lives.
-
-    What bears it has a store and no backend: nothing is connected, and no collective can be called on it.
-    """
-    name = cast("GroupName", f"{group.group_name}, ranks {', '.join(map(str, here))}")
-    if group not in _of_group:
-        store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(group))
-        _of_group[group] = ProcessGroup(store, here.index(group.rank()), len(here))
-        c10d._register_process_group(name, _of_group[group])
-        finalize(group, _forget, name)
-    return name
-
-
-def _forget(name: GroupName) -> None:
-    with suppress(RuntimeError):  # destroy_process_group() forgets all names at once
-        c10d._unregister_process_group(name)
+    if group not in _order_of:
+        _order_of[group] = StreamOrder(device)
+    return SymmetricExchange(
+        name, layout, handle, memory, opening.timeout, here, shares_gpu=shares_gpu, order=_order_of[group]
+    )

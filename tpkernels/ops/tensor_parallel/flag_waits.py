@@ -46,6 +46,8 @@ class KernelWaits:
         from tpkernels.kernels.gather_linear import gather_linear_fwd
 
         delivery = cast("MailboxDelivery", delivery)
+        if not weight.shape[0]:
+            self.all_rows(delivery)  # no tile waits: rows would count as read before they are there
         y, z = gather_linear_fwd(
             delivery.memory,
             weight,
@@ -58,6 +60,16 @@ class KernelWaits:
         )
         _raise_if_late(delivery)
         return y, z
+
+    def publish(self, flags: Tensor, word: Tensor) -> None:
+        from tpkernels.kernels.flags import publish
+
+        publish(flags, word)
+
+    def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
+        from tpkernels.kernels.flags import advance
+
+        advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
         """rows: of memory, that the slots are. A sum over one slot copies it."""
@@ -143,14 +155,15 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
     """
     kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
     if not isinstance(exchange, MailboxExchange):
-        sums = kernels_compute and isinstance(exchange, Collectives) and _kernels_take(like.dtype)
+        sums = kernels_compute and isinstance(exchange, Collectives) and kernels_take(like.dtype)
         return KERNEL_SUMS if sums else HOST_WAITS
     if kernels_compute:
-        if not _kernels_take(like.dtype):
+        if not kernels_take(like.dtype):
             raise TypeError(
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {like.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
             )
+        exchange.count_by(KERNEL_WAITS)
         return KERNEL_WAITS
     if exchange.host_waits:
         return HOST_WAITS
@@ -160,7 +173,7 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
     )
 
 
-def _kernels_take(dtype: torch.dtype) -> bool:
+def kernels_take(dtype: torch.dtype) -> bool:
     from tpkernels.kernels.operands import DTYPES
 
     return dtype in DTYPES

@@ -22,10 +22,10 @@ from tpkernels.comm.transports.backend_sums import (
     require_backend_sums,
 )
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
-from tpkernels.comm.transports.select import exchange_for
 from tpkernels.env_flag import env_flag
 from tpkernels.ops.tensor_parallel.choices import agree_choices
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, waits_for
+from tpkernels.ops.tensor_parallel.ways import exchange_for, exchanges_for_sum
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
@@ -161,9 +161,9 @@ def start_sum(
         require_backend_sums(op, like.device, select.requested_transport)
         call = begin_call(op, what + NOTE, (rows, cols), like, group)
         return BackendSumming(call, partial_of(slice(0, rows)), bias, scatter=scatter)
-    reduces = gathers = exchange_for(op, "reduces", like, rows, cols, group, features, overlap)
-    if not scatter:
-        gathers = exchange_for(op, "gathers", like, rows, cols, group, overlap=overlap)
+    reduces, gathers = exchanges_for_sum(
+        op, like, rows, cols, group, features, overlap, partial_of=partial_of, scatter=scatter
+    )
     waits = waits_for(op, reduces, like)
     call = begin_call(op, what + reduces.note, (rows, cols), like, group)
     if not overlap:

@@ -1,0 +1,198 @@
+"""What tests of kernels that store into the slots of other ranks send to ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.loopback import start
+from tests.ops.exchanges import arrivals_of
+from tests.ops.transport_cases import open_stand_in
+from tpkernels.comm.schedule import reduce_plan
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.shared import open_shared
+from tpkernels.kernels.gather_linear import gather_linear_fwd
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.reference import reduce_slots_ref
+from tpkernels.kernels.scatter_linear import scatter_linear
+from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.waits import Departures, kernel_and_chunk
+
+K, N = 8, 16
+TILE = MatmulTile(16, 16, 16, num_warps=4, num_stages=1, group=1)
+FAULTS = ("early_flag", "swapped_chunks", "wrong_owner")
+
+Push = Callable[[MailboxDelivery, int], None]
+
+
+def operands(rank: int, call: int, rows: int) -> tuple[Tensor, Tensor]:
+    """What a rank multiplies; every rank can tell what the others multiply."""
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randn(rows, K, generator=generator), torch.randn(N, K, generator=generator)
+
+
+def kernel_pushes(delivery: MailboxDelivery, call: int) -> None:
+    """By the kernel, which an interpreter runs here: it stores into the memory of other processes."""
+    exchange = delivery.exchange
+    a, weight = operands(exchange.rank, call, exchange.ranks * exchange.shape[0])
+    scatter_linear(
+        ((a, weight),),
+        departures=Departures(*delivery.departures()),
+        ranks=exchange.ranks,
+        rank=exchange.rank,
+        splits=exchange.splits,
+        tile=TILE,
+    )
+
+
+def writer_pushes(delivery: MailboxDelivery, call: int) -> None:
+    """As the kernel does, by plain stores to the addresses that it would be given."""
+    exchange, (slots, flags, counters, awaited) = delivery.exchange, delivery.departures()
+    partials = product_of(exchange.rank, call, exchange.ranks * exchange.shape[0])
+    shards = partials.view(exchange.ranks, *exchange.shape).contiguous()
+    assert counters.shape == (exchange.ranks * exchange.splits,)
+    assert not counters.any()
+    for step in range(1, exchange.ranks + 1):
+        owner = (exchange.rank - step) % exchange.ranks
+        ctypes.memmove(int(slots[owner]), shards[owner].data_ptr(), shards[owner].nbytes)
+        for chunk in range(exchange.splits):
+            ctypes.c_int32.from_address(int(flags[owner]) + 4 * chunk).value = int(awaited)
+
+
+def product_of(rank: int, call: int, rows: int) -> Tensor:
+    return linear_fwd(*operands(rank, call, rows), tile=TILE).y
+
+
+def expected_sum(rank: int, ranks: int, call: int, rows: int) -> Tensor:
+    partials = [product_of(source, call, ranks * rows) for source in range(ranks)]
+    return reduce_slots_ref(torch.stack([partial[rank * rows : (rank + 1) * rows] for partial in partials]))
+
+
+def pushed(exchange: MailboxExchange, call: int, push: Push) -> MailboxDelivery:
+    """The next call, in which a kernel stores this rank's rows."""
+    rows, cols = exchange.shape
+    plan = reduce_plan(exchange.ranks * rows, exchange.ranks, exchange.rank, exchange.splits, False)
+    delivery = exchange.begin(None, plan, cols, torch.empty(0))
+    delivery.before_kernels_push()
+    push(delivery, call)
+    return delivery
+
+
+def summed(delivery: MailboxDelivery, spin_limit: int | None = None) -> Tensor:
+    delivery.before_kernels_wait()
+    total = reduce_slots(delivery.slots, arrivals=arrivals_of(delivery, spin_limit))
+    if word := delivery.exchange.late():
+        kernel, chunk = kernel_and_chunk(word)
+        raise delivery.late_chunk(chunk, f"a wait of {kernel} ran out")
+    delivery.end()
+    return total
+
+
+def opened(way: str, rows: int, splits: int, timeout: float = 20.0) -> MailboxExchange:
+    layout = Layout(dist.get_world_size(), (rows, N), torch.float32, splits)
+    opening = Opening("it", dist.group.WORLD, layout, timeout=timeout)
+    return (open_shared if way == "shared" else open_stand_in)(opening)
+
+
+def sums(
+    way: str, push: Push, rows: int, splits: int, calls: int, delays: Sequence[float], first: int = 0
+) -> list[bool]:
+    """On a rank: whether each sum of what the ranks' kernels stored has the bits of the oracle.
+
+    first: the number of the call before the first
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    exchange = opened(way, rows, splits)
+    exchange.order.begun = exchange.order.read = first
+    exchange.mailbox(rank).released.fill_(first % 2**31)
+    dist.barrier()
+    totals = []
+    for call in range(calls):
+        time.sleep(delays[call % len(delays)])
+        totals.append(summed(pushed(exchange, call % 7, push)))
+    dist.barrier()
+    exchange.close()
+    expected = [expected_sum(rank, ranks, call, rows) for call in range(min(calls, 7))]
+    return [torch.equal(total, expected[call % 7]) for call, total in enumerate(totals)]
+
+
+def gathers(calls: int) -> list[bool]:
+    """On a rank: whether each product of gathered rows has the bits of `linear` on all of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout = Layout(ranks, (1, K), torch.float32)
+    exchange = open_shared(Opening("it", dist.group.WORLD, layout, timeout=20.0))
+    shards = [[operands(source, call, 1)[0] for source in range(ranks)] for call in range(7)]
+    _, weight = operands(rank, 0, 1)
+    products = []
+    for call in range(calls):
+        delivery = start(exchange, [shards[call % 7][rank]] * ranks)
+        arrivals = arrivals_of(delivery)
+        products.append(
+            gather_linear_fwd(delivery.memory, weight, arrivals=arrivals, first_row=rank, tile=TILE).y
+        )
+        delivery.end()
+    exchange.close()
+    expected = [linear_fwd(torch.cat(rows), weight, tile=TILE).y for rows in shards]
+    return [torch.equal(y, expected[call % 7]) for call, y in enumerate(products)]
+
+
+def faulty_sums(fault: str) -> tuple[list[bool], str]:
+    """On a rank: which sums are exact where rank 1's kernel is wrong, and what is said."""
+    rank, ranks, rows, splits = dist.get_rank(), dist.get_world_size(), 4, 2
+    exchange = opened("shared", rows, splits)
+
+    def push(delivery: MailboxDelivery, call: int) -> None:
+        departures = delivery.departures()
+        if rank == 0 or call < 2:
+            return kernel_pushes(delivery, call)
+        if fault == "early_flag":  # as if a chunk were complete before its last tile
+            for owner in range(ranks):
+                for chunk in range(splits):
+                    ctypes.c_int32.from_address(int(departures.flags[owner]) + 4 * chunk).value = int(
+                        departures.awaited
+                    )
+            time.sleep(0.5)
+        elif fault == "swapped_chunks":  # the flag of the other chunk, which is one word further
+            departures = departures._replace(flags=departures.flags + 4)
+        else:
+            departures = departures._replace(slots=departures.slots.flip(0))
+        with patch.object(delivery, "departures", lambda: departures):
+            return kernel_pushes(delivery, call)
+
+    exact, said = [], ""
+    try:
+        for call in range(4):
+            total = summed(pushed(exchange, call, push), spin_limit=3_000)
+            exact.append(torch.equal(total, expected_sum(rank, ranks, call, rows)))
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    exchange.close()
+    return exact, said
+
+
+def killed_peer(calls: int) -> None:
+    """On a rank: an error, since the other is killed after its kernel has stored rows of so many calls."""
+    rank, exchange = dist.get_rank(), opened("shared", 4, 2)
+    summed(pushed(exchange, 0, kernel_pushes))
+    dist.barrier()
+    if rank == 1:
+        for call in range(1, 1 + calls):
+            pushed(exchange, call, kernel_pushes)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for call in range(1, 4):
+        started = time.monotonic()
+        try:
+            summed(pushed(exchange, call, kernel_pushes), spin_limit=2_000)
+        except RuntimeError as error:
+            raise RuntimeError(f"after {time.monotonic() - started:.1f} s in call {call}: {error}") from error

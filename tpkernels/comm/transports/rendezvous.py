@@ -1,0 +1,109 @@
+"""How ranks with GPUs on one machine find each other's memory, by torch's symmetric memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+class Handle(Protocol):
+    """What is used of torch's `_SymmetricMemory`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The memory of a rank, as a tensor of ours."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """All ranks, in their current streams."""
+
+    def stream_write_value32(self, tensor: Tensor, offset: int, val: int) -> object:
+        """Write a word of a flat uint32 tensor, after all that came before in the current stream.
+
+        A fence for the whole system comes first: whoever sees the word sees what was written before.
+        """
+
+
+def why_not(device: torch.device) -> str:
+    """What this rank lacks; nothing if it can take part."""
+    if device.type != "cuda":
+        return f"TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs, got {device}; use shared or c10d"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU here"
+    try:
+        memory = import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        return f"this torch ({torch.__version__}) has no symmetric memory ({error}); use c10d"
+    backend = memory.get_backend(device)
+    if backend in ("NVSHMEM", "NCCL"):  # whose memory of other ranks is not always a tensor of ours
+        return f"torch's symmetric memory is set to {backend}; call its set_backend('CUDA') before it is used"
+    return ""
+
+
+def require_gpu_each(name: str, gpus: list[str], rank: int) -> bool:
+    """Whether ranks share a GPU, which is for tests: these ask torch for it by name.
+
+    gpus: of all ranks
+    """
+    shared = [peer for peer, gpu in enumerate(gpus) if gpus.count(gpu) > 1]  # the same on all ranks
+    if shared and os.environ.get(OVERLAPPING, "0") != "1":
+        raise RuntimeError(
+            f"{name} on rank {rank}: expected a GPU for each rank, got one for {shared}: "
+            f"call torch.cuda.set_device(local_rank) first, or set {OVERLAPPING}=1 to test on one GPU"
+        )
+    return bool(shared)
+
+
+def new_memory(count: int, device: torch.device) -> Tensor:
+    """Zeroed bytes, an allocation of their own: a pool would hand out a part of a larger one."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.uint8, device).zero_()
+
+
+def rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
+    from torch.distributed import _symmetric_memory
+
+    handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
+    return handle
+
+
+_of_group: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  # torch holds them weakly
+
+
+def name_of_ranks(group: ProcessGroup, here: Sequence[int]) -> GroupName:
+    """A name by which torch's rendezvous finds the ranks `here` of `group`, known as long as the group lives.
+
+    What bears it has a store and no backend: nothing is connected, and no collective can be called on it.
+    """
+    name = cast("GroupName", f"{group.group_name}, ranks {', '.join(map(str, here))}")
+    if group not in _of_group:
+        store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(group))
+        _of_group[group] = ProcessGroup(store, here.index(group.rank()), len(here))
+        c10d._register_process_group(name, _of_group[group])
+        finalize(group, _forget, name)
+    return name
+
+
+def _forget(name: GroupName) -> None:
+    with suppress(RuntimeError):  # destroy_process_group() forgets all names at once
+        c10d._unregister_process_group(name)

@@ -1,0 +1,113 @@
+"""What PTX proves of the order in which a kernel reads rows, stores rows and raises flags. Pure text.
+
+A kernel is followed from its start along all branches, for blocks do not lie in the order in which they run.
+On the way steps are counted that must come one after the other: what needs all of them must not be reached
+with fewer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+NO_FLAG = "no flag is raised with release.sys"
+
+_LABEL = re.compile(r"(\$L__BB\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);")
+_FOR_ALL = re.compile(r"bra(?:\.uni)?\s+\$L__BB|ret;")  # without a predicate: nothing follows
+
+_ATOMIC = r"^(?:@\S+ )?(?:ld|atom|red|st)\.global\.(?=\S*\.?sys\b)"
+_LOOK = re.compile(_ATOMIC + r"(?=\S*\bacquire\b)")
+_COUNT = re.compile(_ATOMIC + r"(?=\S*\bacq_rel\b)")
+_FLAG = re.compile(_ATOMIC + r"(?=\S*\brelease\b)")
+_UNORDERED = re.compile(_ATOMIC + r"(?=\S*\brelaxed\b)")
+_NOT_FOR_ALL = re.compile(
+    r"^(?:@\S+ )?(?:ld|atom|red|st)\.global\.(?!\S*\bsys\b)(?=\S*\b(?:acquire|acq_rel|release)\b)"
+)
+_BARRIER = re.compile(r"^(?:@\S+ )?bar(?:rier)?\.sync\b")
+_PROXY_FENCE = re.compile(r"\bfence\.proxy\.async(?:\.global)?;")
+_STORE = re.compile(r"\bst\.global\.(?!\S*\bsys\b)|\bcp\.async\.bulk\.tensor\.\dd\.global\.shared")
+_TENSOR_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared")
+_LOADS = (
+    _TENSOR_LOAD,
+    re.compile(r"\bcp\.async\.c[ag]\.shared\.global\b"),
+    re.compile(r"\bld\.global\.\S*v[24]\b"),
+)
+_Steps = Sequence[tuple[re.Pattern[str], str]]  # with what is missing where one is
+
+
+def unordered_reads(ptx: str) -> tuple[str, ...]:
+    """Why a kernel that waits may read rows before their flag; nothing if it cannot.
+
+    From the start, and after each tile that was stored, it must look at a flag, tell all its threads by a
+    barrier, and fence what reads by a proxy of its own: the copy engine.
+    """
+    lines = _lines(ptx)
+    loads = next((pattern for pattern in _LOADS if any(map(pattern.search, lines))), None)
+    if loads is None:
+        return ("no load of rows that is known",)
+    steps = [
+        (_LOOK, "without a look at its flag with acquire.sys"),
+        (_BARRIER, "without a barrier after the look"),
+        (_PROXY_FENCE, "without a proxy fence after the barrier"),
+    ]
+    missing = _missing(lines, steps if loads is _TENSOR_LOAD else steps[:2], _STORE, loads)
+    return (*(f"a row is loaded {words}" for words in missing), *_weak(lines))
+
+
+def unordered_flags(ptx: str) -> tuple[str, ...]:
+    """Why a flag may be seen before the rows that it tells of; nothing if it cannot.
+
+    All threads store: after the last store a barrier makes them wait for each other, and a count, which
+    acquires what other blocks have stored and releases what this one has, tells who is the last.
+    """
+    lines = _lines(ptx)
+    if not any(map(_FLAG.search, lines)):
+        return (NO_FLAG, *_weak(lines))
+    steps = [
+        (_STORE, "before anything is stored"),
+        (_BARRIER, "without a barrier after the stores"),
+        (_COUNT, "without a count with acq_rel.sys after the barrier"),
+    ]
+    missing = _missing(lines, steps, _STORE, _FLAG)
+    return (*(f"a flag is raised {words}" for words in missing), *_weak(lines))
+
+
+def _lines(ptx: str) -> list[str]:
+    """Labels and instructions."""
+    return [line for text in ptx.splitlines() if (line := text.split("//")[0].strip())]
+
+
+def _weak(lines: Sequence[str]) -> Iterator[str]:
+    """Accesses that order too little, or for too few."""
+    if any(map(_UNORDERED.search, lines)):
+        yield "an access for the whole system is relaxed"
+    if any(map(_NOT_FOR_ALL.search, lines)):
+        yield "an access that orders others does so for this GPU alone"
+
+
+def _missing(
+    lines: Sequence[str], steps: _Steps, undoes: re.Pattern[str], needs: re.Pattern[str]
+) -> list[str]:
+    """What is missing where `needs` is reached without all steps, since the start or what undoes them."""
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
+    missing, seen, todo = set[int](), set[tuple[int, int]](), [(0, 0)]
+    while todo:
+        at, done = todo.pop()
+        if at == len(lines) or (at, done) in seen:
+            continue
+        seen.add((at, done))
+        line = lines[at]
+        if done < len(steps) and needs.search(line):
+            missing.add(done)
+        if undoes.search(line):
+            done = 0
+        if steps[0][0].search(line):  # also again: what comes after it must come again
+            done = 1
+        elif done < len(steps) and steps[done][0].search(line):
+            done += 1
+        if branch := _BRANCH.search(line):
+            todo.append((labels[branch[1]], done))
+        if not _FOR_ALL.match(line):
+            todo.append((at + 1, done))
+    return [steps[number][1] for number in sorted(missing)]
