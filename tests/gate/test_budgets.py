@@ -19,6 +19,8 @@ FACTS = Facts(
     instructions={"HGMMA": 4},
     aligned=frozenset({"x", "w"}),
     narrow_offsets=("%1",),
+    unordered_reads=(),
+    unordered_flags=(),
     seconds=1.0,
 )
 

@@ -17,6 +17,8 @@ FACTS = Facts(
     instructions={"HGMMA": 4},
     aligned=frozenset({"x", "w"}),
     narrow_offsets=("%1",),
+    unordered_reads=(),
+    unordered_flags=(),
     seconds=1.0,
 )
 DAMAGE = {

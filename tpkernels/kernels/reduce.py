@@ -58,10 +58,12 @@ def _reduce_slots_kernel(
                 part_rows = T // splits
                 first_part = t // part_rows
                 last_part = (tl.minimum(t + BLOCK_ROWS, T) - 1) // part_rows
-                # the maximum shows the compiler, and the gate, that no load goes without a wait
-                for later in tl.range(0, tl.maximum(last_part - first_part + 1, 1), num_stages=1):
-                    chunk = slot_chunk + first_part + later
+                # the last by itself: a loop alone would leave the code, and the gate, a way around the wait
+                for part in tl.range(first_part, last_part, num_stages=1):
+                    chunk = slot_chunk + part
                     wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
+                chunk = slot_chunk + last_part
+                wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
             acc += load_block(
                 slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
             ).to(tl.float32)
