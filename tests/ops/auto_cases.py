@@ -60,6 +60,7 @@ def on_this_way(how: str) -> Any:
     ways = {
         "interpreted on one rank": lambda: patch.object(backends, "backend", "triton" if rank else "torch"),
         "no tags": lambda: patch.object(GroupCalls, "matches_tags", lambda self, device: False),
+        "two networks": lambda: patch.object(os, "readlink", lambda path: f"{path} of {rank}"),
         "small": lambda: prepare(Setting(small_pieces=False)),
     }
     return ways.get(how, nullcontext)() or nullcontext()

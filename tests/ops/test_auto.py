@@ -27,6 +27,7 @@ def test_ranks_of_one_machine_share_memory(ranks2):
     ("how", "why"),
     {
         "two machines": "ranks are on 2 machines",
+        "two networks": "ranks are on 2 machines",
         "interpreted on one rank": "rank 1: TPKERNELS_BACKEND=triton, whose kernels would wait",
         "no tags": "its backend is not gloo",
         "small": "it is small",

@@ -82,7 +82,8 @@ def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
     chooser = WayChooser(tell, table.clock, cache)
     default, why_not = options.get("default", ("one", "one"))[rank], options.get("why_not", ("", ""))[rank]
     with heard("tpkernels.dispatch") as said:
-        verdict = chooser.choose(KEY, table.ways(), default, why_not)
+        ways_in_any_order = table.ways()[:: -1 if rank else 1]
+        verdict = chooser.choose(KEY, ways_in_any_order, default, why_not)
     dist.barrier()
     return verdict.name, verdict.source, table.runs, table.closed, said
 

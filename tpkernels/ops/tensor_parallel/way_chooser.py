@@ -76,7 +76,8 @@ class WayChooser:
         cached = self._cache.get(key)
         told = self._tell([default, cached.name if cached else "", why_not, ",".join(w.name for w in ways)])
         offered = [set(names.split(",")) for *_, names in told]
-        possible = {way.name: way for way in ways if all(way.name in names for names in offered)}
+        in_order = sorted(ways, key=lambda way: way.name)  # on all ranks the same
+        possible = {way.name: way for way in in_order if all(way.name in names for names in offered)}
         # defaults may differ, as sizes of weight shards may: the first that is possible everywhere
         default = next((name for name, *_ in told if name in possible), min(possible))
         kept = {name for _, name, _, _ in told}

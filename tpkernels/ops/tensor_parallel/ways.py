@@ -39,8 +39,8 @@ from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.gpus import gpu_of
 from tpkernels.dispatch.problem import token_class
 from tpkernels.env_flag import env_flag
-from tpkernels.files import cache_folder
 from tpkernels.kernels import invariance
+from tpkernels.kernels.disk_cache import cache_folder
 from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, kernels_take, waits_for
 from tpkernels.ops.tensor_parallel.way_chooser import Clock, Run, Way, WayChooser
 
