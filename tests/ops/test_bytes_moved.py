@@ -10,7 +10,7 @@ from tests.ops import bytes_moved
 from tests.ops.bytes_moved import BytesMoved
 from tests.ops.parallel_cases import Setting
 from tpkernels import ops
-from tpkernels.ops.tensor_parallel.operands import product_sum
+from tpkernels.ops.tensor_parallel.product_sum import product_sum
 
 WAYS = {
     "chunks arrive": {},

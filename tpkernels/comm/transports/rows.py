@@ -48,6 +48,9 @@ class Waits(Protocol):
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         """(rows, cols): the sum of the slots in the order of ranks, plus the bias once."""
 
+    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
+        """Whether a kernel now computes all partial sums and stores them in their owners' slots."""
+
 
 class HostWaits:
     """The host blocks until chunks are there."""
@@ -63,6 +66,9 @@ class HostWaits:
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         delivery.await_rows(slice(0, delivery.plan.rows))
         return sum_of_slots(delivery.slots, bias)
+
+    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
+        return False
 
 
 HOST_WAITS = HostWaits()
@@ -159,6 +165,8 @@ class Reducing:
         plan = exchange.plan_reduce(rows, calls.ranks, calls.rank, shard_bytes, overlap)
         self._bias, self._waits = bias, waits
         self.delivery = delivery = exchange.begin(call, plan, cols, like)
+        if waits.pushed(delivery, partial_of):
+            return
         for round in plan.rounds:
             partial, first = partial_of(round.rows).contiguous(), round.rows.start
             delivery.move(round.swaps, partial, first)

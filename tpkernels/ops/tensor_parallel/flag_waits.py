@@ -12,9 +12,11 @@ from torch import Tensor
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import Collectives
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
-from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, Waits
+from tpkernels.comm.transports.rows import HOST_WAITS, Gathering, HostWaits, PartialOf, Waits
 from tpkernels.dispatch import backends
+from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import Activation
+from tpkernels.ops.tensor_parallel.product_sum import ProductSum
 
 if TYPE_CHECKING:
     from tpkernels.kernels.waits import Arrivals
@@ -33,6 +35,26 @@ class KernelWaits:
 
     def total(self, delivery: Delivery, bias: Tensor | None) -> Tensor:
         return self._sum(delivery, delivery.slots, bias, slice(0, delivery.plan.rows))
+
+    def pushed(self, delivery: Delivery, partial_of: PartialOf) -> bool:
+        from tpkernels.kernels.scatter_linear import scatter_linear
+        from tpkernels.kernels.waits import Departures
+
+        delivery = cast("MailboxDelivery", delivery)
+        exchange = delivery.exchange
+        if not kernel_pushes(exchange, partial_of):
+            return False
+        assert isinstance(partial_of, ProductSum), "only products have a kernel that pushes"
+        delivery.before_kernels_push()
+        scatter_linear(
+            partial_of.as_linear(),
+            departures=Departures(*delivery.departures()),
+            ranks=exchange.ranks,
+            rank=exchange.rank,
+            splits=exchange.splits,
+            margin=exchange.margin,
+        )
+        return True
 
     def product(
         self,
@@ -170,6 +192,21 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
     raise ValueError(
         f"{op}: TPKERNELS_BACKEND={backends.backend} computes with torch, which cannot wait for flags of a "
         "GPU: leave it at auto, or set TPKERNELS_TRANSPORT=c10d"
+    )
+
+
+def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
+    """Whether one kernel computes partial sums and stores them in the slots of all ranks.
+
+    It chooses its tiles by the size of chunks, hence not where bits must not depend on the batch.
+    """
+    return (
+        isinstance(exchange, MailboxExchange)
+        and exchange.kernels_can_push
+        and isinstance(partial_of, ProductSum)
+        and len(partial_of.pairs) <= 2
+        and all(tensor.dtype == exchange.dtype for pair in partial_of.pairs for tensor in pair)
+        and not invariance.batch_invariant
     )
 
 

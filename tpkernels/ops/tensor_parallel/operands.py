@@ -23,8 +23,8 @@ from tpkernels.ops.tensor_parallel.parallel import (
     start_rows,
     start_sum,
 )
+from tpkernels.ops.tensor_parallel.product_sum import Pair, ProductSum, rows_of
 
-Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
 
@@ -66,12 +66,9 @@ class Layout(NamedTuple):
         if group.size() == 1 and transposed:  # the product adds the bias
             return Done(primitives.linear(activations, weight, bias, "none", False)[0])
 
-        def partial_of(rows: slice) -> Tensor:
-            return product_sum([(rows_of(a, rows), w) for a, w in pairs], transposed=transposed)
-
         return start_sum(
             op,
-            partial_of,
+            ProductSum(pairs, transposed),
             rows,
             cols,
             activations,
@@ -137,11 +134,6 @@ def shaped_like(y: Tensor, x: Tensor, tokens: int) -> Tensor:
     return y.view(*(tokens, *x.shape[1:-1])[: x.ndim - 1], y.shape[1])
 
 
-def rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """tensor[rows], at once where that is all."""
-    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
-
-
 def recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call; one that it does not record is quicker without `apply`."""
     return any_requires_grad(*tensors) or in_forward_mode()
@@ -157,18 +149,6 @@ def apply_distinct(
             twice = tensor is not None and any(tensor is other for other in tensors)
             tensors = [*tensors, tensor.view_as(tensor) if tensor is not None and twice else tensor]
     return apply(function, *args, *tensors)
-
-
-def product_sum(pairs: Sequence[Pair], *, transposed: bool) -> Tensor:
-    """a wᵀ if transposed, else Σ a w: of several, two at a time in one accumulator."""
-    (a, w), *others = pairs
-    if transposed:
-        assert not others, "only gradients add up products"
-        return primitives.linear(a, w, None, "none", False)[0]
-    if not others:
-        return primitives.dgrad(a, w)
-    total = primitives.dgrad_pairs(a, w, *others[0])
-    return total.add_(product_sum(others[1:], transposed=False)) if others[1:] else total
 
 
 def bias_gradient(dz: Tensor) -> Tensor:

@@ -24,7 +24,12 @@ from tpkernels.comm.transports.backend_sums import (
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.env_flag import env_flag
 from tpkernels.ops.tensor_parallel.choices import agree_choices
-from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS, MultipliedRows, waits_for
+from tpkernels.ops.tensor_parallel.flag_waits import (
+    KERNEL_WAITS,
+    MultipliedRows,
+    kernel_pushes,
+    waits_for,
+)
 from tpkernels.ops.tensor_parallel.ways import exchange_for, exchanges_for_sum
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
@@ -166,8 +171,8 @@ def start_sum(
     )
     waits = waits_for(op, reduces, like)
     call = begin_call(op, what + reduces.note, (rows, cols), like, group)
-    if not overlap:
-        partial_of = partial_of(slice(0, rows)).__getitem__
+    if not overlap or (waits is KERNEL_WAITS and not kernel_pushes(reduces, partial_of)):
+        partial_of = partial_of(slice(0, rows)).__getitem__  # at once: small products waste a GPU
     if scatter:
         return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)
     return all_reducing(call, partial_of, rows, cols, like, bias, reduces, gathers, waits, overlap)
@@ -196,8 +201,8 @@ def start_rows(
 
 
 def arrivals(gathering: Rows, overlap: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Rows as they arrive, or all at once."""
-    if overlap and not isinstance(gathering, Done):
+    """Rows as they arrive, or all at once, as for a GPU, where no kernel multiplies them as they arrive."""
+    if overlap and not isinstance(gathering, (Done, MultipliedRows)):
         yield from gathering.arrivals()
     else:
         full = gathering.wait()

@@ -58,9 +58,9 @@ from tpkernels.ops.tensor_parallel.operands import (
     bias_gradient,
     checked_layout,
     recorded,
-    rows_of,
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying
+from tpkernels.ops.tensor_parallel.product_sum import rows_of
 
 
 def parallel_mlp(

@@ -262,7 +262,7 @@ class _Ways:
             return gathering.wait()
         full = shard.new_empty(rows, self._features)
         for arrived, chunk in gathering.arrivals():
-            primitives.linear_into(full[arrived], chunk, weight, None)
+            primitives.into(primitives.linear, [full[arrived]], chunk, weight, None, "none", False)
         return full
 
     @torch.no_grad()
