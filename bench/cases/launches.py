@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -27,13 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpkernels.comm.transports import c10d
+from tpkernels.comm.side_stream import SideStream, StreamOrder
+from tpkernels.comm.transports import c10d, select, symmetric
+from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
 
 TOKENS, RANKS, WIDTHS = (2048, 8192, 32768), (2, 4, 8), (4096, 8192)
+TRANSPORTS = ("c10d", "symmetric")
 CASES = ("column forward", "column backward", "row forward", "row backward")
 FEATURES = {4096: 14336, 8192: 28672}  # of the Llama-3 MLPs of these widths
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_")
@@ -56,13 +59,14 @@ class Count:
     products: int
     other_kernels: int
     copies: int
-    host: float = 0.0
+    flags: int  # words that a stream writes
+    waits: int  # of a stream for another
+    host: float  # microseconds of one call
 
     def __str__(self) -> str:
-        return (
-            f"{self.collectives} collectives, {self.products} products, {self.other_kernels} other kernels, "
-            f"{self.copies} copies, {self.host:.0f} us"
-        )
+        *counts, host = asdict(self).items()
+        counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts if count)
+        return f"{counted}, {host[1]:.0f} us"
 
 
 class _Done:
@@ -145,9 +149,9 @@ class CountingGroup(dist.ProcessGroup):
 class _Counting(TorchDispatchMode):
     """Counts what is computed and copied; views and allocations are nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[str] = Counter()
+        self._noted = noted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -164,7 +168,7 @@ class _Counting(TorchDispatchMode):
                 if name in ("copy_", "clone")
                 else "other_kernels"
             )
-            self.found[kind] += 1
+            self._noted[kind] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -191,17 +195,88 @@ _maker: list[Callable[..., CountingGroup]] = []
 
 
 @contextmanager
-def standing_in_for(target: Target) -> Iterator[list[launch.Launch]]:
+def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iterator[list[launch.Launch]]:
     """Tensors without memory are taken for those of a GPU, whose launches of our kernels are listed."""
+
+    def open_counted(opening: Opening) -> CountedExchange:
+        layout, group = opening.layout, opening.group
+        memory, handle = (
+            torch.empty(layout.byte_count, dtype=torch.uint8, device="meta"),
+            _Handle(group, noted),
+        )
+        order = StreamOrder(torch.device("xpu"))  # any device that has streams
+        exchange = CountedExchange(
+            opening.name, layout, handle, memory, opening.timeout, range(group.size()), order=order
+        )
+        exchange.side._stream = cast("torch.Stream", _Stream(noted))
+        return exchange
+
+    computing = _Stream(noted)
     with (
         patch.object(c10d, "_processors", lambda device: target.processors),
         patch.object(backends, "backend", "triton"),
+        patch.object(select, "requested_transport", transport),
+        patch.object(symmetric, "SideStream", lambda device: SideStream(torch.device("cpu"))),
+        patch.object(torch.accelerator, "current_stream", lambda device: computing),
+        patch.dict(select.openers, symmetric=open_counted),
         launch.recording(target) as launches,
     ):
         yield launches
 
 
-def count(case: str, tokens: int, ranks: int, width: int, *, overlap: bool = True, calls: int = 20) -> Count:
+class CountedExchange(symmetric.SymmetricExchange):
+    """Over memory that is none."""
+
+    def close(self) -> None:
+        self.let_go()
+
+
+class _Handle:
+    """Stands for torch's `_SymmetricMemory`."""
+
+    def __init__(self, group: dist.ProcessGroup, noted: Counter[str]) -> None:
+        self.rank, self.world_size, self._noted = group.rank(), group.size(), noted
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        self._noted["other_kernels"] += 1
+
+    def stream_write_value32(self, words: Tensor, offset: int, value: int) -> None:
+        self._noted["flags"] += 1
+
+
+class _Stream:
+    """Stands for a stream of a GPU."""
+
+    def __init__(self, noted: Counter[str]) -> None:
+        self._noted = noted
+
+    def wait_stream(self, other: object) -> None:
+        self._noted["waits"] += 1
+
+    def wait_event(self, event: object) -> None:
+        self._noted["waits"] += 1
+
+    def record_event(self) -> object:
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def count(
+    case: str,
+    tokens: int,
+    ranks: int,
+    width: int,
+    *,
+    transport: str = "c10d",
+    overlap: bool = True,
+    calls: int = 20,
+) -> Count:
     """One call of a layer of `width`, its features split over the ranks, in bf16."""
     kind, direction = case.split()
     features = FEATURES[width] // ranks
@@ -211,7 +286,8 @@ def count(case: str, tokens: int, ranks: int, width: int, *, overlap: bool = Tru
         if kind == "column"
         else (row_linear, torch.empty(tokens, features, **meta), torch.empty(width, features, **meta))
     )
-    with group_of(ranks) as group, standing_in_for(H100) as launches:
+    noted: Counter[str] = Counter()
+    with group_of(ranks) as group, standing_in_for(H100, transport, noted) as launches:
         leaf.requires_grad_(), weight.requires_grad_()
 
         def forward() -> Tensor:
@@ -219,28 +295,28 @@ def count(case: str, tokens: int, ranks: int, width: int, *, overlap: bool = Tru
 
         y = forward()
         dy = torch.empty_like(y)
-        run: Callable[[], object] = forward
-        if direction == "backward":
-            run = lambda: torch.autograd.grad(y, [leaf, weight], dy, retain_graph=True)  # noqa: E731
+
+        def backward() -> object:
+            return torch.autograd.grad(y, [leaf, weight], dy, retain_graph=True)
+
+        run: Callable[[], object] = forward if direction == "forward" else backward
         run()
-        before, counting = group.launched, _Counting()
+        before = group.launched
         launches.clear()
-        with counting:
+        noted.clear()
+        with _Counting(noted):
             run()
-        collectives, kernels = group.launched - before, [launch.kernel.__name__ for launch in launches]
+        noted["collectives"] = group.launched - before
+        for launched in launches:
+            is_product = launched.kernel.__name__ in PRODUCT_KERNELS
+            noted["products" if is_product else "other_kernels"] += 1
         taken = []
         for _ in range(calls):
             start = time.perf_counter()
             run()
             taken.append(time.perf_counter() - start)
-    found, products = counting.found, sum(name in PRODUCT_KERNELS for name in kernels)
-    return Count(
-        collectives,
-        found["products"] + products,
-        found["other_kernels"] + len(kernels) - products,
-        found["copies"],
-        1e6 * sorted(taken)[1],
-    )
+    counted = (noted[each.name] for each in fields(Count) if each.name != "host")
+    return Count(*counted, 1e6 * sorted(taken)[1])
 
 
 def main() -> None:
@@ -248,10 +324,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the counts into this file")
     arguments = parser.parse_args()
     found = {}
-    for case, tokens, ranks, width in product(CASES, TOKENS, RANKS, WIDTHS):
-        one = count(case, tokens, ranks, width)
-        found[f"{case} {tokens} {ranks} {width}"] = asdict(one)
-        print(f"{case}, T {tokens}, R {ranks}, K {width}: {one}")
+    for transport, case, tokens, ranks, width in product(TRANSPORTS, CASES, TOKENS, RANKS, WIDTHS):
+        one = count(case, tokens, ranks, width, transport=transport)
+        found[f"{transport} {case} {tokens} {ranks} {width}"] = asdict(one)
+        print(f"{transport}, {case}, T {tokens}, R {ranks}, K {width}: {one}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,5 +1,4 @@
 """The calls of one exchange, in the order that all ranks make them in; when a slot is free without asking.
-asking.
 
 A rank that pushes rows of call e into a slot of another must know that the other has read call e - 2 there.
 It knows where
@@ -28,9 +27,8 @@ class CallOrder:
     """Which calls have begun, and which have been read."""
 
     def __init__(self) -> None:
-        self.begun = self.read = (
-            0  # the last call that has begun; the last one up to which all have been read
-        )
+        self.begun = 0  # the last call that has begun
+        self.read = 0  # the last one up to which all have been read
         self._read_ahead: set[int] = set()
         self._follows = True  # whether the one before the last call had been read when that one began
 

@@ -108,7 +108,9 @@ class SymmetricExchange(MailboxExchange):
         self.flag_addresses = [addresses_of(flags) for flags in self.flags]
         self._awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
         self._counts = torch.zeros(SLOTS, 1, dtype=torch.int32, device=memory.device).unbind()
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True) if memory.is_cuda else self.status
+        self._seen = self.status  # which the host sees on a CPU
+        if not memory.is_cpu:
+            self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
         self.barrier(0)  # nobody raises a flag before it has been zeroed
