@@ -8,7 +8,7 @@ R ranks, T tokens, K in_features, N out_features:
 
     forward   y_shard  = reduce_scatter(x_shard w_shardᵀ) + bias    chunks travel while others are computed
     dgrad     dx_shard = all_gather(dy_shard) w_shard               rows as they arrive
-    wgrad     dw_shard = dyᵀ x_shard                                of the same rows, in fp32, as they arrive
+    wgrad     dw_shard = dyᵀ x_shard                                of the same rows; on a CPU as they arrive
     dbias     db       = dy.sum(0)                                  the same on every rank
 
 Without sequence parallelism y is all-reduced, and backward communicates nothing. Sums over ranks are in fp32
@@ -31,6 +31,7 @@ from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
+    Into,
     MainGrads,
     WeightGradient,
     add_if_traced,
@@ -149,20 +150,56 @@ def _row_gradients(
         dy = gathering.wait()
         dw = None if x is None else weight_gradient(dy, x, into)
     else:
-        summing = WeightGradient(into)
+        tokens = dy_shard.shape[0] * layout.token_shards
+        # a GPU takes all rows at once: dgrad hides the transfers
+        batches = _Batches(x, into, tokens) if x is not None and layout.overlap and x.is_cpu else None
 
         def multiply(rows: slice, dy_chunk: Tensor, dx: list[Tensor]) -> None:
-            if x is not None:  # of these rows at once: the next ones may not be there yet
-                summing.add(dy_chunk, x[rows])
+            if batches is not None:
+                batches.add(rows, dy_chunk)
             if weight is not None:
                 primitives.into(primitives.dgrad, dx, dy_chunk, weight)
 
         widths = [] if weight is None else [weight.shape[1]]
-        results = layout.rowwise(gathering, dy_shard.shape[0] * layout.token_shards, widths, multiply)
+        results = layout.rowwise(gathering, tokens, widths, multiply)
         dx = results[0] if results else None
         dy = gathering.wait()
-        dw = None if x is None else summing.get()
+        if batches is not None:
+            dw = batches.get()
+        else:
+            dw = None if x is None else weight_gradient(dy, x, into)
     return dx, dw, bias_gradient(dy) if needs[2] else None
+
+
+class _Batches:
+    """dw of rows as they arrive: the next ones may not be there yet. Each product reads and writes all of dw,
+    so that it takes a quarter of the rows or more.
+    """
+
+    def __init__(self, x: Tensor, into: Into, tokens: int) -> None:
+        self._x, self._sum, self._least_rows = x, WeightGradient(into), tokens // 4
+        self._dys: list[Tensor] = []
+        self._rows = slice(0, 0)  # that they are of
+
+    def add(self, rows: slice, dy: Tensor) -> None:
+        if rows.start != self._rows.stop:
+            self._multiply()
+            self._rows = slice(rows.start, rows.start)
+        self._dys.append(dy)
+        self._rows = slice(self._rows.start, rows.stop)
+        if self._rows.stop - self._rows.start >= self._least_rows:
+            self._multiply()
+
+    def get(self) -> Tensor | None:
+        """As of `WeightGradient`."""
+        self._multiply()
+        return self._sum.get()
+
+    def _multiply(self) -> None:
+        if self._dys:
+            dy = self._dys[0] if len(self._dys) == 1 else torch.cat(self._dys)
+            self._sum.add(dy, self._x[self._rows])
+        self._dys, self._rows = [], slice(self._rows.stop, self._rows.stop)
 
 
 def _row_gradient_shapes(
