@@ -125,12 +125,12 @@ def with_bits_that_differ_once(command):
     """The last bit of one number, in one call of many, on rank 1."""
     real, calls = HostExchange.put, []
 
-    def put(self, peer, there, rows, number, flag):
+    def put(self, peer, there, rows, delivery):
         calls.append(peer)
         if len(calls) == 100 and dist.get_rank() == 1:
             rows = rows.clone()
             rows.view(-1)[0] = torch.nextafter(rows.view(-1)[0], torch.tensor(9.0, dtype=rows.dtype))
-        real(self, peer, there, rows, number, flag)
+        real(self, peer, there, rows, delivery)
 
     with patch.object(HostExchange, "put", put), patch.object(qualify_kernels, "MOST_QUICK", 1):
         return qualify(command)
