@@ -132,16 +132,16 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
     command = ["tune", "--shapes", "64x48x32", "--json", str(report)]
     assert main(command) == 0
     printed = capsys.readouterr()
-    assert printed.out.count("(timed: triton/") == 8  # each step, linear twice
+    assert printed.out.count("(timed: triton/") == 9  # each step, linear twice
     assert not printed.err  # no bar where nobody watches
     versions, choices = parse(report.read_text())
     assert versions["gpu"] == VERSIONS.gpu
-    assert len(choices) == 8
+    assert len(choices) == 9
 
     asked = len(timer.asked)
     assert main(command) == 0
     assert len(timer.asked) == asked
-    assert capsys.readouterr().out.count("(cached: triton/") == 8
+    assert capsys.readouterr().out.count("(cached: triton/") == 9
     assert parse(report.read_text())[1] == choices
 
     assert main([*command, "--again"]) == 0
