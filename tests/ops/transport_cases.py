@@ -84,7 +84,12 @@ def using(transport: str, backend: str = "torch") -> Iterator[None]:
         patch.object(backends, "backend", backend),
         patch.dict(transports.openers, standing_in),
     ):
-        yield
+        try:
+            yield
+        finally:
+            transports._forget(
+                id(dist.group.WORLD)
+            )  # whose ranks agree anew, as their tests know nothing of this
 
 
 def under(transport: str, backend: str, function: Callable[..., T], *args: Any) -> T:

@@ -249,4 +249,5 @@ def _place() -> str:
 
 
 def _forget(number: int) -> None:
-    _of_group.pop(number).close()
+    if exchanges := _of_group.pop(number, None):
+        exchanges.close()
