@@ -70,5 +70,5 @@ def test_a_test_that_is_not_there_is_noticed():
 
 
 def test_misquoted_message_is_noticed():
-    assert not is_known("rank ... waited ... h in ...", MESSAGES)
+    assert not is_known("rank ... waited ... hours in ...", MESSAGES)
     assert len(ROWS) > 30

@@ -202,9 +202,8 @@ def many_shapes() -> tuple[list[int], int, int]:
         for rows in (1, 2, 3, 1, 4, 5):
             x, w = torch.randn(rows, 8), torch.randn(4, 8)
             column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-        rows_open = [exchange.shape[0] for exchange in open_exchanges()]
-    gc.collect()
-    return rows_open, _pushers(), _mappings()
+        gc.collect()
+        return [exchange.shape[0] for exchange in open_exchanges()], _pushers(), _mappings()
 
 
 def _pushers() -> int:

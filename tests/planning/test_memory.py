@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from tests.layers.test_memory import kept
+from tests.ops.transport_cases import under
 from tests.planning.shapes import GPT2, LLAMA, MODELS
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
 from tpkernels.buckets.layout import ALIGNMENT
@@ -57,7 +58,9 @@ def differences_of_models(dtype):
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_a_model_keeps_what_is_predicted(ranks, dtype, request):
-    for found in request.getfixturevalue(f"ranks{ranks}").run(differences_of_models, dtype):
+    for found in request.getfixturevalue(f"ranks{ranks}").run(
+        under, "c10d", "torch", differences_of_models, dtype
+    ):
         assert found == {}
 
 
@@ -96,7 +99,9 @@ def test_a_trainer_holds_what_is_predicted(sizes, name, dtype, ranks2, tmp_path)
     model = MODELS[name].with_sizes(vocab_size=256)
     layout = Layout(sizes["tensor"], 1, 2 // sizes["tensor"])
     predicted = memory_of(job_of(model, element=dtype.itemsize), layout)
-    for found in ranks2.run(held_by_trainer, model, sizes, str(tmp_path / "text"), dtype):
+    for found in ranks2.run(
+        under, "c10d", "torch", held_by_trainer, model, sizes, str(tmp_path / "text"), dtype
+    ):
         total, weights, gradients, optimizer, parameters, buckets = found
         padding = ALIGNMENT * (parameters + buckets * layout.data)
         assert weights == predicted.weights

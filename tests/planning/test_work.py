@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.layers.worlds import posing
+from tests.ops.transport_cases import under
 from tests.planning.shapes import LLAMA, MODELS
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
 from tpkernels.planning.job import Job, Layout
@@ -20,6 +21,7 @@ from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 4
+SOCKETS = "c10d", "torch"  # memory that ranks share sends nothing
 
 
 class Wire(TorchDispatchMode):
@@ -85,7 +87,9 @@ OPTIONS = [
     [(2, ["llama", "gpt2"], OPTIONS), (4, ["llama"], OPTIONS[1:3])],  # on four a head is shared
 )
 def test_a_micro_batch_sends_what_is_predicted(ranks, names, options, request):
-    for found in request.getfixturevalue(f"ranks{ranks}").run(sent_by_models, names, options):
+    for found in request.getfixturevalue(f"ranks{ranks}").run(
+        under, *SOCKETS, sent_by_models, names, options
+    ):
         assert found == {}
 
 
@@ -127,7 +131,7 @@ def test_a_step_sends_what_is_predicted(sizes, sequence_parallel, ranks2, tmp_pa
     expected += marked_bytes(job, layout, parameters)
     expected += gradient_bytes(layout, parameters) + update_bytes(job, layout, parameters)
     options = {"sequence_parallel": sequence_parallel}
-    for sent in ranks2.run(sent_by_a_step, sizes, options, str(tmp_path / "text")):
+    for sent in ranks2.run(under, *SOCKETS, sent_by_a_step, sizes, options, str(tmp_path / "text")):
         assert 0 <= sent - expected <= 1024  # norms and losses, 8 bytes each; ends of buckets
 
 
