@@ -10,7 +10,11 @@ import time
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from tests.loopback import open_loopback, start
+from tpkernels.comm.transports import shared
+from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.processes import Process, process_of
 
 
@@ -43,3 +47,36 @@ def test_one_descriptor_serves_all_who_watch_a_process():
     del first, second
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_that_closes_its_end_is_told_at_once():
+    """Its process lives on: it may have destroyed its group, and make no more calls."""
+    ends = open_loopback("it", Layout(2, (4, 3), torch.float32), timeout=30.0)
+    started = time.monotonic()
+    delivery = start(ends[0], [torch.ones(4, 3)] * 2)
+    ends[1].close()
+    with pytest.raises(RuntimeError, match=r"rows of rank 1 .*: it has destroyed its process group"):
+        delivery.await_rows(slice(4, 8))
+    assert time.monotonic() - started < 5
+    ends[0].close()
+
+
+def test_a_rank_that_closes_its_end_after_its_last_call_is_heard_out():
+    ends = open_loopback("it", Layout(2, (4, 3), torch.float32), timeout=30.0)
+    first, second = (start(end, [torch.full((4, 3), float(end.rank))] * 2) for end in ends)
+    second.await_rows(slice(0, 8))
+    second.end()
+    ends[1].close()
+    first.await_rows(slice(0, 8))
+    assert first.memory[4:].eq(1).all()
+    ends[0].close()
+
+
+def test_a_descriptor_of_another_file_is_refused(tmp_path):
+    (tmp_path / "stranger").write_bytes(bytes(64))
+    with open(tmp_path / "stranger", "r+b") as file:
+        number = os.fstat(file.fileno()).st_ino
+        places = [shared._Place(os.getpid(), file.fileno(), number + wrong) for wrong in (0, 1)]
+        found = [shared._mapped([place], 64) for place in places]
+    assert [len(memories) for memories, _ in found] == [1, 0]
+    assert "reach each other's memory" in found[1][1]

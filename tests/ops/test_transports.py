@@ -75,6 +75,12 @@ def test_one_kernel_multiplies_while_rows_arrive(ranks2):
     assert ranks2.run(under, "shared", "triton", cases.waiting_products) == [(2, 0)] * 2
 
 
+def test_all_exchanges_of_an_all_reduce_are_ready_for_a_capture(ranks2):
+    for ready in ranks2.run(under, "stand-in", "triton", cases.ready_for_a_capture):
+        assert len(ready) >= 2
+        assert all(ready)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_layers_interleave_and_can_be_checkpointed(ranks2, way):
     assert all(ranks2.run(under, *way, behaviour.interleaved_layers_do_not_mix))

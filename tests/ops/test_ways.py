@@ -10,6 +10,7 @@ import torch
 from tests.ops import way_cases as cases
 from tests.ops.way_cases import ROUNDS_AND_TRIAL as RUNS
 from tests.ranks import RankPool
+from tpkernels.ops.tensor_parallel.way_chooser import _mismatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
 
@@ -146,3 +147,11 @@ def test_without_tuning_arithmetic_chooses_once(ranks2):
         assert off < 1e-6
         assert all("(not timed: rank 0: TPKERNELS_TUNE=0)" in line for line in first)
         assert (second, opened) == (0, 0)
+
+
+def test_numbers_that_overflow_decide_nothing():
+    """In the first steps of fp16 the caller's own numbers do; what is left tells right from wrong."""
+    expected = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
+    assert not _mismatch(torch.tensor([1.0, float("nan"), 3.0, 2.0]), expected)
+    assert "off by" in _mismatch(torch.tensor([1.0, float("inf"), float("nan"), 3.0]), expected)
+    assert "off by" in _mismatch(torch.tensor([1.0, 0.0, 0.0, float("nan")]), expected)

@@ -127,6 +127,13 @@ def waiting_products() -> tuple[int, int]:
     return launches[0], launches[1]
 
 
+def ready_for_a_capture() -> list[bool]:
+    """Of each exchange of an all-reduce: whether it has the kernels that count calls."""
+    prepare(Setting())
+    with_gradients(block, operands_of(4), sequence_parallel=False)
+    return [exchange.flag_kernels is not None for exchange in open_exchanges()]
+
+
 def replayed_calls(with_barrier: bool) -> list[bool]:
     """Whether calls are exact that use one and the same buffer each time, as a replayed graph does."""
     rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 12

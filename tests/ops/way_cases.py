@@ -158,7 +158,7 @@ def block_by(of: Mapping[str, float], how: str = "") -> tuple[float, list[str], 
 def memory_of_two_choices() -> tuple[list[str], bool]:
     """(exchanges of one shape, whether the first still works) where another op chooses otherwise."""
     prepare(Setting())
-    group, cache, found = dist.group.WORLD, Cache(None, VERSIONS), []
+    group, cache, found = dist.new_group(), Cache(None, VERSIONS), []
     x = torch.full((8, 16), float(dist.get_rank()))
     memory, collectives = (
         {"1 collective": 2.0, "2 collectives": 3.0},

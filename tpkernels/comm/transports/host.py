@@ -10,12 +10,14 @@ The hazards of writing after reading, and what excludes each:
 - Rows are changed while they are being pushed: the caller waits for `wait()`.
 - A kernel stores into a slot itself: `before_kernels_push` waits for all `released` words, in this thread.
 
-Whoever waits for a flag or a `released` word looks now and then whether the process that writes it still
-runs.
+Whoever waits for a flag or a `released` word looks now and then whether the rank that writes it still has its
+end open, and whether its process still runs.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +39,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 50e-6
 _COUNTED = 2**31  # calls, after which `released` words start again at 0
+_CLOSED = -1  # in a `released` word: its owner makes no more calls
 
 
 class HostExchange(MailboxExchange):
@@ -57,6 +60,7 @@ class HostExchange(MailboxExchange):
         super().__init__(name, rank, layout, mailboxes, timeout)
         self._processes = dict(processes or {})
         self._closing = threading.Event()
+        self._opener = os.getpid()
         self._pusher = _Pusher(f"push of {name}")
 
     def late(self) -> int:
@@ -66,6 +70,8 @@ class HostExchange(MailboxExchange):
         self._closing.set()
         self._pusher.close()
         self._processes.clear()
+        if self._mailboxes and os.getpid() == self._opener:  # a fork has its parent's memory
+            self.mailbox(self.rank).released.fill_(_CLOSED)
         self.let_go()
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
@@ -80,7 +86,7 @@ class HostExchange(MailboxExchange):
     def put(self, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
         """Write rows of the memory of `peer`, then their flags."""
         landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
-        landing.rows_of(chunks).copy_(rows)
+        _copy(landing.rows_of(chunks), rows)
         landing.flags[chunks.start : chunks.stop].fill_(delivery.flag)
 
     def pushing(self, swap: Swap, rows: Tensor, delivery: HostDelivery) -> Future[None]:
@@ -121,10 +127,12 @@ class HostExchange(MailboxExchange):
             now = time.monotonic()
             if now > started + self.timeout:
                 return f"the host waited {self.timeout:g} s"
-            if process is not None and now > next_look:
+            if now > next_look:
                 next_look = now + LOOK_SECONDS
-                if process.has_ended() and not there():  # what it wrote before it ended counts
-                    return "its process has ended"
+                ended = process is not None and process.has_ended()
+                closed = int(self.mailbox(peer).released) == _CLOSED
+                if (ended or closed) and not there():  # what it wrote before counts
+                    return "its process has ended" if ended else "it has destroyed its process group"
             time.sleep(POLL_SECONDS)
         return ""
 
@@ -206,6 +214,16 @@ class HostDelivery(MailboxDelivery):
 
     def _watched(self, wait: Callable[[], T]) -> T:
         return wait() if self.call is None else self.call.wait_for(wait)
+
+
+def _copy(into: Tensor, rows: Tensor) -> None:
+    """In this thread alone: to torch's `copy_` each thread that pushes brings a pool of its own, beside those
+    that multiply.
+    """
+    if rows.is_contiguous() and rows.dtype == into.dtype:
+        ctypes.memmove(into.data_ptr(), rows.data_ptr(), rows.nbytes)
+    else:
+        into.copy_(rows)
 
 
 class _Pusher:

@@ -40,7 +40,7 @@ from tpkernels.comm.calls import Call, handshake
 from tpkernels.comm.schedule import SLOTS, Plan, Swap, slot_of
 from tpkernels.comm.transports.base import Delivery, Exchange, blaming
 from tpkernels.comm.transports.c10d import Transfers
-from tpkernels.comm.transports.memory import Departing, Landing, Mailbox
+from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
 
@@ -100,7 +100,8 @@ class MailboxExchange(Exchange):
         self.flag_kernels: FlagKernels | None = None
         self.memories = tuple(own.buffers.unbind())  # of each slot
         self.flags = tuple(own.flags.unbind())
-        self.awaited = tuple(torch.zeros(SLOTS, 1, dtype=torch.int32, device=device).unbind())
+        words = torch.zeros(SLOTS, ALIGNED_WORDS, dtype=torch.int32, device=device)
+        self.awaited = tuple(words[:, :1].unbind())
         self._landings = [
             [None if mailbox is None else Landing(mailbox, slot, rank, layout) for mailbox in mailboxes]
             for slot in range(SLOTS)

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from tpkernels.comm.schedule import SLOTS, chunk_rows
 
+# Words that kernels look at begin at multiples of 16 bytes, in either slot: Triton compiles a kernel anew for
+# other addresses, which it cannot do in a capture after a call in the other slot.
+ALIGNED_WORDS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
@@ -34,9 +38,14 @@ class Layout:
         return chunk_rows(self.shape[0], 1, self.splits)
 
     @property
+    def _slot_words(self) -> int:
+        """Flags of a slot, up to where those of the next begin."""
+        return -(-self.ranks * self.splits // ALIGNED_WORDS) * ALIGNED_WORDS
+
+    @property
     def _word_bytes(self) -> int:
         """Up to a boundary that suits the data behind the words."""
-        return -(-4 * (SLOTS * self.ranks * self.splits + 1) // 64) * 64
+        return -(-4 * (SLOTS * self._slot_words + 1) // 64) * 64
 
     @property
     def byte_count(self) -> int:
@@ -46,12 +55,12 @@ class Layout:
     def mailbox(self, memory: Tensor) -> Mailbox:
         """The mailbox that zeroed bytes stand for."""
         integers = memory[: self._word_bytes].view(torch.int32)
-        flags = integers[: SLOTS * self.ranks * self.splits]
+        flags = integers[: SLOTS * self._slot_words].view(SLOTS, -1)[:, : self.ranks * self.splits]
         rows, cols = self.shape
         buffers = (
             memory[self._word_bytes : self.byte_count].view(self.dtype).view(SLOTS, self.ranks * rows, cols)
         )
-        return Mailbox(flags.view(SLOTS, -1), integers[len(flags) :][:1], buffers)
+        return Mailbox(flags, integers[SLOTS * self._slot_words :][:1], buffers)
 
     def require_rows(self, name: str) -> None:
         """At least one row for each rank, in chunks that divide it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,27 +45,40 @@ def map_shared(opening: Opening) -> dict[int, tuple[Tensor, int]]:
         os.ftruncate(descriptor, layout.byte_count)
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"{type(error).__name__}: {error}"
-    call, offer = opening.begin(), f"{os.getpid()} {descriptor}"
+    number = 0 if problem else os.fstat(descriptor).st_ino
+    call, offer = opening.begin(), f"{os.getpid()} {descriptor} {number}"
     try:
         # a rank that cannot go on says so here: nobody waits for it below
         here, offers = opening.offers(call, problem, offer)
-        places = [(int(process), file) for process, file in (offers[peer].split() for peer in here)]
+        places = [_Place(*map(int, offers[peer].split())) for peer in here]
         memories, problem = _mapped(places, layout.byte_count)
         offers_of_all(name, call, problem)  # also: all have mapped it, so descriptors may close
         return {
-            peer: (memory, process) for peer, memory, (process, _) in zip(here, memories, places, strict=True)
+            peer: (memory, place.process) for peer, memory, place in zip(here, memories, places, strict=True)
         }
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _mapped(places: list[tuple[int, str]], count: int) -> tuple[list[Tensor], str]:
+class _Place(NamedTuple):
+    """Where a rank's memory is found."""
+
+    process: int
+    descriptor: int
+    number: int  # of the file: where /proc is of other processes, another may be there
+
+
+def _mapped(places: list[_Place], count: int) -> tuple[list[Tensor], str]:
     memories = []
     try:
-        for process, descriptor in places:
+        for process, descriptor, number in places:
             with open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
+                if os.fstat(file.fileno()).st_ino != number:
+                    raise PermissionError(f"/proc/{process} is of another process")
                 memories.append(torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8))
-    except Exception as error:
+    except (PermissionError, FileNotFoundError) as error:
         return [], f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
+    except Exception as error:
+        return [], f"it cannot map the memory of the others ({error!r}); use c10d"
     return memories, ""

@@ -136,17 +136,22 @@ class SymmetricExchange(MailboxExchange):
         self._seen.copy_(self.status, non_blocking=True)
 
     def close(self) -> None:
-        """Waits for the GPU: the memory goes at once."""
+        """Waits for the GPU: the memory goes at once, and not when the garbage collector comes by."""
+        if not self._mailboxes:
+            return
         if self._memory.is_cuda:
             torch.accelerator.synchronize(self._memory.device)
-        if self._mailboxes and int(self.status):
+        if int(self.status):
             warnings.warn(
                 f"{self.name} on rank {self.rank}: a kernel has waited in vain for rows of another rank; the "
                 "results of the last calls are not valid",
                 stacklevel=2,
             )
         self.in_flight.clear()
+        for views in (self.flag_words, self.flag_addresses, self._awaited_words):
+            views.clear()
         self.let_go()
+        del self.handle, self._memory
 
     def barrier(self, channel: int) -> None:
         """Of all ranks of this machine, in the current stream. Streams have a channel each."""

@@ -170,8 +170,12 @@ def start_sum(
         op, like, rows, cols, group, features, overlap, partial_of=partial_of, scatter=scatter
     )
     waits = waits_for(op, reduces, like)
+    if gathers is not reduces:
+        waits_for(op, gathers, like)  # which makes it ready for a capture
+    pushes = overlap and waits is KERNEL_WAITS and kernel_pushes(reduces, partial_of)
+    what += " by a kernel" if pushes else ""  # ranks that do otherwise would meet in other barriers
     call = begin_call(op, what + reduces.note, (rows, cols), like, group)
-    if not overlap or (waits is KERNEL_WAITS and not kernel_pushes(reduces, partial_of)):
+    if not overlap or (waits is KERNEL_WAITS and not pushes):
         partial_of = partial_of(slice(0, rows)).__getitem__  # at once: small products waste a GPU
     if scatter:
         return Reducing(call, partial_of, rows, cols, like, bias, reduces, waits, overlap)

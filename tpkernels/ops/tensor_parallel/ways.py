@@ -213,17 +213,16 @@ class _Ways:
 
     def _open_symmetric(self) -> Run:
         exchange = self._shared or self._of_group.open("symmetric", self._moved.op, self._key, self._group)
-        exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
+        if self._shared is None:  # else a wait that runs out would be one of calls in earnest
+            exchange.timeout = min(exchange.timeout, TRIAL_SECONDS)
         self.exchanges["symmetric"] = exchange
         return partial(self._moving, exchange)
 
     def _close_symmetric(self) -> None:
-        if self._shared is not None:
-            self._shared.timeout = timeout_of(self._group, self._moved.device)
-            return
-        self._of_group.close_one(self._key)
+        if self._shared is None:
+            self._of_group.close_one(self._key)
 
-    @cached_property
+    @property
     def _moving(self) -> Moving:
         return self._gathered if self._partial_of is None else self._reduced
 
