@@ -18,7 +18,8 @@ import tpkernels
 from tpkernels.cli import main
 from tpkernels.gate.budgets import minor_version, read
 
-SOUND = "linear/pointer/bf16/16x64x64/gelu_tanh+bias+z"  # and not gather_linear/..., which ends alike
+# and not gather_linear/..., which ends alike
+SOUND = "linear/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+bias+z"
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(copy):
         ran = check(copy, *arguments)
         assert ran.returncode == 0, ran.stdout
         assert "all well: 4 compilations and 1 computations" in ran.stdout
-        assert re.search(rf"^ok +{name}/64x64x16/gelu_tanh\+db +\d+ ", ran.stdout, re.MULTILINE)
+        assert re.search(rf"^ok +{name}/64x64x16-w8-s3-p1/gelu_tanh\+db +\d+ ", ran.stdout, re.MULTILINE)
         assert ran.stderr == ""  # no progress where nobody watches
         reports.append(json.loads((copy / "report.json").read_text()))
     first, second = reports
@@ -74,7 +75,7 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(copy):
     plant(copy, *WRONG["unmasked_edge_of_a_load"][:3])
     ran = check(copy, "--arch", "sm_80", "--only", name)
     assert ran.returncode == 1
-    assert f"entry {name}/64x64x16/gelu_tanh+db on sm_80: 32-bit product in an address" in ran.stdout
+    assert f"entry {name}/64x64x16-w8-s3-p1/gelu_tanh+db on sm_80: 32-bit product in an address" in ran.stdout
     assert f"numerics of {name}: dx holds NaN" in ran.stdout
 
 
@@ -83,9 +84,9 @@ from dataclasses import replace
 
 def catalog():
     entries = {entry.name: entry for entry in (*_matmul_entries(), *_row_entries())}
-    linear = entries["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
-    dgrad = entries["dgrad/descriptor/bf16/128x128x64/gelu_tanh+db"]
-    pointer = entries["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
+    linear = entries["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
+    dgrad = entries["dgrad/descriptor/bf16/128x128x64-w8-s4-p2-flat/gelu_tanh+db"]
+    pointer = entries["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
     return (
         replace(linear, num_warps=4),
         replace(dgrad, num_stages=8),

@@ -17,10 +17,10 @@ from tpkernels.gate.expectations import violations
 from tpkernels.kernels.tiles import KERNELS
 
 ENTRIES = {entry.name: entry for entry in catalog()}
-LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
-POINTER = ENTRIES["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
-GATHER_LINEAR = ENTRIES["gather_linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
-SCATTER_LINEAR = ENTRIES["scatter_linear/descriptor/bf16/128x256x64/two+depth_first"]
+LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
+POINTER = ENTRIES["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
+GATHER_LINEAR = ENTRIES["gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
+SCATTER_LINEAR = ENTRIES["scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first"]
 
 
 def largest(stem: str) -> Entry:

@@ -10,9 +10,9 @@ from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx import NO_FLAG
 
 ENTRIES = {entry.name: entry for entry in catalog()}
-LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
-TRUE_FP32 = ENTRIES["linear/pointer/fp32/64x64x16/gelu_tanh+bias+z"]
-POINTER = ENTRIES["linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"]
+LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
+TRUE_FP32 = ENTRIES["linear/pointer/fp32/64x64x16-w8-s3-p1/gelu_tanh+bias+z"]
+POINTER = ENTRIES["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
 FACTS = Facts(
     registers=163,
     stack=0,
@@ -77,7 +77,7 @@ def test_pointer_kernels_multiply_on_some_tensor_core(architecture):
 
 
 def test_blackwell_descriptors_have_rules_of_their_own():
-    entry = ENTRIES["sm_100/linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"]
+    entry = ENTRIES["sm_100/linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
     facts = replace(FACTS, instructions={"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2})
     assert [*violations(entry, "sm_100", facts)] == []
     for name in facts.instructions:
@@ -88,11 +88,11 @@ def test_blackwell_descriptors_have_rules_of_their_own():
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("gather_linear/descriptor/bf16/128x256x64/depth_first", "unordered_reads"),
-        ("gather_linear/pointer/bf16/128x128x32/depth_first", "unordered_reads"),
+        ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/depth_first", "unordered_reads"),
+        ("gather_linear/pointer/bf16/128x128x32-w8-s3-p1/depth_first", "unordered_reads"),
         ("reduce_slots/pointer/bf16/16x128/bias+wait", "unordered_reads"),
-        ("scatter_linear/descriptor/bf16/128x256x64/one", "unordered_flags"),
-        ("scatter_linear/pointer/fp32/64x64x16/two+depth_first", "unordered_flags"),
+        ("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one", "unordered_flags"),
+        ("scatter_linear/pointer/fp32/64x64x16-w8-s3-p1/two+depth_first", "unordered_flags"),
         ("publish/pointer/bf16/one", "unordered_flags"),
     ],
 )
@@ -106,7 +106,7 @@ def test_kernels_with_flags_are_held_to_their_order(name, fact):
 
 
 def test_a_kernel_that_pushes_stores_by_threads():
-    entry = ENTRIES["scatter_linear/descriptor/bf16/128x256x64/one"]
+    entry = ENTRIES["scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one"]
     facts = replace(FACTS, aligned=entry.aligned, instructions={"HGMMA": 4, "UTMALDG": 2, "STG.128": 2})
     assert [*violations(entry, "sm_90", facts)] == []
     for name in facts.instructions:

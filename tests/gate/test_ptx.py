@@ -77,8 +77,8 @@ def test_pointers_need_no_proxy_fence():
 
 
 KERNELS = {
-    "waits": "gather_linear/descriptor/bf16/128x256x64/depth_first",
-    "pushes": "scatter_linear/descriptor/bf16/128x256x64/two+depth_first",
+    "waits": "gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/depth_first",
+    "pushes": "scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first",
 }
 COMPILE = """
 import sys, triton

@@ -68,12 +68,7 @@ def _ours(problem: Problem, gpu: Gpu) -> Iterator[Candidate]:
         for tile in tiles:
             fits = least_shared_memory(problem.kernel, form, problem.dtype, tile) <= gpu.shared_memory
             if fits and not _oversized(tile, tiles, problem) and not _undersized(tile, tiles, problem, gpu):
-                yield Candidate(_name(tile, form), tile, form)
-
-
-def _name(tile: MatmulTile, form: Form) -> str:
-    blocks = f"{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
-    return f"triton/{form}/{blocks}-w{tile.num_warps}-s{tile.num_stages}"
+                yield Candidate(f"triton/{form}/{tile.name}", tile, form)
 
 
 def _oversized(tile: MatmulTile, tiles: tuple[MatmulTile, ...], problem: Problem) -> bool:

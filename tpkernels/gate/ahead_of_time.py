@@ -48,7 +48,7 @@ ARCHITECTURES = tuple(SHARED_LIMIT)
 class Entry:
     """A kernel with the type of each argument, and the GPUs it is shipped for."""
 
-    name: str  # "linear/descriptor/bf16/128x256x64/gelu_tanh+bias+z"
+    name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
     module: str  # of tpkernels.kernels
     function: str
     form: Form

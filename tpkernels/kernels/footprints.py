@@ -17,7 +17,7 @@ SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 def stem_of(kernel: Kernel, form: Form, dtype: torch.dtype, tile: MatmulTile) -> str:
     """What the names of all entries with this tile have in common."""
-    return f"{kernel}/{form}/{SHORT_NAMES[dtype]}/{tile.block_rows}x{tile.block_cols}x{tile.block_depth}"
+    return f"{kernel}/{form}/{SHORT_NAMES[dtype]}/{tile.name}"
 
 
 def least_shared_memory(kernel: Kernel, form: Form, dtype: torch.dtype, tile: MatmulTile) -> int:

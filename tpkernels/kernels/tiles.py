@@ -39,6 +39,8 @@ class MatmulTile:
     per_processor: int = 1  # resident programs of a persistent launch
     flatten: bool = False  # one loop over tiles and depth: the next tile's loads start during the epilogue
     group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
+    splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
+    consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
 
     def __post_init__(self) -> None:
         for name in ("block_rows", "block_cols", "block_depth", "num_warps", "parts"):
@@ -49,6 +51,16 @@ class MatmulTile:
             raise ValueError(
                 f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
             )
+
+    @property
+    def name(self) -> str:
+        """What tells it from any other tile, but for the order in which tiles are computed."""
+        marks = (("x", self.per_processor, 1), ("k", self.splits, 1), ("c", self.consumers, 0))
+        return (
+            f"{self.block_rows}x{self.block_cols}x{self.block_depth}-w{self.num_warps}-s{self.num_stages}"
+            f"-p{self.parts}{'-flat' * self.flatten}"
+            + "".join(f"-{mark}{count}" for mark, count, usual in marks if count != usual)
+        )
 
     def tiles(self, rows: int, cols: int) -> int:
         """How many tiles cover a (rows, cols) result."""
