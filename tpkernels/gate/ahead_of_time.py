@@ -49,7 +49,7 @@ class Entry:
     """A kernel with the type of each argument, and the GPUs it is shipped for."""
 
     name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-    module: str  # of tpkernels.kernels
+    module: str  # of tpkernels.kernels: "linear", "gluon.linear"
     function: str
     form: Form
     arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
@@ -90,6 +90,8 @@ class Facts:
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
+    threads: int = 0  # a block, with those that fill a role of few warps up; 0: not known
+    role_registers: tuple[int, ...] = ()  # a thread, that roles of warps ask for, the most first
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -189,10 +191,11 @@ def compile_key(entry: Entry, architecture: str) -> str:
 def ast_source(entry: Entry) -> ASTSource:
     """What `triton.compile(..., target=..., options=entry.options)` takes."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = getattr(importlib.import_module(f"tpkernels.kernels.{entry.module}"), entry.function)
     names = list(kernel.arg_names)
-    return ASTSource(
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature={name: entry.arguments.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in entry.constants.items()},
@@ -251,6 +254,7 @@ def _nvidia(compiled: Any, seconds: float, folder: Path) -> Facts:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert usage, "cuobjdump without a line of resource usage"
     mix = machine_code.sass_mix(listing)
+    first = compiled.asm["ttir" if "ttir" in compiled.asm else "ttgir"]  # Gluon starts with the latter
     return Facts(
         registers=int(usage[1]),
         stack=int(usage[2]),
@@ -258,11 +262,13 @@ def _nvidia(compiled: Any, seconds: float, folder: Path) -> Facts:
         shared=compiled.metadata.shared,
         in_flight=machine_code.wgmma_in_flight(listing),
         instructions=mix,
-        aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
-        narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        aligned=triton_ir.aligned_arguments(first),
+        narrow_offsets=triton_ir.narrow_offsets(first),
         unordered_reads=ptx.unordered_reads(compiled.asm["ptx"]),
         unordered_flags=ptx.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
+        threads=_threads(compiled),
+        role_registers=machine_code.role_registers(listing),
     )
 
 
@@ -281,7 +287,12 @@ def _amd(compiled: Any, seconds: float, folder: Path) -> Facts:
         unordered_reads=(),
         unordered_flags=(),
         seconds=seconds,
+        threads=_threads(compiled),
     )
+
+
+def _threads(compiled: Any) -> int:
+    return int(compiled.metadata.num_warps * compiled.metadata.warp_size)
 
 
 def _cuobjdump() -> str:
