@@ -16,7 +16,7 @@ from tpkernels.dispatch.products import linear
 from tpkernels.kernels.target import INTERPRETER
 
 OPERANDS = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48), "none", False
-POINTER = "triton/pointer/32x32x32-w4-s1"
+POINTER = "triton/pointer/32x32x32-w4-s1-p2-g2"
 TORCH_WINS = {"torch": 1.0, "": 3.0}
 
 

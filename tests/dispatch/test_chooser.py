@@ -15,7 +15,7 @@ from tpkernels.kernels import linear as linear_kernel
 X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
 LINEAR = (products.linear, X, W, B, "none", False)
 KEY = "linear float32 16x48x32 none+bias rows,rows,rows"
-POINTER = "triton/pointer/32x32x32-w4-s1"
+POINTER = "triton/pointer/32x32x32-w4-s1-p2-g2"
 
 
 def test_fastest_is_chosen_and_remembered(make_chooser):
