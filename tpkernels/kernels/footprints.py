@@ -1,4 +1,4 @@
-"""What the compiled kernels take of a GPU: as the gate has written it down in `budgets.json`, or by arithmetic."""
+"""What compiled kernels take of a GPU: as the gate has written it into `budgets.json`, or by arithmetic."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def compiled_footprint(
         return rows.get(epilogue)
     every = rows.values()
     return Footprint(
-        min(row.shared for row in every), min(row.registers for row in every), min(row.spills for row in every)
+        min(row.shared for row in every),
+        min(row.registers for row in every),
+        min(row.spills for row in every),
     )
 
 
@@ -96,8 +98,8 @@ def expected_shared_memory(
 ) -> int:
     """Bytes that a block of a descriptor kernel takes on Hopper, but for some for barriers and alignment.
 
-    Operands in flight, and one part of a result on its way to or from memory; a flattened loop that also reads
-    in its epilogue keeps apart what it reads and what it writes. A test holds it to what was compiled.
+    Operands in flight, and one part of a result on its way to or from memory; a flattened loop that also
+    reads in its epilogue keeps apart what it reads and what it writes. A test holds it to what was compiled.
 
     result: bytes of an element of what is written
     reads: the epilogue loads a matrix: z, g and u, or what is added to
@@ -119,10 +121,15 @@ def _compiled() -> tuple[tuple[str, str, str, Footprint], ...]:
     return tuple(_rows(parsed(read_text(TABLE))))
 
 
-def _rows(table: dict[str, dict[str, dict[str, dict[str, dict[str, int]]]]]) -> Iterator[tuple[str, str, str, Footprint]]:
+def _rows(
+    table: dict[str, dict[str, dict[str, dict[str, dict[str, int]]]]],
+) -> Iterator[tuple[str, str, str, Footprint]]:
     for minor, part in table.items():
         for architecture, rows in part["rows"].items():
             for name, row in rows.items():
-                yield minor, architecture, f"/{name}/", Footprint(
-                    int(row["shared"]), int(row["registers"]), int(row.get("spills", 0))
+                yield (
+                    minor,
+                    architecture,
+                    f"/{name}/",
+                    Footprint(int(row["shared"]), int(row["registers"]), int(row.get("spills", 0))),
                 )

@@ -94,7 +94,7 @@ _NAME = re.compile(
 
 def compiles(tile: MatmulTile) -> bool:
     """Whether the Triton that is installed has what the tile's kernel is written in: Gluon for consumers."""
-    return not tile.consumers or _triton_version() >= GLUON_SINCE
+    return not tile.consumers or triton_version() >= GLUON_SINCE
 
 
 def available(tile: MatmulTile) -> bool:
@@ -103,7 +103,7 @@ def available(tile: MatmulTile) -> bool:
 
 
 @cache
-def _triton_version() -> tuple[int, int]:
+def triton_version() -> tuple[int, int]:
     """(3, 7) of 3.7.1; (0, 0) without Triton."""
     try:
         major, minor = version("triton").split(".")[:2]

@@ -139,9 +139,9 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
     ),
 }
-# Timed beside these on Hopper, where what each compiles to is known; a launcher takes none of them by itself.
-# Two blocks share an SM, so that one multiplies while the other stores; or the epilogue has fewer parts to wait
-# for; or stages make room for another kernel's block. No GPU has said which is faster.
+# Timed beside these on Hopper; a launcher takes none of them by itself. Two blocks share a processor, so that
+# one multiplies while the other stores; or the loop is flattened; or there are more stages; or fewer, which
+# leaves shared memory to kernels that run beside. No GPU has said yet which is faster.
 _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     "linear": (MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),),
     "glu": (),
