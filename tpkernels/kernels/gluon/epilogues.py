@@ -11,6 +11,15 @@ from tpkernels.kernels.gluon.roles import take
 
 
 @gluon.jit
+def bias_buffer(ADDED: gl.constexpr, P: gl.constexpr):
+    """Shared memory for the bias of a tile, if it is added."""
+    if ADDED:
+        return gl.allocate_shared_memory(gl.float32, [P.block_cols], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        return ()
+
+
+@gluon.jit
 def linear(parts, outs, bias, staging, row, col, LAYOUT: gl.constexpr, P: gl.constexpr):
     """y = act(x wᵀ + b), and z before the activation if it is kept.
 
@@ -47,7 +56,9 @@ def glu(parts, outs, staging, row, col, P: gl.constexpr):
 
 
 @gluon.jit
-def dgrad(parts, outs, sums_ptr, inputs, use, staging, row, col, rows, cols, LAYOUT: gl.constexpr, P: gl.constexpr):
+def dgrad(
+    parts, outs, sums_ptr, inputs, use, staging, row, col, rows, cols, LAYOUT: gl.constexpr, P: gl.constexpr
+):
     """dx, or dz = dx f'(z); on request the sums of the tile's rows, into their row of a matrix of sums."""
     PARTS: gl.constexpr = P.parts
     ACTIVATION: gl.constexpr = P.activation
@@ -89,7 +100,7 @@ def dglu(parts, outs, inputs, use, staging, row, col, LAYOUT: gl.constexpr, P: g
 def leave(out, value, row, col, staging, number: gl.constexpr, P: gl.constexpr):
     """Store a part by way of a staging buffer, as store number `number` of the tile.
 
-    Buffers are used in turn, so the last but `staging` stores have left theirs once that many are pending at most.
+    Buffers are used in turn: this one is free once all stores but the `staging` - 1 latest have read theirs.
     """
     tma.store_wait(P.staging - 1)
     buffer = staging.index(number % P.staging)
@@ -100,7 +111,7 @@ def leave(out, value, row, col, staging, number: gl.constexpr, P: gl.constexpr):
 
 @gluon.jit
 def split_columns(block, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A block as a tuple of PARTS narrower ones, left to right, each in LAYOUT: no value changes its thread."""
+    """A block as PARTS narrower ones, left to right, each in LAYOUT: no value leaves its thread."""
     if PARTS == 1:
         return (gl.convert_layout(block, LAYOUT, assert_trivial=True),)
     else:

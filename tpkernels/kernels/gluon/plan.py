@@ -27,6 +27,7 @@ class Plan:
     epilogue: Epilogue
     activation: str
     vector: bool  # whether there is a bias to add, or one whose gradient is summed
+    pairs: int  # of matrices whose products are summed
     inputs: int  # matrices that the epilogue reads
     outputs: int  # matrices that it writes
     fast: bool  # see `kernels.epilogues`
@@ -68,6 +69,7 @@ def plan_of(
     *,
     activation: str = "none",
     vector: bool = False,
+    pairs: int = 1,
     inputs: int = 0,
     outputs: int = 1,
     fast: bool = True,
@@ -76,20 +78,27 @@ def plan_of(
 
     shared_memory: bytes that a program can have
     """
+    if tile.num_stages < 2:
+        raise ValueError(
+            f"{epilogue}: expected at least 2 stages, for a buffer is released a step late, got {tile.name}"
+        )
     width = tile.block_cols * (2 if epilogue == "glu" else 1)
     stage = 2 * (tile.block_rows + width) * tile.block_depth
     part = 2 * tile.block_rows * tile.block_cols // tile.parts
     consumers = tile.consumers
     left = shared_memory - BARRIERS - SUMS * consumers * vector - tile.num_stages * stage
     slots = min(tile.parts, (left // part - 2 * consumers) // inputs) if inputs else 0
-    # a power of two, so that a part takes the same buffers in every tile
-    staging = next((n for n in (4, 2) if n * consumers + slots * inputs <= left // part), 0)
+    # of which the stores of a tile are a multiple: each tile then begins with the buffer that was used first
+    stores = tile.parts * outputs
+    room = left // part - slots * inputs
+    staging = next((n for n in (4, 3, 2, 1) if stores % n == 0 and n * consumers <= room), 0)
     if not staging or (inputs and slots < 1):
-        raise ValueError(f"expected a tile of at most {shared_memory:,} bytes, got {tile.name} for {epilogue}")
+        raise ValueError(f"{epilogue}: expected a tile of at most {shared_memory:,} bytes, got {tile.name}")
     return Plan(
         epilogue,
         activation,
         vector,
+        pairs,
         inputs,
         outputs,
         fast,

@@ -46,11 +46,31 @@ def barriers(SIZE: gl.constexpr):
 
 
 @gluon.jit
-def load(a, b, b2, operands, rows, cols, depth, P: gl.constexpr):
-    """Fill the ring of operands for every tile of this program."""
+def operand_ring(a, b, P: gl.constexpr):
+    """Buffers for blocks of a, and for those of b, or of b and what lies beside it."""
     STAGES: gl.constexpr = P.stages
+    B_ROWS: gl.constexpr = P.block_depth if P.depth_first else P.width
+    B_COLS: gl.constexpr = P.width if P.depth_first else P.block_depth
+    a_ring = gl.allocate_shared_memory(a.dtype, [P.stages, P.block_rows, P.block_depth], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [P.stages, B_ROWS, B_COLS], b.layout)
+    return a_ring, b_ring, barriers(STAGES), barriers(STAGES)
+
+
+@gluon.jit
+def input_ring(in0, P: gl.constexpr):
+    """Buffers for parts of what the epilogue reads; nothing if it reads nothing."""
+    SLOTS: gl.constexpr = P.slots
+    if P.inputs:
+        blocks = gl.allocate_shared_memory(in0.dtype, [P.slots, P.inputs * P.block_rows, P.part], in0.layout)
+        return blocks, barriers(SLOTS), barriers(SLOTS)
+    else:
+        return ()
+
+
+@gluon.jit
+def load(a, b, a2, b2, operands, rows, cols, depth, depth2, P: gl.constexpr):
+    """Fill the ring of operands for every tile of this program."""
     GROUP: gl.constexpr = P.group
-    a_ring, b_ring, full, empty = operands
     row_tiles = gl.cdiv(rows, P.block_rows)
     col_tiles = gl.cdiv(cols, P.block_cols)
     use = 0
@@ -59,19 +79,31 @@ def load(a, b, b2, operands, rows, cols, depth, P: gl.constexpr):
         row = row_tile * P.block_rows
         col = col_tile * P.block_cols
         for k in range(0, depth, P.block_depth):
-            buffer, phase = place_of(use, STAGES)
-            landed = full.index(buffer)
-            weight = b_ring.index(buffer)
-            mbarrier.wait(empty.index(buffer), phase ^ 1)
-            if P.two_weights:
-                mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + b2.nbytes_per_cta)
-                tma.async_copy_global_to_shared(b, [col, k], landed, weight.slice(0, P.block_cols))
-                tma.async_copy_global_to_shared(b2, [col, k], landed, weight.slice(P.block_cols, P.block_cols))
-            else:
-                mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)
-                tma.async_copy_global_to_shared(b, [k, col] if P.depth_first else [col, k], landed, weight)
-            tma.async_copy_global_to_shared(a, [row, k], landed, a_ring.index(buffer))
+            load_step(a, b, b2, operands, use, row, col, k, P)
             use += 1
+        if P.pairs == 2:
+            for k in range(0, depth2, P.block_depth):
+                load_step(a2, b2, b2, operands, use, row, col, k, P)
+                use += 1
+
+
+@gluon.jit
+def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
+    """Fill a buffer with what is multiplied at depth k; `beside` comes behind b if there are two weights."""
+    STAGES: gl.constexpr = P.stages
+    a_ring, b_ring, full, empty = operands
+    buffer, phase = place_of(use, STAGES)
+    landed = full.index(buffer)
+    weight = b_ring.index(buffer)
+    mbarrier.wait(empty.index(buffer), phase ^ 1)
+    if P.two_weights:
+        mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + beside.nbytes_per_cta)
+        tma.async_copy_global_to_shared(b, [col, k], landed, weight.slice(0, P.block_cols))
+        tma.async_copy_global_to_shared(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols))
+    else:
+        mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_copy_global_to_shared(b, [k, col] if P.depth_first else [col, k], landed, weight)
+    tma.async_copy_global_to_shared(a, [row, k], landed, a_ring.index(buffer))
 
 
 @gluon.jit
