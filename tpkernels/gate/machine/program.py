@@ -82,7 +82,7 @@ def _steps(events: Sequence[Event]) -> list[tuple[int, int]]:
         for at, event in enumerate(events)
         if at == 0 or isinstance(event, Wait) or (_arrives(events[at - 1]) and not _arrives(event))
     ]
-    return list(zip(begins, [*begins[1:], len(events)], strict=True))
+    return list(zip(begins, [*begins[1:], len(events)], strict=False))  # of no events: none
 
 
 def _arrives(event: Event) -> bool:
