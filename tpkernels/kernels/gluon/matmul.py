@@ -26,7 +26,16 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.gluon import epilogues
 from tpkernels.kernels.gluon.plan import Epilogue, plan_of
-from tpkernels.kernels.gluon.roles import fetch, input_ring, load, multiply, operand_ring
+from tpkernels.kernels.gluon.roles import (
+    await_turn,
+    barriers,
+    fetch,
+    give_turn,
+    input_ring,
+    load,
+    multiply,
+    operand_ring,
+)
 from tpkernels.kernels.operands import Layout
 from tpkernels.kernels.target import Target, fast_math
 from tpkernels.kernels.tiles import MatmulTile
@@ -54,6 +63,7 @@ def _matmul_kernel(
     """Each program computes every num_programs-th tile."""
     operands = operand_ring(a, b, P)
     inputs = input_ring(in0, P)
+    turns = barriers(2), barriers(2)
     fence_async_shared()
     steps = gl.cdiv(depth, P.block_depth)
     if P.pairs == 2:
@@ -62,7 +72,10 @@ def _matmul_kernel(
     if P.consumers == 1:
         gl.warp_specialize(
             [
-                (_consume, (operands, inputs, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P)),
+                (
+                    _consume,
+                    (operands, inputs, turns, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
+                ),
                 (load, (a, b, a2, b2, operands, rows, cols, depth, depth2, P)),
                 (fetch, (in0, in1, inputs, rows, cols, P)),
             ],
@@ -72,8 +85,14 @@ def _matmul_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (operands, inputs, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P)),
-                (_consume, (operands, inputs, outs, vector_ptr, rows, cols, steps, stride_vector, 1, P)),
+                (
+                    _consume,
+                    (operands, inputs, turns, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
+                ),
+                (
+                    _consume,
+                    (operands, inputs, turns, outs, vector_ptr, rows, cols, steps, stride_vector, 1, P),
+                ),
                 (load, (a, b, a2, b2, operands, rows, cols, depth, depth2, P)),
                 (fetch, (in0, in1, inputs, rows, cols, P)),
             ],
@@ -86,6 +105,7 @@ def _matmul_kernel(
 def _consume(
     operands,
     inputs,
+    turns,
     outs,
     vector_ptr,
     rows,
@@ -104,6 +124,7 @@ def _consume(
     staging = gl.allocate_shared_memory(outs[0].dtype, [P.staging, P.block_rows, P.part], outs[0].layout)
     ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    products, takings = turns
     bias = epilogues.bias_buffer(ADDED, P)
     PIECES: gl.constexpr = P.width // P.part
     row_tiles = gl.cdiv(rows, P.block_rows)
@@ -120,7 +141,9 @@ def _consume(
                 vector_ptr + columns.to(gl.int64) * stride_vector, mask=columns < cols, other=0.0
             ).to(gl.float32)
         acc = gl.full([P.block_rows, P.width], 0.0, gl.float32, WHOLE)
-        acc = multiply(acc, operands, number * steps, steps, P)
+        acc = multiply(acc, operands, products, number, steps, FIRST, P)
+        if P.inputs:
+            await_turn(takings, number, FIRST, P)
         parts = epilogues.split_columns(acc, PIECES, NARROW)
         if P.epilogue == "linear":
             if ADDED:
@@ -134,6 +157,8 @@ def _consume(
             )
         else:
             epilogues.dglu(parts, outs, inputs, number * P.parts, staging, row, col, NARROW, P)
+        if P.inputs:
+            give_turn(takings, FIRST, P)
         number += P.consumers
     tma.store_wait(0)
 

@@ -13,7 +13,10 @@ of the turn. Who fills a buffer waits for `empty` of the turn before, which the 
     multiply   the warps of a consumer empty the ring of operands into an accumulator
     take       the same warps take a part out of the ring of inputs
 
-Two consumers take the tiles of a program in turn; uses are counted over all of its tiles.
+Two consumers take the tiles of a program in turn; uses are counted over all of its tiles. A phase cannot be
+told from the one after the next, so nobody may wait for a use before the turn before it has been seen to be
+complete: consumers multiply in turn, and take inputs in turn. Each has a barrier for that, which the other
+completes.
 """
 
 from __future__ import annotations
@@ -134,13 +137,30 @@ def fetch(in0, in1, inputs, rows, cols, P: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, operands, use, steps, P: gl.constexpr):
-    """acc plus the products of `steps` uses of the ring of operands, from `use` on.
+def await_turn(turns, tile, FIRST: gl.constexpr, P: gl.constexpr):
+    """Let the other consumer finish its tile, of which there is none before the program's first."""
+    if P.consumers == 2:
+        mbarrier.wait(turns.index(FIRST), ((tile // 2) & 1) ^ (1 - FIRST))
 
-    A product stays in flight while the next is issued, so its buffer is released a step later.
+
+@gluon.jit
+def give_turn(turns, FIRST: gl.constexpr, P: gl.constexpr):
+    """Let the other consumer begin its tile."""
+    if P.consumers == 2:
+        mbarrier.arrive(turns.index(1 - FIRST))
+
+
+@gluon.jit
+def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.constexpr):
+    """acc plus the products of all steps of a tile.
+
+    A product stays in flight while the next is issued, so its buffer is released a step later. The last one
+    still is while the other consumer begins to multiply.
     """
     STAGES: gl.constexpr = P.stages
     a_ring, b_ring, full, empty = operands
+    await_turn(turns, tile, FIRST, P)
+    use = tile * steps
     for step in range(steps):
         buffer, phase = place_of(use + step, STAGES)
         weight = b_ring.index(buffer) if P.depth_first else b_ring.index(buffer).permute((1, 0))
@@ -149,6 +169,7 @@ def multiply(acc, operands, use, steps, P: gl.constexpr):
         acc = warpgroup_mma_wait(1, deps=(acc,))
         before, _ = place_of(use + step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(before), pred=step > 0)
+    give_turn(turns, FIRST, P)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     last, _ = place_of(use + steps + STAGES - 1, STAGES)
     mbarrier.arrive(empty.index(last))
