@@ -96,7 +96,7 @@ class Facts:
         int, ...
     ] = ()  # a thread of each role of warps, the default one first; (): one role
     blocks: int | None = None  # that an SM holds; None: not known
-    # of sm_90, see `epilogue`; None: not looked at
+    # of products on sm_90, see `epilogue`; None: not looked at
     exposed_waits: int | None = None
     serial_stores: int | None = None
     products_during_stores: bool | None = None
@@ -288,6 +288,8 @@ def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> F
 
 def _of_roles(text: str) -> dict[str, Any]:
     flow = Flow.of(text)
+    if not epilogue.multiplying(flow):
+        return {}
     return {
         "role_registers": epilogue.role_registers(flow),
         "exposed_waits": epilogue.exposed_waits(flow),

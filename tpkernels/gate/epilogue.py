@@ -26,20 +26,25 @@ _PRODUCTS_DONE = re.compile(r"\bwgmma\.wait_group\S*\s+0;")
 _STORE = re.compile(rf"{TENSOR_STORE.pattern}|\bst\.global\b")
 
 
+def multiplying(flow: Flow) -> list[Role]:
+    """The roles that multiply."""
+    return [role for role in flow.roles if role.any_of(PRODUCT)]
+
+
 def exposed_waits(flow: Flow) -> int:
     """Waits for a copy that the same warps have started since their last product: nothing runs meanwhile."""
-    return sum(len(_exposed(role)) for role in _multiplying(flow))
+    return sum(len(_exposed(role)) for role in multiplying(flow))
 
 
 def products_during_stores(flow: Flow) -> bool:
     """Whether a product can be in flight while results are stored: another role's, or one not waited for."""
-    roles = _multiplying(flow)
+    roles = multiplying(flow)
     return len(roles) > 1 or any(map(_stores_beside_products, roles))
 
 
 def loads_during_stores(flow: Flow) -> bool:
     """Whether a role loads that neither multiplies nor stores: it loads the next tile while others store."""
-    return bool(_multiplying(flow)) and any(
+    return bool(multiplying(flow)) and any(
         role.any_of(TENSOR_LOAD) and not role.any_of(PRODUCT) and not role.any_of(_STORE)
         for role in flow.roles
     )
@@ -47,16 +52,12 @@ def loads_during_stores(flow: Flow) -> bool:
 
 def serial_stores(flow: Flow) -> int:
     """Tensor stores that must have been read before more can be staged, with no product in between."""
-    return sum(len(_serial(role)) for role in _multiplying(flow))
+    return sum(len(_serial(role)) for role in multiplying(flow))
 
 
 def role_registers(flow: Flow) -> tuple[int, ...]:
     """The registers a thread of each role, the default one first; (): one role, without `setmaxnreg`."""
     return tuple(count for role in flow.roles for count in _registers(role))
-
-
-def _multiplying(flow: Flow) -> list[Role]:
-    return [role for role in flow.roles if role.any_of(PRODUCT)]
 
 
 def _exposed(role: Role) -> set[int]:
