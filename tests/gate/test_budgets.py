@@ -36,6 +36,42 @@ def test_budget_is_exact_but_for_the_unit_of_registers():
     ]
 
 
+EPILOGUE = replace(
+    FACTS, exposed_waits=4, serial_stores=3, products_during_stores=False, loads_during_stores=True
+)
+
+
+def test_what_an_epilogue_waits_for_may_not_grow_and_what_runs_beside_may_not_be_lost():
+    budget = Budget.of(EPILOGUE)
+    assert [*budget.excesses(EPILOGUE)] == []
+    assert [*budget.excesses(replace(EPILOGUE, exposed_waits=0, products_during_stores=True))] == []
+    assert [
+        *budget.excesses(replace(EPILOGUE, exposed_waits=8, serial_stores=11, loads_during_stores=False))
+    ] == [
+        "exposed_waits 8 > 4",
+        "serial_stores 11 > 3",
+        "loads_during_stores no longer",
+    ]
+    assert [*Budget.of(FACTS).excesses(EPILOGUE)] == []  # a row of before, or of another architecture
+    assert [*budget.excesses(FACTS)] == []
+
+
+def test_rows_are_read_as_they_were_written():
+    for facts in (FACTS, EPILOGUE, replace(FACTS, spills=2)):
+        row = Budget.of(facts).as_json()
+        assert Budget.of(facts).as_json() == Budget.from_json(row).as_json()
+        assert [*Budget.from_json(row).excesses(facts)] == []
+    assert "exposed_waits" not in Budget.of(FACTS).as_json()
+    assert Budget.of(EPILOGUE).as_json() == {
+        "registers": 168,
+        "shared": 1000,
+        "exposed_waits": 4,
+        "serial_stores": 3,
+        "loads_during_stores": True,
+        "instructions": "HGMMA 4",
+    }
+
+
 def test_any_other_count_of_instructions_is_told():
     budget = Budget.of(FACTS)
     assert [*budget.changes(FACTS)] == []

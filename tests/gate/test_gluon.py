@@ -1,6 +1,7 @@
 """What the gate sees of warp-specialised kernels, by the example of a small one. Gluon needs Triton 3.7."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,19 @@ import torch
 from tests.gate.test_ahead_of_time import compiling, printed
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.expectations import violations
+from tpkernels.gate.ptx_flow import PRODUCT, TENSOR_LOAD, Flow
 from tpkernels.gate.recording import HAS_GLUON, MetaOperands, recorded
+from tpkernels.gate.roles import (
+    BY_ALL,
+    IN_FLIGHT,
+    MADE_LATE,
+    NOT_FENCED,
+    NOT_MADE,
+    NOT_READ,
+    NOT_STAGED,
+    STILL_READ,
+    unordered_roles,
+)
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100
 
@@ -44,14 +57,23 @@ import sys
 import tests.gate.gluon_ring
 sys.modules["tpkernels.kernels.gluon_ring"] = tests.gate.gluon_ring
 from tests.gate.test_gluon import ring
-from tpkernels.gate.ahead_of_time import compile_entry
+from tpkernels.gate.ahead_of_time import ast_source, compile_entry, gpu_target
+import triton
 print(json.dumps(compile_entry(ring(), "sm_90").as_json()))
+entry = ring()
+print(triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options).asm["ptx"])
 """
 
 
 @pytest.fixture(scope="module")
-def facts() -> Facts:
-    return Facts.from_json(json.loads(printed(compiling(PROGRAM))))
+def told() -> tuple[Facts, str]:
+    first, ptx = printed(compiling(PROGRAM)).split("\n", 1)
+    return Facts.from_json(json.loads(first)), ptx
+
+
+@pytest.fixture(scope="module")
+def facts(told) -> Facts:
+    return told[0]
 
 
 def test_gluon_kernel_is_recorded_and_compiled(facts):
@@ -68,6 +90,65 @@ def test_gluon_kernel_is_recorded_and_compiled(facts):
     assert [*violations(entry, "sm_90", facts)] == []
 
 
-def test_registers_of_a_role_and_threads_with_those_that_fill_it_up(facts):
+def test_registers_of_roles_and_threads_with_those_that_fill_one_up(facts):
     assert facts.role_registers == (240, 24)
     assert (facts.threads, facts.registers) == (12 * 32, 168)  # a role of one warp takes the room of four
+    assert facts.blocks == 1
+
+
+def test_what_another_role_loads_is_not_exposed(facts):
+    assert (facts.exposed_waits, facts.serial_stores) == (0, 0)
+    assert (facts.loads_during_stores, facts.products_during_stores) == (True, False)
+    assert facts.unordered_roles == ()
+
+
+def test_roles_are_told_apart(told):
+    roles = Flow.of(told[1]).roles
+    assert [role.threads for role in roles] == [256, 32]
+    assert [len(role.matching(PRODUCT)) for role in roles] == [4, 0]
+    assert [len(role.matching(TENSOR_LOAD)) for role in roles] == [0, 4]  # u is two boxes wide
+
+
+BARRIER = r"\tbar\.sync \t0, 256;\n"
+ARRIVES = r"(?=(?:.*\n){0,3}\t@%p\d+ mbarrier\.arrive\.shared)"
+FAULTS = {  # pattern, what stands there instead, which of the places, what is found
+    "released_in_the_loop_by_the_first_warp": (BARRIER + ARRIVES, "", -1, NOT_READ),
+    "released_after_the_loop_by_the_first_warp": (BARRIER + ARRIVES, "", 0, NOT_READ),
+    "released_by_the_first_warp_that_read_u": (BARRIER + ARRIVES, "", 1, NOT_READ),
+    "released_under_products": (r"wgmma\.wait_group\.sync\.aligned 1;", "", 0, IN_FLIGHT),
+    "no_fence": (r"fence\.proxy\.async\.shared::cta;", "", 0, NOT_FENCED),
+    "fence_of_other_memory": (
+        r"fence\.proxy\.async\.shared::cta;",
+        "fence.proxy.async.global;",
+        0,
+        NOT_FENCED,
+    ),
+    "copied_by_the_first_warp_that_staged": (BARRIER + r"(?=(?:.*\n){0,5}.*elect\.sync)", "", 0, NOT_STAGED),
+    "copied_by_all": (r"@%p\d+ (?=cp\.async\.bulk\.tensor\.2d\.global)", "", 0, BY_ALL),
+    "staged_without_a_wait": (r"cp\.async\.bulk\.wait_group\.read \t1;", "", 0, STILL_READ),
+    "staged_by_the_first_warp_that_waited": (r"(?<=read \t1;\n)" + BARRIER, "", 0, STILL_READ),
+    "waited_when_staged": (
+        r"cp\.async\.bulk\.wait_group\.read \t1;((?:.*\n)*?)(?=.*fence\.proxy)",
+        r"\1cp.async.bulk.wait_group.read \t1;\n\tbar.sync \t0, 256;\n",
+        0,
+        STILL_READ,
+    ),
+    "roles_begin_unawares": (r"barrier\.sync \t1;", "", ..., NOT_MADE),
+    "made_late": (
+        r"(?<=barrier\.sync \t1;\n)",
+        "@%p11 mbarrier.init.shared::cta.b64 [%r51], 1;\n",
+        0,
+        MADE_LATE,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_step_between_warps_is_needed(told, fault):
+    pattern, instead, which, found = FAULTS[fault]
+    places = [*re.finditer(pattern, told[1])]
+    chosen = places if which is ... else [places[which]]
+    ptx = told[1]
+    for place in reversed(chosen):
+        ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
+    assert unordered_roles(Flow.of(ptx)) == (found,)

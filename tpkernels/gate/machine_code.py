@@ -24,7 +24,6 @@ _SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 _AMD_OPCODE = re.compile(rf"^\s+({'|'.join(AMD_MIX)})", re.MULTILINE)
 _AMD_XF32 = re.compile(r"^\s+v_mfma_\w+_xf32\b", re.MULTILINE)
 _AMD_ANY = re.compile(r"^\s+[vs]_|^\s+(?:buffer|global|flat|ds|scratch)_", re.MULTILINE)
-_ROLE_REGISTERS = re.compile(r"USETMAXREG\.\S+ (?:UP\d, )?0x([0-9a-f]+)")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 
 
@@ -46,11 +45,6 @@ def wgmma_in_flight(sass: str) -> int:
     A serialised kernel waits for zero after each batch, so that loads and tensor cores take turns.
     """
     return max((int(pending, 16) for pending in _WAIT.findall(sass)), default=0)
-
-
-def role_registers(sass: str) -> tuple[int, ...]:
-    """The registers a thread that roles of warps ask for (`setmaxnreg`), the most first; (): no roles."""
-    return tuple(sorted({int(count, 16) for count in _ROLE_REGISTERS.findall(sass)}, reverse=True))
 
 
 def amd_mix(assembly: str) -> dict[str, int]:
