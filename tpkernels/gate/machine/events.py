@@ -146,3 +146,8 @@ class Trace:
     barriers: tuple[str, ...]  # names
     cells: tuple[str, ...]  # names
     allocations: tuple[Allocation, ...] = field(repr=False)
+
+    def shape(self) -> tuple[object, ...]:
+        """All of it that the search looks at."""
+        roles = (role for segment in self.segments for role in segment)
+        return tuple((role.name, *(event.shape() for event in role.events)) for role in roles)

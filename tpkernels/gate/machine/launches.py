@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,79 +12,79 @@ from typing import Any
 from tpkernels.gate.machine.emulate import EAGER, Emulator, Schedule
 from tpkernels.gate.machine.events import Trace
 from tpkernels.gate.machine.global_memory import Written
+from tpkernels.gate.machine.interleavings import search
 from tpkernels.gate.machine.rebuild import argument, rebuild
 from tpkernels.gate.machine.recorder import Recorder, recording
-from tpkernels.gate.machine.search import search
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import Target
 
 Grid = tuple[int, ...]
 
 
-def record(kernel: Any, program: Grid, grid: Grid, *arguments: Any, **constants: Any) -> Trace:
-    """What the roles of one program do."""
-    parameters = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    function = rebuild(kernel)
-    recorder = Recorder(program, grid, constants.get("num_warps", 4))
-    with recording(recorder):
-        function(*map(argument, arguments), **parameters)
-    return recorder.trace()
+@dataclass(frozen=True)
+class Launched:
+    """A kernel with its grid and what it was called with: tensors of the CPU, options such as num_warps."""
+
+    kernel: Any
+    grid: Grid
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def traces(self) -> Iterator[Trace]:
+        """What the roles of each program do."""
+        grid = (*self.grid, 1, 1)[:3]
+        arguments = [argument(each) for each in self.arguments]
+        constants = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
+        function = rebuild(self.kernel)
+        for program in product(*map(range, grid)):
+            recorder = Recorder(program, grid, self.constants.get("num_warps", 4))
+            with recording(recorder):
+                function(*arguments, **constants)
+            yield recorder.trace()
+
+    def run(self, schedule: Schedule = EAGER) -> None:
+        """Write results as a GPU would, in one order of events."""
+        written = Written()
+        for trace in self.traces():
+            Emulator(trace, schedule, written).run()
+
+    def explore(self) -> int:
+        """Go through all orders of events in each program; how many states there are."""
+        different = {trace.shape(): trace for trace in self.traces()}  # others differ in addresses only
+        return sum(map(search, different.values()))
 
 
 def run(kernel: Any, grid: Grid, *arguments: Any, schedule: Schedule = EAGER, **constants: Any) -> None:
-    """Launch a kernel on CPU tensors: results are written as a GPU would, in one order of events."""
-    grid, written = _padded(grid), Written()
-    for program in product(*map(range, grid)):
-        Emulator(record(kernel, program, grid, *arguments, **constants), schedule, written).run()
+    """See `Launched.run`."""
+    Launched(kernel, grid, arguments, constants).run(schedule)
 
 
 def explore(kernel: Any, grid: Grid, *arguments: Any, **constants: Any) -> int:
-    """Go through all orders of events in each program of a launch; how many states there are."""
-    grid, states = _padded(grid), 0
-    seen = set()
-    for program in product(*map(range, grid)):
-        trace = record(kernel, program, grid, *arguments, **constants)
-        if (shape := _shape(trace)) not in seen:  # others differ in addresses only
-            seen.add(shape)
-            states += search(trace)
-    return states
-
-
-def _padded(grid: Grid) -> Grid:
-    return (*grid, 1, 1)[:3]
-
-
-def _shape(trace: Trace) -> tuple[Any, ...]:
-    return tuple(
-        (role.name, *(event.shape() for event in role.events))
-        for segment in trace.segments
-        for role in segment
-    )
+    """See `Launched.explore`."""
+    return Launched(kernel, grid, arguments, constants).explore()
 
 
 @contextmanager
-def emulating(
-    schedule: Schedule = EAGER, *, processors: int = 2, searched: bool = False
-) -> Iterator[list[Any]]:
+def emulating(schedule: Schedule | None = EAGER, *, processors: int = 2) -> Iterator[list[Launched]]:
     """Launchers on CPU tensors launch as on an H100 of so few processors; Gluon kernels run in the machine.
 
-    Others run in Triton's interpreter. Yields the Gluon kernels that were launched.
+    Yields the list of Gluon kernels that were launched, each of which can be run or explored again. Other
+    kernels run in Triton's interpreter.
 
-    searched: go through all orders of each launch, too
+    schedule: None runs no Gluon kernel, but lists it
     """
-    launched: list[Any] = []
+    launched: list[Launched] = []
 
     def start(kernel: Any, grid: Grid) -> Callable[..., object]:
         if not getattr(kernel, "is_gluon", bool)():
             started: Callable[..., object] = kernel[grid]
             return started
-        launched.append(kernel)
         return partial(_start, kernel, grid)
 
     def _start(kernel: Any, grid: Grid, *arguments: Any, **constants: Any) -> None:
-        if searched:
-            explore(kernel, grid, *arguments, **constants)
-        run(kernel, grid, *arguments, schedule=schedule, **constants)
+        launched.append(Launched(kernel, grid, arguments, constants))
+        if schedule:
+            launched[-1].run(schedule)
 
     with launch.emulation(Target("cuda", 90, processors), start):
         yield launched

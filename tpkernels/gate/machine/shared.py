@@ -83,16 +83,18 @@ def assign_cells(allocations: Sequence[Allocation]) -> list[str]:
     """Number the cells of all views, and name each after the smallest view that holds it."""
     names: list[str] = []
     for allocation in allocations:
-        sets = {bytes(view.elements.unique().numpy()): view for view in allocation.views}
-        held = torch.zeros(len(allocation.data), len(sets), dtype=torch.bool)
-        for number, view in enumerate(sets.values()):
-            held[view.elements.flatten(), number] = True
-        kinds, cell_of = held.unique(dim=0, return_inverse=True)
-        for view in allocation.views:
-            view.cells = tuple(int(cell) + len(names) for cell in cell_of[view.elements].unique())
-        smallest = sorted(sets.values(), key=lambda view: view.elements.numel())
-        columns = list(sets.values())
-        for kind in kinds:
-            named = next((view for view in smallest if kind[columns.index(view)]), allocation.whole)
-            names.append(named.name)
+        largest_first = sorted(allocation.views, key=lambda view: -view.elements.numel())
+        cell_of = torch.zeros(len(allocation.data), dtype=torch.int64)
+        for view in {bytes(view.elements.unique().numpy()): view for view in largest_first}.values():
+            cell_of *= 2
+            cell_of[view.elements] += 1
+            if int(cell_of.max()) > 2**60:
+                cell_of = cell_of.unique(return_inverse=True)[1]
+        cells, cell_of = cell_of.unique(return_inverse=True)
+        named = dict.fromkeys(range(len(cells)), allocation.name)
+        for view in largest_first:
+            held = cell_of[view.elements].unique().tolist()
+            view.cells = tuple(cell + len(names) for cell in held)
+            named.update(dict.fromkeys(held, view.name))
+        names += named.values()
     return names
