@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch.products import PRODUCTS
-from tpkernels.gate import calls
+from tpkernels.gate import calls, specialised
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.kernels.bias_grad import sum_partials
@@ -38,7 +39,7 @@ from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.operands import Form
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES = ("kernels/*.py", "dispatch/*.py", "gate/*.py")
+SOURCES = ("kernels/**/*.py", "dispatch/*.py", "gate/**/*.py")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
@@ -122,6 +123,11 @@ class RandomOperands(Operands):
 def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
     for form, dtype in WAYS:
         yield from _matmuls(RandomOperands(dtype, *sizes[form], chunks=3, form=form))
+    if HAS_GLUON:
+        for name, run in specialised.cases(
+            lambda tile: RandomOperands(BF16, *specialised.SIZES, chunks=1, tile=tile)
+        ):
+            yield Case(name, run)
     yield from _rows(RandomOperands(FP32, *sizes["pointer"], chunks=3))
     yield from _rows(RandomOperands(BF16, *sizes["pointer"], chunks=3))
 
