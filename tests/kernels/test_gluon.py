@@ -1,4 +1,4 @@
-"""Warp-specialised products against float64: their very kernels run on the CPU, in adversarial orders of events.
+"""Warp-specialised products against float64: their own kernels run on the CPU, in adversarial orders.
 
 That no order of events at small sizes goes wrong is shown in tests/gate/test_gluon_protocol.py.
 """
