@@ -81,6 +81,20 @@ class Steps:
         """The barriers whose copies can land."""
         return [barrier for barrier, copies in enumerate(state.flying) if copies]
 
+    def landing_matters(self, state: State) -> list[int]:
+        """Of those, the barriers that the next step of some role touches: all, if no role can go on.
+
+        That is enough to find what can happen. A landing that comes later changes nothing for steps that do not
+        touch its barrier, unless they touch its buffer, and then it should not come later: a fault is found.
+        """
+        landing = self.landing(state)
+        if not self.ready(state):
+            return landing
+        tracks = self.program.segments[state.segment]
+        steps = (track.touched.get(at, frozenset()) for at, track in zip(state.at, tracks, strict=True))
+        touched = frozenset().union(*steps)
+        return [barrier for barrier in landing if barrier in touched]
+
     def settle(self, state: State) -> State:
         """The next segment, if all roles of this one are done."""
         tracks = self.program.segments[state.segment]
