@@ -84,8 +84,8 @@ class Steps:
     def landing_matters(self, state: State) -> list[int]:
         """Of those, the barriers that the next step of some role touches: all, if no role can go on.
 
-        That is enough to find what can happen. A landing that comes later changes nothing for steps that do not
-        touch its barrier, unless they touch its buffer, and then it should not come later: a fault is found.
+        That is enough to find what can happen. To land later changes nothing for a step that does not touch
+        the barrier, unless it touches the buffer: then it finds the copy in flight, which is a fault.
         """
         landing = self.landing(state)
         if not self.ready(state):
