@@ -63,7 +63,7 @@ def search(trace: Trace, expected: dict[int, Writers] | None = None) -> int:
 
 
 def _successors(steps: Steps, state: State) -> Iterator[tuple[str, State]]:
-    for barrier in steps.landing(state):
+    for barrier in steps.landing_matters(state):
         after, landed = steps.land(state, barrier)
         yield f"the copies {landed} land", after
     for role in steps.ready(state):

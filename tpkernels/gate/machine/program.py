@@ -74,6 +74,11 @@ class Track:
         for event in role.events:
             self.held.append(self.held[-1].after(event))
         self.ends = {begin: end for begin, end in _steps(role.events)}
+        # of each step: the barriers that it waits for, arrives at or has copies count on
+        self.touched = {
+            begin: frozenset(getattr(event, "barrier", -1) for event in role.events[begin:end])
+            for begin, end in self.ends.items()
+        }
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[int, int]]:

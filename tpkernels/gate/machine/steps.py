@@ -81,6 +81,20 @@ class Steps:
         """The barriers whose copies can land."""
         return [barrier for barrier, copies in enumerate(state.flying) if copies]
 
+    def landing_matters(self, state: State) -> list[int]:
+        """Of those, the barriers that the next step of some role touches: all, if no role can go on.
+
+        That is enough to find what can happen. To land later changes nothing for a step that does not touch
+        the barrier, unless it touches the buffer: then it finds the copy in flight, which is a fault.
+        """
+        landing = self.landing(state)
+        if not self.ready(state):
+            return landing
+        tracks = self.program.segments[state.segment]
+        steps = (track.touched.get(at, frozenset()) for at, track in zip(state.at, tracks, strict=True))
+        touched = frozenset().union(*steps)
+        return [barrier for barrier in landing if barrier in touched]
+
     def settle(self, state: State) -> State:
         """The next segment, if all roles of this one are done."""
         tracks = self.program.segments[state.segment]
