@@ -24,7 +24,8 @@ from tpkernels.kernels.reference import (
     glu_ref,
     linear_ref,
 )
-from tpkernels.kernels.tiles import MatmulTile
+from tpkernels.kernels.target import H100
+from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 
 if not HAS_GLUON:
     pytest.skip("Gluon is of another form before Triton 3.7", allow_module_level=True)
@@ -153,3 +154,43 @@ def test_launch_says_what_it_cannot_serve(tile):
             ValueError, match="linear: expected a tile of at most 232,448 bytes, got 256x256x128"
         ):
             linear_fwd(x, w, tile=huge)
+
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SHIPPED = [
+    pytest.param(kernel, tile, id=f"{kernel} {tile.name}")
+    for kernel in KERNELS
+    for tile in candidates(kernel, "descriptor", BF16, H100)
+    if tile.consumers
+]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("kernel", "tile"), SHIPPED)
+def test_gpu_agrees_with_float64(kernel, tile, dtype, device):
+    """Three tiles a program and more, edges inside of tiles, more steps than stages."""
+    rows, cols, depth = 4200, 3976, 1000
+    x, w, w2 = (
+        normal(rows, depth, dtype, device),
+        normal(cols, depth, dtype, device),
+        normal(cols, depth, dtype, device),
+    )
+    z, u = normal(rows, cols, dtype, device), normal(rows, cols, dtype, device)
+    for weight in (w, w2):
+        weight *= depth**-0.5
+    down = w.T.contiguous()
+    if kernel == "linear":
+        bias = normal(1, cols, dtype, device)[0]
+        computed = linear_fwd(x, w, bias, activation="gelu_tanh", keep_z=True, tile=tile)
+        assert_all(computed, lambda *of: linear_ref(*of, activation="gelu_tanh"), x, w, bias)
+    elif kernel == "glu":
+        assert_all(glu_fwd(x, w, w2, keep_gu=True, tile=tile), glu_ref, x, w, w2)
+    elif kernel == "dgrad":
+        assert_all((dgrad(x, down, tile=tile),), lambda *of: (dgrad_ref(*of),), x, down)
+        both = dgrad_pairs(x, down, x, down, tile=tile)
+        assert_all((both,), lambda *of: (dgrad_pairs_ref(*of),), x, down, x, down)
+        computed = dgrad_act(x, down, z, "gelu_tanh", bias_grad=True, tile=tile)
+        assert_all(computed, lambda *of: dgrad_act_ref(*of, "gelu_tanh"), x, down, z)
+    else:
+        assert_all(dglu(x, down, z, u, emit_h=True, tile=tile), dglu_ref, x, down, z, u)
