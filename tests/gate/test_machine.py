@@ -23,6 +23,7 @@ from tests.gate.machine_kernels import product, product_kernel
 from tpkernels.gate import machine
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.gate.machine import interleavings, program
+from tpkernels.gate.machine.steps import Steps
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import tile_at
 from tpkernels.kernels.target import INTERPRETER, target_of
@@ -116,10 +117,13 @@ def test_search_catches_every_mutant(pingpong):
     assert {kind for kind, _ in caught_as} == set(CAUGHT_AS)
 
 
-def test_whole_steps_find_what_single_events_find(monkeypatch):
+def test_search_by_steps_finds_what_a_search_by_events_finds(monkeypatch):
+    """The latter lets any role do any one event, and any copy land, at any time."""
     trace = recorded(True, True, stages=2, steps=1, tiles=3)
     by_steps, states = faults_of(trace), machine.search(trace)
     monkeypatch.setattr(program, "_steps", lambda events: [(at, at + 1) for at in range(len(events))])
+    monkeypatch.setattr(Steps, "landing_matters", Steps.landing)
+    monkeypatch.setattr(Steps, "private", lambda steps, state: None)
     assert faults_of(trace) == by_steps
     assert machine.search(trace) > 5 * states
 
@@ -273,6 +277,7 @@ RULES = {
         "landed, parity 0, which misses .* 8 bytes in phase 0",
     ),
     "too few bytes": ({"BYTES": 8000}, machine.Deadlock, "misses 0 of 1 arrivals and -192 bytes in phase 0"),
+    "more bytes than fit": ({"BYTES": 2**20}, machine.Misuse, "at most 1048575 bytes, not 1048576"),
     "an arrival is missing": ({"COUNT": 2}, machine.Deadlock, "misses 1 of 2 arrivals and 0 bytes"),
     "an arrival too many": (
         {"ARRIVALS": 1},

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from tpkernels.gate.machine.global_memory import Written
-from tpkernels.gate.machine.shared import Allocation, View
+from tpkernels.gate.machine.shared import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,6 @@ class Trace:
     segments: tuple[tuple[Role, ...], ...]
     barriers: tuple[str, ...]  # names
     cells: tuple[str, ...]  # names
-    allocations: tuple[Allocation, ...] = field(repr=False)
 
     def shape(self) -> tuple[object, ...]:
         """All of it that the search looks at."""

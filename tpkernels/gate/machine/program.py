@@ -8,6 +8,7 @@ same memory without being ordered, and then some order of whole steps has it tou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from tpkernels.gate.machine.events import (
     Event,
     Expect,
     Fence,
+    Init,
+    Invalidate,
     Multiply,
     MultiplyWait,
     Role,
@@ -46,8 +49,7 @@ class Held:
 
     def after(self, event: Event) -> Held:
         if isinstance(event, Multiply):
-            cells = frozenset(cell for view in event.views for cell in view.cells)
-            return Held((*self.multiplied, (event, cells)), self.copied, self.unfenced)
+            return Held((*self.multiplied, (event, _cells_of(event))), self.copied, self.unfenced)
         if isinstance(event, MultiplyWait):
             return Held(_last(self.multiplied, event.pending), self.copied, self.unfenced)
         if isinstance(event, CopyOut):
@@ -76,9 +78,31 @@ class Track:
         self.ends = {begin: end for begin, end in _steps(role.events)}
         # of each step: the barriers that it waits for, arrives at or has copies count on
         self.touched = {
-            begin: frozenset(getattr(event, "barrier", -1) for event in role.events[begin:end])
+            begin: frozenset(
+                event.barrier for event in role.events[begin:end] if isinstance(event, _AT_BARRIER)
+            )
             for begin, end in self.ends.items()
         }
+        self.cells: Cells = frozenset().union(*map(_cells_of, role.events))
+
+    def private_steps(self, shared: Cells) -> frozenset[int]:
+        """Steps that no other role can tell: they touch no barrier and nothing shared, nor let go of it."""
+        return frozenset(
+            begin
+            for begin, end in self.ends.items()
+            if not self.touched[begin]
+            and all(_cells_of(event).isdisjoint(shared) for event in self.events[begin:end])
+            and len({(held.read & shared, held.unfenced & shared) for held in self.held[begin : end + 1]})
+            == 1
+        )
+
+
+_AT_BARRIER = (Init, Invalidate, Wait, Expect, Arrive, CopyIn)
+
+
+def _cells_of(event: Event) -> Cells:
+    views = event.views if isinstance(event, Multiply) else (getattr(event, "view", None),)
+    return frozenset(cell for view in views if view for cell in view.cells)
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[int, int]]:
@@ -95,11 +119,18 @@ def _arrives(event: Event) -> bool:
     return isinstance(event, Arrive) or (isinstance(event, Expect) and event.nbytes <= 0)
 
 
+def _private_steps(tracks: tuple[Track, ...]) -> tuple[frozenset[int], ...]:
+    touching = Counter(cell for track in tracks for cell in track.cells)
+    shared = frozenset(cell for cell, roles in touching.items() if roles > 1)
+    return tuple(track.private_steps(shared) for track in tracks)
+
+
 class Program:
     """A trace, as `steps` goes through it."""
 
     def __init__(self, trace: Trace) -> None:
         self.segments = tuple(tuple(Track(role) for role in segment) for segment in trace.segments)
+        self.private = tuple(_private_steps(tracks) for tracks in self.segments)
         self.barriers, self.cells = trace.barriers, trace.cells
         events = [event for tracks in self.segments for track in tracks for event in track.events]
         self.copies = {event.number: event for event in events if isinstance(event, CopyIn)}

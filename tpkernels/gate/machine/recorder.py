@@ -94,7 +94,7 @@ class Recorder:
         self._close([("main", self._take())])
         cells = assign_cells(self._allocations)
         segments, names = tuple(self._segments), tuple(self._barrier_names)
-        return Trace(segments, names, tuple(cells), tuple(self._allocations))
+        return Trace(segments, names, tuple(cells))
 
 
 _current: ContextVar[Recorder] = ContextVar("current")

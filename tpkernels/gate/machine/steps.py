@@ -95,6 +95,11 @@ class Steps:
         touched = frozenset().union(*steps)
         return [barrier for barrier in landing if barrier in touched]
 
+    def private(self, state: State) -> int | None:
+        """A role whose next step no other role can tell, if there is one."""
+        private = self.program.private[state.segment]
+        return next((role for role, at in enumerate(state.at) if at in private[role]), None)
+
     def settle(self, state: State) -> State:
         """The next segment, if all roles of this one are done."""
         tracks = self.program.segments[state.segment]
@@ -158,6 +163,10 @@ class Steps:
             barriers[event.barrier] = None
         elif isinstance(event, (Arrive, Expect)):
             before = self._barrier(barriers, event.barrier, event)
+            if isinstance(event, Expect) and event.nbytes >= 2**20:
+                raise Misuse(
+                    f"{event.where}: a phase can wait for at most {2**20 - 1} bytes, not {event.nbytes}"
+                )
             count, nbytes = (event.count, 0) if isinstance(event, Arrive) else (1, event.nbytes)
             if count > before.missing:
                 name = self._name(event.barrier)
