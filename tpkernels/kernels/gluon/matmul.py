@@ -14,6 +14,7 @@ epilogue of the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -194,23 +195,23 @@ def launch_matmul(
         fast=fast_math(a.dtype, target),
     )
     (rows, depth), cols = a.shape, outputs[0].shape[1]
-    a2, b2 = operands[-2:] if plan.pairs == 2 else (a, operands[-1])
     a_block, part = (plan.block_rows, plan.block_depth), (plan.block_rows, plan.part)
     b_block = (plan.block_depth, plan.block_cols) if plan.depth_first else (plan.block_cols, plan.block_depth)
+    described_a, described_b = _described(a, a_block), _described(b, b_block)
     read = [_described(tensor, part) for tensor in inputs]
     written = [_described(tensor, part) for tensor in outputs]
     launch.on(a.device, _matmul_kernel, launch.grid(target, "descriptor", tile, rows, cols))(
-        _described(a, a_block),
-        _described(b, b_block),
-        _described(a2, a_block),
-        _described(b2, b_block),
+        described_a,
+        described_b,
+        _described(operands[2], a_block) if plan.pairs == 2 else described_a,
+        _described(operands[-1], b_block) if len(operands) > 2 else described_b,
         *_filled(read, 2, written[0]),
         *_filled(written, 3, written[0]),
         a if vector is None else vector,
         rows,
         cols,
         depth,
-        a2.shape[1] if plan.pairs == 2 else 0,
+        operands[2].shape[1] if plan.pairs == 2 else 0,
         0 if vector is None else vector.stride(-1),
         P=plan,
         num_warps=tile.num_warps,
@@ -219,9 +220,14 @@ def launch_matmul(
 
 def _described(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """A matrix as this kernel takes it; `block` is what is moved at a time."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[tensor.dtype])
     strides = [Layout.of("", tensor).row_pitch, 1]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), layout)
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), _layout(block, tensor.dtype))
+
+
+@cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block lies in shared memory: as the copy engine and the tensor cores both take it."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
 
 
 def _filled(given: list[TensorDescriptor], count: int, filler: TensorDescriptor) -> list[TensorDescriptor]:

@@ -11,6 +11,7 @@ all of them may be fetched while its products run; what is left is staging.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from tpkernels.kernels.tiles import MatmulTile
@@ -62,6 +63,7 @@ class Plan:
         return self.epilogue in ("dgrad", "dglu")
 
 
+@cache
 def plan_of(
     tile: MatmulTile,
     shared_memory: int,
