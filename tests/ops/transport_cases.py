@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
-from tpkernels.comm.transports.shared import map_shared
+from tpkernels.comm.transports.shared import Mapped, open_mapped
 from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
@@ -57,14 +57,19 @@ class ProcessHandle:
 def open_stand_in(opening: Opening) -> MailboxExchange:
     """As `open_symmetric` does, but for the memory."""
     group = opening.group
-    memories = {peer: memory for peer, (memory, _) in map_shared(opening).items()}
-    here = list(memories)
-    world_ranks = [dist.get_global_rank(group, rank) for rank in here]
-    beside = (
-        dist.new_group(world_ranks, use_local_synchronization=True) if len(here) < group.size() else group
-    )
-    handle, own = ProcessHandle(list(memories.values()), beside), memories[group.rank()]
-    return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
+
+    def build(shared: Mapping[int, Mapped]) -> symmetric.SymmetricExchange:
+        here, memories = list(shared), [memory for memory, _ in shared.values()]
+        beside = group
+        if len(here) < group.size():
+            world_ranks = [dist.get_global_rank(group, rank) for rank in here]
+            beside = dist.new_group(world_ranks, use_local_synchronization=True)
+        handle, own = ProcessHandle(memories, beside), shared[group.rank()].memory
+        return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
+
+    exchange = open_mapped(opening, build)
+    exchange.barrier(0)
+    return exchange
 
 
 @contextmanager
