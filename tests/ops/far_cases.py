@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.loopback import VirtualHandle, start
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.transport_cases import open_exchanges, using
+from tests.ops.transport_cases import open_exchanges, pushers, using
 from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d, shared, symmetric
 from tpkernels.comm.transports.c10d import Transfers
@@ -98,7 +98,8 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
 
 def fails_on_the_last_rank(fault: str) -> tuple[str, int, int, int, str]:
     """(what is said, rendezvous, barriers, threads) if one rank cannot open its end; a second try."""
-    opening = Opening("it", dist.group.WORLD, Layout(dist.get_world_size(), (4, 2), torch.float32))
+    layout = Layout(dist.get_world_size(), (4, 2), torch.float32)
+    opening = Opening("it", dist.group.WORLD, layout, op="op")
     opener = shared.open_shared if fault == "no thread" else symmetric.open_symmetric
     planted: dict[str, Any] = {
         "no memory": (symmetric, "new_memory"),
@@ -106,11 +107,11 @@ def fails_on_the_last_rank(fault: str) -> tuple[str, int, int, int, str]:
         "no thread": (threading.Thread, "start"),
     }
     fails = patch.object(*planted[fault], side_effect=MemoryError("planted"))
-    threads = threading.active_count()
+    threads = pushers()
     with as_on_gpus() as asked, patch.object(VirtualHandle, "barrier") as barrier:
         with fails if dist.get_rank() == dist.get_world_size() - 1 else nullcontext():
             said = message_of(lambda: opener(opening))
-        found = said, len(asked), barrier.call_count, threading.active_count() - threads
+        found = said, len(asked), barrier.call_count, pushers() - threads
         return *found, message_of(lambda: opener(opening).close())
 
 

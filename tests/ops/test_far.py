@@ -37,7 +37,7 @@ def test_a_rank_that_cannot_open_its_end_is_an_error_on_all_and_leaves_nothing(r
     """In symmetric memory others would wait in the barrier, in shared memory for rows."""
     for rank, found in enumerate(ranks2.run(cases.fails_on_the_last_rank, fault)):
         said, rendezvous, barriers, threads, again = found
-        assert said.endswith(f"it on rank {rank}: rank 1 cannot take part: MemoryError: planted")
+        assert said.endswith(f"op: it on rank {rank}: rank 1 cannot take part: MemoryError: planted")
         assert (rendezvous, barriers, threads) == (fault == "no stream", 0, 0)  # nobody waits for rank 1
         assert again == "no error"
 

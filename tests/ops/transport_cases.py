@@ -215,10 +215,10 @@ def many_shapes() -> tuple[list[int], int, int]:
             x, w = torch.randn(rows, 8), torch.randn(4, 8)
             column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
         gc.collect()
-        return [exchange.shape[0] for exchange in open_exchanges()], _pushers(), _mappings()
+        return [exchange.shape[0] for exchange in open_exchanges()], pushers(), _mappings()
 
 
-def _pushers() -> int:
+def pushers() -> int:
     return sum(thread.name.startswith("push of") for thread in threading.enumerate())
 
 
@@ -233,12 +233,12 @@ def ends_with_its_group() -> tuple[int, int, int, int]:
     with using("shared"):
         x, w = torch.randn(2, 8), torch.randn(4, 8)
         column_linear(x, w, None, group, sequence_parallel=True)
-        before = _pushers(), _mappings()
+        before = pushers(), _mappings()
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-    return *before, _pushers(), _mappings()
+    return *before, pushers(), _mappings()
 
 
 def destroyed_but_held() -> str:
@@ -263,7 +263,10 @@ def refused(how: str) -> str:
         "misspelt on one rank": "shared" if rank else "share",
         "other wishes": "shared" if rank else "auto",
         "symmetric on the CPU": "symmetric",
+        "other shapes": "shared",
     }
+    if how == "other shapes":
+        x = torch.randn(4 + 4 * rank, 8)
     with using(wishes[how]):
         return message_of(call)
 

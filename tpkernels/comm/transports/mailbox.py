@@ -60,6 +60,11 @@ class Opening:
     timeout: float = 60.0  # seconds until a rank that does not come is an error
     op: str = "an exchange"  # who needs it, for errors
 
+    @property
+    def title(self) -> str:
+        """For errors."""
+        return f"{self.op}: {self.name}"
+
     def begin(self) -> Call:
         return handshake(self.op, f"opening {self.name}", self.group)
 
@@ -68,7 +73,7 @@ class Opening:
 
         All raise if a rank opens an exchange of another shape, or has a problem.
         """
-        found = offers_of_all(self.name, call, problem, str(self.layout), (machine(), offer))
+        found = offers_of_all(self.title, call, problem, str(self.layout), (machine(), offer))
         here = same_machine([place for place, _ in found], call.calls.rank)
         return here, [offer for _, offer in found]
 
@@ -80,7 +85,7 @@ class Opening:
         except Exception as error:  # whatever it is, the others wait to be told
             problem = f"{type(error).__name__}: {error}"
         try:
-            offers_of_all(self.name, call, problem)
+            offers_of_all(self.title, call, problem)
         except BaseException:
             if built is not None:
                 built.close()

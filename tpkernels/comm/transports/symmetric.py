@@ -317,7 +317,7 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
     here, gpus = opening.offers(call, problem, gpu)
-    shares_gpu = require_gpu_each(name, gpus, group.rank())
+    shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
 
     def build() -> SymmetricExchange:
         all_here = len(here) == layout.ranks
