@@ -18,6 +18,7 @@ class Gpu:
 class RatedGpu(Gpu):
     """With what its data sheet allows. Bytes a second are of one direction."""
 
+    processors: int  # streaming multiprocessors
     flops: float  # dense bf16 products
     bytes: float  # memory traffic
     memory: int  # bytes: GB as data sheets write them; what a GPU reports is a little more
@@ -32,10 +33,10 @@ class RatedGpu(Gpu):
 _GB = 10**9
 GPUS: Mapping[str, Gpu] = {
     # 900 GB/s of NVLink are both directions together; ConnectX-7 moves 400 Gb/s
-    "h200": RatedGpu("NVIDIA H200", 232_448, 989e12, 4.8e12, 141 * _GB, 450e9, 50e9),
-    "h100": RatedGpu("NVIDIA H100 80GB HBM3", 232_448, 989e12, 3.35e12, 80 * _GB, 450e9, 50e9),
+    "h200": RatedGpu("NVIDIA H200", 232_448, 132, 989e12, 4.8e12, 141 * _GB, 450e9, 50e9),
+    "h100": RatedGpu("NVIDIA H100 80GB HBM3", 232_448, 132, 989e12, 3.35e12, 80 * _GB, 450e9, 50e9),
     # 600 GB/s and 200 Gb/s
-    "a100": RatedGpu("NVIDIA A100-SXM4-80GB", 166_912, 312e12, 2.039e12, 80 * _GB, 300e9, 25e9),
+    "a100": RatedGpu("NVIDIA A100-SXM4-80GB", 166_912, 108, 312e12, 2.039e12, 80 * _GB, 300e9, 25e9),
     "l40s": Gpu("NVIDIA L40S", 101_376),
     "b200": Gpu("NVIDIA B200", 232_448),
     "mi300x": Gpu("AMD Instinct MI300X", 65_536),
