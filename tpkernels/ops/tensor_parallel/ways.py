@@ -29,7 +29,7 @@ from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import Collectives, c10d_for
+from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
 from tpkernels.comm.transports.mailbox import MailboxExchange
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
 from tpkernels.dispatch import backends, log, primitives
@@ -51,8 +51,6 @@ TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way
 _INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
 Moving = Callable[[Exchange], Tensor]  # one call of what moves, and its result
-
-_collectives = cache(Collectives)
 
 
 def exchange_for(
@@ -199,7 +197,7 @@ class _Ways:
         """usual: the exchange over c10d that arithmetic asks for"""
         most = MOST_CHUNKS if self._features else 1
         rounds = [n for n in range(1, most + 1) if self._group.size() % n == 0]
-        by_c10d = [usual, *map(_collectives, rounds)]
+        by_c10d = [usual, *map(collectives_of, rounds)]
         self.exchanges = {_name(exchange): exchange for exchange in by_c10d}
         ways = [Way(name, partial(self._open_c10d, exchange)) for name, exchange in self.exchanges.items()]
         kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype)
