@@ -7,6 +7,7 @@ import pytest
 
 from tests.planning.shapes import GPT2, LLAMA
 from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.dispatch.gpus import GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.job import Job, Layout
@@ -15,7 +16,7 @@ from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
 from tpkernels.planning.work import Work, _Transfers, message_between_stages
 
-ROUND = RatedGpu("round numbers", 1, 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
+ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
@@ -180,6 +181,9 @@ def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
+    assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == {
+        name: GPUS[name].target.processors for name in RATED_GPUS
+    }
     assert MOST_CHUNKS > 1
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):
         gpu_named("h1000")
