@@ -1,4 +1,4 @@
-"""What is known of GPUs without having one: limits of a kernel, and the rates of data sheets."""
+"""What is known of GPUs without having one: names, and the rates of data sheets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Gpu:
     """A model of GPU."""
 
     name: str  # as torch spells it; variants with other clocks or memory have other names
-    shared_memory: int  # bytes that one program can have
 
 
 @dataclass(frozen=True, slots=True)
 class RatedGpu(Gpu):
     """With what its data sheet allows. Bytes a second are of one direction."""
 
+    processors: int  # streaming multiprocessors
     flops: float  # dense bf16 products
     bytes: float  # memory traffic
     memory: int  # bytes: GB as data sheets write them; what a GPU reports is a little more
@@ -32,13 +32,13 @@ class RatedGpu(Gpu):
 _GB = 10**9
 GPUS: Mapping[str, Gpu] = {
     # 900 GB/s of NVLink are both directions together; ConnectX-7 moves 400 Gb/s
-    "h200": RatedGpu("NVIDIA H200", 232_448, 989e12, 4.8e12, 141 * _GB, 450e9, 50e9),
-    "h100": RatedGpu("NVIDIA H100 80GB HBM3", 232_448, 989e12, 3.35e12, 80 * _GB, 450e9, 50e9),
+    "h200": RatedGpu("NVIDIA H200", 132, 989e12, 4.8e12, 141 * _GB, 450e9, 50e9),
+    "h100": RatedGpu("NVIDIA H100 80GB HBM3", 132, 989e12, 3.35e12, 80 * _GB, 450e9, 50e9),
     # 600 GB/s and 200 Gb/s
-    "a100": RatedGpu("NVIDIA A100-SXM4-80GB", 166_912, 312e12, 2.039e12, 80 * _GB, 300e9, 25e9),
-    "l40s": Gpu("NVIDIA L40S", 101_376),
-    "b200": Gpu("NVIDIA B200", 232_448),
-    "mi300x": Gpu("AMD Instinct MI300X", 65_536),
+    "a100": RatedGpu("NVIDIA A100-SXM4-80GB", 108, 312e12, 2.039e12, 80 * _GB, 300e9, 25e9),
+    "l40s": Gpu("NVIDIA L40S"),
+    "b200": Gpu("NVIDIA B200"),
+    "mi300x": Gpu("AMD Instinct MI300X"),
 }
 RATED_GPUS: Mapping[str, RatedGpu] = {name: gpu for name, gpu in GPUS.items() if isinstance(gpu, RatedGpu)}
 

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from bench.cases.launches import CASES, Count, count
-from tpkernels.comm.transports import c10d
+from tpkernels.comm.transports import select
+from tpkernels.comm.transports.c10d import C10D
 
 SIZES = [(2048, 2, 4096), (8192, 8, 4096), (32768, 4, 8192)]
 
@@ -69,9 +70,6 @@ def test_symmetric_memory_takes_one_kernel_a_product(sizes):
 
 
 def test_a_schedule_of_chunks_would_be_seen():
-    with patch.object(c10d, "c10d_for", lambda *_: c10d.C10D):
-        from tpkernels.comm.transports import select
-
-        with patch.object(select, "c10d_for", lambda *_: c10d.C10D):
-            found = counted("column forward", "c10d", 8192, 8, 4096)
+    with patch.object(select, "c10d_for", lambda *_: C10D):
+        found = counted("column forward", "c10d", 8192, 8, 4096)
     assert (found.collectives, found.products) == (28, 29)

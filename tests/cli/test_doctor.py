@@ -38,6 +38,7 @@ def test_doctor_finds_this_installation_healthy():
         "collectives",
         "triton",
         "backend",
+        "transport",
         "extension",
         "compiler",
         "self-test",
@@ -187,7 +188,9 @@ def test_doctor_prints_on_a_terminal_without_the_characters(tmp_path):
     assert b"OMP_X=" in ran.stdout
 
 
-def test_doctor_explains_an_unknown_backend(look):
-    code, found = look(TPKERNELS_BACKEND="cuda")
+def test_doctor_explains_unknown_words_in_variables(look):
+    code, found = look(TPKERNELS_BACKEND="cuda", TPKERNELS_TRANSPORT="share")
     assert code == 1
     assert found["backend"]["text"] == "TPKERNELS_BACKEND=cuda; known are auto, torch, triton"
+    assert found["transport"]["health"] == "problem"
+    assert found["transport"]["text"] == "TPKERNELS_TRANSPORT=share; known are auto, c10d, shared, symmetric"

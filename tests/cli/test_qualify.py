@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels
 from tpkernels.cli import qualify as qualify_command
 from tpkernels.cli.qualified import Check, Report, keep, known
 from tpkernels.cli.qualify_world import World
+from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.dispatch.cache import Versions
 from tpkernels.gate.numerics import Computed, cases
@@ -122,18 +124,43 @@ def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
 
 
 def with_bits_that_differ_once(command):
-    """The last bit of one number, in one call of many, on rank 1."""
-    real, calls = HostExchange.put, []
+    """The last bits of what rank 1 pushes once, in one call of many: of one number, a sum may lose it."""
+    real, delayed_calls, calls = HostExchange.put, qualify_calls._delayed_calls, []
+
+    def delayed(*args):
+        calls.clear()
+        return delayed_calls(*args)
 
     def put(self, peer, there, rows, delivery):
         calls.append(peer)
         if len(calls) == 100 and dist.get_rank() == 1:
-            rows = rows.clone()
-            rows.view(-1)[0] = torch.nextafter(rows.view(-1)[0], torch.tensor(9.0, dtype=rows.dtype))
+            rows = torch.nextafter(rows, torch.tensor(9.0, dtype=rows.dtype))
         real(self, peer, there, rows, delivery)
 
-    with patch.object(HostExchange, "put", put), patch.object(qualify_kernels, "MOST_QUICK", 1):
+    with (
+        patch.object(HostExchange, "put", put),
+        patch.object(qualify_calls, "_delayed_calls", delayed),
+        patch.object(qualify_kernels, "MOST_QUICK", 1),
+    ):
         return qualify(command)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("dtype", qualify_calls.DTYPES, ids=str)
+def test_shards_of_its_calls_are_one_chunk_and_four(ranks, dtype):
+    moved = {"column_linear": ["x"], "row_linear": ["y"]}
+    for name, op in qualify_calls.OPS.items():
+        for size, chunks in (("small", 1), ("large", MOST_CHUNKS)):
+            for seed in range(5):
+                full = qualify_calls.operands_of(name, size, ranks, random.Random(seed), dtype)
+                shapes = dict(zip((*op.operands, op.out[0]), (x.shape for x in full), strict=True))
+                for rows, cols in (shapes[what] for what in moved.get(name, ["x", "y"])):
+                    wanted = parts_of_shard(rows // ranks * cols * dtype.itemsize)
+                    assert even_chunks(rows // ranks, wanted) == chunks
+
+
+def test_each_delayed_call_is_compared_even_in_a_quick_run():
+    assert 2 * len(qualify_calls.OPS) * len(qualify_calls.SIZES) * 2 <= qualify_calls.CALLS_QUICK
 
 
 def test_a_transport_whose_bits_differ_once_is_named_with_call_and_place(ranks2, tmp_path):

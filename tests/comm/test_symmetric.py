@@ -56,11 +56,10 @@ def barriers(monkeypatch) -> list[tuple[int, ...]]:
 
 def test_calls_that_follow_each_other_make_no_barrier(barriers):
     ends = open_symmetric_loopback("it", LAYOUT, 1.5)
-    assert barriers == [(0, 0, 1500), (1, 0, 1500)]  # memory is zeroed before anybody raises a flag
     for _ in range(5):
         for delivery in [start(end, ROWS) for end in ends]:
             delivery.end()
-    assert len(barriers) == 2
+    assert barriers == []
 
 
 def test_calls_in_flight_at_once_make_one_in_the_stream_that_pushes(barriers):

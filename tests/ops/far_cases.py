@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from tests.loopback import VirtualHandle, start
 from tests.ops.parallel_behaviour import message_of
-from tests.ops.transport_cases import open_exchanges, using
+from tests.ops.transport_cases import open_exchanges, pushers, using
 from tpkernels.comm.calls import begin
 from tpkernels.comm.transports import c10d, shared, symmetric
 from tpkernels.comm.transports.c10d import Transfers
@@ -61,9 +63,10 @@ def later_call_read_first() -> tuple[list[bool], list[bool]]:
         return found[0], found[1]
 
 
-def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
-    """The name that torch is asked for, with this rank's number and size there; and what comes of it."""
-    asked = []
+@contextmanager
+def as_on_gpus() -> Iterator[list[str]]:
+    """Symmetric memory opens on memory of the CPU, of each rank alone; the names that torch is asked for."""
+    asked: list[str] = []
 
     def rendezvous(memory: torch.Tensor, name: str) -> VirtualHandle:
         asked.append(name)
@@ -71,13 +74,18 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
         return VirtualHandle([memory] * group.size(), group.rank())
 
     with (
-        using(f"symmetric{places}"),
         patch.object(symmetric, "why_not", return_value=""),
         patch.object(symmetric, "require_gpu_each", return_value=False),
         patch.object(torch.cuda, "get_device_properties"),
         patch.object(symmetric, "new_memory", lambda count, device: torch.zeros(count, dtype=torch.uint8)),
         patch.object(symmetric, "rendezvous", rendezvous),
     ):
+        yield asked
+
+
+def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
+    """The name that torch is asked for, with this rank's number and size there; and what comes of it."""
+    with using(f"symmetric{places}"), as_on_gpus() as asked:
         group = dist.group.WORLD
         first, second = (
             symmetric.open_symmetric(Opening(name, group, Layout(group.size(), (4, 2), torch.float32)))
@@ -86,6 +94,25 @@ def opened_symmetric(places: str) -> tuple[str, int, int, list[int], int]:
         assert asked == [asked[0]] * 2
         found = dist.distributed_c10d._resolve_process_group(asked[0])
         return asked[0], found.rank(), found.size(), sorted(first.same_machine), second.rank
+
+
+def fails_on_the_last_rank(fault: str) -> tuple[str, int, int, int, str]:
+    """(what is said, rendezvous, barriers, threads) if one rank cannot open its end; a second try."""
+    layout = Layout(dist.get_world_size(), (4, 2), torch.float32)
+    opening = Opening("it", dist.group.WORLD, layout, op="op")
+    opener = shared.open_shared if fault == "no thread" else symmetric.open_symmetric
+    planted: dict[str, Any] = {
+        "no memory": (symmetric, "new_memory"),
+        "no stream": (symmetric, "SideStream"),
+        "no thread": (threading.Thread, "start"),
+    }
+    fails = patch.object(*planted[fault], side_effect=MemoryError("planted"))
+    threads = pushers()
+    with as_on_gpus() as asked, patch.object(VirtualHandle, "barrier") as barrier:
+        with fails if dist.get_rank() == dist.get_world_size() - 1 else nullcontext():
+            said = message_of(lambda: opener(opening))
+        found = said, len(asked), barrier.call_count, pushers() - threads
+        return *found, message_of(lambda: opener(opening).close())
 
 
 def neighbours_of_a_group_that_ends() -> list[bool]:

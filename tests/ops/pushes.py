@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from tests.loopback import start
 from tests.ops.exchanges import arrivals_of
-from tests.ops.transport_cases import open_stand_in
+from tests.ops.parallel_behaviour import message_of
+from tests.ops.parallel_cases import Setting, prepare
+from tests.ops.transport_cases import open_stand_in, using
+from tpkernels.comm.calls import GroupCalls, calls_of
 from tpkernels.comm.schedule import reduce_plan
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
@@ -27,6 +31,8 @@ from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.scatter_linear import scatter_linear
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Departures, kernel_and_chunk
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 K, N = 8, 16
 TILE = MatmulTile(16, 16, 16, num_warps=4, num_stages=1, group=1)
@@ -196,3 +202,24 @@ def killed_peer(calls: int) -> None:
             summed(pushed(exchange, call, kernel_pushes), spin_limit=2_000)
         except RuntimeError as error:
             raise RuntimeError(f"after {time.monotonic() - started:.1f} s in call {call}: {error}") from error
+
+
+def described_sums() -> list[str]:
+    """What this rank says of a sum that a kernel pushes, and of the same without overlap."""
+    prepare(Setting())
+    group = dist.new_group()
+    x, weight = operands(0, 0, 4 * group.size())
+    with using("stand-in", "triton"):
+        row_linear(x, weight, None, group, sequence_parallel=True)
+        row_linear(x, weight, None, group, sequence_parallel=True, overlap=False)
+    return [text for _, text in calls_of(group)._recent if "of the sum" in text]
+
+
+def only_one_rank_pushes() -> str:
+    """What ranks say where calls bear no tags, as with NCCL."""
+    prepare(Setting())
+    group, x, weight = dist.new_group(), *operands(0, 0, 4 * dist.get_world_size())
+    untagged = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
+    by_copies = patch.object(parallel, "kernel_pushes", lambda *_: False)
+    with using("stand-in", "triton"), untagged, by_copies if dist.get_rank() else nullcontext():
+        return message_of(lambda: row_linear(x, weight, None, group, sequence_parallel=True))

@@ -32,6 +32,16 @@ def test_symmetric_memory_is_asked_for_among_neighbours(ranks4):
         assert ", ranks" not in name  # the group itself
 
 
+@pytest.mark.parametrize("fault", ["no memory", "no stream", "no thread"])
+def test_a_rank_that_cannot_open_its_end_is_an_error_on_all_and_leaves_nothing(ranks2, fault):
+    """In symmetric memory others would wait in the barrier, in shared memory for rows."""
+    for rank, found in enumerate(ranks2.run(cases.fails_on_the_last_rank, fault)):
+        said, rendezvous, barriers, threads, again = found
+        assert said.endswith(f"op: it on rank {rank}: rank 1 cannot take part: MemoryError: planted")
+        assert (rendezvous, barriers, threads) == (fault == "no stream", 0, 0)  # nobody waits for rank 1
+        assert again == "no error"
+
+
 def test_neighbours_are_known_as_long_as_their_group(ranks2):
     assert ranks2.run(cases.neighbours_of_a_group_that_ends) == [[True, False]] * 2
 

@@ -72,3 +72,15 @@ def test_a_killed_peer_is_an_error_in_time(calls, said):
         own.run(pushes.killed_peer, calls)
     survivor = str(failure.value.exceptions[0])
     assert re.match(f"after [0-9]\\.[0-9] s {said}", survivor), survivor
+
+
+def test_ranks_say_whether_a_kernel_pushes(ranks2: RankPool):
+    for by_kernel, in_turn in ranks2.run(pushes.described_sums):
+        assert by_kernel == "row_linear: shards of the sum by a kernel (8, 16) torch.float32"
+        assert in_turn == "row_linear: shards of the sum (8, 16) torch.float32"
+
+
+def test_a_rank_that_does_not_push_as_the_others_do_is_refused(ranks2: RankPool):
+    for message in ranks2.run(pushes.only_one_rank_pushes):
+        assert "ranks disagree: rank 0 has row_linear: shards of the sum by a kernel (" in message
+        assert "; rank 1 has row_linear: shards of the sum (" in message

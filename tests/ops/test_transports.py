@@ -145,7 +145,12 @@ def test_exchanges_end_with_their_group(ranks2):
             "rank 1 has column_linear",
         ],
         "symmetric on the CPU": [
-            "rank 0 cannot take part: TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs"
+            "CannotTakePart: column_linear: the gathers of process group '",
+            "rank 0 cannot take part: TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs",
+        ],
+        "other shapes": [
+            "ValueError: column_linear: the gathers of process group '",
+            "expected equal arguments on all ranks, got pieces of (",
         ],
     }.items(),
 )

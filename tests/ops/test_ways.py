@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dispatch.simulated_stream import SimulatedStream
 from tests.ops import way_cases as cases
 from tests.ops.way_cases import ROUNDS_AND_TRIAL as RUNS
 from tests.ranks import RankPool
+from tpkernels.dispatch.timing import SLACK, StreamTimer
 from tpkernels.ops.tensor_parallel.way_chooser import _mismatch
+from tpkernels.ops.tensor_parallel.ways import StreamClock
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
 
@@ -124,7 +127,10 @@ def test_products_of_other_widths_decide_nothing_for_one_rank_alone(ranks2):
 
 
 def test_a_choice_against_memory_leaves_open_what_another_choice_took(ranks2):
-    assert ranks2.run(cases.memory_of_two_choices) == [(["SymmetricExchange", "Collectives"], True)] * 2
+    """With the group's time-out, and not that of trials."""
+    for names, right, timeouts in ranks2.run(cases.memory_of_two_choices):
+        assert (names, right) == (["SymmetricExchange", "Collectives"], True)
+        assert timeouts == {40.0}
 
 
 def test_without_symmetric_memory_on_one_rank_collectives_are_timed(ranks2):
@@ -155,3 +161,23 @@ def test_numbers_that_overflow_decide_nothing():
     assert not _mismatch(torch.tensor([1.0, float("nan"), 3.0, 2.0]), expected)
     assert "off by" in _mismatch(torch.tensor([1.0, float("inf"), float("nan"), 3.0]), expected)
     assert "off by" in _mismatch(torch.tensor([1.0, 0.0, 0.0, float("nan")]), expected)
+
+
+def test_a_stream_is_held_as_long_as_a_way_was_launched_before():
+    """The time between its launch and what it was held for would count as time of the GPU."""
+    stream = SimulatedStream()
+    clock = StreamClock(StreamTimer(stream, stream.clock))
+    way = stream.kernel(1.5, 1.6)
+    first, *later = [clock("long", way) for _ in range(3)]
+    assert first > 1.9
+    assert later == pytest.approx([1.6, 1.6])
+    assert stream.held == pytest.approx([2 * least + SLACK for least in (0.5, 1.5, 1.5)])
+
+
+def test_ways_that_are_launched_quickly_are_held_for_one_time_on_all_ranks():
+    """A rank whose stream begins earlier would wait for the others, and count that."""
+    stream = SimulatedStream()
+    clock = StreamClock(StreamTimer(stream, stream.clock))
+    for on_host in (0.05, 0.2, 0.45):
+        assert [clock("way", stream.kernel(on_host, 0.6)) for _ in range(3)] == pytest.approx([0.6] * 3)
+    assert stream.held == pytest.approx([2 * 0.5 + SLACK] * 9)

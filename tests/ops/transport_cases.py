@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
-from tpkernels.comm.transports.shared import map_shared
+from tpkernels.comm.transports.shared import Mapped, open_mapped
 from tpkernels.dispatch import backends
 from tpkernels.kernels import gather_linear
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
@@ -57,14 +57,19 @@ class ProcessHandle:
 def open_stand_in(opening: Opening) -> MailboxExchange:
     """As `open_symmetric` does, but for the memory."""
     group = opening.group
-    memories = {peer: memory for peer, (memory, _) in map_shared(opening).items()}
-    here = list(memories)
-    world_ranks = [dist.get_global_rank(group, rank) for rank in here]
-    beside = (
-        dist.new_group(world_ranks, use_local_synchronization=True) if len(here) < group.size() else group
-    )
-    handle, own = ProcessHandle(list(memories.values()), beside), memories[group.rank()]
-    return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
+
+    def build(shared: Mapping[int, Mapped]) -> symmetric.SymmetricExchange:
+        here, memories = list(shared), [memory for memory, _ in shared.values()]
+        beside = group
+        if len(here) < group.size():
+            world_ranks = [dist.get_global_rank(group, rank) for rank in here]
+            beside = dist.new_group(world_ranks, use_local_synchronization=True)
+        handle, own = ProcessHandle(memories, beside), shared[group.rank()].memory
+        return symmetric.SymmetricExchange(opening.name, opening.layout, handle, own, opening.timeout, here)
+
+    exchange = open_mapped(opening, build)
+    exchange.barrier(0)
+    return exchange
 
 
 @contextmanager
@@ -210,10 +215,10 @@ def many_shapes() -> tuple[list[int], int, int]:
             x, w = torch.randn(rows, 8), torch.randn(4, 8)
             column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
         gc.collect()
-        return [exchange.shape[0] for exchange in open_exchanges()], _pushers(), _mappings()
+        return [exchange.shape[0] for exchange in open_exchanges()], pushers(), _mappings()
 
 
-def _pushers() -> int:
+def pushers() -> int:
     return sum(thread.name.startswith("push of") for thread in threading.enumerate())
 
 
@@ -228,12 +233,12 @@ def ends_with_its_group() -> tuple[int, int, int, int]:
     with using("shared"):
         x, w = torch.randn(2, 8), torch.randn(4, 8)
         column_linear(x, w, None, group, sequence_parallel=True)
-        before = _pushers(), _mappings()
+        before = pushers(), _mappings()
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-    return *before, _pushers(), _mappings()
+    return *before, pushers(), _mappings()
 
 
 def destroyed_but_held() -> str:
@@ -258,7 +263,10 @@ def refused(how: str) -> str:
         "misspelt on one rank": "shared" if rank else "share",
         "other wishes": "shared" if rank else "auto",
         "symmetric on the CPU": "symmetric",
+        "other shapes": "shared",
     }
+    if how == "other shapes":
+        x = torch.randn(4 + 4 * rank, 8)
     with using(wishes[how]):
         return message_of(call)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -155,20 +156,23 @@ def block_by(of: Mapping[str, float], how: str = "") -> tuple[float, list[str], 
     return off, said[:first], len(said) - first, len(select._of_group[id(group)]._open)
 
 
-def memory_of_two_choices() -> tuple[list[str], bool]:
-    """(exchanges of one shape, whether the first still works) where another op chooses otherwise."""
+def memory_of_two_choices() -> tuple[list[str], bool, set[float]]:
+    """If another op chooses otherwise: (exchanges of one shape, whether the first works, its time-outs)."""
     prepare(Setting())
-    group, cache, found = dist.new_group(), Cache(None, VERSIONS), []
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    cache, found, timeouts = Cache(None, VERSIONS), [], set()
     x = torch.full((8, 16), float(dist.get_rank()))
     memory, collectives = (
         {"1 collective": 2.0, "2 collectives": 3.0},
         {"1 collective": 1.0, "2 collectives": 3.0},
     )
     for times_of, op in ((memory, "one"), (collectives, "another"), (memory, "one")):
-        with as_on_gpus({"symmetric": 1.5, **times_of}, cache):
+        with as_on_gpus({"symmetric": 1.5, **times_of}, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
             found.append(start_rows(op, "x", x, group, 32).wait())
+        timeouts |= {exchange.timeout for exchange in select._of_group[id(group)]._open.values()}
     names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
-    return names, all(full.equal(found[0]) and float(full[-1, 0]) == 1.0 for full in found)
+    right = all(full.equal(found[0]) and float(full[-1, 0]) == 1.0 for full in found)
+    return names, right, timeouts
 
 
 def weight_shards_that_differ() -> list[bool]:

@@ -7,15 +7,16 @@ import pytest
 
 from tests.planning.shapes import GPT2, LLAMA
 from tpkernels.comm.schedule import MOST_CHUNKS
+from tpkernels.dispatch.gpus import GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import exposed, step_time
-from tpkernels.planning.work import Work, message_between_stages
+from tpkernels.planning.work import Work, _Transfers, message_between_stages
 
-ROUND = RatedGpu("round numbers", 1, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
+ROUND = RatedGpu("round numbers", 132, flops=1e12, bytes=1e12, memory=10**11, nvlink=100e9, network=10e9)
 MACHINE = Machine(ROUND, gpus_per_node=8, efficiency=1.0, link_efficiency=1.0)
 JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 
@@ -23,40 +24,54 @@ JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
 @pytest.mark.parametrize(
     ("work", "products", "transfers", "seconds"),
     [
-        (Work(chunks=4), 8.0, 6.0, 0.0),  # all but the last quarter of the product hide it
-        (Work(chunks=4), 8.0, 7.0, 1.0),
-        (Work(chunks=1), 8.0, 7.0, 7.0),  # one after the other
-        (Work(chunks=4), 0.0, 7.0, 7.0),  # nothing to hide behind
-        (Work(chunks=4, ends_with_sum=True), 80.0, 8.0, 2.0),  # the last chunk, however long the product
-        (Work(chunks=4, ends_with_sum=True), 8.0, 12.0, 6.0),
-        (Work(chunks=4, ends_with_sum=True), 8.0, 0.0, 0.0),
+        (Work(products_alone=0.25, transfers_alone=0.0), 8.0, 6.0, 0.0),  # all but the last quarter hide it
+        (Work(products_alone=0.25, transfers_alone=0.0), 8.0, 7.0, 1.0),
+        (Work(products_alone=0.25, transfers_alone=0.2), 8.0, 6.0, 1.2),  # before the first product
+        (Work(), 8.0, 7.0, 7.0),  # one after the other
+        (Work(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
+        (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
+        (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
+        (
+            Work(products_alone=0.25, transfers_alone=0.25),
+            80.0,
+            8.0,
+            2.0,
+        ),  # the last, whatever the products
+        (Work(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
     ],
 )
-def test_products_hide_transfers_but_for_a_piece(work, products, transfers, seconds):
-    assert exposed(work, products, transfers) == seconds
+def test_products_hide_transfers_but_for_what_is_alone(work, products, transfers, seconds):
+    assert exposed(work, products, transfers) == pytest.approx(seconds)
 
 
-def simulated(products, transfers, chunks, kind):
-    """A gather or a reduce-scatter, chunk by chunk: one at a time is computed, and one transferred."""
-    computing, moving = products / chunks, transfers / chunks
+def simulated(products, transfers, rounds, kind):
+    """A gather or a reduce-scatter of RANKS, round by round: one at a time is computed, and one travels."""
+    block = RANKS // rounds
+    sizes = [block - 1, *[block] * (rounds - 1)]  # in shards: a rank's own does not travel
+    computing, moving = products / rounds, [transfers * size / (RANKS - 1) for size in sizes]
     computed = moved = 0.0
-    for _ in range(chunks):
+    for number in range(rounds):
         if kind == "gather":
-            moved += moving
+            moved += moving[number]
             computed = max(computed, moved) + computing
-        else:
+        else:  # own rows in the last
             computed += computing
-            moved = max(moved, computed) + moving
+            moved = max(moved, computed) + moving[rounds - 1 - number]
     return max(computed, moved)
 
 
+RANKS = 8
+
+
 @pytest.mark.parametrize("kind", ["gather", "reduce"])
-@pytest.mark.parametrize(("products", "transfers"), [(4.0, 8.0), (1.0, 9.0), (3.0, 3.0)])
-def test_the_formula_is_what_pieces_do(kind, products, transfers):
-    """Where transfers take no less than products. Where they take less, own rows hide the rest of them."""
-    for chunks in (1, 2, 8):
-        expected = products + exposed(Work(chunks=chunks), products, transfers)
-        assert simulated(products, transfers, chunks, kind) == pytest.approx(expected)
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize(("products", "transfers"), [(4.0, 8.0), (1.0, 9.0), (3.0, 3.0), (9.0, 3.0)])
+def test_the_formula_is_what_rounds_do(kind, rounds, products, transfers):
+    width = 256 * 2 * 132 * rounds * 128 // 8192  # two tiles for each of 132 processors in each round
+    work = _Transfers(replace(JOB, tokens=8192), RANKS, 132).gathers(1.0, features=width)
+    assert work.products_alone == 1 / rounds
+    expected = products + exposed(work, products, transfers)
+    assert simulated(products, transfers, rounds, kind) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +181,9 @@ def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
+    assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == {
+        name: GPUS[name].target.processors for name in RATED_GPUS
+    }
     assert MOST_CHUNKS > 1
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):
         gpu_named("h1000")

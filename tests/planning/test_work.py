@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.layers.worlds import posing
 from tests.ops.transport_cases import under
 from tests.planning.shapes import LLAMA, MODELS
-from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
+from tpkernels import GPT, create_parallel_state, initialize_model_parallel, model_config, plan_groups
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.parameters import parameters_of_stage
 from tpkernels.planning.step_time import gradient_bytes, marked_bytes, update_bytes
@@ -52,7 +52,7 @@ def job_of(model, **options):
 
 def of_a_micro_batch(job, tensor):
     """All work of a whole model."""
-    blocks = (block_forward(job, tensor) + block_backward(job, tensor)) * job.model.num_layers
+    blocks = (block_forward(job, tensor, 132) + block_backward(job, tensor, 132)) * job.model.num_layers
     return blocks + embedding_work(job, tensor) + head_work(job, tensor)
 
 
@@ -165,11 +165,29 @@ def test_ranks_share_the_products():
     assert shared == alone / 4
 
 
-def test_pieces_are_those_that_the_library_cuts():
-    large = replace(job_of(LLAMA), tokens=65536, micro_batch=1)  # 8 MiB of rows
-    gather, *_, down = block_forward(large, 2)
-    assert (gather.chunks, gather.ends_with_sum) == (8, False)  # four of each rank's shard
-    assert (down.chunks, down.ends_with_sum) == (8, False)
-    *_, down = block_forward(replace(large, sequence_parallel=False), 2)
-    assert (down.chunks, down.ends_with_sum) == (4, True)
-    assert block_forward(job_of(LLAMA), 2)[0].chunks == 2  # too small to be cut
+def alone(work):
+    return work.products_alone, work.transfers_alone
+
+
+def test_rounds_are_those_that_the_library_makes():
+    """As counted in docs/launches.md: 8192 tokens, 8 ranks, 4096 features, 14336 between, 132 processors."""
+    job = job_of(model_config("llama3-8b"), tokens=8192, micro_batch=1)
+    qkv, attention, output, up, down = block_forward(job, 8, 132)
+    assert [alone(work) for work in (qkv, up)] == [(1, 1)] * 2  # one: halves would not fill the GPU
+    assert [alone(work) for work in (output, down)] == [(1 / 2, 3 / 7)] * 2  # two, of four ranks each
+    assert attention.sent == 0
+    dy, x, _, dx, dy_of_output, _, _, x_of_qkv, dx_of_qkv = block_backward(job, 8, 132)
+    assert [alone(work) for work in (dy, dy_of_output)] == [(1, 1)] * 2
+    assert [alone(work) for work in (x, dx, x_of_qkv, dx_of_qkv)] == [(0, 0)] * 4  # beside another product
+    *_, down = block_forward(replace(job, sequence_parallel=False), 8, 132)
+    assert alone(down) == (1 / 2, 5 / 7)  # sums are gathered at the end
+    *_, down = block_forward(job, 8, 16)
+    assert alone(down) == (1 / 4, 1 / 7)  # a smaller GPU is filled by smaller products
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_small_sums_of_all_tokens_travel_at_once(sequence_parallel):
+    job = replace(job_of(LLAMA), sequence_parallel=sequence_parallel)
+    *_, down = block_forward(job, 4, 132)
+    full = TOKENS * BATCH * LLAMA.hidden_size * 2
+    assert (down.sent, alone(down)) == (full * 3 / 4 if sequence_parallel else full * 3, (1, 1))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from tpkernels.ops import column_linear, parallel_mlp, row_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 TIMES_BOUND = 4.0  # two products in a row, an activation, a sum over ranks: each rounds
-CALLS, CALLS_QUICK, AT_ONCE = 1000, 24, 12
+CALLS, CALLS_QUICK, AT_ONCE = 1000, 32, 8
 BEGIN, END = 0.4, 0.85  # of all the time: kernels have ended, and delayed calls have
 DELAYS = (0.0, 0.0, 0.0, 5e-4, 2e-3)  # seconds of a rank before a call
 REPLAYS = 20
@@ -32,8 +33,12 @@ class Op:
 
     run: Callable[..., Tensor]
     exact: Callable[..., Tensor]
-    dims: tuple[int, ...]  # along which each operand is split
-    out_dim: int
+    operands: Mapping[str, int | None]  # along which dimension ranks split each; None: each has all of it
+    out: tuple[str, int | None]  # what has the shape of its result, likewise
+
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        return tuple(self.operands.values())
 
 
 def _column(x: Tensor, w: Tensor, b: Tensor, group: ProcessGroup) -> Tensor:
@@ -44,8 +49,10 @@ def _row(h: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
     return row_linear(h, w, None, group, sequence_parallel=True)
 
 
-def _mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, group: ProcessGroup) -> Tensor:
-    return parallel_mlp(x, w, b, w2, None, group, sequence_parallel=True)
+def _mlp(
+    x: Tensor, w: Tensor, b: Tensor, w2: Tensor, group: ProcessGroup, sequence_parallel: bool = True
+) -> Tensor:
+    return parallel_mlp(x, w, b, w2, None, group, sequence_parallel=sequence_parallel)
 
 
 def _exact_up(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -56,32 +63,42 @@ def _exact_mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor) -> Tensor:
     return functional.linear(_exact_up(x, w, b), w2)
 
 
+_MLP_WEIGHTS = {"w": 0, "b": 0, "w2": 1}
 OPS = {
-    "column_linear": Op(_column, _exact_up, (0, 0, 0), 1),
-    "row_linear": Op(_row, functional.linear, (1, 1), 0),
-    "parallel_mlp": Op(_mlp, lambda x, w, b, w2: functional.linear(_exact_up(x, w, b), w2), (0, 0, 0, 1), 0),
+    "column_linear": Op(_column, _exact_up, {"x": 0, "w": 0, "b": 0}, ("h", 1)),
+    "row_linear": Op(_row, functional.linear, {"h": 1, "w2": 1}, ("y", 0)),
+    "parallel_mlp": Op(_mlp, _exact_mlp, {"x": 0, **_MLP_WEIGHTS}, ("y", 0)),
+    "parallel_mlp of all tokens": Op(
+        partial(_mlp, sequence_parallel=False), _exact_mlp, {"x": None, **_MLP_WEIGHTS}, ("y", None)
+    ),
 }
+SIZES = ("small", "large")  # a shard that moves is one chunk, or four
 
 
-def operands_of(name: str, ranks: int, draw: random.Random, dtype: torch.dtype) -> list[Tensor]:
+def operands_of(name: str, size: str, ranks: int, draw: random.Random, dtype: torch.dtype) -> list[Tensor]:
     """Full ones, the same on all ranks; the last is the gradient of the result."""
-    rows, width = ranks * draw.randint(9, 40), 8 * draw.randint(4, 12)
-    between, out = ranks * 8 * draw.randint(2, 6), 8 * draw.randint(4, 12)
+    if size == "small":
+        rows, width, out = draw.randint(9, 40), 8 * draw.randint(4, 12), 8 * draw.randint(4, 12)
+    else:  # at least 512 KiB in bf16; rows that four chunks divide
+        rows, width, out = 4 * draw.randint(128, 136), 8 * draw.randint(64, 68), 8 * draw.randint(64, 68)
+    rows, between = ranks * rows, ranks * 8 * draw.randint(2, 6)
     make = torch.Generator().manual_seed(draw.getrandbits(48))
 
     def random_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=make).mul_(shape[-1] ** -0.25).to(dtype)
 
-    x, w, b = random_tensor(rows, width), random_tensor(between, width), random_tensor(between)
-    w2 = random_tensor(out, between)
-    h, dy = random_tensor(rows, between), random_tensor(rows, out)
-    return {"column_linear": [x, w, b, h], "row_linear": [h, w2, dy], "parallel_mlp": [x, w, b, w2, dy]}[name]
+    shapes = {
+        "x": (rows, width), "w": (between, width), "b": (between,), "h": (rows, between),
+        "w2": (out, between), "y": (rows, out),
+    }  # fmt: skip
+    op = OPS[name]
+    return [random_tensor(*shapes[operand]) for operand in (*op.operands, op.out[0])]
 
 
 def results_of(world: World, name: str, full: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     """This rank's: the result, then the gradient of each operand."""
     op = OPS[name]
-    *operands, dy = (_shard(t, dim, world) for t, dim in zip(full, (*op.dims, op.out_dim), strict=True))
+    *operands, dy = (_shard(t, dim, world) for t, dim in zip(full, (*op.dims, op.out[1]), strict=True))
     leaves = [operand.requires_grad_() for operand in operands]
     y = op.run(*leaves, group)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -92,12 +109,13 @@ def exact_of(world: World, name: str, full: list[Tensor]) -> list[Tensor]:
     leaves = [operand.double().requires_grad_() for operand in full[:-1]]
     y = op.exact(*leaves)
     results: list[Tensor] = [y.detach(), *torch.autograd.grad(y, leaves, full[-1].double())]
-    return [_shard(t, dim, world) for t, dim in zip(results, (op.out_dim, *op.dims), strict=True)]
+    return [_shard(t, dim, world) for t, dim in zip(results, (op.out[1], *op.dims), strict=True)]
 
 
-def _shard(full: Tensor, dim: int, world: World) -> Tensor:
-    own: Tensor = full.detach().chunk(world.ranks, dim)[world.rank]
-    return own.contiguous().to(world.device)
+def _shard(full: Tensor, dim: int | None, world: World) -> Tensor:
+    full = full.detach()
+    own: Tensor = full if dim is None else full.chunk(world.ranks, dim)[world.rank].contiguous()
+    return own.to(world.device)
 
 
 def check_transports(world: World) -> Iterator[Check]:
@@ -117,18 +135,17 @@ def check_transports(world: World) -> Iterator[Check]:
 
 def _against_float64(world: World, group: ProcessGroup) -> str:
     draw, worst = random.Random(world.seed), 0.0
-    for name in OPS:
-        for dtype in DTYPES:
-            full = operands_of(name, world.ranks, draw, dtype)
-            pairs = zip(results_of(world, name, full, group), exact_of(world, name, full), strict=True)
-            for what, (actual, exact) in enumerate(pairs):
-                part = relative_error(actual, exact) / (TIMES_BOUND * BOUND[dtype])
-                if not part < 1:
-                    raise ArithmeticError(
-                        f"{name} in {dtype}: {_word(what)} is off by {part:.3g} times what is allowed "
-                        f"against float64, of shape {tuple(exact.shape)}"
-                    )
-                worst = max(worst, part)
+    for name, size, dtype in product(OPS, SIZES, DTYPES):
+        full = operands_of(name, size, world.ranks, draw, dtype)
+        pairs = zip(results_of(world, name, full, group), exact_of(world, name, full), strict=True)
+        for what, (actual, exact) in enumerate(pairs):
+            part = relative_error(actual, exact) / (TIMES_BOUND * BOUND[dtype])
+            if not part < 1:
+                raise ArithmeticError(
+                    f"{name} in {dtype}: {_word(what)} is off by {part:.3g} times what is allowed "
+                    f"against float64, of shape {tuple(exact.shape)}"
+                )
+            worst = max(worst, part)
     return f"{', '.join(OPS)}, forward and backward: at most {worst:.2f} of what is allowed against float64"
 
 
@@ -140,10 +157,8 @@ def _delayed_calls(world: World, transport: str, group: ProcessGroup, end: float
     """The bits of each call are those of the first with its operands, whoever comes late."""
     draw, delay = random.Random(world.seed + 1), random.Random(f"{world.seed} {world.rank}")
     problems = [
-        (name, operands_of(name, world.ranks, draw, dtype))
-        for name in OPS
-        for dtype in DTYPES
-        for _ in range(2)
+        (name, operands_of(name, size, world.ranks, draw, dtype))
+        for name, size, dtype in product(OPS, SIZES, DTYPES)
     ]
     first: list[list[Tensor] | None] = [None] * len(problems)
     wanted, done, began = CALLS_QUICK if world.quick else CALLS, 0, time.monotonic()
@@ -197,8 +212,8 @@ def check_graphs(world: World) -> Iterator[Check]:
 
 def _replayed(world: World, group: ProcessGroup) -> str:
     draw = random.Random(world.seed + 2)
-    for name, op in OPS.items():
-        full = operands_of(name, world.ranks, draw, torch.bfloat16)[:-1]
+    for (name, op), size in product(OPS.items(), SIZES):
+        full = operands_of(name, size, world.ranks, draw, torch.bfloat16)[:-1]
         inputs = [_shard(t, dim, world) for t, dim in zip(full, op.dims, strict=True)]
         with torch.no_grad():
             stream = torch.cuda.Stream(world.device)
@@ -211,7 +226,7 @@ def _replayed(world: World, group: ProcessGroup) -> str:
             with torch.cuda.graph(graph):
                 captured = op.run(*inputs, group)
             for replay in range(REPLAYS):
-                inputs[0].mul_(-0.75).add_(0.01 * (world.rank + 1))
+                inputs[0].mul_(-0.75).add_(0.01)
                 _delay(world, draw)
                 graph.replay()
                 replayed = captured.clone()

@@ -29,7 +29,7 @@ _TARGETS = {
     "mi300x": MI300,
 }
 GPUS: Mapping[str, Gpu] = {
-    key: Gpu(gpus.GPUS[key].name, target, gpus.GPUS[key].shared_memory) for key, target in _TARGETS.items()
+    key: Gpu(gpus.GPUS[key].name, target, target.shared_memory) for key, target in _TARGETS.items()
 }
 
 
@@ -37,7 +37,7 @@ def gpu_of(device: torch.device) -> Gpu:
     """The GPU of a device; in a process that interprets kernels the CPU stands in for one."""
     target = target_of(device)
     if target.backend == "interpreter":
-        return Gpu("interpreter", target, shared_memory=2**31)
+        return Gpu("interpreter", target, target.shared_memory)
     from triton.runtime import driver  # its limit is the one that a launch is held to
 
     index = torch.cuda.current_device() if device.index is None else device.index

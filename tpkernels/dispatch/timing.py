@@ -95,14 +95,14 @@ class StreamTimer:
     def _once(self, name: str, run: Callable[[], object]) -> float:
         for _ in range(TRIES):
             launching = self._launching[name]
-            on_gpu, on_host, held = self._measured(run, launching)
+            on_gpu, on_host, held = self.measured(run, launching)
             if held or launching is None:
                 return max(on_gpu, on_host)
             self._launching[name] = on_host
         self._launching[name] = None
         return self._once(name, run)
 
-    def _measured(self, run: Callable[[], object], launching: float | None) -> tuple[float, float, bool]:
+    def measured(self, run: Callable[[], object], launching: float | None) -> tuple[float, float, bool]:
         """Milliseconds on the GPU and on the host, and whether the host was done before the GPU began."""
         start, end = self._stream.mark(), self._stream.mark()
         if launching is not None:

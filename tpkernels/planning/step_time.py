@@ -1,14 +1,16 @@
 """Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
 
-A gather in n chunks begins with the rank's own rows, and the product of the last chunk waits for all others;
-a reduce-scatter sends its first chunk when that is computed. Both take
+Where some of the transfers have nothing computed beside them, and some of the products nothing that travels,
 
-    max(products, transfers + products / n)     so that  max(0, transfers - products (1 - 1/n))  is exposed.
+    exposed = max(transfers alone, transfers - products that something travels beside)
 
-An all-reduce in n chunks reduces one while it computes the next, and the last when all is computed: at least
-transfers / n is exposed. So it is with gradients: buckets travel during the last backward, the last bucket
-after it. A pipeline of p stages that alternates one forward and one backward computes m microbatches in
-m + p - 1 turns of its slowest stage.
+A gather over collectives in C rounds of R / C ranks begins with a round of which only the rank's own rows are
+there, and the products of the last round wait for all others: R / C - 1 of the R - 1 shards and 1 / C of the
+products are alone. So it is with a reduce-scatter, the other way round. In one round all is alone, but what
+another product hides as a whole. An all-reduce gathers its sums when all are there: half of its transfers
+are alone at least. Gradients travel in buckets during the last backward, the last bucket after it. A pipeline
+of p stages that alternates one forward and one backward computes m microbatches in m + p - 1 turns of its
+slowest stage.
 """
 
 from __future__ import annotations
@@ -46,8 +48,7 @@ class StepTime:
 
 def exposed(work: Work, products: float, transfers: float) -> float:
     """Seconds of transfers that products do not hide."""
-    late = max(0.0, transfers - products * (1 - 1 / work.chunks))
-    return max(late, transfers / work.chunks) if work.ends_with_sum else late
+    return max(work.transfers_alone * transfers, transfers - products * (1 - work.products_alone))
 
 
 def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
@@ -66,7 +67,8 @@ def step_time(job: Job, layout: Layout, machine: Machine) -> StepTime:
 def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float, float]:
     """Of one microbatch on a stage, forward and backward: seconds of products, and of waiting for rows."""
     tensor, stages = layout.tensor, layout.pipeline
-    block = block_forward(job, tensor) + block_backward(job, tensor)
+    processors = machine.gpu.processors
+    block = block_forward(job, tensor, processors) + block_backward(job, tensor, processors)
     compute, waiting = _seconds(block, machine, tensor)
     blocks = job.model.num_layers // stages
     ends = (embedding_work(job, tensor) if stage == 0 else []) + (
@@ -109,14 +111,15 @@ def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> floa
     """Seconds of transfers that follow the last backward of a stage, or outlast it."""
     tensor, data = layout.tensor, layout.data
     parameters = parameters_of_stage(job, layout, stage)
-    backward, _ = _seconds(block_backward(job, tensor), machine, tensor)
+    backward, _ = _seconds(block_backward(job, tensor, machine.gpu.processors), machine, tensor)
     backward *= job.model.num_layers // layout.pipeline
     last_bucket = max(DEFAULT_BUCKET_BYTES, GRADIENT * table_elements(job, tensor) if stage == 0 else 0)
     buckets = max(1, GRADIENT * parameters.total // last_bucket)
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
     gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)
     summing = machine.circling(marked_bytes(job, layout, parameters), tensor, 1)
-    return exposed(Work(chunks=buckets, ends_with_sum=True), backward, reducing) + gathering + summing
+    last = Work(products_alone=1 / buckets, transfers_alone=1 / buckets)
+    return exposed(last, backward, reducing) + gathering + summing
 
 
 def _tied_table(job: Job, layout: Layout, machine: Machine) -> float:

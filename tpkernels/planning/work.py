@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.comm.schedule import parts_of_shard, swaps_full_sums
+from tpkernels.comm.schedule import collective_rounds, swaps_full_sums
 from tpkernels.planning.job import Job
 
 
@@ -39,29 +39,45 @@ class Work:
 
     flops: float = 0.0
     sent: float = 0.0  # bytes, by each rank, to the others of its tensor group
-    chunks: int = 1  # that products and transfers are cut into
-    ends_with_sum: bool = False  # the last chunk is reduced and gathered when all products are done
+    products_alone: float = 1.0  # the share of them that nothing travels beside
+    transfers_alone: float = 1.0  # the share of them that nothing is computed beside
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """Of all tokens between the ranks of a tensor group."""
+    """Of all tokens between the ranks of a tensor group, over c10d on GPUs."""
 
     job: Job
     tensor: int
+    processors: int = 1  # of a GPU, for products
 
-    def gathers(self, flops: float, count: int = 1) -> Work:
-        """Under sequence parallelism so many gathers or reduce-scatters beside products, else none."""
-        sent = count * self._once if self.job.sequence_parallel else 0.0
-        return Work(flops, sent, self.tensor * self._parts)
+    def gathers(self, flops: float, features: int = 0, *, beside: bool = False) -> Work:
+        """Under sequence parallelism a gather or a reduce-scatter, else no transfer.
 
-    def sums(self, flops: float, scatters: int = 1) -> Work:
-        """An all-reduce beside products, or under sequence parallelism so many of its halves."""
-        if self.job.sequence_parallel:
-            return self.gathers(flops, scatters)
-        is_small = swaps_full_sums(self._bytes, self.tensor)
-        sent = (self.tensor - 1) * self._bytes if is_small else 2 * self._once
-        return Work(flops, sent, self._parts, ends_with_sum=True)
+        features: width of the product that takes or gives rows in rounds; 0: there is none
+        beside: the flops are of a product that does not need these rows, and hides them as a whole
+        """
+        if not self.job.is_split(self.tensor):
+            return Work(flops)
+        rounds = self._rounds(features)
+        return Work(flops, self._once, *((0.0, 0.0) if beside else self._alone(rounds)))
+
+    def sums(self, flops: float, features: int = 0, *, beside: bool = False) -> Work:
+        """An all-reduce, or under sequence parallelism the half that reduces; arguments as of `gathers`."""
+        if self.job.sequence_parallel or self.tensor == 1:
+            return self.gathers(flops, features, beside=beside)
+        rounds = self._rounds(features)
+        products, transfers = (0.0, 0.0) if beside else self._alone(rounds)
+        if rounds == 1 and swaps_full_sums(self._bytes, self.tensor):
+            return Work(flops, (self.tensor - 1) * self._bytes, products, transfers)
+        return Work(flops, 2 * self._once, products, (1 + transfers) / 2)  # sums are gathered at the end
+
+    def _rounds(self, features: int) -> int:
+        return collective_rounds(self.job.tokens_at_once(), features, self.tensor, self.processors)
+
+    def _alone(self, rounds: int) -> tuple[float, float]:
+        """Shares of products and transfers, see `step_time`."""
+        return 1 / rounds, (self.tensor / rounds - 1) / (self.tensor - 1)
 
     @property
     def _once(self) -> float:
@@ -71,34 +87,41 @@ class _Transfers:
     def _bytes(self) -> int:
         return self.job.tokens_at_once() * self.job.model.hidden_size * self.job.element
 
-    @property
-    def _parts(self) -> int:
-        return parts_of_shard(self._bytes // self.tensor)
 
-
-def block_forward(job: Job, tensor: int) -> list[Work]:
-    moving, flops = _Transfers(job, tensor), FlopsOfBlock.of(job, tensor)
+def block_forward(job: Job, tensor: int, processors: int) -> list[Work]:
+    """processors: of a GPU"""
+    moving, flops = _Transfers(job, tensor, processors), FlopsOfBlock.of(job, tensor)
+    keys, hidden = job.kv_heads * job.head_size // tensor, job.model.hidden_size
     return [
-        moving.gathers(flops.qkv),
+        moving.gathers(flops.qkv, features=keys),  # the narrowest of three products
         *_shared_heads(job, tensor),
         Work(flops.attention),
-        moving.sums(flops.output),
-        moving.gathers(flops.up),
-        moving.sums(flops.down),
+        moving.sums(flops.output, features=hidden),
+        moving.gathers(flops.up, features=job.ffn // tensor),
+        moving.sums(flops.down, features=hidden),
     ]
 
 
-def block_backward(job: Job, tensor: int) -> list[Work]:
-    """What is computed again comes first."""
-    moving, flops = _Transfers(job, tensor), FlopsOfBlock.of(job, tensor)
-    again = {"none": [], "selective": [Work(flops.attention)], "full": block_forward(job, tensor)}
+def block_backward(job: Job, tensor: int, processors: int) -> list[Work]:
+    """What is computed again comes first. dgrad and wgrad are as large as the product in forward."""
+    moving, flops = _Transfers(job, tensor, processors), FlopsOfBlock.of(job, tensor)
+    recomputed = {
+        "none": [],
+        "selective": [Work(flops.attention)],
+        "full": block_forward(job, tensor, processors),
+    }
     return [
-        *again[job.recompute],
-        moving.sums(2 * (flops.up + flops.down), scatters=3),
-        moving.gathers(2 * flops.output),
+        *recomputed[job.recompute],
+        moving.gathers(flops.down, features=job.ffn // tensor),  # dy, for dgrad
+        moving.gathers(flops.down, beside=True),  # x, beside wgrad
+        Work(flops.up),
+        moving.sums(flops.up, beside=True),  # dx, beside wgrad
+        moving.gathers(flops.output, features=job.model.num_heads * job.head_size // tensor),
+        Work(flops.output),
         Work(2.5 * flops.attention),
         *_shared_heads(job, tensor),
-        moving.sums(2 * flops.qkv, scatters=2),
+        moving.gathers(flops.qkv, beside=True),  # x, beside dgrad
+        moving.sums(flops.qkv, beside=True),  # dx, beside wgrad
     ]
 
 

@@ -168,7 +168,7 @@ class Collectives(C10dExchange):
 
 
 C10D = C10dExchange()
-_collectives = lru_cache(Collectives)
+collectives_of = lru_cache(Collectives)  # by rounds
 
 
 def c10d_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) -> Exchange:
@@ -180,7 +180,7 @@ def c10d_for(like: Tensor, rows: int, features: int, ranks: int, overlap: bool) 
     processors = _processors(like.device)
     if not processors:
         return C10D
-    return _collectives(collective_rounds(rows, features, ranks, processors) if overlap else 1)
+    return collectives_of(collective_rounds(rows, features, ranks, processors) if overlap else 1)
 
 
 @lru_cache

@@ -25,11 +25,11 @@ from __future__ import annotations
 import os
 import socket
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
+
+E = TypeVar("E", bound="MailboxExchange")
 
 _CPU = torch.device("cpu")
 
@@ -58,6 +60,11 @@ class Opening:
     timeout: float = 60.0  # seconds until a rank that does not come is an error
     op: str = "an exchange"  # who needs it, for errors
 
+    @property
+    def title(self) -> str:
+        """For errors."""
+        return f"{self.op}: {self.name}"
+
     def begin(self) -> Call:
         return handshake(self.op, f"opening {self.name}", self.group)
 
@@ -66,9 +73,25 @@ class Opening:
 
         All raise if a rank opens an exchange of another shape, or has a problem.
         """
-        found = offers_of_all(self.name, call, problem, str(self.layout), (machine(), offer))
+        found = offers_of_all(self.title, call, problem, str(self.layout), (machine(), offer))
         here = same_machine([place for place, _ in found], call.calls.rank)
         return here, [offer for _, offer in found]
+
+    def built_by_all(self, call: Call, build: Callable[[], E]) -> E:
+        """What `build` returns, once it has returned on all ranks; all raise if it fails on one."""
+        built, problem = None, ""
+        try:
+            built = build()
+        except Exception as error:  # whatever it is, the others wait to be told
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            offers_of_all(self.title, call, problem)
+        except BaseException:
+            if built is not None:
+                built.close()
+            raise
+        assert built is not None, "this rank had no problem"
+        return built
 
 
 class MailboxExchange(Exchange):

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Mailbox
 from tpkernels.comm.transports.processes import process_of
+
+E = TypeVar("E", bound=MailboxExchange)
 
 
 def open_shared(opening: Opening) -> HostExchange:
     """Our end of an exchange; all ranks of the group call this at once."""
-    rank, layout, shared = opening.group.rank(), opening.layout, map_shared(opening)
+    return open_mapped(opening, partial(_exchange_in, opening))
+
+
+def _exchange_in(opening: Opening, shared: Mapping[int, Mapped]) -> HostExchange:
+    rank, layout = opening.group.rank(), opening.layout
     mailboxes: list[Mailbox | None] = [None] * layout.ranks
     for peer, (memory, _) in shared.items():
         mailboxes[peer] = layout.mailbox(memory)
@@ -31,8 +38,15 @@ def open_shared(opening: Opening) -> HostExchange:
     return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout, processes)
 
 
-def map_shared(opening: Opening) -> dict[int, tuple[Tensor, int]]:
-    """Of each rank on this machine, by its number in the group: zeroed bytes for its mailbox, its process."""
+class Mapped(NamedTuple):
+    """A rank on this machine."""
+
+    memory: Tensor  # zeroed bytes for its mailbox
+    process: int
+
+
+def open_mapped(opening: Opening, build: Callable[[Mapping[int, Mapped]], E]) -> E:
+    """What `build` makes of the memory of the ranks on this machine, by their number in the group."""
     name, layout, problem, descriptor = opening.name, opening.layout, "", -1
     try:
         if opening.device.type != "cpu":
@@ -50,12 +64,12 @@ def map_shared(opening: Opening) -> dict[int, tuple[Tensor, int]]:
     try:
         # a rank that cannot go on says so here: nobody waits for it below
         here, offers = opening.offers(call, problem, offer)
-        places = [_Place(*map(int, offers[peer].split())) for peer in here]
-        memories, problem = _mapped(places, layout.byte_count)
-        offers_of_all(name, call, problem)  # also: all have mapped it, so descriptors may close
-        return {
-            peer: (memory, place.process) for peer, memory, place in zip(here, memories, places, strict=True)
-        }
+        places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
+
+        def map_and_build() -> E:
+            return build({peer: _mapped(place, layout.byte_count) for peer, place in places.items()})
+
+        return opening.built_by_all(call, map_and_build)  # all have mapped it, so descriptors may close
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -69,16 +83,16 @@ class _Place(NamedTuple):
     number: int  # of the file: where /proc is of other processes, another may be there
 
 
-def _mapped(places: list[_Place], count: int) -> tuple[list[Tensor], str]:
-    memories = []
+def _mapped(place: _Place, count: int) -> Mapped:
     try:
-        for process, descriptor, number in places:
-            with open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
-                if os.fstat(file.fileno()).st_ino != number:
-                    raise PermissionError(f"/proc/{process} is of another process")
-                memories.append(torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8))
+        with open(f"/proc/{place.process}/fd/{place.descriptor}", "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_ino != place.number:
+                raise PermissionError(f"/proc/{place.process} is of another process")
+            mapped = mmap.mmap(file.fileno(), count)
     except (PermissionError, FileNotFoundError) as error:
-        return [], f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
+        raise RuntimeError(
+            f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
+        ) from error
     except Exception as error:
-        return [], f"it cannot map the memory of the others ({error!r}); use c10d"
-    return memories, ""
+        raise RuntimeError(f"it cannot map the memory of the others ({error!r}); use c10d") from error
+    return Mapped(torch.frombuffer(mapped, dtype=torch.uint8), place.process)

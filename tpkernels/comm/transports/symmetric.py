@@ -45,7 +45,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import SLOTS, Plan, Swap, flag_of, pushing_gather_plan, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
@@ -113,7 +112,6 @@ class SymmetricExchange(MailboxExchange):
             self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
         self._seen_word = self._seen.numpy()  # quick to look at
         self.in_flight: set[SymmetricDelivery] = set()
-        self.barrier(0)  # nobody raises a flag before it has been zeroed
 
     def plan_gather(self, rows: int, ranks: int, rank: int, shard_bytes: int, overlap: bool) -> Plan:
         """All is pushed behind one event."""
@@ -309,29 +307,30 @@ _order_of: WeakKeyDictionary[ProcessGroup, StreamOrder] = WeakKeyDictionary()
 def open_symmetric(opening: Opening) -> SymmetricExchange:
     """Our end of an exchange; all ranks of the group call this at once."""
     name, group, layout, device = opening.name, opening.group, opening.layout, opening.device
-    problem, gpu = why_not(device), ""
+    problem, gpu, memory = why_not(device), "", torch.empty(0)
     try:
         layout.require_rows(name)
-    except ValueError as error:
-        problem = problem or str(error)
-    if not problem:
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        if not problem:
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            memory = new_memory(layout.byte_count, device)  # now: a rendezvous waits for all ranks
+    except Exception as error:  # whatever it is, the others wait to be told
+        problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
     here, gpus = opening.offers(call, problem, gpu)
-    shares_gpu = require_gpu_each(name, gpus, group.rank())
-    handle: Handle | None = None
-    try:
-        memory = new_memory(layout.byte_count, device)
+    shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
+
+    def build() -> SymmetricExchange:
         all_here = len(here) == layout.ranks
         handle = rendezvous(memory, group.group_name if all_here else name_of_ranks(group, here))
-    except Exception as error:  # whatever it is, the others wait to be told
-        problem = f"torch's symmetric memory refused: {error}"
-    offers_of_all(name, call, problem)
-    assert handle is not None
-    own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
-    assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
-    if group not in _order_of:
-        _order_of[group] = StreamOrder(device)
-    return SymmetricExchange(
-        name, layout, handle, memory, opening.timeout, here, shares_gpu=shares_gpu, order=_order_of[group]
-    )
+        own = handle.get_buffer(handle.rank, (memory.numel(),), torch.uint8)
+        assert own.data_ptr() == memory.data_ptr(), "the handle's memory begins where ours does"
+        if group not in _order_of:
+            _order_of[group] = StreamOrder(device)
+        order = _order_of[group]
+        return SymmetricExchange(
+            name, layout, handle, memory, opening.timeout, here, shares_gpu=shares_gpu, order=order
+        )
+
+    exchange = opening.built_by_all(call, build)
+    exchange.barrier(0)  # nobody raises a flag before it has been zeroed
+    return exchange

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.base import Exchange
-from tpkernels.comm.transports.c10d import Collectives, c10d_for
+from tpkernels.comm.transports.c10d import Collectives, c10d_for, collectives_of
 from tpkernels.comm.transports.mailbox import MailboxExchange
 from tpkernels.comm.transports.rows import Gathering, PartialOf, Reducing
 from tpkernels.dispatch import backends, log, primitives
@@ -38,6 +37,7 @@ from tpkernels.dispatch.cache import Cache, versions_for
 from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.gpus import gpu_of
 from tpkernels.dispatch.problem import token_class
+from tpkernels.dispatch.timing import CudaStream, StreamTimer
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels import invariance
 from tpkernels.kernels.disk_cache import cache_folder
@@ -51,8 +51,6 @@ TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way
 _INTERPRETED = "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter"
 
 Moving = Callable[[Exchange], Tensor]  # one call of what moves, and its result
-
-_collectives = cache(Collectives)
 
 
 def exchange_for(
@@ -199,7 +197,7 @@ class _Ways:
         """usual: the exchange over c10d that arithmetic asks for"""
         most = MOST_CHUNKS if self._features else 1
         rounds = [n for n in range(1, most + 1) if self._group.size() % n == 0]
-        by_c10d = [usual, *map(_collectives, rounds)]
+        by_c10d = [usual, *map(collectives_of, rounds)]
         self.exchanges = {_name(exchange): exchange for exchange in by_c10d}
         ways = [Way(name, partial(self._open_c10d, exchange)) for name, exchange in self.exchanges.items()]
         kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype)
@@ -274,32 +272,38 @@ class _Ways:
         return Reducing(call, self._partial_of, rows, cols, like, None, exchange, waits).wait()
 
 
-class CudaClock:
-    """Milliseconds of one run on the current stream: the longer of its time there and on the host.
+class StreamClock:
+    """Milliseconds of one run on a stream: the longer of its time there and on the host.
 
-    The stream is held back until the run is launched. Else it would idle between the events while the host
-    still launches.
+    All ranks run a way equally often: a run that was not held for long enough is not repeated.
     """
 
-    HOLD_CYCLES = 2_000_000  # about a millisecond
+    # Milliseconds. Nearly all ways are launched in less, and so held equally long on all ranks: a rank that
+    # held its stream for less than the others would count its wait for them.
+    LEAST_LAUNCHING = 0.5
+
+    def __init__(self, timer: StreamTimer) -> None:
+        self._timer = timer
+        self._launching: dict[str, float] = {}  # of the last run of each way
+
+    def __call__(self, name: str, run: Run) -> float:
+        launching = max(self.LEAST_LAUNCHING, self._launching.get(name, 0.0))
+        on_gpu, on_host, _ = self._timer.measured(run, launching)
+        self._launching[name] = on_host
+        return max(on_gpu, on_host)
+
+
+class CudaClock:
+    """The same on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        self._device, self._flushed = device, torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
+        self._device = device
+        with torch.cuda.device(device):
+            self._clock = StreamClock(StreamTimer(CudaStream(device)))
 
     def __call__(self, name: str, run: Run) -> float:
         with torch.cuda.device(self._device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(self.HOLD_CYCLES)
-            self._flushed.zero_()
-            start.record()
-            launching = perf_counter()
-            run()
-            launched = perf_counter()
-            end.record()
-            end.synchronize()
-            on_gpu: float = start.elapsed_time(end)
-            return max(on_gpu, 1e3 * (launched - launching))
+            return self._clock(name, run)
 
 
 def clock_on(device: torch.device) -> Clock:
