@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
         timer: FakeTimer | None = None,
         shipped: Mapping[str, Choice] | None = None,
         obstacle: str | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> Chooser:
         return Chooser(
             CPU,
@@ -64,6 +66,7 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
             Cache(tmp_path, VERSIONS),
             shipped or {},
             lambda device: obstacle,
+            clock,
         )
 
     return make

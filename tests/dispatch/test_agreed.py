@@ -16,7 +16,7 @@ from tpkernels.dispatch.products import linear
 from tpkernels.kernels.target import INTERPRETER
 
 OPERANDS = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48), "none", False
-POINTER = "triton/pointer/32x32x32-w4-s1"
+POINTER = "triton/pointer/32x32x32-w4-s1-p2-g2"
 TORCH_WINS = {"torch": 1.0, "": 3.0}
 
 
@@ -117,11 +117,10 @@ def test_what_was_chosen_before_is_chosen_again(rank):
 def test_a_choice_that_is_no_candidate_here_is_refused_with_a_warning(rank, caplog):
     store = HashStore()
     first, second = rank(TRITON_WINS)[0], rank(TRITON_WINS)[0]
-    real, other = first._candidates, "triton/pointer/512x512x512-w4-s1"
-    first._candidates = lambda *given: {
-        name.replace(POINTER, other): replace(candidate, name=name.replace(POINTER, other))
-        for name, candidate in real(*given).items()
-    }
+    real, other = first.candidates, "triton/pointer/512x512x512-w4-s1"
+    first.candidates = lambda *given: tuple(
+        replace(candidate, name=candidate.name.replace(POINTER, other)) for candidate in real(*given)
+    )
     for chooser in (first, second):
         chooser.agree_through(store)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]

@@ -1,12 +1,13 @@
 """Which candidates a problem has on which GPU."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from tpkernels.dispatch import candidates as module
-from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.candidates import candidates, named
 from tpkernels.dispatch.gpus import GPUS, Gpu
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer
@@ -128,6 +129,60 @@ def test_what_the_gate_knows_of_shipped_tiles_leaves_none_of_them_out(gpu, minor
                     assert 0 < least <= figure.shared <= limit, tile
                     assert figure.registers * 32 * tile.num_warps <= 2**16 or target.backend == "hip", tile
                     assert figure.spills <= 16, tile
+
+
+def test_what_was_compiled_for_this_gpu_leaves_tiles_out(monkeypatch):
+    """By registers of two blocks that are to share a processor, and by spills."""
+    sharing = "triton/descriptor/128x128x64-w4-s3-p8-x2"
+    assert sharing in names("dglu", BIG)
+    real = module.compiled_footprint
+
+    def with_figures(**figures):
+        def compiled(kernel, form, dtype, tile, *which):
+            found = real(kernel, form, dtype, tile, *which)
+            return found and (replace(found, **figures) if tile.per_processor == 2 else found)
+
+        return compiled
+
+    for figures in ({"registers": 264}, {"spills": 17}, {"shared": 115_713}):
+        monkeypatch.setattr(module, "compiled_footprint", with_figures(**figures))
+        left = names("dglu", BIG)
+        assert sharing not in left
+        assert "triton/descriptor/128x128x64-w8-s4-p4" in left
+
+
+def test_a_tile_is_offered_with_the_epilogues_that_it_does_not_spill_with():
+    large = "triton/descriptor/128x256x64-w8-s3-p4-flat"
+    assert large in names("dglu", BIG)
+    assert large in names("dglu", replace(BIG, glu="geglu_tanh"))
+    assert large not in names("dglu", replace(BIG, glu="geglu"))
+
+
+def test_names_find_what_is_shipped_and_what_can_be_launched():
+    record, problem = posed("linear", BIG)
+    h100 = GPUS["h100"]
+
+    def found(name):
+        candidate = named(name, record, problem, h100)
+        return candidate and candidate.name == name
+
+    for candidate in candidates(record, problem, h100):
+        assert named(candidate.name, record, problem, h100) == candidate
+    assert found("triton/descriptor/128x256x64-w8-s3-p4-flat-g4")
+    assert found("triton/pointer/64x32x32-w4-s2-p1")
+    for other in (
+        "triton/descriptor/128x256x64-w8-s5-p4-flat",  # 278,528 bytes
+        "triton/descriptor/128x128x64-w8-s4-p2-flat-x2",  # in two blocks of 147,456 bytes
+        "triton/descriptor/128x256x64",
+        "triton/128x256x64-w8-s3-p4",
+        "addmm_activation",
+        "cublas",
+        "",
+    ):
+        assert found(other) is None, other
+    a100 = GPUS["a100"]
+    assert named("triton/descriptor/128x128x64-w8-s2-p4", record, problem, a100) is None
+    assert named("torch", *posed("linear", Layer(0, 64, 64)), h100).name == "torch"
 
 
 def test_tiles_far_from_the_size_of_the_result_are_left_out():

@@ -2,20 +2,27 @@
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.dispatch.conftest import CPU, TRITON_WINS, FakeTimer
+from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import log, products
+from tpkernels.dispatch.agreed import Published
 from tpkernels.dispatch.cache import Choice
-from tpkernels.dispatch.chooser import obstacle, winner
+from tpkernels.dispatch.candidates import Candidate
+from tpkernels.dispatch.chooser import CHECKING_SECONDS, obstacle, winner
 from tpkernels.kernels import linear as linear_kernel
+from tpkernels.kernels import matmul_tile
+from tpkernels.kernels.tiles import MatmulTile
 
 X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
 LINEAR = (products.linear, X, W, B, "none", False)
 KEY = "linear float32 16x48x32 none+bias rows,rows,rows"
-POINTER = "triton/pointer/32x32x32-w4-s1"
+POINTER = "triton/pointer/32x32x32-w4-s1-p2-g2"
 
 
 def test_fastest_is_chosen_and_remembered(make_chooser):
@@ -53,6 +60,141 @@ def test_choice_that_is_no_candidate_any_more_is_forgotten(make_chooser):
         )
         is None
     )
+
+
+def test_choice_of_a_tile_that_is_not_shipped_binds_if_it_can_be_launched(make_chooser):
+    """What a search has found is found again in the next process."""
+    other = "triton/pointer/16x32x32-w4-s1-p2-g4"
+    make_chooser()._cache.put(KEY, Choice(other, {"torch": 2.0, other: 1.0}))
+    chooser = make_chooser()
+    known = chooser.known(products.linear, LINEAR[1:])
+    assert (known.source, known.candidate.name) == ("cached", other)
+    assert known.candidate.tile == MatmulTile(16, 32, 32, num_warps=4, num_stages=1, parts=2, group=4)
+    y, _ = chooser.call(*LINEAR)
+    torch.testing.assert_close(y, products.linear.by_torch(*LINEAR[1:])[0])
+
+
+class Clock:
+    """Stands still until something takes its time."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypatch, caplog):
+    clock, timer, tried = Clock(), FakeTimer({"triton": 1.0, "torch": 3.0}), []
+    shipped = tuple(MatmulTile(rows, 32, 32, num_warps=4, num_stages=1) for rows in (64, 32, 16))
+
+    def compiled_in_7_seconds(*args, tile, form):
+        clock.now += 7
+        tried.append(tile)
+        return products.linear.by_torch(*args)
+
+    monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: shipped[:2])
+    record = replace(products.linear, by_kernel=compiled_in_7_seconds)
+    arguments = (torch.randn(64, 32), *LINEAR[2:])
+    make_chooser(timer, clock=clock).timed(record, arguments)
+    assert tried == [*shipped[:2]], "14 seconds"
+    assert not caplog.records
+
+    monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: (*shipped, *extra))
+    extra = (replace(shipped[2], block_cols=64),)
+    tried.clear()
+    decision = make_chooser(timer, clock=clock).timed(record, arguments)
+    assert tried == [*shipped], "the third begins after 14 seconds, and is finished"
+    assert CHECKING_SECONDS == 15
+    names = [f"triton/pointer/{tile.name}" for tile in (*shipped, *extra)]
+    assert timer.asked[-1] == ["torch", *names[:3]]
+    assert decision.candidate.name == names[0]
+    (told,) = caplog.records
+    assert told.getMessage() == (
+        f"{decision.key}: not tried within 15 seconds: {names[3]}; `python -m tpkernels tune --again` does"
+    )
+
+    tried.clear()
+    make_chooser(timer, clock=clock).timed(record, arguments, seconds=1e9)
+    assert tried == [*shipped, *extra]
+
+
+def test_torch_is_timed_however_long_it_took(make_chooser):
+    timer = FakeTimer({"torch": 3.0})
+    decision = make_chooser(timer).timed(products.linear, LINEAR[1:], seconds=0.0)
+    assert (decision.candidate.name, timer.asked) == ("torch", [["torch"]])
+
+
+CONSUMERS = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, consumers=1)
+BY_CONSUMERS = f"triton/pointer/{CONSUMERS.name}"
+
+
+@pytest.fixture
+def gluon(monkeypatch):
+    """A made-up tile with consumers is a candidate: a record whose kernel is right, and one whose is not."""
+    shipped = (replace(CONSUMERS, consumers=0), CONSUMERS)
+    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: shipped)
+
+    def record(error):
+        def kernel(*args, tile, form):
+            y, z = products.linear.by_torch(*args)
+            return y * (1 + error * tile.consumers), z
+
+        return replace(products.linear, by_kernel=kernel)
+
+    return record(0.0), record(0.1)
+
+
+TIMES = {BY_CONSUMERS: 1.0, "triton": 2.0, "torch": 3.0}
+
+
+def test_a_kernel_with_consumers_is_chosen_once_it_agreed_with_torch(gluon, make_chooser, caplog):
+    right, wrong = gluon
+    timer = FakeTimer(TIMES)
+    assert make_chooser(timer).timed(wrong, LINEAR[1:]).candidate.tile.consumers == 0
+    assert BY_CONSUMERS not in timer.asked[0]
+    assert f"{BY_CONSUMERS} dropped" in caplog.text
+    assert make_chooser(timer).timed(right, LINEAR[1:]).candidate == Candidate(
+        BY_CONSUMERS, CONSUMERS, "pointer"
+    )
+    assert make_chooser().known(right, LINEAR[1:]).source == "cached"
+
+
+def test_a_shipped_choice_of_a_kernel_with_consumers_is_timed_here_first(gluon, make_chooser):
+    choices = {KEY: Choice(BY_CONSUMERS, TIMES)}
+    for record, consumers in zip(gluon, (1, 0), strict=True):
+        timer = FakeTimer(TIMES)
+        chooser = make_chooser(timer, shipped=choices)
+        chooser._cache._choices.clear()
+        assert chooser.known(record, LINEAR[1:]) is None
+        chooser.call(record, *LINEAR[1:])
+        assert len(timer.asked) == 1
+        assert chooser.known(record, LINEAR[1:]).candidate.tile.consumers == consumers
+
+
+def test_a_cached_kernel_with_consumers_is_forgotten_where_these_are_switched_off(
+    gluon, make_chooser, monkeypatch
+):
+    make_chooser(FakeTimer(TIMES)).timed(gluon[0], LINEAR[1:])
+    assert make_chooser().known(gluon[0], LINEAR[1:]).candidate.name == BY_CONSUMERS
+    monkeypatch.setenv("TPKERNELS_GLUON", "0")
+    assert make_chooser().known(gluon[0], LINEAR[1:]) is None
+
+
+def test_what_other_ranks_do_by_consumers_is_compared_with_torch_here(gluon, make_chooser, caplog):
+    right, wrong = gluon
+    store = HashStore()
+    first = make_chooser(FakeTimer(TIMES))
+    first.agree_through(store)
+    first.call(right, *LINEAR[1:])
+    for record, capturing, taken in ((right, None, True), (wrong, None, False), (right, "capture", False)):
+        caplog.clear()
+        chooser = make_chooser(FakeTimer(TIMES), obstacle=capturing)
+        chooser._cache._choices.clear()  # as on another machine
+        chooser._published = Published(store, chooser._cache.versions.slug)
+        decision = chooser._agreed(record, LINEAR[1:], (), chooser._published, "")
+        assert (decision.source == "agreed", decision.candidate.name == BY_CONSUMERS) == (taken, taken)
+        assert ("no candidate here" in caplog.text) != taken
 
 
 def test_winner_must_beat_torch_by_a_margin():

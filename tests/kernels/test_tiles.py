@@ -1,15 +1,123 @@
-"""Default tiles: large where the result fills the GPU, smaller where it does not."""
+"""Names of tiles, and defaults: large where the result fills the GPU, smaller where it does not."""
 
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
+from tpkernels.kernels import matmul_tile, tiles
+from tpkernels.kernels.matmul_tile import available
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
-from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates, default_tile, pushing_tile, row_tile
+from tpkernels.kernels.tiles import (
+    KERNELS,
+    MatmulTile,
+    candidates,
+    default_tile,
+    default_tiles,
+    pushing_tile,
+    row_tile,
+    serves,
+)
 
 BF16 = torch.bfloat16
+GLUON = MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, consumers=1)
+
+
+@pytest.fixture
+def triton_37(monkeypatch):
+    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "128x256x64-w8-s3-p4"),
+        ({"flatten": True, "group": 4}, "128x256x64-w8-s3-p4-flat-g4"),
+        ({"per_processor": 2, "splits": 4}, "128x256x64-w8-s3-p4-x2-k4"),
+        ({"consumers": 2, "group": 16}, "128x256x64-w8-s3-p4-c2-g16"),
+    ],
+)
+def test_a_name_is_read_back(changes, name):
+    tile = replace(MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4), **changes)
+    assert tile.name == name
+    assert MatmulTile.named(name) == tile
+
+
+def test_every_shipped_name_is_read_back_and_tells_tiles_apart():
+    for kernel, form, target in product(KERNELS, ("descriptor", "pointer"), (H100, B200, A100)):
+        shipped = candidates(kernel, form, BF16, target)
+        assert [MatmulTile.named(tile.name) for tile in shipped] == list(shipped)
+        assert len({tile.name for tile in shipped}) == len(shipped)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "torch", "128x256x64", "128x256x64-w8-s3", "128x256x64-w8-s3-p4 ", "128x256x64-w8-s3-p4-x1"),
+        *("128x256x64-w8-s3-p4-g8", "0128x256x64-w8-s3-p4", "100x256x64-w8-s3-p4", "128x256x64-w8-s0-p4"),
+        *("128x256x64-w8-s3-p4-flat-flat", "128x256x64-w8-s3-p4-c2-x2", "128x256x64-w8-s3-p4-k0"),
+        *("128x256x64-w8-s3-p64", "128x256x64-w8-s3-p4-z3", "\u0661x256x64-w8-s3-p4", "9" * 5000),
+        f"{'9' * 5000}x256x64-w8-s3-p4",
+    ],
+)
+def test_what_no_tile_is_called_is_refused(name):
+    with pytest.raises(ValueError, match=r"expected|Exceeds the limit"):
+        MatmulTile.named(name)
+
+
+def test_what_is_timed_on_hopper_changes_no_default():
+    """Which is faster, a GPU says; until then launchers take what they took."""
+    more = [k for k in KERNELS if candidates(k, "descriptor", BF16, H100) != _defaults(k, H100)]
+    assert more == ["linear", "dgrad", "dglu"]
+    for kernel, rows, cols in product(KERNELS, (1, 512, 2048, 8192), (512, 1536, 14336)):
+        assert default_tile(kernel, "descriptor", BF16, H100, rows, cols) in _defaults(kernel, H100)
+        assert default_tile(kernel, "descriptor", BF16, B200, rows, cols) in _defaults(kernel, B200)
+    assert candidates("dglu", "descriptor", BF16, B200) == _defaults("dglu", B200)
+
+
+def _defaults(kernel, target):
+    return default_tiles(kernel, "descriptor", BF16, target)
+
+
+def test_a_kernel_with_consumers_is_never_a_default(monkeypatch, triton_37):
+    table = {
+        kernel: (replace(GLUON, block_rows=16), GLUON, *rest) for kernel, rest in tiles._DESCRIPTOR.items()
+    }
+    for rows, cols in ((8192, 8192), (64, 512)):
+        before = default_tile("linear", "descriptor", BF16, H100, rows, cols)
+        monkeypatch.setattr(tiles, "_DESCRIPTOR", table)
+        assert GLUON in candidates("linear", "descriptor", BF16, H100)
+        assert default_tile("linear", "descriptor", BF16, H100, rows, cols) == before
+        monkeypatch.undo()
+
+
+def test_consumers_need_triton_and_may_be_switched_off(monkeypatch):
+    plain = replace(GLUON, consumers=0)
+    for version, flag, expected in (
+        ((3, 7), "", True),
+        ((3, 7), "0", False),
+        ((3, 6), "", False),
+        ((4, 0), "1", True),
+    ):
+        monkeypatch.setattr(matmul_tile, "triton_version", lambda version=version: version)
+        monkeypatch.setenv("TPKERNELS_GLUON", flag)
+        assert (available(plain), available(GLUON)) == (True, expected), (version, flag)
+    monkeypatch.setenv("TPKERNELS_GLUON", "off")
+    with pytest.raises(ValueError, match="TPKERNELS_GLUON is 'off'; expected 0 or 1"):
+        available(GLUON)
+
+
+def test_a_tile_that_spills_with_an_epilogue_is_not_shipped_with_it():
+    (large,) = (t for t in candidates("dglu", "descriptor", BF16, H100) if t.block_cols == 256)
+    assert [serves("dglu", large, (gate, "h")) for gate in ("swiglu", "geglu_tanh", "geglu")] == [
+        True,
+        True,
+        False,
+    ]
+    assert serves("dgrad", large, ("gelu", "db"))
 
 
 def test_default_tile_is_the_largest_when_the_result_fills_the_gpu():
@@ -64,7 +172,7 @@ def test_plain_values_and_oracles_need_no_triton():
 
     And of what compiles: Triton decides when a kernel is defined whether it is interpreted.
     """
-    kernels = ("activations", "operands", "reference", "target", "tiles", "footprints")
+    kernels = ("activations", "operands", "reference", "target", "tiles", "matmul_tile", "footprints")
     modules = (*(f"kernels.{module}" for module in kernels), "gate.ahead_of_time")
     program = "; ".join(f"import tpkernels.{module}" for module in modules)
     program += "; import sys; assert 'triton' not in sys.modules"

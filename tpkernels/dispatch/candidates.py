@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
-from tpkernels.kernels.footprints import least_shared_memory
+from tpkernels.kernels.footprints import (
+    Footprint,
+    compiled_footprint,
+    expected_shared_memory,
+    least_shared_memory,
+)
+from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_version
 from tpkernels.kernels.operands import DTYPES, Form, choose_form
-from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.tiles import candidates as shipped_tiles
+from tpkernels.kernels.tiles import serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +64,100 @@ def candidates(record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> tuple
     return TORCH, *fused, *_ours(problem, gpu)
 
 
-def _ours(problem: Problem, gpu: Gpu) -> Iterator[Candidate]:
-    if problem.dtype not in DTYPES or find_spec("triton") is None:
-        return
-    forms: tuple[Form, ...] = ("pointer",)  # serves everything, and is lighter to launch
+def named(name: str, record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> Candidate | None:
+    """The candidate of that name, or our kernel with a tile that is not shipped, but can be launched."""
+    for candidate in candidates(record, problem, gpu):
+        if candidate.name == name:
+            return candidate
+    for form in forms_of(problem, gpu):
+        start = f"triton/{form}/"
+        if name.startswith(start):
+            try:
+                tile = MatmulTile.named(name.removeprefix(start))
+            except ValueError:
+                return None
+            return None if obstacle(problem, form, tile, gpu) else of_tile(form, tile)
+    return None
+
+
+def of_tile(form: Form, tile: MatmulTile) -> Candidate:
+    return Candidate(f"triton/{form}/{tile.name}", tile, form)
+
+
+def forms_of(problem: Problem, gpu: Gpu) -> tuple[Form, ...]:
+    """The forms of our kernels that may serve; none where they cannot."""
+    if problem.empty or problem.dtype not in DTYPES or find_spec("triton") is None:
+        return ()
     if choose_form(gpu.target, problem.dtype, problem.layouts) == "descriptor":
-        forms = ("descriptor", "pointer")
+        return "descriptor", "pointer"
+    return ("pointer",)  # serves everything, and is lighter to launch
+
+
+def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> str | None:
+    """Why a tile is no candidate, as far as that is known without compiling it; None if it is one."""
+    if not available(tile):
+        return "its kernel needs Triton 3.7, and TPKERNELS_GLUON not to be 0"
+    if not serves(problem.kernel, tile, problem.options):
+        return "it spills with this epilogue"
+    if gpu.target.backend == "interpreter":
+        return None
+    return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target, gpu.shared_memory)
+
+
+def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> Footprint:
+    """Compiled for this GPU by this Triton, else for any; of a tile that was not compiled, by arithmetic."""
+    found = compiled_footprint(
+        problem.step if problem.step == "dgrad_pairs" else problem.kernel,
+        form,
+        problem.dtype,
+        tile,
+        _epilogue(problem),
+        f"sm_{gpu.target.capability}" if gpu.target.backend == "cuda" else "gfx942",
+        "{}.{}".format(*triton_version()),
+    )
+    if found:
+        return found
+    least = least_shared_memory(problem.kernel, form, problem.dtype, tile)
+    if not least and form == "descriptor":
+        least = expected_shared_memory(
+            problem.kernel,
+            problem.dtype,
+            tile,
+            result=4 if tile.splits > 1 or "fp32" in _epilogue(problem) else 2,
+            reads=problem.step in ("dgrad_act", "dglu") or _epilogue(problem) == "+=bf16",
+        )
+    return Footprint(least)
+
+
+def _epilogue(problem: Problem) -> str:
+    """What the catalog calls it; fp16 is compiled as bf16."""
+    match problem.step:
+        case "wgrad":
+            return "=fp32" if problem.dtype == torch.float32 else "=bf16"
+        case "wgrad_accumulate_":
+            return "+=fp32" if problem.options == ("float32",) else "+=bf16"
+        case "dglu":
+            return f"{problem.options[0]}+h"
+    return "+".join(problem.options) or "none"
+
+
+def _ours(problem: Problem, gpu: Gpu) -> Iterator[Candidate]:
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
-    for form in forms:
-        tiles = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
+    for form in forms_of(problem, gpu):
+        shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
+        tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
         for tile in tiles:
-            fits = least_shared_memory(problem.kernel, form, problem.dtype, tile) <= gpu.shared_memory
-            if fits and not _oversized(tile, tiles, problem) and not _undersized(tile, tiles, problem, gpu):
-                yield Candidate(f"triton/{form}/{tile.name}", tile, form)
+            if not _oversized(tile, tiles, problem) and not _undersized(tile, tiles, problem, gpu):
+                yield of_tile(form, tile)
 
 
-def _oversized(tile: MatmulTile, tiles: tuple[MatmulTile, ...], problem: Problem) -> bool:
+def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) -> bool:
     """Whether half of this tile's rows would cover the result, and a lower tile is there to do so."""
     lower = any(other.block_rows < tile.block_rows for other in tiles)
     return lower and problem.product[0] * 2 <= tile.block_rows
 
 
-def _undersized(tile: MatmulTile, tiles: tuple[MatmulTile, ...], problem: Problem, gpu: Gpu) -> bool:
+def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: Gpu) -> bool:
     """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
     return any(
         other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols

@@ -10,6 +10,10 @@ A candidate other than torch must win by MARGIN, and plain torch is always among
 slower than with `F.linear`. Timing is not allowed while a CUDA graph is captured or torch.compile traces,
 since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
+Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
+told. A kernel with consumers (see `MatmulTile`) was never run by whoever shipped it: it is chosen only where
+its results were compared with torch's on this machine, now or when this machine's cache was written.
+
 No choice made here changes what is communicated, when, or in which shape, only who computes a product on this
 rank. What does change communication is decided elsewhere, from global shapes. Ranks choose for themselves
 until they are given a store to agree through (see `agreed`): then a choice is the first rank's.
@@ -20,7 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import inf
 from threading import Lock
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -29,7 +35,7 @@ from torch import Tensor
 from tpkernels.dispatch import log
 from tpkernels.dispatch.agreed import Published, Store
 from tpkernels.dispatch.cache import Cache, Choice, shipped_choices, versions_for
-from tpkernels.dispatch.candidates import TORCH, Candidate, candidates
+from tpkernels.dispatch.candidates import TORCH, Candidate, candidates, named
 from tpkernels.dispatch.gpus import Gpu, gpu_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
@@ -40,6 +46,9 @@ from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
 
 MARGIN = 0.02  # of torch's time: less is noise, and torch is lighter to launch
+# of compiling candidates and comparing their results. One that has begun then is finished: compiling took 14
+# at most where it was measured (erf, on two busy cores). Timing takes about one.
+CHECKING_SECONDS = 15.0
 
 Source = Literal[
     "only candidate", "agreed", "cached", "shipped", "timed", "not timed", "not timed now", "timing failed"
@@ -88,6 +97,7 @@ class Chooser:
         cache: Cache,
         shipped: Mapping[str, Choice],
         obstacle: Callable[[torch.device], str | None] = obstacle,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.gpu = gpu
         self._device = device
@@ -95,6 +105,7 @@ class Chooser:
         self._cache = cache
         self._shipped = shipped
         self._obstacle = obstacle
+        self._clock = clock
         self._published: Published | None = None
         self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
@@ -166,8 +177,7 @@ class Chooser:
             what they would agree on later, and is kept apart
         """
         problem = record.problem(*arguments, out=out)
-        by_name = self._candidates(record, problem)
-        if len(by_name) == 1:
+        if len(self.candidates(record, problem)) == 1:
             return Decision(problem.key, TORCH, "only candidate")
         own, choice = None, published.get(problem.key + moment)
         if choice is None:
@@ -175,7 +185,8 @@ class Chooser:
             choice = published.put(problem.key + moment, Choice(own.candidate.name, own.milliseconds))
             if choice.name == own.candidate.name:
                 return own
-        if choice.name not in by_name:
+        candidate = named(choice.name, record, problem, self.gpu)
+        if candidate is None or not self._is_trusted(candidate, record, problem, arguments):
             log.warnings.warning(
                 "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
                 problem.key,
@@ -184,7 +195,24 @@ class Chooser:
             return own or self._own(record, arguments, out)
         if choice.milliseconds:  # else nobody has timed it
             self._cache.put(problem.key, choice)
-        return Decision(problem.key, by_name[choice.name], "agreed", choice.milliseconds)
+        return Decision(problem.key, candidate, "agreed", choice.milliseconds)
+
+    def _is_trusted(
+        self,
+        candidate: Candidate,
+        record: Primitive[..., Any],
+        problem: Problem,
+        arguments: tuple[Any, ...],
+    ) -> bool:
+        """Whether what another rank has chosen may run here: with consumers, once it agrees with torch."""
+        if candidate.tile is None or not candidate.tile.consumers:
+            return True
+        known = self._cache.get(problem.key)
+        if known is not None and candidate.name == known.name:
+            return True
+        if self._obstacle(self._device) is not None:
+            return False
+        return candidate.name in self._sound_runs(record, problem, (candidate,), arguments)
 
     def _torch_or_timed(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
@@ -201,61 +229,99 @@ class Chooser:
     ) -> Decision | None:
         """What needs no timing: it is on disk, or shipped, or there is nothing to choose."""
         problem = record.problem(*arguments, out=out)
-        by_name = self._candidates(record, problem)
-        if len(by_name) == 1:
+        if len(self.candidates(record, problem)) == 1:
             return Decision(problem.key, TORCH, "only candidate")
         sources: dict[Source, Choice | None] = {
             "cached": self._cache.get(problem.key),
             "shipped": self._shipped.get(problem.key),
         }
         for source, choice in sources.items():
-            if choice is not None and choice.name in by_name:
-                return Decision(problem.key, by_name[choice.name], source, choice.milliseconds)
+            candidate = None if choice is None else named(choice.name, record, problem, self.gpu)
+            if choice is None or candidate is None:
+                continue
+            if source == "shipped" and candidate.tile is not None and candidate.tile.consumers:
+                continue  # nobody has compared it with torch here
+            return Decision(problem.key, candidate, source, choice.milliseconds)
         return None
 
     def timed(
-        self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
+        self,
+        record: Primitive[..., Any],
+        arguments: tuple[Any, ...],
+        out: Sequence[Tensor] = (),
+        seconds: float = CHECKING_SECONDS,
     ) -> Decision:
         """The fastest now, kept on disk.
 
         Tensors among the arguments are looked at, never read or written: they may be on the meta device.
         out: what the caller has written into; the ways are timed with results of their own
+        seconds: after these no further candidate is tried
         """
         problem = record.problem(*arguments, out=out)
-        by_name = self._candidates(record, problem)
+        wanted = self.candidates(record, problem)
         try:
-            milliseconds = self._timer(self._sound_runs(record, problem, by_name, arguments))
+            milliseconds = self.times(record, problem, wanted, arguments, seconds=seconds)
         except Exception as error:  # out of memory, most likely: a comparison takes more than torch alone
             log.warnings.warning("cannot time %s (%s): torch computes it", problem.key, error)
             return Decision(problem.key, TORCH, "timing failed", detail=str(error))
+        return self.keep(problem, wanted, milliseconds)
+
+    def candidates(self, record: Primitive[..., Any], problem: Problem) -> tuple[Candidate, ...]:
+        """What is tried, in this order."""
+        return candidates(record, problem, self.gpu)
+
+    def times(
+        self,
+        record: Primitive[..., Any],
+        problem: Problem,
+        wanted: Sequence[Candidate],
+        arguments: tuple[Any, ...],
+        *,
+        seconds: float = inf,
+    ) -> dict[str, float]:
+        """Milliseconds of those that agree with torch, by name."""
+        return self._timer(self._sound_runs(record, problem, wanted, arguments, seconds))
+
+    def keep(
+        self, problem: Problem, timed: Sequence[Candidate], milliseconds: Mapping[str, float]
+    ) -> Decision:
+        """The winner of these times, kept on disk."""
         name = winner(milliseconds)
         self._cache.put(problem.key, Choice(name, milliseconds))
-        return Decision(problem.key, by_name[name], "timed", milliseconds)
-
-    def _candidates(self, record: Primitive[..., Any], problem: Problem) -> dict[str, Candidate]:
-        return {candidate.name: candidate for candidate in candidates(record, problem, self.gpu)}
+        candidate = next(candidate for candidate in timed if candidate.name == name)
+        return Decision(problem.key, candidate, "timed", milliseconds)
 
     def _sound_runs(
         self,
         record: Primitive[..., Any],
         problem: Problem,
-        by_name: Mapping[str, Candidate],
+        wanted: Sequence[Candidate],
         arguments: tuple[Any, ...],
+        seconds: float = inf,
     ) -> Runs:
         """The candidates that agree with torch, each bound to the same scratch operands."""
+        began = self._clock()
         scratch = scratch_like(arguments, problem.depth, self._device)
         expected = results_of(record, record.by_torch, scratch)
-        runs = {}
-        for name, candidate in by_name.items():
+        runs, untried = {}, []
+        for candidate in wanted:
+            if candidate != TORCH and self._clock() - began >= seconds:
+                untried.append(candidate.name)
+                continue
             function = candidate.bind(record)
             try:
                 found = mismatch(results_of(record, function, scratch), expected, problem)
             except Exception as error:  # whatever a compiler or a launch raises: torch is there
                 found = f"{type(error).__name__}: {error}"
             if found:
-                log.warnings.warning("%s dropped for %s: %s", name, problem.key, found)
+                log.warnings.warning("%s dropped for %s: %s", candidate.name, problem.key, found)
             else:
-                runs[name] = partial(function, *scratch)
+                runs[candidate.name] = partial(function, *scratch)
+        if untried:
+            log.warnings.warning(
+                "%s: not tried within %g seconds: %s; `python -m tpkernels tune --again` does",
+                *(problem.key, seconds, ", ".join(untried)),
+            )
         return runs
 
 

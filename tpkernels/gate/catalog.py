@@ -30,6 +30,8 @@ from tpkernels.kernels.tiles import (
     Kernel,
     MatmulTile,
     candidates,
+    default_tiles,
+    serves,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,9 +107,14 @@ def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
     thorough = case.target == H100 and case.dtype == BF16
+    defaults = default_tiles(case.kernel, case.form, case.dtype, case.target, case.ragged)
     for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
         for name, start in names.items():
             kernel, epilogue = name.split("/")
+            if kernel in UNTIMED and case.tile not in defaults:
+                continue
+            if not serves(case.kernel, case.tile, epilogue.split("+")):
+                continue
             yield recorded(
                 f"{prefix}{stem.replace(case.kernel, kernel, 1)}/{epilogue}{suffix}",
                 start,
@@ -118,6 +125,7 @@ def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
             )
 
 
+UNTIMED = ("gather_linear", "scatter_linear")  # no tile is chosen for them by timing: they take defaults
 COSTLIEST: Mapping[Kernel, Mapping[str, Call]] = {
     "linear": {
         "linear/gelu_tanh+bias+z": partial(calls.product, name="linear", activation="gelu_tanh"),

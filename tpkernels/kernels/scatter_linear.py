@@ -20,7 +20,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_weight, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import Form, lies_depth_first, require_matrices, require_shape
 from tpkernels.kernels.target import input_precision, resident_programs, target_of
-from tpkernels.kernels.tiles import MatmulTile, candidates, pushing_tile
+from tpkernels.kernels.tiles import MatmulTile, default_tiles, pushing_tile
 from tpkernels.kernels.waits import Departures, require_departures
 
 Pair = tuple[Tensor, Tensor]
@@ -156,7 +156,7 @@ def scatter_linear(
         return  # and nobody waits for it
     chunk_rows = T // (ranks * splits)
     if tile is None:
-        chosen = pushing_tile(chosen, candidates("linear", form, a.dtype, target), chunk_rows)
+        chosen = pushing_tile(chosen, default_tiles("linear", form, a.dtype, target), chunk_rows)
     elif tile.flatten:
         raise ValueError(
             "scatter_linear: expected a tile with flatten=False: its barrier ends that loop's loads"

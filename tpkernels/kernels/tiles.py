@@ -1,7 +1,6 @@
 """Block sizes of each kernel: plain values, with a default for every case and a list for the tuner to try.
 
-A matmul tile speaks of the product it computes, whatever the layer calls those sizes: `block_rows` by
-`block_cols` of the result, `block_depth` of the reduction at a time.
+Rows, columns and depth of a `MatmulTile` are those of the product that the kernel computes:
 
     kernel    rows x cols, depth
     linear    T x N, K      y  = x wᵀ
@@ -13,58 +12,19 @@ A matmul tile speaks of the product it computes, whatever the layer calls those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 
+from tpkernels.kernels.matmul_tile import MatmulTile as MatmulTile
+from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import Target
 
 Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulTile:
-    """How one matmul kernel is cut and launched."""
-
-    block_rows: int
-    block_cols: int
-    block_depth: int
-    num_warps: int
-    num_stages: int
-    parts: int = 1  # the epilogue works on this many column parts, one after the other
-    per_processor: int = 1  # resident programs of a persistent launch
-    flatten: bool = False  # one loop over tiles and depth: the next tile's loads start during the epilogue
-    group: int = 8  # tiles of a column that are computed in a row, see `blocks.tile_at`
-    splits: int = 1  # the depth is cut so, and fp32 sums of the parts are added afterwards, in order
-    consumers: int = 0  # groups of warps that multiply what a warp of its own loads; 0: all warps do both
-
-    def __post_init__(self) -> None:
-        for name in ("block_rows", "block_cols", "block_depth", "num_warps", "parts"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"MatmulTile expected {name} to be a power of two, got {value}")
-        if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
-            raise ValueError(
-                f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"
-            )
-
-    @property
-    def name(self) -> str:
-        """What tells it from any other tile, but for the order in which tiles are computed."""
-        marks = (("x", self.per_processor, 1), ("k", self.splits, 1), ("c", self.consumers, 0))
-        return (
-            f"{self.block_rows}x{self.block_cols}x{self.block_depth}-w{self.num_warps}-s{self.num_stages}"
-            f"-p{self.parts}{'-flat' * self.flatten}"
-            + "".join(f"-{mark}{count}" for mark, count, usual in marks if count != usual)
-        )
-
-    def tiles(self, rows: int, cols: int) -> int:
-        """How many tiles cover a (rows, cols) result."""
-        return -(-rows // self.block_rows) * -(-cols // self.block_cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +139,28 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
     ),
 }
+# Timed beside these on Hopper; a launcher takes none of them by itself. Two blocks share a processor, so that
+# one multiplies while the other stores; or the loop is flattened; or there are more stages; or fewer, which
+# leaves shared memory to kernels that run beside. No GPU has said yet which is faster.
+_HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
+    "linear": (MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),),
+    "glu": (),
+    "dgrad": (
+        MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
+    ),
+    "dglu": (
+        MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=8, per_processor=2),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
+        MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
+        MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
+    ),
+    "wgrad": (),
+}
+# kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
+_SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
+    ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
+}
 # On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
 _BLACKWELL_WGRAD = (
     MatmulTile(128, 256, 64, num_warps=8, num_stages=2, parts=4, flatten=True),
@@ -220,6 +202,16 @@ def candidates(
 
     ragged: some address or row is not 16-byte aligned, so that elements are addressed one by one
     """
+    tiles = default_tiles(kernel, form, dtype, target, ragged)
+    if form == "descriptor" and target.backend == "cuda" and target.capability == 90:
+        tiles += tuple(tile for tile in _HOPPER[kernel] if compiles(tile))
+    return tiles
+
+
+def default_tiles(
+    kernel: Kernel, form: Form, dtype: torch.dtype, target: Target, ragged: bool = False
+) -> tuple[MatmulTile, ...]:
+    """The candidates that a launcher takes one of, if it is not told which."""
     if target.backend == "interpreter":
         return (_INTERPRETED,)
     if dtype == torch.float32:
@@ -231,6 +223,11 @@ def candidates(
     return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
 
 
+def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:
+    """Whether a shipped tile is one for this epilogue, of which options names activation or gate."""
+    return not any(option in options for option in _SPILLING.get((kernel, tile.name), ()))
+
+
 def default_tile(
     kernel: Kernel,
     form: Form,
@@ -240,8 +237,11 @@ def default_tile(
     cols: int,
     ragged: bool = False,
 ) -> MatmulTile:
-    """The first candidate that occupies every processor, else the one that occupies the most."""
-    tiles = candidates(kernel, form, dtype, target, ragged)
+    """The first default that occupies every processor, else the one that occupies the most.
+
+    Never a tile with consumers: nobody has checked what its kernel computes on this GPU.
+    """
+    tiles = [tile for tile in default_tiles(kernel, form, dtype, target, ragged) if not tile.consumers]
     filling = (tile for tile in tiles if tile.tiles(rows, cols) >= target.processors)
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
 
