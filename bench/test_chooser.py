@@ -24,7 +24,7 @@ def test_warm_choice(
     record: Callable[[Work, Seconds], None], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
-    gpu = Gpu(VERSIONS.gpu, H100, 232_448)
+    gpu = Gpu(VERSIONS.gpu, H100)
     chooser = Chooser(CPU, gpu, FakeTimer({}), Cache(None, VERSIONS), {})
     x, w, b = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
     arguments: tuple[Any, ...] = {

@@ -139,7 +139,7 @@ def timer(monkeypatch, tmp_path) -> FakeTimer:
     timer = FakeTimer(TRITON_WINS)
 
     def chooser_on(device):
-        gpu = Gpu(VERSIONS.gpu, INTERPRETER, 2**31)
+        gpu = Gpu(VERSIONS.gpu, INTERPRETER)
         return Chooser(torch.device("cpu"), gpu, timer, Cache(tmp_path, VERSIONS), {})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -80,7 +80,7 @@ def vary(tmp_path):
             clock.now += 50
             return {name: next(ms for part, ms in times.items() if part in name) for name in runs}
 
-        chooser = Chooser(CPU, Gpu(VERSIONS.gpu, INTERPRETER, 2**31), timer, Cache(tmp_path, VERSIONS), {})
+        chooser = Chooser(CPU, Gpu(VERSIONS.gpu, INTERPRETER), timer, Cache(tmp_path, VERSIONS), {})
         return Variations(chooser, prune, seconds, clock).timed(products.linear, ARGUMENTS), asked
 
     return run
@@ -105,7 +105,7 @@ def test_steps_are_taken_while_they_gain(vary, tmp_path):
     assert asked[-1] == ["torch", SHIPPED, winner], "in the end, side by side"
     assert (decision.candidate.name, decision.source) == (winner, "timed")
 
-    chooser = Chooser(CPU, Gpu(VERSIONS.gpu, INTERPRETER, 2**31), None, Cache(tmp_path, VERSIONS), {})
+    chooser = Chooser(CPU, Gpu(VERSIONS.gpu, INTERPRETER), None, Cache(tmp_path, VERSIONS), {})
     known = chooser.known(products.linear, ARGUMENTS)
     assert (known.candidate.name, known.source) == (winner, "cached")
     y, _ = chooser.call(products.linear, *ARGUMENTS)

@@ -61,7 +61,7 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
     ) -> Chooser:
         return Chooser(
             CPU,
-            Gpu(VERSIONS.gpu, INTERPRETER, shared_memory=2**31),
+            Gpu(VERSIONS.gpu, INTERPRETER),
             timer or FakeTimer(TRITON_WINS),
             Cache(tmp_path, VERSIONS),
             shipped or {},

@@ -29,7 +29,7 @@ def rank(tmp_path):
     def make(timer=TRITON_WINS, versions=VERSIONS, obstacle=lambda device: None):
         timer = timer if callable(timer) else FakeTimer(timer)
         made.append(tmp_path / f"rank {len(made)}")
-        gpu = Gpu(versions.gpu, INTERPRETER, 2**31)
+        gpu = Gpu(versions.gpu, INTERPRETER)
         chooser = Chooser(CPU, gpu, timer, Cache(made[-1], versions), {}, obstacle)
         return chooser, timer
 

@@ -61,7 +61,7 @@ def test_blocks_that_are_to_share_a_processor_do(minor):
 
 def test_footprint_says_what_stands_in_the_way():
     def of(tile=TILE, target=H100, **figures):
-        return Footprint(**({"shared": 100_000, "registers": 200} | figures)).obstacle(tile, target, LIMIT)
+        return Footprint(**({"shared": 100_000, "registers": 200} | figures)).obstacle(tile, target)
 
     one = MatmulTile(128, 128, 64, num_warps=4, num_stages=3)
     assert of() is None

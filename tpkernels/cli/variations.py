@@ -153,7 +153,7 @@ class Compiled:
             if isinstance(facts, str) or any(violations(job.entry, architecture, facts)):
                 continue
             footprint = Footprint(facts.shared, facts.registers, facts.spills)
-            if footprint.obstacle(one.tile, target, self.gpu.shared_memory) is None:
+            if footprint.obstacle(one.tile, target) is None:
                 sound.append(one)
         return sound
 

@@ -101,7 +101,7 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> str | 
         return "it spills with this epilogue"
     if gpu.target.backend == "interpreter":
         return None
-    return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target, gpu.shared_memory)
+    return _footprint(problem, form, tile, gpu).obstacle(tile, gpu.target)
 
 
 def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> Footprint:

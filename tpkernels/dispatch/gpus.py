@@ -17,7 +17,6 @@ class Gpu:
 
     name: str  # as torch spells it
     target: Target
-    shared_memory: int  # bytes that one program can have
 
 
 _TARGETS = {
@@ -28,18 +27,12 @@ _TARGETS = {
     "b200": B200,
     "mi300x": MI300,
 }
-GPUS: Mapping[str, Gpu] = {
-    key: Gpu(gpus.GPUS[key].name, target, target.shared_memory) for key, target in _TARGETS.items()
-}
+GPUS: Mapping[str, Gpu] = {key: Gpu(gpus.GPUS[key].name, target) for key, target in _TARGETS.items()}
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU of a device; in a process that interprets kernels the CPU stands in for one."""
     target = target_of(device)
     if target.backend == "interpreter":
-        return Gpu("interpreter", target, target.shared_memory)
-    from triton.runtime import driver  # its limit is the one that a launch is held to
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    shared_memory: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return Gpu(torch.cuda.get_device_name(index), target, shared_memory)
+        return Gpu("interpreter", target)
+    return Gpu(torch.cuda.get_device_name(device), target)

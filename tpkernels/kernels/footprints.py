@@ -30,12 +30,9 @@ class Footprint:
     registers: int = 0  # a thread
     spills: int = 0
 
-    def obstacle(self, tile: MatmulTile, target: Target, shared_memory: int) -> str | None:
-        """Why a tile cannot run as it says it does, or not well; None if it can.
-
-        shared_memory: bytes that one block can have
-        """
-        blocks = tile.per_processor
+    def obstacle(self, tile: MatmulTile, target: Target) -> str | None:
+        """Why a tile cannot run as it says it does, or not well; None if it can."""
+        blocks, shared_memory = tile.per_processor, target.shared_memory
         if self.shared > shared_memory:
             return f"{self.shared:,} bytes of shared memory, of {shared_memory:,}"
         if self.spills > MOST_SPILLS:
