@@ -21,9 +21,11 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     report = tmp_path / "tune.json"
     assert main([*DRY, "--steps", "linear,wgrad_accumulate_", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(
-        "candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096"
+    announced, _, rest = printed.partition("\n")
+    assert announced == (
+        "3 problems, 15 candidates, 11 kernels to compile: about 28 s (2 s a kernel, 2 s a problem)"
     )
+    assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())
     assert listed["gpu"] == "NVIDIA H100 80GB HBM3"
     # linear with and without its activation, and the accumulation
@@ -48,12 +50,32 @@ def test_shapes_are_listed_each_once(capsys):
     assert capsys.readouterr().out.count("dgrad bfloat16") == 2
 
 
+def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
+    report = tmp_path / "tune.json"
+    command = ["tune", "--dry-run", "--shapes", "model:llama3-8b,tp:8,64x32x16", "--json", str(report)]
+    assert main([*command, "--thorough"]) == 0
+    announced = capsys.readouterr().out.partition("\n")[0]
+    listed = json.loads(report.read_text())["candidates"]
+    count = sum(map(len, listed.values()))
+    assert announced.startswith(f"{len(listed)} problems, {count} candidates, ")
+    assert announced.endswith(f"; variations: at most {2 * len(listed)} min more")
+    assert "dglu bfloat16 8192x4096x1792 swiglu rows,rows,rows,rows,rows" in listed
+    assert "dglu bfloat16 64x32x16 swiglu rows,rows,rows,rows,rows" in listed
+
+    assert main([*command[:-2], "--steps", "dglu"]) == 0
+    assert capsys.readouterr().out.startswith("2 problems, ")
+
+
 BAD = {
     "missing": [],
     "two_sizes": ["--shapes", "8192x4096", "--dry-run"],
     "zero": ["--shapes", "0x1x1", "--dry-run"],
     "a_word": ["--shapes", "axbxc", "--dry-run"],
     "no_address_reaches": ["--shapes", "3000000000x3000000000x16", "--dry-run"],
+    "model": ["--shapes", "model:llama9", "--dry-run"],
+    "ranks": ["--shapes", "model:gpt2-xl,tp:2", "--dry-run"],
+    "ranks_of_no_model": ["--shapes", "8x8x8,tp:2", "--dry-run"],
+    "huge_model": ["--shapes", f"model:llama3-8b,tokens:{10**16}", "--dry-run"],
     "step": ["--shapes", "1x1x1", "--steps", "conv", "--dry-run"],
     "dtype": ["--shapes", "1x1x1", "--dtype", "fp8", "--dry-run"],
     "gpu": ["--shapes", "1x1x1", "--gpu", "tpu", "--dry-run"],
@@ -146,3 +168,9 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
 
     assert main([*command, "--again"]) == 0
     assert len(timer.asked) == 2 * asked
+    assert capsys.readouterr().out.startswith("9 problems, 27 candidates, 18 kernels")
+
+    found = "triton/pointer/32x32x32-w4-s1-p1-g2"
+    timer.milliseconds = {found: 0.5, **TRITON_WINS, "triton/pointer": 1.1}
+    assert main([*command, "--thorough", "--steps", "dgrad"]) == 0
+    assert f"dgrad bfloat16 64x48x32 rows,rows,rows: {found} (timed" in capsys.readouterr().out

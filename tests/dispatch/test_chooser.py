@@ -87,30 +87,30 @@ def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypa
     clock, timer, tried = Clock(), FakeTimer({"triton": 1.0, "torch": 3.0}), []
     shipped = tuple(MatmulTile(rows, 32, 32, num_warps=4, num_stages=1) for rows in (64, 32, 16))
 
-    def compiled_in_8_seconds(*args, tile, form):
-        clock.now += 8
+    def compiled_in_7_seconds(*args, tile, form):
+        clock.now += 7
         tried.append(tile)
         return products.linear.by_torch(*args)
 
     monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: shipped[:2])
-    record = replace(products.linear, by_kernel=compiled_in_8_seconds)
+    record = replace(products.linear, by_kernel=compiled_in_7_seconds)
     arguments = (torch.randn(64, 32), *LINEAR[2:])
     make_chooser(timer, clock=clock).timed(record, arguments)
-    assert tried == [*shipped[:2]], "16 seconds"
+    assert tried == [*shipped[:2]], "14 seconds"
     assert not caplog.records
 
     monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: (*shipped, *extra))
     extra = (replace(shipped[2], block_cols=64),)
     tried.clear()
     decision = make_chooser(timer, clock=clock).timed(record, arguments)
-    assert tried == [*shipped], "the third begins after 16 seconds, and is finished"
-    assert CHECKING_SECONDS == 20
+    assert tried == [*shipped], "the third begins after 14 seconds, and is finished"
+    assert CHECKING_SECONDS == 15
     names = [f"triton/pointer/{tile.name}" for tile in (*shipped, *extra)]
     assert timer.asked[-1] == ["torch", *names[:3]]
     assert decision.candidate.name == names[0]
     (told,) = caplog.records
     assert told.getMessage() == (
-        f"{decision.key}: not tried within 20 seconds: {names[3]}; `python -m tpkernels tune --again` does"
+        f"{decision.key}: not tried within 15 seconds: {names[3]}; `python -m tpkernels tune --again` does"
     )
 
     tried.clear()

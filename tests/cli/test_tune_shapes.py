@@ -1,0 +1,96 @@
+"""What `tune --shapes` names: layers, and the products that models pose, held to those that they do pose."""
+
+import pytest
+import torch
+
+from tests.cli.posed_problems import GPTS, problems_of_a_step
+from tpkernels.cli import tune_shapes
+from tpkernels.cli.tune_shapes import SplitModel, calls_of_model, parsed_shapes
+
+
+def test_shapes_and_models_are_mixed():
+    assert parsed_shapes(
+        "8192x4096x512,model:llama3-8b,tp:8,64x32x16,model:gpt2-xl,tokens:96,tp:2,model:mistral-7b"
+    ) == [
+        (8192, 4096, 512),
+        SplitModel("llama3-8b", tensor=8),
+        (64, 32, 16),
+        SplitModel("gpt2-xl", tensor=2, tokens=96),
+        SplitModel("mistral-7b", tensor=1, tokens=8192),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ("", "expected --shapes such as 8192x4096x4096 or model:llama3-8b,tp:8, got ''"),
+        ("8x8", "expected --shapes such as"),
+        ("model:llama9", "expected model: of gpt2-small, .*, qwen2.5-32b; got 'llama9'"),
+        ("tp:8", "expected one tp: after each model:NAME"),
+        ("8x8x8,tp:8", "expected one tp: after each model:NAME"),
+        ("model:llama3-8b,tp:8,tp:4", "expected one tp: after each model:NAME"),
+        ("model:llama3-8b,tp:0", "expected a number of at least 1 in 'tp:0'"),
+        ("model:llama3-8b,tokens:x", "expected a number of at least 1 in 'tokens:x'"),
+        ("model:llama3-8b,pp:2", "expected TxNxK, model:, tp: or tokens:, got 'pp:2'"),
+    ],
+)
+def test_bad_shapes_are_refused(shapes, said):
+    with pytest.raises(ValueError, match=said) as refusal:
+        parsed_shapes(shapes)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", tune_shapes.TUNED)
+def test_every_model_is_split_over_a_node_or_says_why_not(name):
+    ranks = 8
+    if name in ("gpt2-small", "gpt2-large", "gpt2-xl", "qwen2.5-7b"):
+        with pytest.raises(ValueError, match="num_heads: expected a multiple of the 8 tensor-parallel ranks"):
+            list(calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=True))
+        return
+    calls = list(calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=True))
+    steps = {record.name for record, _ in calls}
+    mlp = {"dgrad_act"} if name.startswith("gpt") else {"glu", "dglu"}
+    assert steps == {"linear", "dgrad", "dgrad_pairs", "wgrad", "wgrad_accumulate_"} | mlp
+    forward = list(calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=False))
+    assert {record.name for record, _ in forward} <= {"linear", "glu"}
+
+
+def test_llama_asks_for_these():
+    calls = calls_of_model(SplitModel("llama3-8b", 8), torch.bfloat16, training=False)
+    found = [record.problem(*arguments) for record, arguments in calls]
+    assert [(p.step, p.tokens, p.out_features, p.in_features) for p in found] == [
+        ("linear", 8192, 512, 4096),
+        ("linear", 8192, 128, 4096),
+        ("linear", 8192, 4096, 512),
+        ("linear", 8192, 4096, 1792),
+        ("glu", 8192, 1792, 4096),
+        ("linear", 2560, 16032, 4096),
+        ("linear", 2048, 16032, 4096),
+    ]
+
+
+def test_biases_are_those_of_the_model():
+    def biased(name, ranks):
+        calls = calls_of_model(SplitModel(name, ranks), torch.bfloat16, training=False)
+        problems = [record.problem(*arguments) for record, arguments in calls]
+        return ["bias" in problem.options for problem in problems if problem.step == "linear"]
+
+    # queries, keys and values, output, down, up, chunks of the head: sums of ranks get their bias later
+    assert biased("qwen2.5-7b", 1) == [True, True, False, False, False, False]
+    assert biased("llama3-8b", 1) == [False, False, False, False, False, False]
+    assert biased("gpt3-175b", 1) == [True, True, True, True, True, False, False]
+    assert biased("gpt3-175b", 8) == [True, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", GPTS)
+@pytest.mark.parametrize("tokens", [64, 160], ids=["one_chunk", "two_chunks"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_products_are_those_that_a_step_computes(ranks, tokens, kind, request, monkeypatch):
+    """Of a model on real ranks, with weight gradients of its own and added to `main_grad`."""
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    posed = [pool.run(problems_of_a_step, kind, tokens, fused) for fused in (False, True)]
+    assert [other for one in posed for other in one if other != one[0]] == [], "all ranks alike"
+    monkeypatch.setitem(tune_shapes.TUNED, kind, GPTS[kind])
+    calls = calls_of_model(SplitModel(kind, ranks, tokens), torch.bfloat16, training=True)
+    listed = {record.problem(*arguments).key for record, arguments in calls}
+    assert sorted(listed) == sorted({*posed[0][0], *posed[1][0]})

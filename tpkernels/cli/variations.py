@@ -1,0 +1,172 @@
+"""Beyond the tiles that are shipped: variations of the fastest of them, step by step (`tune --thorough`).
+
+From the fastest tile of each kind of kernel, all that differ from it in one number are timed beside it, in
+turns; then those that differ from the fastest of these, until none gains GAIN. What cannot be launched, by
+arithmetic, is not compiled. What is left is compiled in several processes at once; what spills there, waits
+for each product, or takes the registers of the block beside it, is not timed. The winner is timed once more,
+beside torch and the fastest that is shipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from tpkernels.dispatch import log
+from tpkernels.dispatch.candidates import TORCH, Candidate, obstacle, of_tile
+from tpkernels.dispatch.chooser import Chooser, Decision
+from tpkernels.dispatch.gpus import Gpu
+from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.record import Primitive
+from tpkernels.kernels.footprints import Footprint
+from tpkernels.kernels.matmul_tile import MatmulTile
+from tpkernels.kernels.operands import Form
+
+GAIN = 0.01  # less is noise
+NEAR = 1.25  # times the fastest, torch included: what is slower by so much is left as it is
+SECONDS = 120.0  # of a problem; a step that has begun then is finished
+GROUPS = (4, 8, 16)
+MOST_STAGES = 6
+
+Prune = Callable[[Primitive[..., Any], tuple[Any, ...], Sequence[Candidate]], list[Candidate]]
+
+
+def neighbours(tile: MatmulTile, form: Form) -> Iterator[MatmulTile]:
+    """All tiles that differ in one number, or in being flattened."""
+    changes: list[dict[str, Any]] = [{"group": group} for group in GROUPS if group != tile.group]
+    changes += [{"num_stages": tile.num_stages + step} for step in (-1, 1)]
+    changes += [{"parts": tile.parts * 2}, {"parts": tile.parts // 2}]
+    if form == "descriptor" and not tile.consumers:  # others have one loop, and as many programs as they have
+        changes += [{"flatten": not tile.flatten}, {"per_processor": 3 - tile.per_processor}]
+    for change in changes:
+        if change.get("num_stages", 1) <= MOST_STAGES and change.get("per_processor", 1) > 0:
+            try:
+                yield replace(tile, **change)
+            except ValueError:  # parts too narrow, or no stages
+                continue
+
+
+@dataclass(frozen=True)
+class Variations:
+    """Finds who computes a problem fastest, tiles that are not shipped among them."""
+
+    chooser: Chooser
+    prune: Prune
+    seconds: float = SECONDS
+    clock: Callable[[], float] = perf_counter
+
+    def timed(self, record: Primitive[..., Any], arguments: tuple[Any, ...]) -> Decision:
+        """The fastest, kept on disk."""
+        shipped = self.chooser.timed(record, arguments, seconds=float("inf"))
+        if shipped.source != "timed":
+            return shipped
+        problem = record.problem(*arguments)
+        by_name = {one.name: one for one in self.chooser.candidates(record, problem)}
+        starts = fastest_of_each_kind([by_name[name] for name in shipped.milliseconds], shipped.milliseconds)
+        ends = self.clock() + self.seconds
+        try:
+            found = [self._descend(start, ends, record, problem, arguments) for start in starts]
+            finalists = {one.name: one for one in (TORCH, shipped.candidate, *starts[:1], *found)}
+            if found == starts:
+                return shipped
+            wanted = list(finalists.values())
+            return self.chooser.keep(problem, wanted, self.chooser.times(record, problem, wanted, arguments))
+        except Exception as error:  # out of memory, say: what is shipped has been timed
+            log.warnings.warning("cannot vary the tiles of %s: %s", problem.key, error)
+            return shipped
+
+    def _descend(
+        self,
+        best: Candidate,
+        ends: float,
+        record: Primitive[..., Any],
+        problem: Problem,
+        arguments: tuple[Any, ...],
+    ) -> Candidate:
+        """The last of steps that each gain something."""
+        seen = {best.name}
+        while self.clock() < ends:
+            fresh = [one for one in self._around(best, problem) if one.name not in seen]
+            seen.update(one.name for one in fresh)
+            fresh = self.prune(record, arguments, fresh)
+            if not fresh:
+                break
+            milliseconds = self.chooser.times(record, problem, [best, *fresh], arguments)
+            name = min(milliseconds, key=milliseconds.__getitem__)
+            if best.name not in milliseconds or milliseconds[name] > (1 - GAIN) * milliseconds[best.name]:
+                break
+            best = next(one for one in fresh if one.name == name)
+        return best
+
+    def _around(self, one: Candidate, problem: Problem) -> list[Candidate]:
+        """What differs from it in one number, as far as it can be launched."""
+        form, tile = one.form, one.tile
+        assert form is not None, "torch is not varied"
+        assert tile is not None
+        gpu = self.chooser.gpu
+        others = (other for other in neighbours(tile, form) if not obstacle(problem, form, other, gpu))
+        return [of_tile(form, other) for other in others]
+
+
+def fastest_of_each_kind(timed: Sequence[Candidate], milliseconds: Mapping[str, float]) -> list[Candidate]:
+    """Of our kernels, by form and consumers, but for kinds that are far behind; the fastest first."""
+    ours = sorted((one for one in timed if one.tile is not None), key=lambda one: milliseconds[one.name])
+    near = [one for one in ours if milliseconds[one.name] <= NEAR * min(milliseconds.values())]
+    kinds: dict[tuple[object, object], Candidate] = {}
+    for one in near:
+        kinds.setdefault((one.form, one.tile and one.tile.consumers), one)
+    return list(kinds.values())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Leaves out what the check would not let pass, compiled in processes of their own."""
+
+    gpu: Gpu
+    processes: int = max(1, min(8, (os.cpu_count() or 1) - 1))
+
+    def __call__(
+        self, record: Primitive[..., Any], arguments: tuple[Any, ...], wanted: Sequence[Candidate]
+    ) -> list[Candidate]:
+        from tpkernels.gate import ahead_of_time  # here: they need Triton
+        from tpkernels.gate.expectations import violations
+
+        target = self.gpu.target
+        architecture = f"sm_{target.capability}"
+        if target.backend != "cuda" or architecture not in ahead_of_time.ARCHITECTURES:
+            return list(wanted)  # its rules are not known
+        jobs = [
+            ahead_of_time.Job(_entry(record, arguments, one, self.gpu, architecture), architecture)
+            for one in wanted
+        ]
+        sound = []
+        results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None)
+        for one, job, facts in zip(wanted, jobs, results, strict=True):
+            assert one.tile is not None
+            if isinstance(facts, str) or any(violations(job.entry, architecture, facts)):
+                continue
+            footprint = Footprint(facts.shared, facts.registers, facts.spills)
+            if footprint.obstacle(one.tile, target, self.gpu.shared_memory) is None:
+                sound.append(one)
+        return sound
+
+
+def _entry(
+    record: Primitive[..., Any], arguments: tuple[Any, ...], one: Candidate, gpu: Gpu, architecture: str
+) -> Any:
+    """What this candidate would launch."""
+    from tpkernels.gate.recording import MetaOperands, recorded
+
+    problem = record.problem(*arguments)
+    ragged = any(layout.tma_obstacle() for layout in problem.layouts)
+    return recorded(
+        f"{one.name}/{record.name}" + "/ragged" * ragged,
+        lambda of: one.bind(record)(*arguments),
+        MetaOperands(problem.dtype, *problem.product, problem.depth, chunks=1, ragged=ragged),
+        gpu.target,
+        (architecture,),
+        precision="tf32" if problem.tf32 else "ieee",
+    )
