@@ -43,7 +43,7 @@ from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.scratch import results_of, scratch_like
 from tpkernels.dispatch.soundness import mismatch
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
-from tpkernels.dispatch.verdicts import Verdicts
+from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
 
@@ -109,7 +109,7 @@ class Chooser:
         self._shipped = shipped
         self._obstacle = obstacle
         self._clock = clock
-        self._verdicts = verdicts or Verdicts(cache, device, lambda: self._obstacle(device))
+        self._verdicts = verdicts or verdicts_on(device, cache, lambda device: self._obstacle(device))
         self._published: Published | None = None
         self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once

@@ -33,15 +33,13 @@ class Verdicts:
     def __init__(
         self,
         cache: Cache,
-        device: torch.device,
+        trial: Callable[[Sequence[Variant]], Report],
         obstacle: Callable[[], str | None],
-        trial: Callable[[Sequence[Variant]], Report] | None = None,
     ) -> None:
-        """obstacle: why nothing can be timed at this moment; None if it can"""
+        """obstacle: why nothing can be tried at this moment; None if it can"""
         self._cache = cache
-        self._device = device
+        self._trial = trial
         self._obstacle = obstacle
-        self._trial = trial or partial(_trial_on, device)
         self._given_up = False  # what kept one child from trying would keep the next one from it
 
     def permits(self, problem: Problem, candidate: Candidate) -> bool:
@@ -56,7 +54,7 @@ class Verdicts:
         refused = [candidate for candidate in wanted if not self.permits(problem, candidate)]
         unknown = [variant for c in refused if not self._failed(variant := Variant.of(problem, c))]
         if unknown and not self._given_up:
-            if why := self._obstacle() or _lack(self._device):
+            if why := self._obstacle():
                 log.choices.info(
                     "no candidate for %s, as it cannot be tried now (%s): %s",
                     problem.key,
@@ -88,15 +86,20 @@ class Verdicts:
             )
 
 
-def _trial_on(device: torch.device, variants: Sequence[Variant]) -> Report:
-    return trial(variants, device)
+def verdicts_on(
+    device: torch.device, cache: Cache, obstacle: Callable[[torch.device], str | None]
+) -> Verdicts:
+    """By real trials on a device of this process, at moments when something can be timed on it."""
+    return Verdicts(cache, partial(trial, device=device), lambda: obstacle(device) or lack(device))
 
 
-def _lack(device: torch.device) -> str | None:
+def lack(device: torch.device) -> str | None:
     """What else keeps a child from trying anything."""
+    if device.type != "cuda":
+        return f"{device} is no GPU"
     if not env_flag("TPKERNELS_TUNE", default=True):
         return "TPKERNELS_TUNE=0"
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < FREE_BYTES:
+    if torch.cuda.mem_get_info(device)[0] < FREE_BYTES:
         return f"less than {FREE_BYTES / 2**30:g} GiB of GPU memory are free"
     return None
 
