@@ -32,6 +32,7 @@ EPILOGUES = [
     ("dgrad", ()),
     ("dgrad_act", ("gelu", "db")),
     ("dglu", ("geglu",)),
+    ("dgrad_pairs", ()),
 ]
 
 
@@ -76,6 +77,15 @@ def test_samples_pose_the_problem_that_a_variant_is_of(step):
             posed = record.problem(*arguments)
             assert (posed.step, posed.dtype, posed.options) == (step, layer.dtype, problem.options)
             assert [layout.tma_obstacle() for layout in posed.layouts] == [None] * len(posed.layouts)
+
+
+def test_two_pairs_differ_in_depth():
+    samples = Variant("dgrad_pairs", "bfloat16", (), "descriptor", "128x128x64-w4-s4-p4-c2").samples(H100)
+    depths = {name: (dy.shape[1], dy2.shape[1]) for name, (dy, _, dy2, _) in samples.items()}
+    assert depths == {"a single tile": (64, 64), "full tiles": (384, 320), "ragged tiles": (376, 312)}
+    for dy, weight, dy2, weight2 in samples.values():
+        assert (dy.shape[1], dy2.shape[1]) == (weight.shape[0], weight2.shape[0])
+        assert (dy.shape[0], weight.shape[1]) == (dy2.shape[0], weight2.shape[1])
 
 
 @pytest.mark.parametrize("consumers", [1, 2])

@@ -60,10 +60,14 @@ class Variant:
     def samples(self, target: Target) -> dict[str, tuple[Any, ...]]:
         """Arguments on the meta device, by what their sizes are good for."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        sizes = sizes_for(MatmulTile.named(self.tile), target, unit=16 // dtype.itemsize)
-        return {name: self._arguments(*of_product, dtype) for name, of_product in sizes.items()}
+        tile = MatmulTile.named(self.tile)
+        sizes = sizes_for(tile, target, unit=16 // dtype.itemsize)
+        return {
+            name: self._arguments(*of_product, tile.block_depth, dtype) for name, of_product in sizes.items()
+        }
 
-    def _arguments(self, rows: int, cols: int, depth: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    def _arguments(self, rows: int, cols: int, depth: int, step: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """step: by which the depths of two pairs differ, so that a tile does not take as many for each"""
         record = PRODUCTS[self.step]
         tokens, out_features, in_features = {
             "linear": (rows, cols, depth),
@@ -86,6 +90,9 @@ class Variant:
                 call.arguments[name] = word in self.options
             elif name in call.arguments and word not in self.options:
                 call.arguments[name] = None
+        if record.pairs == 2 and depth > step:
+            dy, weight, _, weight2 = call.args
+            return dy, weight, layer.meta(rows, depth - step), weight2[: depth - step]
         return call.args
 
 
