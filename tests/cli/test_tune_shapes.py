@@ -6,6 +6,8 @@ import torch
 from tests.cli.posed_problems import GPTS, problems_of_a_step
 from tpkernels.cli import tune_shapes
 from tpkernels.cli.tune_shapes import SplitModel, calls_of_model, parsed_shapes
+from tpkernels.dispatch.candidates import candidates
+from tpkernels.dispatch.gpus import GPUS
 
 
 def test_shapes_and_models_are_mixed():
@@ -67,6 +69,15 @@ def test_llama_asks_for_these():
         ("linear", 2560, 16032, 4096),
         ("linear", 2048, 16032, 4096),
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_choosing_for_a_model_fits_into_half_a_minute_a_shape(ranks):
+    """By the average time that compiling took, 1.7 s; where it takes longer some stay untried."""
+    for tokens in (512, 8192):
+        for record, arguments in calls_of_model(SplitModel("llama3-8b", ranks, tokens), torch.bfloat16, True):
+            found = candidates(record, record.problem(*arguments), GPUS["h100"])
+            assert 1.7 * sum(one.tile is not None for one in found) < 25, record.name
 
 
 def test_biases_are_those_of_the_model():

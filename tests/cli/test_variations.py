@@ -185,6 +185,10 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     assert (entry.constants["ACTIVATION"], entry.constants["PARTS"]) == ("gelu", 4)
     assert [one.constants["PARTS"] for one in compiled] == [4, 2, 4, 4]
 
+    def refusing(*arguments, tile, form):
+        raise ValueError("dgrad: no such tile")
+
+    assert Compiled(GPUS["h100"])(replace(record, by_kernel=refusing), arguments, [good]) == []
     monkeypatch.setattr(ahead_of_time, "ARCHITECTURES", ())
     assert Compiled(GPUS["h100"])(record, arguments, [broken]) == [broken], "its rules are not known"
 

@@ -158,14 +158,6 @@ def test_a_tile_is_offered_with_the_epilogues_that_it_does_not_spill_with():
     assert large not in names("dglu", replace(BIG, glu="geglu"))
 
 
-def test_depth_is_split_only_where_processors_would_wait_for_the_last_wave(monkeypatch):
-    split = replace(shipped_tiles("wgrad", "descriptor", torch.bfloat16, GPUS["h100"].target)[0], splits=4)
-    monkeypatch.setattr(module, "shipped_tiles", lambda *case: (split,))
-    name = f"triton/descriptor/{split.name}"
-    assert name in names("wgrad", Layer(8192, 4096, 1792))  # 224 tiles: 1.7 waves
-    assert name not in names("wgrad", Layer(8192, 4096, 4096))
-
-
 def test_names_find_what_is_shipped_and_what_can_be_launched():
     record, problem = posed("linear", BIG)
     h100 = GPUS["h100"]

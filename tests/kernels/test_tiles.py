@@ -68,13 +68,6 @@ def test_what_no_tile_is_called_is_refused(name):
         MatmulTile.named(name)
 
 
-def test_waves_count_what_is_resident_and_split():
-    tile = MatmulTile(128, 256, 64, num_warps=8, num_stages=4)
-    assert tile.waves(4096, 1792, 112) == 2.0
-    assert replace(tile, per_processor=2).waves(4096, 1792, 112) == 1.0
-    assert replace(tile, splits=4).waves(4096, 1792, 112) == 8.0
-
-
 def test_what_is_timed_on_hopper_changes_no_default():
     """Which is faster, a GPU says; until then launchers take what they took."""
     more = [k for k in KERNELS if candidates(k, "descriptor", BF16, H100) != _defaults(k, H100)]

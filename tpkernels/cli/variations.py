@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -138,13 +139,16 @@ class Compiled:
         architecture = f"sm_{target.capability}"
         if target.backend != "cuda" or architecture not in ahead_of_time.ARCHITECTURES:
             return list(wanted)  # its rules are not known
-        jobs = [
-            ahead_of_time.Job(_entry(record, arguments, one, self.gpu, architecture), architecture)
-            for one in wanted
-        ]
+        launched: list[Candidate] = []
+        jobs = []
+        for one in wanted:
+            with suppress(ValueError):  # the launcher refuses the tile
+                entry = _entry(record, arguments, one, self.gpu, architecture)
+                jobs.append(ahead_of_time.Job(entry, architecture))
+                launched.append(one)
         sound = []
-        results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None)
-        for one, job, facts in zip(wanted, jobs, results, strict=True):
+        results = ahead_of_time.compile_all(jobs, self.processes, lambda job: None) if jobs else []
+        for one, job, facts in zip(launched, jobs, results, strict=True):
             assert one.tile is not None
             if isinstance(facts, str) or any(violations(job.entry, architecture, facts)):
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -54,7 +54,6 @@ class Candidate:
 
 TORCH = Candidate("torch")
 BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
-SPLIT_WAVES = 2  # beyond them sums of parts cost more than a last wave that is not full
 
 
 def candidates(record: Primitive[..., Any], problem: Problem, gpu: Gpu) -> tuple[Candidate, ...]:
@@ -159,15 +158,9 @@ def _oversized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem) 
 
 
 def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: Gpu) -> bool:
-    """Whether the result keeps every processor busy for long with less effort.
-
-    By a tile of four times the area for BUSY_TURNS; or by one that does not split the depth for SPLIT_WAVES.
-    """
-    (rows, cols), processors = problem.product, gpu.target.processors
-    if tile.splits > 1 and replace(tile, splits=1).waves(rows, cols, processors) >= SPLIT_WAVES:
-        return True
+    """Whether a tile of four times the area keeps every processor busy for BUSY_TURNS already."""
     return any(
         other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
-        and other.tiles(rows, cols) >= BUSY_TURNS * processors
+        and other.tiles(*problem.product) >= BUSY_TURNS * gpu.target.processors
         for other in tiles
     )

@@ -75,10 +75,6 @@ class MatmulTile:
                 return tile
         raise ValueError(f"expected the name of a tile, such as 128x256x64-w8-s4-p2-flat, got {name!r}")
 
-    def waves(self, rows: int, cols: int, processors: int) -> float:
-        """How many times the resident programs of a GPU are given a tile of a (rows, cols) result."""
-        return self.tiles(rows, cols) * self.splits / (processors * self.per_processor)
-
     def tiles(self, rows: int, cols: int) -> int:
         """How many tiles cover a (rows, cols) result."""
         return -(-rows // self.block_rows) * -(-cols // self.block_cols)

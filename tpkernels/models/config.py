@@ -99,9 +99,9 @@ MODELS = {
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
     "gpt3-175b": _gpt2(12288, 96, 96, max_positions=2048),
+    "mistral-7b": _llama3(4096, 32, 32, 14336).with_sizes(vocab_size=32768, rotary_base=1_000_000.0),  # v0.3
     "llama3-8b": _llama3(4096, 32, 32, 14336),
     "llama3-70b": _llama3(8192, 80, 64, 28672),
-    "mistral-7b": _llama3(4096, 32, 32, 14336).with_sizes(vocab_size=32768, rotary_base=1_000_000.0),  # v0.3
 }
 
 
