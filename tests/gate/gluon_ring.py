@@ -81,6 +81,7 @@ def ring_kernel(x, w, u, y, tiles, K):
         mbarrier.init(empty.index(slot), count=1)
     mbarrier.init(u_full, count=1)
     mbarrier.init(u_empty, count=1)
+    fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (u, y, tiles, K, xs, ws, us, ys, full, empty, u_full, u_empty)),

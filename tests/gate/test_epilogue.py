@@ -2,7 +2,7 @@
 
 from tpkernels.gate import epilogue
 from tpkernels.gate.ptx_flow import Flow
-from tpkernels.gate.roles import STILL_READ, unordered_roles
+from tpkernels.gate.roles import LEFT, STILL_READ, unordered_roles
 
 LOAD = (
     "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r4], [%rd1, {%r5, %r6}]"
@@ -55,6 +55,7 @@ $L__BB0_9:                              // nothing to multiply
 	{LOAD}, [%r2];
 	{WAIT}
 $L__BB0_8:
+	cp.async.bulk.wait_group.read 	0;
 	ret;
 """
 
@@ -94,9 +95,12 @@ def test_one_role_neither_loads_for_others_nor_sets_registers():
 def test_a_buffer_is_known_by_its_address_and_copies_of_it_are_counted():
     assert unordered_roles(flow()) == ()
     assert unordered_roles(flow((READ, ""))) == (STILL_READ,)
+    assert unordered_roles(flow(("$L__BB0_8:\n\tcp.async.bulk.wait_group.read", "$L__BB0_8:\n\tnop"))) == (
+        LEFT,
+    )
     assert unordered_roles(flow(("wait_group.read 	0", "wait_group.read 	1"))) == (STILL_READ,)
     other = PTX.replace(STORE, STORE.replace("%r3", "%r14"), 1).replace(
         "	@%p5 bra", "	add.s32 %r14, %r1, 0;\n@%p5 bra"
     )
-    assert unordered_roles(Flow.of(other.replace("wait_group.read 	0", "wait_group.read 	1"))) == ()
+    assert unordered_roles(Flow.of(other.replace("wait_group.read 	0", "wait_group.read 	1", 2))) == ()
     assert unordered_roles(Flow.of(other.replace(READ, ""))) == (STILL_READ,)

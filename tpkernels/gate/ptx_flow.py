@@ -152,6 +152,12 @@ class Role:
     def any_of(self, pattern: re.Pattern[str]) -> bool:
         return bool(self.matching(pattern))
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The lines after which it is done."""
+        follows = self.flow.following
+        return frozenset(at for at in self.lines if not follows[at] or not self.lines.issuperset(follows[at]))
+
     def syncs_all(self, line: str) -> bool:
         """Whether all threads of the role wait for each other here."""
         if found := _BARRIER.search(line):

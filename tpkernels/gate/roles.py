@@ -7,7 +7,8 @@ all threads of the role. So the warps of a role wait for each other
 - after each has staged its results and fenced them (`fence.proxy.async`), before they are copied out;
 - after a copy has read what was staged, before anything else is staged there.
 
-And barriers in shared memory are made before the roles begin.
+And products are awaited before their results are staged, copies are waited for before a role ends, and
+barriers in shared memory are made, and the copy engine told of them, before the roles begin.
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ from tpkernels.gate.ptx_flow import (
     STORE_WAIT,
     TENSOR_STORE,
     WAIT,
+    WARP,
     Flow,
     Role,
     State,
 )
 
 NOT_READ = "a buffer is released before all warps of the role have read it"
-IN_FLIGHT = "a buffer is released while products that may read it are not awaited"
+IN_FLIGHT = "a buffer is released while more than the last product may be in flight"
+NOT_DONE = "results are staged before their products are awaited"
 NOT_FENCED = "results are copied out without a fence after they were staged"
 NOT_STAGED = "results are copied out before all warps have staged theirs"
 BY_ALL = "results are copied out by more than one thread"
 STILL_READ = "results are staged where a copy may still read others"
-NOT_MADE = "a barrier in shared memory is used before all know that it is made"
+LEFT = "a role ends while a copy may still read what it staged"
+NOT_MADE = "a barrier in shared memory is used before all, and the copy engine, know that it is made"
 MADE_LATE = "a barrier in shared memory is made when roles have begun"
 
 _RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
 _SHARED_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
 _PRODUCTS_COMMITTED = re.compile(r"\bwgmma\.commit_group\b")
-_PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\b")
-_FENCE = re.compile(r"\bfence\.proxy\.async(?:\.shared::cta)?;")
+_PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
+_FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
 _MADE = re.compile(r"\bmbarrier\.init\b")
 
 
 def unordered_roles(flow: Flow) -> tuple[str, ...]:
     """Each rule that some path through some role breaks, in words; () if the order is proven."""
-    found = [words for role in flow.roles for words in (*_copied_out(role), *_staged(role), *_made(role))]
-    if len(flow.roles) > 1:
-        found += [words for role in flow.roles for words in _released(role)]
-    return tuple(dict.fromkeys(found))
+    rules = (_released, _copied_out, _staged, _made)
+    return tuple(dict.fromkeys(words for role in flow.roles for rule in rules for words in rule(role)))
 
 
 def _released(role: Role) -> list[str]:
@@ -57,18 +59,28 @@ def _released(role: Role) -> list[str]:
 
     def step(at: int, state: State) -> State:
         line = lines[at]
+        flying = {int(n) for what, n in state if what == "in flight"}
         if _PRODUCTS_COMMITTED.search(line):
-            return state | {("in flight", 0)}
-        if _PRODUCTS_AWAITED.search(line):
-            return state - {("in flight", 0)} | {("read", 0)}
+            return _with(state, {1} | {min(n + 1, 2) for n in flying})  # 2: or more
+        if found := _PRODUCTS_AWAITED.search(line):
+            return _with(state, {min(n, int(found[1])) for n in flying} - {0}) | {("read", 0)}
         if _SHARED_LOAD.search(line) or PRODUCT.search(line):
             return state | {("read", 0)}
         return state - {("read", 0)} if role.syncs_all(line) else state
 
     before = role.before_each(step)
-    held = {what for at in role.matching(_RELEASE) for what, _ in before.get(at, ())}
-    alone = role.threads <= 32  # a warp is together where it elects a thread
-    return [NOT_READ] * ("read" in held and not alone) + [IN_FLIGHT] * ("in flight" in held)
+    held = {mark for at in role.matching(_RELEASE) for mark in before.get(at, ())}
+    not_done = any(
+        ("in flight", n) in before.get(at, ()) for at in role.matching(SHARED_STORE) for n in (1, 2)
+    )
+    words = [NOT_READ] * (("read", 0) in held and role.threads > WARP)  # a warp elects a thread when together
+    return words + [IN_FLIGHT] * (("in flight", 2) in held) + [NOT_DONE] * not_done
+
+
+def _with(state: State, flying: set[int]) -> State:
+    """The state with these numbers of products in flight."""
+    kept = {mark for mark in state if mark[0] != "in flight"}
+    return frozenset(kept | {("in flight", n) for n in flying})
 
 
 def _copied_out(role: Role) -> list[str]:
@@ -111,7 +123,8 @@ def _staged(role: Role) -> list[str]:
         stages = _stages(role, at)  # none: they lie before the wait
         if not stages or any(what == buffer for place in stages for _, what in before.get(place, ())):
             return [STILL_READ]
-    return []
+    held = {how for at in role.ends for how, _ in before.get(at, ())}
+    return [LEFT] * bool(held - {"read"})
 
 
 def _source(line: str) -> str | None:
@@ -139,11 +152,17 @@ def _made(role: Role) -> list[str]:
         line = lines[at]
         if _MADE.search(line):
             return state | {("made", 0)}
+        if _FENCE.search(line) and ("made", 0) in state:
+            return state - {("made", 0)} | {("told", 0)}
         if BARRIER_OF_ALL.search(line):
-            return state - {("made", 0)} | {("begun", 0)}
+            known = (
+                {("told", 0)} if several else {("told", 0), ("made", 0)}
+            )  # one role: Triton writes no fence
+            return state - known | {("begun", 0)}
         return state
 
     before = role.before_each(step)
-    unknown = any(("made", 0) in before.get(at, ()) for at in role.matching(WAIT))
+    held = {what for at in role.matching(WAIT) for what, _ in before.get(at, ())}
+    unknown = bool(held & {"made", "told"})
     late = several and any(("begun", 0) in before.get(at, ()) for at in role.matching(_MADE))
     return [NOT_MADE] * unknown + [MADE_LATE] * late
