@@ -331,6 +331,23 @@ def test_accumulator_in_flight_is_not_used():
         machine.run(_accumulate, (1,), described, described, y, WAITS=False)
 
 
+@gluon.jit
+def _nothing():
+    pass
+
+
+@gluon.jit
+def _specialize(REGISTERS: gl.constexpr):
+    gl.warp_specialize([(_nothing, ()), (_nothing, ())], [1], [REGISTERS])
+
+
+@pytest.mark.parametrize("registers", [20, 25, 264])
+def test_registers_that_hardware_does_not_give_are_refused(registers):
+    assert machine.explore(_specialize, (1,), REGISTERS=24) == 1
+    with pytest.raises(machine.Misuse, match="setmaxnreg takes multiples of 8 from 24 to 256"):
+        machine.explore(_specialize, (1,), REGISTERS=registers)
+
+
 def test_launchers_on_the_cpu_reach_the_machine():
     x, w, b, z = random(136, 136), random(72, 136), random(72), random(136, 72)
 

@@ -38,6 +38,10 @@ def warp_specialize(
         raise Misuse(
             f"warp_specialize: {workers} workers, {worker_num_warps} warps, {worker_num_regs} registers"
         )
+    if not all(24 <= registers <= 256 and registers % 8 == 0 for registers in worker_num_regs or ()):
+        raise Misuse(
+            f"warp_specialize: setmaxnreg takes multiples of 8 from 24 to 256, not {worker_num_regs}"
+        )
     return current().specialize(functions_and_args)
 
 

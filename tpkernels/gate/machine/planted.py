@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from tpkernels.gate.machine.events import (
     Arrive,
@@ -81,8 +82,8 @@ def _releases(trace: Trace) -> set[int]:
     """The barriers for which somebody waits before a copy in."""
     found = set()
     for role in _roles(trace):
-        for at, event in enumerate(role.events):
-            if isinstance(event, Wait) and isinstance(role.events[at + 1], Expect):
+        for event, after in pairwise(role.events):
+            if isinstance(event, Wait) and isinstance(after, Expect):
                 found.add(event.barrier)
     return found
 
@@ -123,7 +124,8 @@ def _moved_up(trace: Trace, events: Sequence[Event]) -> Trace:
         for event in role.events:
             at = len(moved)
             if event in chosen:
-                at = max(i for i, other in enumerate(moved) if isinstance(other, (MultiplyWait, Load)))
+                reads = [i for i, other in enumerate(moved) if isinstance(other, (MultiplyWait, Load))]
+                at = reads[-1] if reads else at
             moved.insert(at, event)
         return moved
 

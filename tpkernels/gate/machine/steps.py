@@ -10,6 +10,7 @@ time; copies of one barrier land in order, which nobody can tell from any other 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tpkernels.gate.machine.events import (
@@ -46,6 +47,22 @@ class State(NamedTuple):
     barriers: tuple[Barrier | None, ...]
     flying: tuple[tuple[int, ...], ...]  # of each barrier: its copies in flight
     contents: Writers  # of each cell
+
+
+@dataclass
+class _Now:
+    """A state while one role does a step."""
+
+    tracks: tuple[Track, ...]
+    role: int
+    at: list[int]
+    barriers: list[Barrier | None]
+    flying: list[tuple[int, ...]]
+    contents: list[int]
+
+    @property
+    def who(self) -> str:
+        return self.tracks[self.role].name
 
 
 class Steps:
@@ -122,13 +139,15 @@ class Steps:
         tracks = self.program.segments[state.segment]
         begin = state.at[role]
         end = tracks[role].ends[begin]
-        at = list(state.at)
-        barriers, flying, contents = list(state.barriers), list(state.flying), list(state.contents)
-        for number in range(begin, end):
-            at[role] = number
-            self._do(tracks, at, role, barriers, flying, contents)
-        at[role] = end
-        after = State(state.segment, tuple(at), tuple(barriers), tuple(flying), tuple(contents))
+        now = _Now(
+            tracks, role, list(state.at), list(state.barriers), list(state.flying), list(state.contents)
+        )
+        for event in tracks[role].events[begin:end]:
+            self._do(now, event)
+            now.at[role] += 1
+        after = State(
+            state.segment, tuple(now.at), tuple(now.barriers), tuple(now.flying), tuple(now.contents)
+        )
         return self.settle(after), tracks[role].events[begin:end]
 
     def land(self, state: State, barrier: int) -> tuple[State, tuple[int, ...]]:
@@ -144,112 +163,76 @@ class Steps:
         flying = (*state.flying[:barrier], copies[landed:], *state.flying[barrier + 1 :])
         return state._replace(barriers=barriers, flying=flying), copies[:landed]
 
-    def _do(
-        self,
-        tracks: tuple[Track, ...],
-        at: list[int],
-        role: int,
-        barriers: list[Barrier | None],
-        flying: list[tuple[int, ...]],
-        contents: list[int],
-    ) -> None:
-        event = tracks[role].events[at[role]]
+    def _do(self, now: _Now, event: Event) -> None:
         if isinstance(event, Init):
-            if barriers[event.barrier] is not None:
+            if now.barriers[event.barrier] is not None:
                 raise Misuse(f"{event.where}: {self._name(event.barrier)} is initialised again")
-            barriers[event.barrier] = Barrier(event.count, 0, event.count)
+            now.barriers[event.barrier] = Barrier(event.count, 0, event.count)
         elif isinstance(event, Invalidate):
-            self._require_idle(self._barrier(barriers, event.barrier, event), flying, event)
-            barriers[event.barrier] = None
-        elif isinstance(event, (Arrive, Expect)):
-            before = self._barrier(barriers, event.barrier, event)
-            if isinstance(event, Expect) and event.nbytes >= 2**20:
-                raise Misuse(
-                    f"{event.where}: a phase can wait for at most {2**20 - 1} bytes, not {event.nbytes}"
-                )
-            count, nbytes = (event.count, 0) if isinstance(event, Arrive) else (1, event.nbytes)
-            if count > before.missing:
-                name = self._name(event.barrier)
-                raise Misuse(
-                    f"{event.where}: {tracks[role].name} arrives {count} times at {name}, which misses "
-                    f"{_missing(before)}"
-                )
-            after = before._replace(missing=before.missing - count, nbytes=before.nbytes + nbytes)
-            barriers[event.barrier] = _completed(after)
+            self._require_idle(now, event)
+            now.barriers[event.barrier] = None
+        elif isinstance(event, Arrive):
+            self._arrive(now, event, event.barrier, event.count, 0)
+        elif isinstance(event, Expect):
+            if event.nbytes >= 2**20:
+                most = f"a phase can wait for at most {2**20 - 1} bytes"
+                raise Misuse(f"{event.where}: {most}, not {event.nbytes}")
+            self._arrive(now, event, event.barrier, 1, event.nbytes)
         elif isinstance(event, CopyIn):
-            self._barrier(barriers, event.barrier, event)
-            self._require_writable(event.view, event, tracks, at, flying, role, by_copy=True)
-            flying[event.barrier] = (*flying[event.barrier], event.number)
-            for cell in event.view.cells:
-                contents[cell] = event.number
+            self._barrier(now.barriers, event.barrier, event)
+            self._write(now, event, event.view)
+            now.flying[event.barrier] = (*now.flying[event.barrier], event.number)
         elif isinstance(event, Store):
-            self._require_writable(event.view, event, tracks, at, flying, role, by_copy=False)
-            for cell in event.view.cells:
-                contents[cell] = event.number
+            self._write(now, event, event.view)
         elif isinstance(event, (Load, CopyOut)):
-            self._read(event, (event.view,), tracks, at, role, flying, contents)
+            self._read(now, event, event.view.cells)
         elif isinstance(event, Multiply):
-            self._read(event, event.views, tracks, at, role, flying, contents)
+            self._read(now, event, tuple(cell for view in event.views for cell in view.cells))
 
-    def _read(
-        self,
-        event: Event,
-        views: tuple[View, ...],
-        tracks: tuple[Track, ...],
-        at: list[int],
-        role: int,
-        flying: list[tuple[int, ...]],
-        contents: list[int],
-    ) -> None:
-        cells = [cell for view in views for cell in view.cells]
-        found = tuple(contents[cell] for cell in cells)
-        in_flight = {number for copies in flying for number in copies}
-        who = f"{event.where}: {tracks[role].name} reads"
-        for cell, writer in zip(cells, found, strict=True):
-            if writer == NOTHING:
-                raise Race(f"{who} {self.program.cells[cell]} before anything is written there")
-            if writer in in_flight:
-                raise Race(
-                    f"{who} {self.program.cells[cell]} before the copy of {self._source(writer)} has landed"
-                )
+    def _arrive(self, now: _Now, event: Event, number: int, count: int, nbytes: int) -> None:
+        before = self._barrier(now.barriers, number, event)
+        if count > before.missing:
+            raise Misuse(
+                f"{event.where}: {now.who} arrives {count} times at {self._name(number)}, which misses "
+                f"{_missing(before)}"
+            )
+        after = before._replace(missing=before.missing - count, nbytes=before.nbytes + nbytes)
+        now.barriers[number] = _completed(after)
+
+    def _read(self, now: _Now, event: Event, cells: Sequence[int]) -> None:
+        found = tuple(now.contents[cell] for cell in cells)
+        in_flight = {number for copies in now.flying for number in copies}
         if not isinstance(event, Load):
-            self._require_fenced(event, cells, tracks, at)
+            self._require_fenced(now, event, cells)
         if self.learning:
             self.expected[event.number] = found
         for cell, writer, wanted in zip(cells, found, self.expected[event.number], strict=True):
-            if writer != wanted:
-                raise Race(
-                    f"{who} {self.program.cells[cell]} and finds what {self._source(writer)} wrote, "
-                    f"not {self._source(wanted)}"
-                )
+            if writer == wanted != NOTHING and writer not in in_flight:
+                continue
+            who = f"{event.where}: {now.who} reads {self.program.cells[cell]}"
+            if writer == NOTHING:
+                raise Race(f"{who} before anything is written there")
+            if writer in in_flight:
+                raise Race(f"{who} before the copy of {self._source(writer)} has landed")
+            raise Race(f"{who} and finds what {self._source(writer)} wrote, not {self._source(wanted)}")
 
-    def _require_writable(
-        self,
-        view: View,
-        event: Event,
-        tracks: tuple[Track, ...],
-        at: list[int],
-        flying: list[tuple[int, ...]],
-        role: int,
-        *,
-        by_copy: bool,
-    ) -> None:
-        who = f"{event.where}: {tracks[role].name} writes {view.name}"
-        for track, position in zip(tracks, at, strict=True):
-            if not track.held[position].read.isdisjoint(view.cells):
-                raise Race(f"{who} while a product or copy of {track.name} may still read it")
-        for copies in flying:
-            for copy in copies:
-                if not frozenset(self.program.copies[copy].view.cells).isdisjoint(view.cells):
-                    raise Race(f"{who} while the copy of {self._source(copy)} is in flight")
-        if by_copy:
-            self._require_fenced(event, view.cells, tracks, at)
+    def _write(self, now: _Now, event: Event, view: View) -> None:
+        for track, at in zip(now.tracks, now.at, strict=True):
+            if not track.held[at].read.isdisjoint(view.cells):
+                use = f"a product or copy of {track.name} may still read it"
+                raise Race(f"{event.where}: {now.who} writes {view.name} while {use}")
+        for copy in (copy for copies in now.flying for copy in copies):
+            if not set(self.program.copies[copy].view.cells).isdisjoint(view.cells):
+                use = f"the copy of {self._source(copy)} is in flight"
+                raise Race(f"{event.where}: {now.who} writes {view.name} while {use}")
+        if isinstance(event, CopyIn):
+            self._require_fenced(now, event, view.cells)
+        for cell in view.cells:
+            now.contents[cell] = event.number
 
-    def _require_fenced(
-        self, event: Event, cells: Sequence[int], tracks: tuple[Track, ...], at: list[int]
-    ) -> None:
-        for track, position in zip(tracks, at, strict=True):
-            if not track.held[position].unfenced.isdisjoint(cells):
+    def _require_fenced(self, now: _Now, event: Event, cells: Sequence[int]) -> None:
+        for track, at in zip(now.tracks, now.at, strict=True):
+            if not track.held[at].unfenced.isdisjoint(cells):
                 raise Race(f"{event.where}: no fence after the stores of {track.name} to what is used here")
 
     def _require_drained(self, track: Track) -> None:
@@ -259,10 +242,10 @@ class Steps:
                 where = self._source(queue[0][0].number)
                 raise Undrained(f"{track.name} ends with the {what} of {where} in flight")
 
-    def _require_idle(self, barrier: Barrier, flying: Sequence[tuple[int, ...]], event: Event) -> None:
-        assert isinstance(event, Invalidate)
-        if flying[event.barrier]:
-            source = self._source(flying[event.barrier][0])
+    def _require_idle(self, now: _Now, event: Invalidate) -> None:
+        barrier = self._barrier(now.barriers, event.barrier, event)
+        if copies := now.flying[event.barrier]:
+            source = self._source(copies[0])
             raise Undrained(
                 f"{event.where}: {self._name(event.barrier)} goes while the copy of {source} is in flight"
             )
