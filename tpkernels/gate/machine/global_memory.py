@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.machine.faults import Misuse
+from tpkernels.gate.machine.values import triton_dtype
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -43,8 +44,6 @@ class Descriptor:
     """A host tensor descriptor: boxes of a matrix, zero where they reach beyond it."""
 
     def __init__(self, host: Any) -> None:
-        from tpkernels.gate.machine.values import triton_dtype
-
         self.tensor: Tensor = host.base
         self.shape = tuple(int(size) for size in host.shape)
         self.strides = tuple(int(stride) for stride in host.strides)
