@@ -1,5 +1,6 @@
 """The warp-specialised products, searched and broken: their own source, in the machine."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -80,7 +81,7 @@ def test_every_mutant_is_caught(name, roles):
     assert missed == set()
 
 
-SLIPS = {  # of roles and epilogues: module, what stands there, what does not belong there
+SLIPS = {  # module, what stands there, what does not belong there
     "a slot is released while it is read": ("roles", "use + step + STAGES - 1", "use + step"),
     "the first step releases a slot": ("roles", "pred=step > 0", "pred=step >= 0"),
     "the last slot is never released": ("roles", "    mbarrier.arrive(empty.index(last))\n", "    pass\n"),
@@ -97,6 +98,21 @@ SLIPS = {  # of roles and epilogues: module, what stands there, what does not be
         "    mbarrier.wait(full.index(buffer), phase)\n    first",
         "    first",
     ),
+    "nobody gives the turn": ("roles", "    give_turn(turns, FIRST, P)\n", "    pass\n"),
+    "the loader does not wait for the turn before": (
+        "roles",
+        "phase ^ 1)\n    if P.two",
+        "phase)\n    if P.two",
+    ),
+    "bytes of one operand are expected": (
+        "roles",
+        "mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)",
+        "mbarrier.expect(landed, b.nbytes_per_cta)",
+    ),
+    "consumers take inputs in no order": ("matmul", "await_turn(takings, number, FIRST, P)", "pass"),
+    "consumers count from the same tile": ("matmul", "number = FIRST", "number = 0"),
+    "the program ends before its stores": ("matmul", "    tma.store_wait(0)\n", "    pass\n"),
+    "stores are not waited for": ("epilogues", "    tma.store_wait(P.staging - 1)\n", "    pass\n"),
     "no fence": ("epilogues", "    fence_async_shared()\n", "    pass\n"),
     "stores are waited for one too late": ("epilogues", "P.staging - 1)", "P.staging)"),
 }
@@ -104,17 +120,27 @@ SLIPS = {  # of roles and epilogues: module, what stands there, what does not be
 
 @pytest.mark.parametrize(("module", "old", "new"), SLIPS.values(), ids=SLIPS.keys())
 def test_slips_in_the_source_are_caught(module, old, new):
-    from tpkernels.kernels.gluon import epilogues, roles
+    from tpkernels.kernels.gluon import epilogues, matmul, roles
 
+    modules = {"roles": roles, "epilogues": epilogues, "matmul": matmul}
     launches = [launched("dglu", roles_of, 2, steps, tiles=5) for roles_of in TILES for steps in (1, 3)]
     found = []
-    with machine.edited({"roles": roles, "epilogues": epilogues}[module], old, new):
+    with machine.edited(modules[module], old, new):
         for launch in launches:
             try:
                 launch.explore()
             except machine.Fault as fault:
                 found.append(type(fault).__name__)
     assert found
+
+
+def test_staging_that_is_no_part_of_the_stores_of_a_tile_is_caught(monkeypatch):
+    from tpkernels.kernels.gluon import matmul
+
+    plan_of = matmul.plan_of
+    monkeypatch.setattr(matmul, "plan_of", lambda *of, **more: replace(plan_of(*of, **more), staging=4))
+    with pytest.raises(machine.Race, match="staging"):  # a tile has six stores
+        launched("glu", "cooperative", stages=2, steps=1, tiles=2).explore()
 
 
 def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():

@@ -1,6 +1,6 @@
 """Warp-specialised products against float64: their own kernels run on the CPU, in adversarial orders.
 
-That no order of events at small sizes goes wrong is shown in tests/gate/test_gluon_protocol.py.
+That no order of events at small sizes goes wrong is shown in tests/gate/test_machine_gluon.py.
 """
 
 from __future__ import annotations
