@@ -37,14 +37,14 @@ for number, variant in enumerate(asked["variants"]):
         for _ in range(5): time.sleep(0.2); tell(number=number, stage="compiling")
     if does == "raise": raise ValueError("ours")
     if does == "be killed": os.kill(os.getpid(), signal.SIGKILL)
+    tell(number=number, stage="running")
     if does == "rubbish":
         print("not JSON\n[]\n7\nnull\n{}\n" + "[" * 99999)
         tell(number=99, stage="running"); tell(number=-1, stage="running"); tell(number=True, stage="running")
         tell(number="0", stage="running"); tell(number=number, stage="flying"); tell(cannot=7)
         tell(number=99, outcome="wrong", said=""); tell(number=number, outcome="great", said="")
         os.write(1, b"\xff\xfe\n")
-        tell(number=number, stage="compiling")
-    tell(number=number, stage="running")
+    if does == "real time": os.kill(os.getpid(), 40)
     if does == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
     if does == "leave": os._exit(0)
     if does == "hang": time.sleep(60)
@@ -86,7 +86,7 @@ def test_each_variant_gets_its_verdict_from_one_child(outcome, monkeypatch):
     started = []
     real = module.watched
     monkeypatch.setattr(module, "watched", lambda *given: started.append(given) or real(*given))
-    verdicts, obstacle = outcome("pass", "wrong", "compile often", "rubbish")
+    verdicts, obstacle = outcome("pass", "wrong", "rubbish", "compile often")
     assert verdicts == {
         "pass": "passed",
         "wrong": "wrong: by 3",
@@ -104,6 +104,7 @@ HANGS = {
 }
 CRASHES = {
     "segfault": "crashed: SIGSEGV",
+    "real time": "crashed: signal 40",
     "raise": "crashed: exit code 1: ValueError: ours",
     "leave": "crashed: exit code 0",
     "lose its context": "crashed: CUDA error",

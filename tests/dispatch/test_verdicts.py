@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.dispatch.conftest import CPU, VERSIONS, FakeTimer
 from tpkernels.dispatch import candidates as candidates_module
@@ -115,14 +116,28 @@ def test_of_two_ranks_a_failure_counts_whoever_writes_last(record, make_chooser)
     passing = FakeTrial({1: PASSED, 2: PASSED})
     choosers = [
         make_chooser(FakeTimer(TIMES), trial=trial)
-        for trial in (passing, FakeTrial({1: HUNG, 2: PASSED}), passing)
+        for trial in (passing, FakeTrial({1: PASSED, 2: HUNG}), passing)
     ]
     for chooser in choosers:
         chooser._verdicts.admitted(
             record.problem(*ARGUMENTS), chooser.candidates(record, record.problem(*ARGUMENTS))
         )
     later = make_chooser(FakeTimer(TIMES), trial=FakeTrial({}))
-    assert later.timed(record, ARGUMENTS).candidate.name == NAMES[2]
+    assert later.timed(record, ARGUMENTS).candidate.name == NAMES[1]
+
+
+@pytest.mark.parametrize("obstacle", [None, "a CUDA graph is being captured"])
+def test_what_other_ranks_do_is_no_verdict(record, ran, obstacle, make_chooser, caplog):
+    """Nor is a choice in the cache, which may be of a rank that found otherwise."""
+    chooser = make_chooser(FakeTimer(TIMES), trial=FakeTrial({1: PASSED, 2: HUNG}), obstacle=obstacle)
+    chooser._cache.put(KEY, Choice(NAMES[2], TIMES))
+    chooser.agree_through(HashStore())
+    assert chooser._published is not None
+    for moment in ("", " now"):
+        chooser._published.put(KEY + moment, Choice(NAMES[2], TIMES))
+    chooser.call(record, *ARGUMENTS)
+    assert 2 not in ran
+    assert "which is no candidate here" in caplog.text
 
 
 def test_a_choice_on_disk_is_honoured_only_with_its_verdict(record, ran, make_chooser):

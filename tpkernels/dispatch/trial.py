@@ -80,7 +80,7 @@ def trial(
     """
     report, left = Report(), list(variants)
     deadline = clock() + limits.all
-    command = command or (sys.executable, "-c", _PROGRAM, json.dumps(sys.path))
+    command = command or (sys.executable or "python", "-c", _PROGRAM, json.dumps(list(map(str, sys.path))))
     while left and not report.obstacle:
         watch = _Watch(left, limits, clock, deadline)
         try:
@@ -157,7 +157,7 @@ class _Watch:
         elif self._ended and len(self.verdicts) < len(self._variants) and not self.obstacle:
             how = f"exit code {exit_code}"
             if exit_code < 0:
-                how = signal.Signals(-exit_code).name
+                how = {int(one): one.name for one in signal.Signals}.get(-exit_code, f"signal {-exit_code}")
             said = f"{how}{': ' * bool(last_words)}{last_words}"
             if -exit_code in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP):  # from outside
                 self.obstacle = f"the child process was ended: {said}"
@@ -178,11 +178,15 @@ class _Watch:
             case {"number": int(number), "stage": "compiling" | "running" as stage}:
                 if not isinstance(number, bool) and 0 <= number < len(self._variants):
                     self._busy, self._stage, self._since = self._variants[number], stage, self._clock()
-            case {"number": int(number), "outcome": str(outcome), "said": str(said)}:
-                if self._busy is None or self._busy not in self._variants[number : number + 1]:
-                    return
-                if outcome == "untried":
-                    self.obstacle = said
-                elif outcome in ("passed", "wrong", "crashed"):
-                    self.verdicts[self._busy] = Verdict(outcome, said)  # type: ignore[arg-type]
+            case {"number": int(number), "outcome": "untried", "said": str(why)} if self._is_at(number):
+                self.obstacle = why
+            case {
+                "number": int(number),
+                "outcome": "passed" | "wrong" | "crashed" as outcome,
+                "said": str(said),
+            } if self._is_at(number):
+                self.verdicts[self._variants[number]] = Verdict(outcome, said)
                 self._busy = None
+
+    def _is_at(self, number: int) -> bool:
+        return self._busy is not None and self._busy in self._variants[number : number + 1]

@@ -40,6 +40,7 @@ def main() -> None:
     asked = json.load(sys.stdin)
     # should the parent be gone: not a handler, which would wait for the GPU, but the end
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # as the parent's thread may have it
     signal.alarm(int(asked["seconds"]) + SLACK_SECONDS)
     told = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints is none of these lines
