@@ -235,7 +235,7 @@ def test_a_chooser_tries_by_real_children_unless_told_otherwise(record, ran, tmp
 
     assert module.trial is trial_module.trial
     monkeypatch.setattr(module, "trial", trial)
-    gpu = Gpu(VERSIONS.gpu, INTERPRETER, shared_memory=2**31)
+    gpu = Gpu(VERSIONS.gpu, INTERPRETER)
     chooser = Chooser(CPU, gpu, FakeTimer(TIMES), Cache(tmp_path, VERSIONS), {})
     chooser.timed(record, ARGUMENTS)
     assert (asked, ran) == ([], [0])
