@@ -112,3 +112,14 @@ def test_a_kernel_that_pushes_stores_by_threads():
     for name in facts.instructions:
         without = {other: count for other, count in facts.instructions.items() if other != name}
         assert f"no {name}" in violations(entry, "sm_90", replace(facts, instructions=without))
+
+
+@pytest.mark.parametrize("kernel", ["softmax_statistics", "cross_entropy_grad"])
+def test_cross_entropy_loads_16_bytes_of_logits_at_a_time(kernel):
+    entry = ENTRIES[f"{kernel}/pointer/bf16/2048"]
+    assert "columns" not in entry.aligned
+    facts = replace(FACTS, aligned=entry.aligned, instructions={"LDG": 3, "LDG.128": 1})
+    assert [*violations(entry, "sm_90", facts)] == []
+    one_by_one = replace(facts, instructions={"LDG": 10})
+    assert [*violations(entry, "sm_90", one_by_one)] == ["no LDG.128"]
+    assert [*violations(entry, "gfx942", one_by_one)] == []
