@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -36,6 +36,8 @@ from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.target import INTERPRETER
+from tpkernels.kernels.tiles import candidates
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("kernels/*.py", "dispatch/*.py", "gate/*.py")
@@ -128,6 +130,8 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
 
 def _matmuls(of: Operands) -> Iterator[Case]:
     way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
+    in_three = replace(candidates("wgrad", "pointer", of.dtype, INTERPRETER)[0], splits=3)
+    split = partial(calls.product, replace(of, tile=in_three))
     for name, record in PRODUCTS.items():
         launcher, call = LAUNCHERS.get(name, name), partial(calls.product, of, name)
         options = signature(record.by_torch).parameters
@@ -140,8 +144,10 @@ def _matmuls(of: Operands) -> Iterator[Case]:
         elif record.changes_first:
             for into in (FP32, BF16):
                 yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
+                yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}/split", partial(split, name, into=into))
         else:
             yield Case(f"{launcher}/{way}", call)
+    yield Case(f"wgrad/{way}/split", partial(split, "wgrad"))
     for activation in ACTIVATIONS:
         yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
     yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
@@ -154,6 +160,12 @@ def _rows(of: Operands) -> Iterator[Case]:
     way = SHORT_NAMES[of.dtype]
     if of.dtype == FP32:  # which partial sums are in
         yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+        for word, into, accumulate in (
+            ("=bf16", BF16, False),
+            ("+=bf16", BF16, True),
+            ("+=fp32", FP32, True),
+        ):
+            yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
     yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
     yield Case(f"publish/{way}", partial(calls.publish, of))

@@ -155,7 +155,10 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
     ),
-    "wgrad": (),
+    "wgrad": (
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
+    ),
 }
 # kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
