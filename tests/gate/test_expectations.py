@@ -147,3 +147,14 @@ def test_kernels_in_roles_keep_what_they_are_written_for(change, expected):
     together = replace(LINEAR, name=LINEAR.name.replace("-flat", "-c1"))
     of_one = [*violations(together, "sm_90", replace(facts, **change))]
     assert of_one == ([] if "products_during_stores" in change else [expected])
+
+
+@pytest.mark.parametrize("kernel", ["softmax_statistics", "cross_entropy_grad"])
+def test_cross_entropy_loads_16_bytes_of_logits_at_a_time(kernel):
+    entry = ENTRIES[f"{kernel}/pointer/bf16/2048"]
+    assert "columns" not in entry.aligned
+    facts = replace(FACTS, aligned=entry.aligned, instructions={"LDG": 3, "LDG.128": 1})
+    assert [*violations(entry, "sm_90", facts)] == []
+    one_by_one = replace(facts, instructions={"LDG": 10})
+    assert [*violations(entry, "sm_90", one_by_one)] == ["no LDG.128"]
+    assert [*violations(entry, "gfx942", one_by_one)] == []

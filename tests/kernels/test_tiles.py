@@ -71,7 +71,7 @@ def test_what_no_tile_is_called_is_refused(name):
 def test_what_is_timed_on_hopper_changes_no_default():
     """Which is faster, a GPU says; until then launchers take what they took."""
     more = [k for k in KERNELS if candidates(k, "descriptor", BF16, H100) != _defaults(k, H100)]
-    assert more == ["linear", "dgrad", "dglu"]
+    assert more == ["linear", "dgrad", "dglu", "wgrad"]
     for kernel, rows, cols in product(KERNELS, (1, 512, 2048, 8192), (512, 1536, 14336)):
         assert default_tile(kernel, "descriptor", BF16, H100, rows, cols) in _defaults(kernel, H100)
         assert default_tile(kernel, "descriptor", BF16, B200, rows, cols) in _defaults(kernel, B200)

@@ -14,6 +14,7 @@ from tpkernels.gate.ptx import NO_FLAG
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = ("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad")
+LOGITS = ("softmax_statistics", "cross_entropy_grad")
 # integers that are multiples of nothing, and no part of a matrix's address
 COUNTS = {
     *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
@@ -26,6 +27,8 @@ def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     yield from _memory(entry, architecture, facts)
     yield from _addresses(entry, facts)
     yield from _order(entry, architecture, facts)
+    if kernel_of(entry) in LOGITS and not architecture.startswith("gfx"):
+        yield from _present(facts, "LDG.128")  # whatever the number of columns: padding is loaded too
     if kernel_of(entry) not in MATMULS:
         return
     if architecture.startswith("gfx"):

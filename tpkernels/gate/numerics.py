@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -42,7 +42,7 @@ from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.target import H100
+from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import candidates
 
 PACKAGE = Path(__file__).parents[1]
@@ -179,6 +179,10 @@ def _matmuls(of: Operands) -> Iterator[Case]:
     way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
     for name in PRODUCTS:
         yield from _product(of, name, way)
+    split = replace(candidates("wgrad", "pointer", of.dtype, INTERPRETER)[0], splits=3)
+    for name in ("wgrad", "wgrad_accumulate_"):
+        for case in _product(replace(of, tile=split), name, way):
+            yield replace(case, name=f"{case.name}/split")
     for activation in ACTIVATIONS:
         yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
     yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
@@ -191,6 +195,12 @@ def _rows(of: Operands) -> Iterator[Case]:
     way = SHORT_NAMES[of.dtype]
     if of.dtype == FP32:  # which partial sums are in
         yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+        for word, into, accumulate in (
+            ("=bf16", BF16, False),
+            ("+=bf16", BF16, True),
+            ("+=fp32", FP32, True),
+        ):
+            yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
     yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
     yield Case(f"publish/{way}", partial(calls.publish, of))

@@ -117,6 +117,10 @@ def choose(
     matrices: all that the kernel reads or writes, the first being one that is multiplied
     result: (rows, cols) of the product
     """
+    if tile is not None and tile.splits > 1 and kernel != "wgrad":
+        raise ValueError(
+            f"{launcher}: expected a tile with splits=1, got {tile.splits}: only wgrad adds them"
+        )
     if 0 in result:
         return "pointer", tile or default_tile(
             kernel, "pointer", matrices[0][1].dtype, target, *result
@@ -142,7 +146,7 @@ def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | Tens
 
 def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> tuple[int]:
     """Descriptor kernels are persistent: as many programs as stay resident. Others get a program a tile."""
-    tiles = tile.tiles(rows, cols)
+    tiles = tile.tiles(rows, cols) * tile.splits
     persistent = form == "descriptor" or target.backend == "interpreter"
     return (min(tiles, target.processors * tile.per_processor) if persistent else tiles,)
 

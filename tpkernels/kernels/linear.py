@@ -69,6 +69,8 @@ def _linear_fwd_kernel(
             n_part = n + p * PART
             value = parts[p]
             if HAS_BIAS:
+                # Neither before the loop over k nor all parts at once: 128x256 spills then. The assembler
+                # starts the loads of the first part beside the last product as it is.
                 value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
             if KEEP_Z:
                 store_block(z, value, t, n_part, T, N, N, 1, TMA)
