@@ -15,11 +15,9 @@ from tpkernels.dispatch import trial as trial_module
 from tpkernels.dispatch import verdicts as module
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.chooser import Chooser
-from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.trial import Report, Verdict
 from tpkernels.dispatch.verdicts import lack, recorded
 from tpkernels.kernels import matmul_tile
-from tpkernels.kernels.target import INTERPRETER
 from tpkernels.kernels.tiles import MatmulTile
 
 PLAIN = MatmulTile(32, 32, 32, num_warps=4, num_stages=1)
@@ -225,7 +223,9 @@ def test_what_keeps_a_child_from_trying(monkeypatch):
     assert lack(CPU) == "cpu is no GPU"
 
 
-def test_a_chooser_tries_by_real_children_unless_told_otherwise(record, ran, tmp_path, monkeypatch):
+def test_a_chooser_tries_by_real_children_unless_told_otherwise(
+    record, ran, make_chooser, tmp_path, monkeypatch
+):
     """On its own device, and never on what is no GPU."""
     asked = []
 
@@ -235,8 +235,7 @@ def test_a_chooser_tries_by_real_children_unless_told_otherwise(record, ran, tmp
 
     assert module.trial is trial_module.trial
     monkeypatch.setattr(module, "trial", trial)
-    gpu = Gpu(VERSIONS.gpu, INTERPRETER)
-    chooser = Chooser(CPU, gpu, FakeTimer(TIMES), Cache(tmp_path, VERSIONS), {})
+    chooser = Chooser(CPU, make_chooser().gpu, FakeTimer(TIMES), Cache(tmp_path, VERSIONS), {})
     chooser.timed(record, ARGUMENTS)
     assert (asked, ran) == ([], [0])
     monkeypatch.setattr(module, "lack", lambda device: None)

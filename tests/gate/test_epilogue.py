@@ -104,3 +104,15 @@ def test_a_buffer_is_known_by_its_address_and_copies_of_it_are_counted():
     )
     assert unordered_roles(Flow.of(other.replace("wait_group.read 	0", "wait_group.read 	1", 2))) == ()
     assert unordered_roles(Flow.of(other.replace(READ, ""))) == (STILL_READ,)
+
+
+def test_a_register_that_may_change_is_not_an_address_of_a_buffer():
+    value = Flow.of(
+        "mov.b32 %r1, 8;\nadd.s32 %r2, %r1, 8;\nadd.s32 %r3, %r1, 8;\nmov.b32 %r4, 8;\n@%p1 mov.b32 %r4, 9;\n"
+        "add.s32 %r5, %r4, 8;\nld.shared.b32 %r6, [%r1];\nmov.b32 %r7, 8;\n@%p1 ld.global.b32 {%r7}, [%rd1];"
+    ).value
+    assert value("%r2") == value("%r3") != value("%r1")
+    assert all(isinstance(value(register), int) for register in ("%r1", "%r2"))
+    assert [value(register) for register in ("%r4", "%r5", "%r6", "%r7", "%r8")] == [
+        *("%r4", "%r5", "%r6", "%r7", "%r8")
+    ]

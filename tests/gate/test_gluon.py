@@ -10,6 +10,7 @@ import torch
 
 from tests.gate.test_ahead_of_time import compiling, printed
 from tpkernels.gate.ahead_of_time import Entry, Facts
+from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx_flow import PRODUCT, TENSOR_LOAD, Flow
 from tpkernels.gate.recording import HAS_GLUON, MetaOperands, recorded
@@ -65,6 +66,18 @@ print(json.dumps(compile_entry(ring(), "sm_90").as_json()))
 entry = ring()
 print(triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options).asm["ptx"])
 """
+DGLU = """
+import json
+from tests.gate.test_gluon import in_roles
+from tpkernels.gate.ahead_of_time import compile_entry
+print(json.dumps([compile_entry(entry, "sm_90").as_json() for entry in in_roles("dglu")]))
+"""
+
+
+def in_roles(kernel: str) -> list[Entry]:
+    """The entry with the costliest epilogue of each tile that is in roles."""
+    named = [entry for entry in catalog() if re.match(rf"{kernel}/.*-c\d/", entry.name)]
+    return [*{entry.name.rpartition("/")[0]: entry for entry in reversed(named)}.values()]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +115,15 @@ def test_what_another_role_loads_is_not_exposed(facts):
     assert (facts.exposed_waits, facts.serial_stores) == (0, 0)
     assert (facts.loads_during_stores, facts.products_during_stores) == (True, False)
     assert facts.unordered_roles == ()
+
+
+def test_dglu_in_roles_waits_for_nothing_that_it_loads():
+    if not in_roles("dglu"):
+        pytest.skip("the catalog has no dglu in roles of warps")
+    for value in json.loads(printed(compiling(DGLU))):
+        facts = Facts.from_json(value)
+        assert (facts.exposed_waits, facts.serial_stores, facts.unordered_roles) == (0, 0, ())
+        assert facts.loads_during_stores
 
 
 def test_roles_are_told_apart(told):

@@ -101,15 +101,16 @@ def sizes_for(tile: MatmulTile, target: Target, unit: int) -> dict[str, tuple[in
 
     A single tile of a single step leaves most buffers, and all but one group of warps, without work. Of the
     larger ones each resident program gets three tiles or more, each of its groups two, one program one more;
-    a tile takes more steps than there are buffers, so that each of these is filled again. Ragged ones end
-    within a tile and within a step, and their sizes are not divisible by 16, which Triton compiles apart.
+    a tile takes one step more than fills each buffer twice, so that the next tile begins with another buffer.
+    Ragged ones end within a tile and within a step, and their sizes are not divisible by 16, which Triton
+    compiles apart.
 
     unit: the elements that TMA moves at least; rows of matrices are made of whole ones
     """
     turns = 1 + 2 * max(1, tile.consumers)
     row_tiles = -(-(turns * target.processors * tile.per_processor + 1) // COL_TILES)
     rows, cols = row_tiles * tile.block_rows, COL_TILES * tile.block_cols
-    depth = (tile.num_stages + 2) * tile.block_depth
+    depth = (2 * tile.num_stages + 1) * tile.block_depth
     return {
         "a single tile": (tile.block_rows, tile.block_cols, tile.block_depth),
         "full tiles": (rows, cols, depth),

@@ -181,8 +181,8 @@ def _matmuls(of: Operands) -> Iterator[Case]:
         yield from _product(of, name, way)
     split = replace(candidates("wgrad", "pointer", of.dtype, INTERPRETER)[0], splits=3)
     for name in ("wgrad", "wgrad_accumulate_"):
-        for case in _product(replace(of, tile=split), name, way):
-            yield replace(case, name=f"{case.name}/split")
+        for one in _product(replace(of, tile=split), name, way):
+            yield replace(one, name=f"{one.name}/split")
     for activation in ACTIVATIONS:
         yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
     yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))

@@ -32,7 +32,10 @@ _ALL_THREADS = re.compile(r"\.reqntid\s+(\d+)")
 BARRIER_OF_ALL = re.compile(r"\bbar(?:rier)?\.sync\s+\d+;")  # of the block
 _WORK = re.compile(r"\b(?:wgmma|cp\.async\.bulk|mbarrier|ld\.global|st\.global)\.")
 _REGISTER = re.compile(r"%[a-z]+\d+")
-_COMPUTED = re.compile(r"^(?!ld\.(?!param)|atom|ldmatrix|@)(\S+)\s+(%[a-z]+\d+),\s*(.*);$")
+_COMPUTED = re.compile(
+    r"^(?!ld\.(?!param)|atom|@)(\S+\s+)%[a-z]+\d+,\s*(.*);$"
+)  # from operands alone, and always
+_WRITTEN = re.compile(r"^(?:@\S+\s+)?\S+\s+(\{[^}]*\}|%[a-z]+\d+(?:\|%[a-z]+\d+)?)")
 
 State = frozenset[tuple[str, int | str]]  # what may hold, and of what
 _Graph = Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
@@ -93,12 +96,14 @@ class Flow:
 
     @cached_property
     def _definitions(self) -> Mapping[str, str | None]:
-        """Register -> how it is computed; None for what is computed in several places."""
+        """Register -> how it is computed; None for what memory holds, or is written in several places."""
         found: dict[str, str | None] = {}
         for line in self.lines:
-            if computed := _COMPUTED.match(line):
-                again = computed[2] in found
-                found[computed[2]] = None if again else f"{computed[1]} {computed[3]}"
+            if written := _WRITTEN.match(line):
+                computed = _COMPUTED.match(line)
+                for register in _REGISTER.findall(written[1]):
+                    again = register in found
+                    found[register] = computed[1] + computed[2] if computed and not again else None
         return found
 
     def _tables(self) -> Iterator[tuple[str, list[str]]]:

@@ -55,6 +55,7 @@ def unordered_roles(flow: Flow) -> tuple[str, ...]:
 
 
 def _released(role: Role) -> list[str]:
+    """Read and awaited before it is released; awaited before the results are staged."""
     lines = role.flow.lines
 
     def step(at: int, state: State) -> State:
@@ -155,10 +156,10 @@ def _made(role: Role) -> list[str]:
         if _FENCE.search(line) and ("made", 0) in state:
             return state - {("made", 0)} | {("told", 0)}
         if BARRIER_OF_ALL.search(line):
-            known = (
+            fenced = (
                 {("told", 0)} if several else {("told", 0), ("made", 0)}
-            )  # one role: Triton writes no fence
-            return state - known | {("begun", 0)}
+            )  # Triton's own loops have no fence
+            return state - fenced | {("begun", 0)}
         return state
 
     before = role.before_each(step)
