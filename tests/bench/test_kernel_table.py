@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bench import kernel_table, waves
+from tests.gate.test_budgets import compiled_by
 from tpkernels.gate import budgets
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
 from tpkernels.gate.budgets import REGISTER_UNIT
@@ -30,8 +31,9 @@ def test_page_of_kernels_agrees_with_the_budgets():
     rows = rows_of(PAGE.read_text())
     for i, minor in enumerate(MINORS):
         table = budgets.read()[minor]
-        assert rows.keys() == table.keys(), "write it anew, see bench/kernel_table.py"
-        for (architecture, name), (registers, shared, spills) in rows.items():
+        ours = {key: row for key, row in rows.items() if compiled_by(minor, key[1])}
+        assert ours.keys() == table.keys(), "write it anew, see bench/kernel_table.py"
+        for (architecture, name), (registers, shared, spills) in ours.items():
             budget = table.of(architecture, name)
             rounded = -(-registers[i] // REGISTER_UNIT) * REGISTER_UNIT
             assert (rounded, shared[i], spills[i]) == (budget.registers, budget.shared, budget.spills), name

@@ -1,5 +1,6 @@
 """The table of budgets: what counts as over, and how it is kept."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -111,7 +112,13 @@ def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
     table = budgets.read()
     assert set(table) == {"3.6", "3.7"}
     for minor, rows in table.items():
-        assert rows.keys() == current, f"run `check --update` on Triton {minor}"
+        expected = {(gpu, name) for gpu, name in current if compiled_by(minor, name)}
+        assert rows.keys() == expected, f"run `check --update` on Triton {minor}"
+
+
+def compiled_by(minor, name):
+    """Tiles with consumers are written in Gluon, which is of another form before Triton 3.7."""
+    return minor != "3.6" or not re.search(r"-c\d", name)
 
 
 DAMAGE = {
