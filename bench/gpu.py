@@ -116,9 +116,9 @@ def stages_of(out: Path, jobs: int) -> list[Stage]:
 
     def tune() -> list[Command]:
         file = str(out / "tune" / "tune.json")
-        return [
-            [python, "-m", "tpkernels", "tune", "--shapes", sizes_of(GPU_SET), "--no-bias", "--json", file]
-        ]
+        # what is left then, benchmarks choose for themselves where they come to it
+        few = ("--no-bias", "--seconds", "180", "--json", file)
+        return [[python, "-m", "tpkernels", "tune", "--shapes", sizes_of(GPU_SET), *few]]
 
     def benchmarks() -> list[Command]:
         return [

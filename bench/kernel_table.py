@@ -11,13 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import waves
+
 HEADER = """# Kernels as compiled
 
-Registers a thread, shared memory a block (bytes), spill instructions and instruction mix of every catalog
-entry, read off compiled code without a GPU. Nothing here is a time. Measured {date} with Triton {versions},
-by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two numbers in a column are of
-these versions in this order, the mix is of the last. What is asserted of a row: [the check](check.md).
+Of every catalog entry, read off compiled code without a GPU: registers a thread, shared memory a block
+(bytes), spill instructions, blocks that an SM holds, what an epilogue waits for, what can run while it
+stores, and instructions, with the registers of each role of warps. Nothing here is a time. Measured {date}
+with Triton {versions}, by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two
+numbers in a column are of these versions in this order, the last two columns of the last. What is asserted of
+a row, and what the columns count: [the check](check.md#epilogues).
 """
+COLUMNS = {  # fact -> what the page calls it
+    "registers": "registers",
+    "shared": "shared",
+    "spills": "spills",
+    "blocks": "blocks an SM",
+    "exposed_waits": "exposed waits",
+    "serial_stores": "serial stores",
+}
 SHOWN = (
     "HGMMA",
     "UTCHMMA",
@@ -43,26 +55,32 @@ def table(date: str, reports: list[dict[str, Any]]) -> Iterator[str]:
             rows.setdefault(one["architecture"], {}).setdefault(one["entry"], []).append(one["facts"])
     for architecture, entries in rows.items():
         yield f"## {architecture}\n"
-        yield "| entry | registers | shared | spills | instructions |"
-        yield "|---|---|---|---|---|"
+        yield f"| entry | {' | '.join(COLUMNS.values())} | beside stores | instructions |"
+        yield "|---" * (len(COLUMNS) + 3) + "|"
         for name, facts in entries.items():
-            numbers = [_both(facts, key) for key in ("registers", "shared", "spills")]
-            yield f"| {name} | {' | '.join(numbers)} | {_mix(facts[-1])} |"
+            numbers = " | ".join(_both(facts, key) for key in COLUMNS)
+            yield f"| {name} | {numbers} | {_beside(facts[-1])} | {_mix(facts[-1])} |"
         yield ""
+    yield from waves.table()
 
 
 def _both(facts: list[dict[str, Any] | None], key: str) -> str:
     """One number where the versions agree, else one of each."""
-    numbers = ["-" if one is None else f"{one[key]:,}" for one in facts]
+    numbers = ["-" if one is None or one.get(key) is None else f"{one[key]:,}" for one in facts]
     return numbers[0] if len(set(numbers)) == 1 else " / ".join(numbers)
+
+
+def _beside(facts: dict[str, Any] | None) -> str:
+    """What can run while results are stored."""
+    return ", ".join(what for what in ("products", "loads") if facts and facts.get(f"{what}_during_stores"))
 
 
 def _mix(facts: dict[str, Any] | None) -> str:
     if facts is None:
         return "does not compile"
-    return ", ".join(
-        f"{name} {facts['instructions'][name]}" for name in SHOWN if name in facts["instructions"]
-    )
+    roles = [f"roles {'/'.join(map(str, facts['role_registers']))}"] if facts.get("role_registers") else []
+    counts = [f"{name} {facts['instructions'][name]}" for name in SHOWN if name in facts["instructions"]]
+    return ", ".join(counts + roles)
 
 
 if __name__ == "__main__":

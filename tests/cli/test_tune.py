@@ -1,5 +1,6 @@
 """`python -m tpkernels tune`, as a user types it; timing itself by a fake clock."""
 
+import itertools
 import json
 import sys
 
@@ -23,7 +24,7 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     printed = capsys.readouterr().out
     announced, _, rest = printed.partition("\n")
     assert announced == (
-        "3 problems, 15 candidates, 11 kernels to compile: about 28 s (2 s a kernel, 2 s a problem)"
+        "3 problems, 19 candidates, 15 kernels to compile: about 36 s (2 s a kernel, 2 s a problem)"
     )
     assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())
@@ -80,6 +81,7 @@ BAD = {
     "dtype": ["--shapes", "1x1x1", "--dtype", "fp8", "--dry-run"],
     "gpu": ["--shapes", "1x1x1", "--gpu", "tpu", "--dry-run"],
     "gpu_without_dry_run": ["--shapes", "1x1x1", "--gpu", "h100"],
+    "seconds": ["--shapes", "1x1x1", "--dry-run", "--seconds", "0"],
     "unwritable": ["--shapes", "1x1x1", "--dry-run", "--json", "/nowhere/file.json"],
 }
 
@@ -174,3 +176,10 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
     timer.milliseconds = {found: 0.5, **TRITON_WINS, "triton/pointer": 1.1}
     assert main([*command, "--thorough", "--steps", "dgrad"]) == 0
     assert f"dgrad bfloat16 64x48x32 rows,rows,rows: {found} (timed" in capsys.readouterr().out
+
+
+def test_tune_begins_nothing_after_its_seconds(timer, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "monotonic", itertools.count(0, 10).__next__)  # began at 0, then at 10, 20, ...
+    assert main(["tune", "--shapes", "64x48x32", "--seconds", "25"]) == 0
+    printed = capsys.readouterr().out
+    assert (printed.count("(timed: triton/"), printed.count(": left, --seconds 25 are over")) == (2, 7)

@@ -1,6 +1,6 @@
 """Choices made on the CPU: a fake clock, and kernels in the interpreter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -11,6 +11,9 @@ import torch
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.gpus import Gpu
+from tpkernels.dispatch.trial import Report, Verdict
+from tpkernels.dispatch.variant import Variant
+from tpkernels.dispatch.verdicts import Verdicts
 from tpkernels.kernels.target import INTERPRETER
 
 CPU = torch.device("cpu")
@@ -36,6 +39,11 @@ MakeChooser = Callable[..., Chooser]
 TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
 
 
+def all_pass(variants: Sequence[Variant]) -> Report:
+    """A trial without a child process."""
+    return Report(dict.fromkeys(variants, Verdict("passed")))
+
+
 def need_interpreter() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter, which is off where there is a GPU")
@@ -58,15 +66,18 @@ def make_chooser(tmp_path: Path) -> MakeChooser:
         shipped: Mapping[str, Choice] | None = None,
         obstacle: str | None = None,
         clock: Callable[[], float] = perf_counter,
+        trial: Callable[[Sequence[Variant]], Report] = all_pass,
     ) -> Chooser:
+        cache = Cache(tmp_path, VERSIONS)
         return Chooser(
             CPU,
             Gpu(VERSIONS.gpu, INTERPRETER),
             timer or FakeTimer(TRITON_WINS),
-            Cache(tmp_path, VERSIONS),
+            cache,
             shipped or {},
             lambda device: obstacle,
             clock,
+            Verdicts(cache, trial, lambda: obstacle),
         )
 
     return make

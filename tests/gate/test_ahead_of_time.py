@@ -117,6 +117,21 @@ def test_facts_of_a_descriptor_kernel(told):
     assert facts.seconds > 0
 
 
+def test_facts_of_epilogues_that_load_and_store_in_turn(told):
+    dglu = Facts.from_json(told["dglu_descriptor"])
+    assert (dglu.exposed_waits, dglu.serial_stores) == (8, 11)  # of 8 loads and 12 stores
+    assert (dglu.products_during_stores, dglu.loads_during_stores) == (False, False)
+    assert Facts.from_json(told["dgrad_descriptor"]).exposed_waits == 4
+    assert Facts.from_json(told["linear_descriptor"]).exposed_waits == 0
+    assert Facts.from_json(told["linear_pointer"]).exposed_waits is None  # on sm_80
+
+
+def test_blocks_of_an_sm_are_known_of_nvidia(told):
+    assert Facts.from_json(told["linear_descriptor"]).blocks == 1
+    assert Facts.from_json(told["linear_pointer"]).blocks == 1
+    assert Facts.from_json(told["amd"]).blocks is None
+
+
 def test_facts_of_an_amd_kernel(told):
     facts = Facts.from_json(told["amd"])
     assert 0 < facts.registers <= 512

@@ -9,6 +9,8 @@ import pytest
 import torch
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.dispatch import primitives, products
@@ -137,12 +139,17 @@ def test_one_of_several_kernels_is_the_entry_and_stages_may_be_tritons():
     assert entry_of(calls.rms_norm, of).function == "_norm_fwd_kernel"
 
 
+def swizzled(cols: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout.get_default_for([32, cols], bfloat16)
+
+
 def test_types_and_alignment_are_tritons_own():
     matrix = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
     for value in (
         *(matrix, matrix[:, 1:], matrix.float(), matrix.half(), matrix.int(), matrix.long()),
         *(0, 2, 16, 17, -(2**31), 2**31 - 1, 2**31, 0.5, 1.0),
         TensorDescriptor(matrix, [64, 64], [64, 1], [32, 16]),
+        *(GluonDescriptor(matrix, [64, 64], [64, 1], [32, 16 * n], swizzled(16 * n)) for n in (1, 2, 4)),
     ):
         kind, hint = native_specialize_impl(CUDABackend, value, False, True, True)
         assert (_type_of(value), _is_aligned(value)) == (kind, hint == "D")

@@ -112,3 +112,49 @@ def test_a_kernel_that_pushes_stores_by_threads():
     for name in facts.instructions:
         without = {other: count for other, count in facts.instructions.items() if other != name}
         assert f"no {name}" in violations(entry, "sm_90", replace(facts, instructions=without))
+
+
+def test_more_blocks_than_an_sm_holds_are_seen():
+    twice = replace(LINEAR, name=LINEAR.name.replace("-flat", "-x2"))
+    fits = replace(FACTS, registers=128, threads=256, shared=113 * 1024)
+    assert [*violations(twice, "sm_90", fits)] == []
+    assert [*violations(LINEAR, "sm_90", replace(fits, registers=129))] == []
+    assert [*violations(twice, "sm_90", replace(fits, registers=129))] == [
+        "2 blocks an SM are launched, its registers hold 1"
+    ]
+    assert [*violations(twice, "sm_90", replace(fits, shared=113 * 1024 + 1))] == [
+        "2 blocks an SM are launched, its bytes of shared memory hold 1"
+    ]
+
+
+def test_steps_between_warps_are_asked_of_all():
+    assert "no fence" in violations(LINEAR, "sm_90", replace(FACTS, unordered_roles=("no fence",)))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"exposed_waits": 8}, "8 waits for copies that the same warps start, expected none of a consumer"),
+        ({"loads_during_stores": False}, "no role of its own loads while results are stored"),
+        ({"products_during_stores": False}, "no product can run while results are stored"),
+    ],
+)
+def test_kernels_in_roles_keep_what_they_are_written_for(change, expected):
+    facts = replace(FACTS, exposed_waits=0, loads_during_stores=True, products_during_stores=True)
+    ping_pong = replace(LINEAR, name=LINEAR.name.replace("-flat", "-c2"))
+    assert [*violations(ping_pong, "sm_90", facts)] == []
+    assert [*violations(ping_pong, "sm_90", replace(facts, **change))] == [expected]
+    together = replace(LINEAR, name=LINEAR.name.replace("-flat", "-c1"))
+    of_one = [*violations(together, "sm_90", replace(facts, **change))]
+    assert of_one == ([] if "products_during_stores" in change else [expected])
+
+
+@pytest.mark.parametrize("kernel", ["softmax_statistics", "cross_entropy_grad"])
+def test_cross_entropy_loads_16_bytes_of_logits_at_a_time(kernel):
+    entry = ENTRIES[f"{kernel}/pointer/bf16/2048"]
+    assert "columns" not in entry.aligned
+    facts = replace(FACTS, aligned=entry.aligned, instructions={"LDG": 3, "LDG.128": 1})
+    assert [*violations(entry, "sm_90", facts)] == []
+    one_by_one = replace(facts, instructions={"LDG": 10})
+    assert [*violations(entry, "sm_90", one_by_one)] == ["no LDG.128"]
+    assert [*violations(entry, "gfx942", one_by_one)] == []

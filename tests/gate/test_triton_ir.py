@@ -77,3 +77,37 @@ def test_narrow_offsets_are_followed_through_branches_and_loops(change):
 
     assert findings(SOUND | {"OFFSET": change.get("OFFSET", "%zero")}) == ()
     assert findings(SOUND | change) == ("%bad = arith.muli %n, %n : i32",)
+
+
+ROLES = """
+  tt.func public @kernel(%x: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x"(#loc)), %n: i32) {
+    %zero = arith.constant 0 : i32 loc(#loc1)
+    %bad = arith.muli %n, %n : i32 loc(#loc1)
+    ttg.warp_specialize(%x, %zero, HANDED) attributes {requestedRegisters = array<i32: 24, 24>}
+    default {
+      %1 = arith.addi %zero, %zero : i32 loc(#loc1)
+      %2 = tt.addptr %x, %1 : !tt.ptr<bf16>, i32 loc(#loc1)
+      ttg.warp_yield loc(#loc)
+    }
+    partition0(%arg0: !tt.ptr<bf16> loc("x"), %arg1: i32 loc("z"), %arg2: i32 loc("b")) num_warps(1) {
+      %1 = arith.addi %arg1, %arg2 : i32 loc(#loc1)
+      ttg.warp_return loc(#loc)
+    }
+    partition1(%arg0: !tt.ptr<bf16> loc("x"), %arg1: i32 loc("z"), %arg2: i32 loc("b")) num_warps(1) {
+      %1 = arith.addi %arg1, ADDED : i32 loc(#loc1)
+      %2 = tt.addptr %arg0, %1 : !tt.ptr<bf16>, i32 loc(#loc1)
+      ttg.warp_return loc(#loc)
+    } : (!tt.ptr<bf16>, i32, i32) -> ()
+    tt.return
+  }
+"""
+
+
+@pytest.mark.parametrize(
+    ("handed", "added", "narrow"),
+    [("%bad", "%arg2", True), ("%zero", "%arg2", False), ("%bad", "%arg1", False)],
+    ids=["handed_to_a_role", "sound", "used_by_another_role"],
+)
+def test_narrow_offsets_are_followed_into_roles_of_warps(handed, added, narrow):
+    text = ROLES.replace("HANDED", handed).replace("ADDED", added)
+    assert triton_ir.narrow_offsets(text) == (("%bad = arith.muli %n, %n : i32",) if narrow else ())

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import triton.language as tl
 from torch.nn import functional
+from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
 from tpkernels.kernels import reference
@@ -64,6 +66,54 @@ def test_cross_entropy_matches_float64(shape, smoothed, dtype, device):
     over = cross_entropy_grad(logits, target, *totals(statistics), dloss, **options, into=logits)
     assert over is logits
     assert torch.equal(over, ours)
+
+
+PADDED = 80  # a row of whole 16-byte units, and two and a half tiles of the interpreter
+
+
+@pytest.mark.parametrize("columns", [0, 1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 79, 80])
+@pytest.mark.parametrize("padding", [float("nan"), float("inf"), float("-inf")])
+def test_padding_is_loaded_and_counts_for_nothing(columns, padding, device):
+    """The bits of logits that end at `columns`, which are loaded element by element."""
+    padded = torch.full((5, PADDED), padding, dtype=torch.bfloat16, device=device)
+    padded[:, :columns] = 3 * normal(5, columns, torch.bfloat16, device)
+    ending = padded[:, :columns].contiguous()
+    target = torch.tensor(
+        [0, columns - 1, -1, columns, columns + 3], device=device
+    )  # ours, ignored, of others
+    dloss = torch.randn(5, device=device)
+    statistics = softmax_statistics(padded, target, columns=columns)
+    assert torch.equal(statistics, softmax_statistics(ending, target))
+    maximum, total = totals(statistics)
+    dlogits = cross_entropy_grad(padded, target, maximum, total, dloss, columns=columns)
+    assert torch.equal(dlogits[:, :columns], cross_entropy_grad(ending, target, maximum, total, dloss))
+    assert not dlogits[:, columns:].any()
+    over = cross_entropy_grad(padded, target, maximum, total, dloss, columns=columns, into=padded)
+    assert torch.equal(over, dlogits)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter shows what is loaded")
+@pytest.mark.parametrize("width", [PADDED, 83])
+@pytest.mark.parametrize("columns", [9, 33, 80])
+def test_no_load_leaves_a_row(width, columns, monkeypatch):
+    """Not even for padding: behind the last row there may be no memory at all."""
+    logits, target = normal(5, width, torch.bfloat16, "cpu"), torch.tensor([0, 1, -1, 8, 0])
+    statistics = softmax_statistics(logits, target, columns=columns)
+    loaded: set[int] = set()
+
+    def load(self, ptrs, mask, *others):
+        if ptrs.get_element_ty() == tl.bfloat16:  # as nothing but the logits is
+            loaded.update(ptrs.data[mask.data.astype(bool)].tolist())
+        return sound(self, ptrs, mask, *others)
+
+    sound = InterpreterBuilder.create_masked_load
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load)
+    softmax_statistics(logits, target, columns=columns)
+    cross_entropy_grad(logits, target, *totals(statistics), statistics[0], columns=columns)
+    tiles_end = min(width, -(-columns // 32) * 32)
+    assert loaded == {
+        logits[row, column].data_ptr() for row in (0, 1, 3, 4) for column in range(tiles_end)
+    }  # and none of the row that is ignored
 
 
 EXTREME = {

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.checks import DTYPES, assert_accurate, raise_if_late
 from tests.kernels.test_gather_linear import EPOCH, PATIENCE, arrivals, interpreted
-from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import SlotSumTile
@@ -57,6 +57,23 @@ def test_reduce_slots_takes_any_strides(device):
     wide = random_slots((45, 3, 80), torch.float16, device)
     slots = wide.transpose(0, 1)[:, :, ::2]
     assert torch.equal(reduce_slots(slots), reduce_slots_ref(slots))
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_slots_are_added_into_a_matrix_of_any_dtype_and_strides(shape, dtype, accumulate, device):
+    """The old values last, in fp32; where they are not asked for they may be NaN."""
+    slots = random_slots(shape, torch.float32, device)
+    wide = torch.full((shape[1], 2 * shape[2]), float("nan"), dtype=dtype, device=device)
+    y = wide[:, ::2]
+    if accumulate:
+        y.normal_()
+    total = reduce_slots_ref(slots)
+    expected = (total + y.float() if accumulate else total).to(dtype)
+    add_slots(y, slots, accumulate=accumulate)
+    assert torch.equal(y, expected)
+    assert wide[:, 1::2].isnan().all()
 
 
 @interpreted

@@ -1,5 +1,7 @@
 """`wgrad` and `wgrad_accumulate_` against float64, for every dtype of the accumulator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,13 @@ from tests.kernels.checks import (
     normal,
 )
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
+from tpkernels.kernels import launch
+from tpkernels.kernels.dgrad import dgrad
+from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.reduce import add_slots
 from tpkernels.kernels.reference import wgrad_accumulate_ref_, wgrad_ref
+from tpkernels.kernels.target import H100
+from tpkernels.kernels.tiles import MatmulTile, candidates, default_tile
 from tpkernels.kernels.wgrad import wgrad, wgrad_accumulate_
 
 
@@ -104,6 +112,119 @@ def test_wgrad_accumulate_of_no_tokens_changes_nothing(device, frames):
     before = main_grad.clone()
     wgrad_accumulate_(main_grad, *operands((0, 8, 16), torch.bfloat16, device), tile=TILE)
     assert torch.equal(main_grad, before)
+
+
+def in_parts(splits):
+    return replace(TILE, splits=splits)
+
+
+SPLIT = {"one_tile": 2, "ragged": 2, "aligned": 5}  # of 1, 3 and 3 steps of 32 tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("shape", "splits"), SPLIT.items(), ids=SPLIT.keys())
+def test_split_wgrad_adds_sums_of_every_nth_step_in_order_to_the_bit(shape, splits, dtype, device):
+    dy, x = operands(SHAPES[shape], dtype, device)
+    step_of = torch.arange(len(x), device=device) // TILE.block_depth
+    exact = torch.zeros(dy.shape[1], x.shape[1], device=device)
+    for split in range(splits):
+        mine = step_of % splits == split
+        exact += wgrad(dy[mine], x[mine], dtype=torch.float32, tile=TILE)
+    assert torch.equal(wgrad(dy, x, dtype=torch.float32, tile=in_parts(splits)), exact)
+    assert torch.equal(wgrad(dy, x, tile=in_parts(splits), form="pointer"), exact.to(dtype))
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=[f"grad_{name}" for name in DTYPES])
+@pytest.mark.parametrize("shape", [SHAPES["ragged"], SHAPES["aligned"]], ids=["ragged", "aligned"])
+def test_split_wgrad_is_added_in_fp32_and_rounded_once(shape, grad_dtype, device, frames):
+    dy, x = operands(shape, torch.bfloat16, device)
+    main_grad = framed_grad(shape, grad_dtype, device, frames)
+    once = (wgrad(dy, x, dtype=torch.float32, tile=in_parts(2)) + main_grad.float()).to(grad_dtype)
+    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(2))
+    assert torch.equal(main_grad, once)
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "expanded"])
+def test_split_wgrad_takes_a_main_grad_of_any_layout(layout, device):
+    dy, x = operands(SHAPES["aligned"], torch.float16, device)
+    main_grad = LAYOUTS[layout](normal(dy.shape[1], x.shape[1], torch.float32, device))
+    exact = main_grad.double() + dy.double().T @ x.double()
+    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(3))
+    assert_accurate(main_grad, exact)
+
+
+def test_split_wgrad_by_descriptors_takes_columns_that_fill_no_16_bytes(device):
+    """x and main_grad lie in rows of 16-byte units, and so do the slots."""
+    dy, x = (normal(70, cols, torch.bfloat16, device) for cols in (40, 48))
+    main_grad = torch.zeros(40, 48, device=device)
+    wgrad_accumulate_(main_grad[:, :45], dy, x[:, :45], tile=in_parts(2), form="descriptor")
+    assert_accurate(main_grad[:, :45], dy.double().T @ x[:, :45].double())
+    assert not main_grad[:, 45:].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("token", [0, 40, 70])
+def test_split_wgrad_hides_no_number_that_is_none(token, value, device):
+    dy, x = (normal(71, 40, torch.float32, device).abs() for _ in range(2))
+    dy[token, 3] = value
+    dw = wgrad(dy, x, tile=in_parts(3))
+    assert dw[3].isnan().all() if value != value else dw[3].isinf().all()
+    assert dw[[0, 1, 2, *range(4, 40)]].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())
+def test_split_wgrad_takes_empty(shape, device):
+    dy, x = operands(shape, torch.bfloat16, device)
+    torch.testing.assert_close(wgrad(dy, x, tile=in_parts(2)), wgrad_ref(dy, x))
+    main_grad = normal(dy.shape[1], x.shape[1], torch.bfloat16, device)
+    before = main_grad.clone()
+    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(2))
+    assert torch.equal(main_grad, before)
+
+
+def test_split_wgrad_without_its_last_part_is_out_of_bounds(device, monkeypatch):
+    def without_last(dw, slots, *, accumulate):
+        add_slots(dw, slots[:-1], accumulate=accumulate)
+
+    monkeypatch.setattr("tpkernels.kernels.wgrad.add_slots", without_last)
+    dy, x = operands(SHAPES["aligned"], torch.bfloat16, device)
+    dw = wgrad(dy, x, dtype=torch.float32, tile=in_parts(3))
+    assert relative_error(dw, dy.double().T @ x.double()) > 100 * BOUND[torch.float32]
+
+
+def test_split_wgrad_launches_a_program_for_each_part_of_a_tile(monkeypatch):
+    launched, sound = [], launch.on
+
+    def on(device, kernel, grid):
+        launched.append((kernel.__name__, grid))
+        return sound(device, kernel, grid)
+
+    monkeypatch.setattr(launch, "on", on)
+    monkeypatch.setattr(
+        launch, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
+    )
+    dy, x = (torch.empty(8192, cols, dtype=torch.bfloat16, device="meta") for cols in (512, 1024))
+    tile = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True)
+    with launch.recording(H100) as launches:
+        for splits in (1, 4, 16):
+            wgrad(dy, x, tile=replace(tile, splits=splits))
+    assert [grid for name, grid in launched if name == "_wgrad_kernel"] == [(16,), (64,), (132,)]
+    assert [name for name, _ in launched].count("_add_slots_kernel") == 2
+    slots = launches[1].arguments[2]
+    assert (slots.base.dtype, slots.base.shape) == (torch.float32, (4 * 512, 1024))
+
+
+def test_no_launcher_splits_unless_told_to():
+    assert {tile.splits for tile in candidates("wgrad", "descriptor", torch.bfloat16, H100)} == {1, 2, 4}
+    for rows, cols in ((16, 64), (512, 1024), (4096, 512), (1792, 4096), (8192, 8192)):
+        assert default_tile("wgrad", "descriptor", torch.bfloat16, H100, rows, cols).splits == 1
+
+
+@pytest.mark.parametrize("start", [linear_fwd, dgrad], ids=["linear_fwd", "dgrad"])
+def test_other_products_refuse_a_tile_that_splits(start, device):
+    x, weight = normal(32, 32, torch.float32, device), normal(32, 32, torch.float32, device)
+    with pytest.raises(ValueError, match="expected a tile with splits=1, got 2"):
+        start(x, weight, tile=in_parts(2))
 
 
 def test_wgrad_accumulate_twice_is_out_of_bounds(device, frames):

@@ -8,8 +8,11 @@ from unittest.mock import patch
 
 import torch
 
-from tpkernels.cli.qualified import Check
+from tpkernels.cli.qualified import Check, versions_here
 from tpkernels.cli.qualify_world import World
+from tpkernels.dispatch.cache import Cache
+from tpkernels.dispatch.verdicts import recorded
+from tpkernels.files import cache_folder
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.numerics import Case, cases, examine
 from tpkernels.kernels import launch
@@ -44,6 +47,13 @@ def check_kernels(world: World) -> Iterator[Check]:
         yield Check("kernels", launcher, "wrong" if failures else "right", said)
     if others := sorted(found[0][0] - set(worst)):  # in a quick run
         yield Check("kernels", "others", "left out", ", ".join(others))
+
+
+def check_trials(world: World) -> Iterator[Check]:
+    """A line for each kernel that child processes have tried on this model of GPU, here or before."""
+    for variant, found in recorded(Cache(cache_folder(), versions_here())):
+        step, _, candidate = variant.rpartition(" ")
+        yield Check("trials", step, "right" if found == "passed" else "left out", f"{candidate} {found}")
 
 
 def _computed(world: World) -> tuple[set[str], list[tuple[str, float, str]]]:

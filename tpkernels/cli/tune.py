@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from math import inf
+from time import monotonic
 
 import torch
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             report = _list(calls, GPUS[options.gpu or "h100"], options.thorough)
         else:
             chooser = chooser_on(torch.device("cuda", torch.cuda.current_device()))
-            report = _tune(calls, chooser, options.again, options.thorough)
+            report = _tune(calls, chooser, options.again, options.thorough, options.seconds)
         if options.json is not None:
             options.json.write_text(report, encoding="utf-8")
     except OSError as error:
@@ -78,10 +79,28 @@ def _parser() -> OneLineParser:
         "--thorough", action="store_true", help="also time variations of the fastest tiles, known or not"
     )
     parser.add_argument("--again", action="store_true", help="time what is known already, too")
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=inf,
+        metavar="S",
+        help="begin nothing after so long; say what is left",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the candidates; needs no GPU")
     parser.add_argument("--gpu", choices=GPUS, help="of a dry run (default h100)")
     parser.add_argument("--json", type=written_to, metavar="FILE", help="also write the result into FILE")
     return parser
+
+
+def positive(text: str) -> float:
+    """
+    >>> positive("90")
+    90.0
+    """
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
 
 
 def _calls(options: Namespace) -> list[Call]:
@@ -155,21 +174,31 @@ def _list(calls: Sequence[Call], gpu: Gpu, thorough: bool) -> str:
     return json.dumps({"gpu": gpu.name, "candidates": listed}, indent=1) + "\n"
 
 
-def _tune(calls: Sequence[Call], chooser: Chooser, again: bool, thorough: bool) -> str:
-    """Print the choice for each call, and return all of them as the text of a cache file."""
+def _tune(calls: Sequence[Call], chooser: Chooser, again: bool, thorough: bool, seconds: float) -> str:
+    """Print the choice for each call, and return all of them as the text of a cache file.
+
+    seconds: after which no more is timed
+    """
+    deadline = monotonic() + seconds
     known = [None if again or thorough else chooser.known(*call) for call in calls]
     unknown = [call for call, decision in zip(calls, known, strict=True) if decision is None]
     if unknown:
         _announce(unknown, chooser.gpu, thorough)
     search = variations.Variations(chooser, variations.Compiled(chooser.gpu))
-    decisions = []
+    decisions, left = [], []
     with Progress("timing", len(calls)) as step_begins:
         for (record, arguments), decision in zip(calls, known, strict=True):
-            step_begins(record.problem(*arguments).key)
+            key = record.problem(*arguments).key
+            step_begins(key)
+            if decision is None and monotonic() >= deadline:
+                left.append(key)
+                continue
             if decision is None and thorough:
                 decision = search.timed(record, arguments)
             decisions.append(decision or chooser.timed(record, arguments, seconds=inf))
-    print("\n".join(map(str, decisions)))
+    print(
+        "\n".join([*map(str, decisions), *(f"{key}: left, --seconds {seconds:g} are over" for key in left)])
+    )
     timed = (decision for decision in decisions if decision.milliseconds)
     choices = {d.key: Choice(d.candidate.name, d.milliseconds) for d in timed}
     return render(versions_for(chooser.gpu.name), choices)

@@ -67,8 +67,8 @@ def versions_for(gpu: str) -> Versions:
 @cache
 def source_hash(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode())
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -135,6 +135,10 @@ class Cache:
     @property
     def path(self) -> Path | None:
         return self._path
+
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        return self._choices
 
     def get(self, key: str) -> Choice | None:
         return self._choices.get(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -53,6 +53,8 @@ class Candidate:
 
 
 TORCH = Candidate("torch")
+FEW_TURNS = 2  # of all processors: with more, sums of parts cost more than a last turn that is not full
+LEAST_STEPS = 8  # of each part of a depth, so that filling and emptying the pipeline stays cheap
 BUSY_TURNS = 4  # of all processors: a smaller tile could save a part of the last of them, and loses more
 
 
@@ -147,7 +149,12 @@ def _ours(problem: Problem, gpu: Gpu) -> Iterator[Candidate]:
         shipped = shipped_tiles(problem.kernel, form, problem.dtype, gpu.target, ragged)
         tiles = [tile for tile in shipped if obstacle(problem, form, tile, gpu) is None]
         for tile in tiles:
-            if not _oversized(tile, tiles, problem) and not _undersized(tile, tiles, problem, gpu):
+            useless = (
+                _oversized(tile, tiles, problem)
+                or _undersized(tile, tiles, problem, gpu)
+                or _needless_split(tile, tiles, problem, gpu)
+            )
+            if not useless:
                 yield of_tile(form, tile)
 
 
@@ -163,4 +170,23 @@ def _undersized(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem,
         other.block_rows * other.block_cols >= 4 * tile.block_rows * tile.block_cols
         and other.tiles(*problem.product) >= BUSY_TURNS * gpu.target.processors
         for other in tiles
+    )
+
+
+def _needless_split(tile: MatmulTile, tiles: Sequence[MatmulTile], problem: Problem, gpu: Gpu) -> bool:
+    """Whether cutting the depth saves no turn of the processors, or makes parts of few steps."""
+    programs = gpu.target.processors * tile.per_processor
+    count = tile.tiles(*problem.product)
+
+    def turns(splits: int) -> float:
+        return -(-count * splits // programs) / splits
+
+    return tile.splits > 1 and (
+        count >= FEW_TURNS * programs
+        or problem.depth < LEAST_STEPS * tile.splits * tile.block_depth
+        or any(
+            other.splits < tile.splits and turns(other.splits) <= turns(tile.splits)
+            for other in tiles
+            if replace(other, splits=tile.splits) == tile
+        )
     )

@@ -11,8 +11,9 @@ slower than with `F.linear`. Timing is not allowed while a CUDA graph is capture
 since neither may wait for the GPU, nor with TPKERNELS_TUNE=0.
 
 Choosing takes half a minute at most: when CHECKING_SECONDS are over, what was not tried yet stays so, and is
-told. A kernel with consumers (see `MatmulTile`) was never run by whoever shipped it: it is chosen only where
-its results were compared with torch's on this machine, now or when this machine's cache was written.
+told. A kernel with consumers (see `MatmulTile`) was never run by whoever shipped it: it runs here only once
+it passed a trial in a child process (see `verdicts`), and is chosen only where its results were then compared
+with torch's on this machine, now or when this machine's cache was written.
 
 No choice made here changes what is communicated, when, or in which shape, only who computes a product on this
 rank. What does change communication is decided elsewhere, from global shapes. Ranks choose for themselves
@@ -42,6 +43,7 @@ from tpkernels.dispatch.record import Primitive, R
 from tpkernels.dispatch.scratch import results_of, scratch_like
 from tpkernels.dispatch.soundness import mismatch
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
+from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.disk_cache import cache_folder
 
@@ -98,6 +100,7 @@ class Chooser:
         shipped: Mapping[str, Choice],
         obstacle: Callable[[torch.device], str | None] = obstacle,
         clock: Callable[[], float] = perf_counter,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self.gpu = gpu
         self._device = device
@@ -106,6 +109,7 @@ class Chooser:
         self._shipped = shipped
         self._obstacle = obstacle
         self._clock = clock
+        self._verdicts = verdicts or verdicts_on(device, cache, lambda device: self._obstacle(device))
         self._published: Published | None = None
         self._functions: dict[tuple[object, ...], Callable[..., Any]] = {}
         self._lock = Lock()  # forward and backward run in two threads, which must not time at once
@@ -208,7 +212,7 @@ class Chooser:
         if candidate.tile is None or not candidate.tile.consumers:
             return True
         known = self._cache.get(problem.key)
-        if known is not None and candidate.name == known.name:
+        if known is not None and candidate.name == known.name and self._verdicts.permits(problem, candidate):
             return True
         if self._obstacle(self._device) is not None:
             return False
@@ -241,7 +245,8 @@ class Chooser:
                 continue
             if source == "shipped" and candidate.tile is not None and candidate.tile.consumers:
                 continue  # nobody has compared it with torch here
-            return Decision(problem.key, candidate, source, choice.milliseconds)
+            if self._verdicts.permits(problem, candidate):
+                return Decision(problem.key, candidate, source, choice.milliseconds)
         return None
 
     def timed(
@@ -300,6 +305,7 @@ class Chooser:
         seconds: float = inf,
     ) -> Runs:
         """The candidates that agree with torch, each bound to the same scratch operands."""
+        wanted = self._verdicts.admitted(problem, wanted)
         began = self._clock()
         scratch = scratch_like(arguments, problem.depth, self._device)
         expected = results_of(record, record.by_torch, scratch)

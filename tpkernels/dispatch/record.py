@@ -62,7 +62,7 @@ class Library(NamedTuple):
 
 
 # how a problem names arguments that are there, or asked for
-_OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db"}
+OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +103,9 @@ class Primitive(Generic[P, R]):
         matrices = [value for value in call.values() if isinstance(value, Tensor) and value.ndim == 2]
         words = [value for value in call.values() if isinstance(value, str)]
         words += [
-            _OPTIONS[name]
+            OPTIONS[name]
             for name, value in call.items()
-            if name in _OPTIONS and not (value is None or value is False)
+            if name in OPTIONS and not (value is None or value is False)
         ]
         if self.changes_first:
             matrices = [*matrices[1:], matrices[0]]

@@ -23,7 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.gate import machine_code, ptx, triton_ir
+from tpkernels.gate import epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
+from tpkernels.gate.ptx_flow import Flow
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.operands import Form
 
@@ -49,7 +50,7 @@ class Entry:
     """A kernel with the type of each argument, and the GPUs it is shipped for."""
 
     name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-    module: str  # of tpkernels.kernels
+    module: str  # of tpkernels.kernels: "linear", "gluon.linear"
     function: str
     form: Form
     arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
@@ -90,6 +91,17 @@ class Facts:
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
+    threads: int = 0  # a block, with those that fill a role of few warps up; 0: not known
+    role_registers: tuple[
+        int, ...
+    ] = ()  # a thread of each role of warps, the default one first; (): one role
+    blocks: int | None = None  # that an SM holds; None: not known
+    # of products on sm_90, see `epilogue`; None: not looked at
+    exposed_waits: int | None = None
+    serial_stores: int | None = None
+    products_during_stores: bool | None = None
+    loads_during_stores: bool | None = None
+    unordered_roles: tuple[str, ...] = ()  # why warps may be out of step, see `roles`
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -164,8 +176,9 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
         except Exception as error:  # whatever the compiler raises is a finding about this entry
             raise CompileError(_reason(error)) from error
         seconds = time.perf_counter() - start
-        look = _amd if target.backend == "hip" else _nvidia
-        return look(compiled, seconds, Path(folder))
+        if target.backend == "hip":
+            return _amd(compiled, seconds)
+        return _nvidia(compiled, seconds, architecture, Path(folder))
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
@@ -179,20 +192,20 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    ours = b"".join(
-        Path(str(module)).read_bytes()
-        for module in (__file__, machine_code.__file__, ptx.__file__, triton_ir.__file__)
-    )
+    readers = (epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir)
+    files = (__file__, *(reader.__file__ for reader in readers))
+    ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
 
 
 def ast_source(entry: Entry) -> ASTSource:
     """What `triton.compile(..., target=..., options=entry.options)` takes."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = getattr(importlib.import_module(f"tpkernels.kernels.{entry.module}"), entry.function)
     names = list(kernel.arg_names)
-    return ASTSource(
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature={name: entry.arguments.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in entry.constants.items()},
@@ -241,7 +254,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[-1] if words else 'without a message'}"
 
 
-def _nvidia(compiled: Any, seconds: float, folder: Path) -> Facts:
+def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> Facts:
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     # one call for both: "REG:200 STACK:0 SHARED:1024 LOCAL:0 ...", then the instructions
@@ -251,22 +264,43 @@ def _nvidia(compiled: Any, seconds: float, folder: Path) -> Facts:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert usage, "cuobjdump without a line of resource usage"
     mix = machine_code.sass_mix(listing)
+    registers, threads, shared = int(usage[1]), _threads(compiled), compiled.metadata.shared
+    first = compiled.asm["ttir" if "ttir" in compiled.asm else "ttgir"]  # Gluon starts with the latter
     return Facts(
-        registers=int(usage[1]),
+        registers=registers,
         stack=int(usage[2]),
         spills=mix.get("STL", 0) + mix.get("LDL", 0),
-        shared=compiled.metadata.shared,
+        shared=shared,
         in_flight=machine_code.wgmma_in_flight(listing),
         instructions=mix,
-        aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
-        narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        aligned=triton_ir.aligned_arguments(first),
+        narrow_offsets=triton_ir.narrow_offsets(first),
         unordered_reads=ptx.unordered_reads(compiled.asm["ptx"]),
         unordered_flags=ptx.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
+        threads=threads,
+        blocks=min(
+            occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
+        ),
+        **(_of_roles(compiled.asm["ptx"]) if architecture == "sm_90" else {}),
     )
 
 
-def _amd(compiled: Any, seconds: float, folder: Path) -> Facts:
+def _of_roles(text: str) -> dict[str, Any]:
+    flow = Flow.of(text)
+    if not epilogue.multiplying(flow):
+        return {}
+    return {
+        "role_registers": epilogue.role_registers(flow),
+        "exposed_waits": epilogue.exposed_waits(flow),
+        "serial_stores": epilogue.serial_stores(flow),
+        "products_during_stores": epilogue.products_during_stores(flow),
+        "loads_during_stores": epilogue.loads_during_stores(flow),
+        "unordered_roles": roles.unordered_roles(flow),
+    }
+
+
+def _amd(compiled: Any, seconds: float) -> Facts:
     assembly = compiled.asm["amdgcn"]
     registers, stack, spills = machine_code.amd_resources(assembly)
     return Facts(
@@ -281,7 +315,12 @@ def _amd(compiled: Any, seconds: float, folder: Path) -> Facts:
         unordered_reads=(),
         unordered_flags=(),
         seconds=seconds,
+        threads=_threads(compiled),
     )
+
+
+def _threads(compiled: Any) -> int:
+    return int(compiled.metadata.num_warps * compiled.metadata.warp_size)
 
 
 def _cuobjdump() -> str:

@@ -3,6 +3,7 @@
 Compiling is deterministic, so a budget has no tolerance: shared memory to the byte, registers to the next
 multiple of 8, in which the hardware hands them out. Another minor version of Triton allocates registers
 differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
+What an epilogue waits for may not grow either, and what runs beside it may not be lost.
 The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
 """
 
@@ -20,6 +21,8 @@ from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.kernels.footprints import TABLE
 
 REGISTER_UNIT = 8
+CEILINGS = ("exposed_waits", "serial_stores")
+KEPT = ("products_during_stores", "loads_during_stores")  # what must not be lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +31,43 @@ class Budget:
     shared: int
     spills: int = 0
     instructions: Mapping[str, int] = field(default_factory=dict)  # absent is zero
+    # see `epilogue`; None: not known, and not compared
+    exposed_waits: int | None = None
+    serial_stores: int | None = None
+    products_during_stores: bool | None = None
+    loads_during_stores: bool | None = None
 
     @staticmethod
     def of(facts: Facts) -> Budget:
         """What the facts need, and no more."""
         registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
-        return Budget(registers, facts.shared, facts.spills, facts.instructions)
+        epilogue = {name: getattr(facts, name) for name in (*CEILINGS, *KEPT)}
+        return Budget(registers, facts.shared, facts.spills, facts.instructions, **epilogue)
 
     def as_json(self) -> dict[str, int | str]:
         """Counts of instructions as one text, so that an entry has a line."""
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.instructions.items()))
         numbers: dict[str, int | str] = {"registers": self.registers, "shared": self.shared}
-        return numbers | ({"spills": self.spills} if self.spills else {}) | {"instructions": counts}
+        epilogue = {name: getattr(self, name) for name in CEILINGS if getattr(self, name) is not None}
+        kept = {name: True for name in KEPT if getattr(self, name)}
+        spills = {"spills": self.spills} if self.spills else {}
+        return numbers | spills | epilogue | kept | {"instructions": counts}
 
     @staticmethod
-    def from_json(registers: int, shared: int, instructions: str, spills: int = 0) -> Budget:
-        counts = (text.split() for text in instructions.split(", ") if text)
-        return Budget(registers, shared, spills, {name: int(count) for name, count in counts})
+    def from_json(row: dict[str, Any]) -> Budget:
+        """What `as_json` gave; KeyError or TypeError for anything else."""
+        counts = (text.split() for text in row["instructions"].split(", ") if text)
+        return Budget(**row | {"instructions": {name: int(count) for name, count in counts}})
 
     def excesses(self, facts: Facts) -> Iterator[str]:
         """Each number that is over its budget, as "registers 191 > 168"."""
-        for name in ("registers", "shared", "spills"):
+        for name in ("registers", "shared", "spills", *CEILINGS):
             used, ceiling = getattr(facts, name), getattr(self, name)
-            if used > ceiling:
+            if None not in (used, ceiling) and used > ceiling:
                 yield f"{name} {used:,} > {ceiling:,}"
+        for name in KEPT:
+            if getattr(self, name) and getattr(facts, name) is False:
+                yield f"{name} no longer"
 
     def changes(self, facts: Facts) -> Iterator[str]:
         """Each count of instructions that is another, as "HGMMA 8, was 4"."""
@@ -96,7 +112,7 @@ def _parsed(table: Any) -> dict[str, Budgets]:
         minor: Budgets(
             part["provenance"],
             {
-                architecture: {name: Budget.from_json(**numbers) for name, numbers in entries.items()}
+                architecture: {name: Budget.from_json(row) for name, row in entries.items()}
                 for architecture, entries in part["rows"].items()
             },
         )

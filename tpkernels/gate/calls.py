@@ -27,7 +27,7 @@ from tpkernels.kernels.flags import publish as raise_flags
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.reduce import reduce_slots
+from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear as store_product
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, Departures
@@ -240,6 +240,16 @@ def slot_sums(of: Operands, wait: bool = True) -> Results:
     arrivals, chunks = (of.arrivals(5 + 6), range(5, 5 + 6)) if wait else (None, None)
     y = reduce_slots(slots, bias, arrivals=arrivals, chunks=chunks)
     return {"y": (y, reference.reduce_slots_ref(slots.double(), bias.double()))}
+
+
+def added_slots(of: Operands, into: torch.dtype, accumulate: bool) -> Results:
+    """The sums of three parts of a product."""
+    rows, cols = of.tokens, of.in_features
+    slots = of.matrix(3 * rows, cols, torch.float32).unflatten(0, (3, rows))
+    y = of.matrix(rows, cols, into)
+    exact = reference.reduce_slots_ref(slots.double()) + (y.double() if accumulate else 0)
+    add_slots(y, slots, accumulate=accumulate)
+    return {"y": (y, exact)}
 
 
 def rms_norm(of: Operands, residual: bool = True) -> Results:

@@ -106,7 +106,8 @@ def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
     stem = stem_of(case.kernel, case.form, case.dtype, case.tile)
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
-    thorough = case.target == H100 and case.dtype == BF16
+    # what a tile that splits writes are sums in fp32, whatever the result
+    thorough = case.target == H100 and case.dtype == BF16 and case.tile.splits == 1
     defaults = default_tiles(case.kernel, case.form, case.dtype, case.target, case.ragged)
     for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
         for name, start in names.items():
@@ -189,6 +190,9 @@ def _row_entries() -> Iterator[Entry]:
             yield _row_entry(
                 "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
             )
+    for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
+        call = partial(calls.added_slots, into=into, accumulate=epilogue.startswith("+"))
+        yield _row_entry("add_slots", f"{block}/{epilogue}", FP32, call)
     for kernel in ("publish", "advance"):
         yield _row_entry(kernel, "one", BF16, getattr(calls, kernel))
     for kernel, tile in (("embedding_fwd", EMBEDDING), ("embedding_bwd", EMBEDDING_GRAD)):

@@ -13,6 +13,7 @@ from tpkernels.gate.ahead_of_time import ARCHITECTURES, Facts, Job, compile_all
 from tpkernels.gate.budgets import Budgets
 from tpkernels.gate.catalog import catalog, has_parts
 from tpkernels.gate.expectations import violations
+from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
 
 
@@ -59,6 +60,8 @@ def check(
         raise UsageError(str(error)) from error
     results = compile_all(jobs, processes, report)
     minor, notes = budgets.minor_version(triton.__version__), []
+    if not HAS_GLUON and any(job.architecture == "sm_90" for job in jobs):
+        notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
     current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
     if update:
         facts = {

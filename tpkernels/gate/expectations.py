@@ -5,13 +5,16 @@ These are rules, not measurements: updating the table of budgets cannot make one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from tpkernels.gate.ahead_of_time import SHARED_LIMIT, Entry, Facts
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts
+from tpkernels.gate.occupancy import blocks_by_limit, too_few
 from tpkernels.gate.ptx import NO_FLAG
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
 MATMULS = ("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad")
+LOGITS = ("softmax_statistics", "cross_entropy_grad")
 # integers that are multiples of nothing, and no part of a matrix's address
 COUNTS = {
     *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
@@ -21,10 +24,12 @@ COUNTS = {
 
 def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     """Each rule that the facts break, in words."""
-    yield from _memory(architecture, facts)
+    yield from _memory(entry, architecture, facts)
     yield from _addresses(entry, facts)
     yield from _order(entry, architecture, facts)
-    if entry.module not in MATMULS:
+    if kernel_of(entry) in LOGITS and not architecture.startswith("gfx"):
+        yield from _present(facts, "LDG.128")  # whatever the number of columns: padding is loaded too
+    if kernel_of(entry) not in MATMULS:
         return
     if architecture.startswith("gfx"):
         yield from _amd_products(entry, facts)
@@ -38,16 +43,24 @@ def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
         yield from _present(facts, "UTCHMMA")
 
 
+def kernel_of(entry: Entry) -> str:
+    """The first word of its name but for an architecture: a kernel may be written in several files."""
+    return next(part for part in entry.name.split("/") if part not in ARCHITECTURES)
+
+
 def is_ragged(entry: Entry) -> bool:
     """Whether this is the form for addresses and sizes that are multiples of nothing."""
     return "ragged" in entry.name.split("/")
 
 
-def _memory(architecture: str, facts: Facts) -> Iterator[str]:
+def _memory(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     if facts.shared > SHARED_LIMIT[architecture]:
         yield f"shared memory {facts.shared:,} > {SHARED_LIMIT[architecture]:,} bytes: cannot be launched"
     if architecture == "sm_90" and (facts.spills or facts.stack):
         yield f"spills: {facts.spills} loads and stores of local memory, {facts.stack} bytes of stack"
+    if promised := re.search(r"-x(\d+)", entry.name):
+        limits = blocks_by_limit(architecture, facts.registers, facts.threads, facts.shared)
+        yield from too_few(int(promised[1]), limits)
 
 
 def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
@@ -61,12 +74,13 @@ def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
 
 
 def _order(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
-    """Rows are read after their flag, and flags are raised after their rows."""
+    """Rows are read after their flag, flags are raised after their rows, and warps wait for each other."""
+    yield from facts.unordered_roles
     if architecture.startswith("gfx"):
         return
-    if (entry.module == "gather_linear" or entry.constants.get("WAIT")) and not is_ragged(entry):
+    if (kernel_of(entry) == "gather_linear" or entry.constants.get("WAIT")) and not is_ragged(entry):
         yield from facts.unordered_reads
-    if entry.module == "scatter_linear":
+    if kernel_of(entry) == "scatter_linear":
         yield from facts.unordered_flags
     if entry.function == "_publish_kernel" and NO_FLAG in facts.unordered_flags:
         yield NO_FLAG
@@ -93,13 +107,25 @@ def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
     if entry.form == "descriptor":
         yield from _present(facts, "HGMMA")
         yield from _absent(facts, "the tensor core's older instruction", "HMMA")
+    if consumers := re.search(r"-c(\d)", entry.name):
+        yield from _apart(int(consumers[1]), facts)
     if facts.count("HGMMA") and not facts.in_flight and not is_ragged(entry):
         yield "wgmma serialised: no product runs while the next operands are awaited"
 
 
+def _apart(consumers: int, facts: Facts) -> Iterator[str]:
+    """What kernels are written in roles for."""
+    if facts.exposed_waits:
+        yield f"{facts.exposed_waits} waits for copies that the same warps start, expected none of a consumer"
+    if not facts.loads_during_stores:
+        yield "no role of its own loads while results are stored"
+    if consumers > 1 and not facts.products_during_stores:
+        yield "no product can run while results are stored"
+
+
 def _store_of(entry: Entry) -> str:
     """The instruction by which results leave a descriptor kernel."""
-    if entry.module == "scatter_linear":
+    if kernel_of(entry) == "scatter_linear":
         return "STG.128"  # into memory of other ranks, which no descriptor of ours describes
     return "UTMAREDG" if entry.constants.get("REDUCE") else "UTMASTG"
 

@@ -5,6 +5,9 @@ TRITON_INTERPRET=1, and prints one JSON line a case: its name, its largest error
 and in words what is wrong. `check` runs that program, and remembers a run without a finding.
 
 Operands lie in NaN, so that reading outside one shows; sizes straddle the interpreter's tiles.
+
+Triton does not interpret Gluon: tiles with consumers, all that are shipped, run in `gate.machine`, each
+activation under another schedule, and the last of each kernel in all orders.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -30,18 +34,23 @@ from tpkernels.gate import calls
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.catalog import has_parts
+from tpkernels.gate.machine import SCHEDULES, Schedule, emulating
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
+from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.target import H100, INTERPRETER
+from tpkernels.kernels.tiles import candidates
 
 PACKAGE = Path(__file__).parents[1]
-SOURCES = ("kernels/*.py", "dispatch/*.py", "gate/*.py")
+SOURCES = ("kernels/*.py", "kernels/gluon/*.py", "dispatch/*.py", "gate/*.py", "gate/machine/*.py")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
+WITH_CONSUMERS = 264, 200, 328  # two or three tiles for each of two programs, four steps of depth
 LAUNCHERS = {"linear": "linear_fwd", "glu": "glu_fwd"}  # of other names than their primitives
 WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
 
@@ -122,26 +131,58 @@ class RandomOperands(Operands):
 def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
     for form, dtype in WAYS:
         yield from _matmuls(RandomOperands(dtype, *sizes[form], chunks=3, form=form))
+    yield from _with_consumers()
     yield from _rows(RandomOperands(FP32, *sizes["pointer"], chunks=3))
     yield from _rows(RandomOperands(BF16, *sizes["pointer"], chunks=3))
 
 
+def _with_consumers() -> Iterator[Case]:
+    for name, record in PRODUCTS.items():
+        tiles = candidates(record.kernel, "descriptor", BF16, H100) if record.kernel else ()
+        for tile in tiles:
+            if tile.consumers and compiles(tile):
+                of = RandomOperands(BF16, *WITH_CONSUMERS, chunks=1, form="descriptor", tile=tile)
+                cases = list(_product(of, name, f"{tile.name}/bf16"))
+                for case, schedule in zip(cases, cycle(SCHEDULES.values()), strict=False):
+                    yield Case(case.name, partial(_emulated, case.run, schedule, explores=case is cases[-1]))
+
+
+def _emulated(run: Callable[[], Results], schedule: Schedule, explores: bool) -> Results:
+    with emulating(schedule) as launched:
+        results = run()
+    if not launched:
+        raise RuntimeError("launched no Gluon kernel")
+    if explores:
+        for each in launched:
+            each.explore()
+    return results
+
+
+def _product(of: Operands, name: str, way: str) -> Iterator[Case]:
+    record = PRODUCTS[name]
+    launcher, call = LAUNCHERS.get(name, name), partial(calls.product, of, name)
+    options = signature(record.by_torch).parameters
+    if "activation" in options:
+        for activation in ACTIVATIONS:
+            yield Case(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
+    elif "kind" in options:
+        for kind in GATE_OF:
+            yield Case(f"{launcher}/{way}/{kind}", partial(call, glu=kind))
+    elif record.changes_first:
+        for into in (FP32, BF16):
+            yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
+    else:
+        yield Case(f"{launcher}/{way}", call)
+
+
 def _matmuls(of: Operands) -> Iterator[Case]:
     way = f"{of.form}/{SHORT_NAMES[of.dtype]}"
-    for name, record in PRODUCTS.items():
-        launcher, call = LAUNCHERS.get(name, name), partial(calls.product, of, name)
-        options = signature(record.by_torch).parameters
-        if "activation" in options:
-            for activation in ACTIVATIONS:
-                yield Case(f"{launcher}/{way}/{activation}", partial(call, activation=activation))
-        elif "kind" in options:
-            for kind in GATE_OF:
-                yield Case(f"{launcher}/{way}/{kind}", partial(call, glu=kind))
-        elif record.changes_first:
-            for into in (FP32, BF16):
-                yield Case(f"{launcher}/{way}/{SHORT_NAMES[into]}", partial(call, into=into))
-        else:
-            yield Case(f"{launcher}/{way}", call)
+    for name in PRODUCTS:
+        yield from _product(of, name, way)
+    split = replace(candidates("wgrad", "pointer", of.dtype, INTERPRETER)[0], splits=3)
+    for name in ("wgrad", "wgrad_accumulate_"):
+        for one in _product(replace(of, tile=split), name, way):
+            yield replace(one, name=f"{one.name}/split")
     for activation in ACTIVATIONS:
         yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
     yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
@@ -154,6 +195,12 @@ def _rows(of: Operands) -> Iterator[Case]:
     way = SHORT_NAMES[of.dtype]
     if of.dtype == FP32:  # which partial sums are in
         yield Case(f"sum_partials/{way}", partial(calls.row_sums, of, sum_partials))
+        for word, into, accumulate in (
+            ("=bf16", BF16, False),
+            ("+=bf16", BF16, True),
+            ("+=fp32", FP32, True),
+        ):
+            yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
     yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
     yield Case(f"publish/{way}", partial(calls.publish, of))

@@ -10,11 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-NO_FLAG = "no flag is raised with release.sys"
+from tpkernels.gate.ptx_flow import Flow
 
-_LABEL = re.compile(r"(\$L__BB\w+):")
-_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);")
-_FOR_ALL = re.compile(r"bra(?:\.uni)?\s+\$L__BB|ret;")  # without a predicate: nothing follows
+NO_FLAG = "no flag is raised with release.sys"
 
 _ATOMIC = r"^(?:@\S+ )?(?:ld|atom|red|st)\.global\.(?=\S*\.?sys\b)"
 _LOOK = re.compile(_ATOMIC + r"(?=\S*\bacquire\b)")
@@ -42,7 +40,8 @@ def unordered_reads(ptx: str) -> tuple[str, ...]:
     From the start, and after each tile that was stored, it must look at a flag, tell all its threads by a
     barrier, and fence what reads by a proxy of its own: the copy engine.
     """
-    lines = _lines(ptx)
+    flow = Flow.of(ptx)
+    lines = flow.lines
     loads = next((pattern for pattern in _LOADS if any(map(pattern.search, lines))), None)
     if loads is None:
         return ("no load of rows that is known",)
@@ -51,7 +50,7 @@ def unordered_reads(ptx: str) -> tuple[str, ...]:
         (_BARRIER, "without a barrier after the look"),
         (_PROXY_FENCE, "without a proxy fence after the barrier"),
     ]
-    missing = _missing(lines, steps if loads is _TENSOR_LOAD else steps[:2], _STORE, loads)
+    missing = _missing(flow, steps if loads is _TENSOR_LOAD else steps[:2], _STORE, loads)
     return (*(f"a row is loaded {words}" for words in missing), *_weak(lines))
 
 
@@ -61,7 +60,8 @@ def unordered_flags(ptx: str) -> tuple[str, ...]:
     All threads store: after the last store a barrier makes them wait for each other, and a count, which
     acquires what other blocks have stored and releases what this one has, tells who is the last.
     """
-    lines = _lines(ptx)
+    flow = Flow.of(ptx)
+    lines = flow.lines
     if not any(map(_FLAG.search, lines)):
         return (NO_FLAG, *_weak(lines))
     steps = [
@@ -69,13 +69,8 @@ def unordered_flags(ptx: str) -> tuple[str, ...]:
         (_BARRIER, "without a barrier after the stores"),
         (_COUNT, "without a count with acq_rel.sys after the barrier"),
     ]
-    missing = _missing(lines, steps, _STORE, _FLAG)
+    missing = _missing(flow, steps, _STORE, _FLAG)
     return (*(f"a flag is raised {words}" for words in missing), *_weak(lines))
-
-
-def _lines(ptx: str) -> list[str]:
-    """Labels and instructions."""
-    return [line for text in ptx.splitlines() if (line := text.split("//")[0].strip())]
 
 
 def _weak(lines: Sequence[str]) -> Iterator[str]:
@@ -86,18 +81,15 @@ def _weak(lines: Sequence[str]) -> Iterator[str]:
         yield "an access that orders others does so for this GPU alone"
 
 
-def _missing(
-    lines: Sequence[str], steps: _Steps, undoes: re.Pattern[str], needs: re.Pattern[str]
-) -> list[str]:
+def _missing(flow: Flow, steps: _Steps, undoes: re.Pattern[str], needs: re.Pattern[str]) -> list[str]:
     """What is missing where `needs` is reached without all steps, since the start or what undoes them."""
-    labels = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
     missing, seen, todo = set[int](), set[tuple[int, int]](), [(0, 0)]
     while todo:
         at, done = todo.pop()
-        if at == len(lines) or (at, done) in seen:
+        if (at, done) in seen:
             continue
         seen.add((at, done))
-        line = lines[at]
+        line = flow.lines[at]
         if done < len(steps) and needs.search(line):
             missing.add(done)
         if undoes.search(line):
@@ -106,8 +98,5 @@ def _missing(
             done = 1
         elif done < len(steps) and steps[done][0].search(line):
             done += 1
-        if branch := _BRANCH.search(line):
-            todo.append((labels[branch[1]], done))
-        if not _FOR_ALL.match(line):
-            todo.append((at + 1, done))
+        todo += ((place, done) for place in flow.following[at])
     return [steps[number][1] for number in sorted(missing)]

@@ -13,7 +13,9 @@ from math import prod
 from typing import Any, Literal
 
 import torch
+import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.gate.ahead_of_time import Entry
@@ -22,6 +24,8 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.target import Target
 
+HAS_GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)  # before it: of another form
+DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -68,9 +72,9 @@ def recorded(
             aligned.add(argument)
     return Entry(
         name=name,
-        module=first.kernel.fn.__module__.rpartition(".")[2],
+        module=first.kernel.fn.__module__.removeprefix("tpkernels.kernels."),
         function=first.kernel.__name__,
-        form="descriptor" if any(isinstance(a, TensorDescriptor) for a in first.arguments) else "pointer",
+        form="descriptor" if any(isinstance(a, DESCRIPTORS) for a in first.arguments) else "pointer",
         arguments=arguments,
         aligned=frozenset(aligned),
         num_warps=constants.pop("num_warps", 4),
@@ -80,8 +84,10 @@ def recorded(
     )
 
 
-def _type_of(value: Tensor | TensorDescriptor | int | float) -> str:
+def _type_of(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -> str:
     """Triton's name of an argument's type; a test holds it to Triton's own answer."""
+    if isinstance(value, GluonDescriptor):
+        return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{value.block_shape}>"
     if isinstance(value, Tensor):
@@ -91,7 +97,7 @@ def _type_of(value: Tensor | TensorDescriptor | int | float) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _is_aligned(value: Tensor | TensorDescriptor | int | float) -> bool:
+def _is_aligned(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -> bool:
     """Whether Triton is told of a multiple of 16; a descriptor is aligned by itself."""
     if isinstance(value, Tensor):
         return value.data_ptr() % 16 == 0

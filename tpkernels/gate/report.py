@@ -64,7 +64,7 @@ def _print_compiled(compiled: Sequence[Compiled]) -> None:
     for one in compiled:
         if one.job.architecture != architecture:
             architecture = one.job.architecture
-            print(f"\n{architecture:<{name_width + 5}}  regs   shared  spills  instructions")
+            print(f"\n{architecture:<{name_width + 5}}  regs   shared  blocks  spills  waits  instructions")
         mark = "FAIL" if one.failures else "ok"
         print(f"{mark:<5}{one.job.entry.name:<{name_width}}  {_numbers(one.facts)}".rstrip())
 
@@ -120,4 +120,8 @@ def _numbers(facts: Facts | None) -> str:
     if facts is None:
         return "does not compile"
     mix = " ".join(f"{name} {facts.count(name)}" for name in SHOWN if facts.count(name))
-    return f"{facts.registers:>4}  {facts.shared:>7,}  {facts.spills:>6}  {mix}"
+    blocks, waits = ("-" if number is None else number for number in (facts.blocks, facts.exposed_waits))
+    roles = f" roles {'/'.join(map(str, facts.role_registers))}" if facts.role_registers else ""
+    return (
+        f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}  {waits:>5}  {mix}{roles}"
+    )

@@ -16,6 +16,7 @@ which a second pass computes
 
 The smoothed target is on_target + off_target for the right id and off_target for any other. A row whose
 target is negative does not count and is not read; its gradient, like that of padding columns, is zero.
+Padding may hold anything: what of it is loaded beside the last columns is dropped.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def _softmax_statistics_kernel(
     target_ptr,  # (T,) contiguous
     statistics_ptr,  # (4, T) contiguous, fp32
     T,
+    V,
     columns,
     first_id,
     stride_xt,
@@ -66,7 +68,10 @@ def _softmax_statistics_kernel(
     for start in tl.range(0, counted, BLOCK_COLS):
         v = start + tl.arange(0, BLOCK_COLS)
         there = v < counted
-        x = tl.load(row_ptr + v.to(tl.int64) * stride_xv, there, float("-inf")).to(tl.float32)
+        # V is a multiple of 16 where rows are aligned, `columns` is any number: a load that ended there would
+        # take 2 bytes at a time instead of 16
+        x = tl.load(row_ptr + v.to(tl.int64) * stride_xv, v < V, float("-inf")).to(tl.float32)
+        x = tl.where(there, x, float("-inf"))
         higher = x - maximum
         ratio = tl.exp(-tl.abs(higher))  # of the lower to the higher of the two: one exponential serves both
         total = tl.where(higher > 0, total * ratio + 1.0, total + ratio)
@@ -103,7 +108,7 @@ def softmax_statistics(
     columns = require_columns("softmax_statistics", columns, logits)
     backend = target_of(logits.device).backend
     tile = tile or (INTERPRETED_LOGITS if backend == "interpreter" else LOGITS)
-    T = logits.shape[0]
+    T, V = logits.shape
     statistics = launch.empty((4, T), torch.float32, logits.device)
     if T:
         launch.on(logits.device, _softmax_statistics_kernel, (T,))(
@@ -111,6 +116,7 @@ def softmax_statistics(
             target,
             statistics,
             T,
+            V,
             columns,
             first_id,
             *logits.stride(),
@@ -141,10 +147,12 @@ def _cross_entropy_grad_kernel(
 ):
     """One program takes BLOCK_COLS logits of one row."""
     t = tl.program_id(0).to(tl.int64)  # int64: T * V passes 2**31 at 16k tokens of 128k columns
-    v = (tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+    start = tl.program_id(1) * BLOCK_COLS
+    v = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
     target = tl.load(target_ptr + t).to(tl.int64)
     counted = (v < columns) & (target >= 0)
-    x = tl.load(logits_ptr + t * stride_xt + v * stride_xv, counted, 0.0).to(tl.float32)
+    read = (v < V) & (target >= 0) & (start < columns)  # as a whole, see above
+    x = tl.load(logits_ptr + t * stride_xt + v * stride_xv, read, 0.0).to(tl.float32)
     p = tl.exp(x - tl.load(maximum_ptr + t)) * (1.0 / tl.load(total_ptr + t))
     expected = off_target + tl.where(v == target - first_id, on_target, 0.0)
     dlogits = tl.where(counted, (p - expected) * tl.load(dloss_ptr + t), 0.0)

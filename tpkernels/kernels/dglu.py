@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act_and_grad
@@ -124,7 +124,11 @@ def dglu(
     dg, du, h = written if emit_h else (*written, written[0])
     matrices = (*inputs, ("dg", dg), ("du", du), ("h", h))
     form, tile = launch.choose("dglu", "dglu", target, matrices, (T, K), tile, form)
-    if dg.numel():
+    if dg.numel() and tile.consumers:
+        gluon.multiply(
+            "dglu", target, form, tile, (dy, weight), written, inputs=(g, u), activation=GATE_OF[kind]
+        )
+    elif dg.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         launch.on(dy.device, _dglu_kernel, launch.grid(target, form, tile, T, K))(
             launch.operand(dy, (tile.block_rows, tile.block_depth), form),

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.bias_grad import sum_partials
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
@@ -166,7 +166,19 @@ def _dgrad(
     partials = dx
     if bias_grad:
         partials = launch.empty((launch.ceil_div(T, tile.block_rows), K), torch.float32, dy.device)
-    if dx.numel():
+    if dx.numel() and tile.consumers:
+        gluon.multiply(
+            "dgrad",
+            target,
+            form,
+            tile,
+            (dy, weight),
+            (dx,),
+            inputs=() if activation == "none" else (z,),
+            vector=partials if bias_grad else None,
+            activation=activation,
+        )
+    elif dx.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         launch.on(dy.device, _dgrad_kernel, launch.grid(target, form, tile, T, K))(
             launch.operand(dy, (tile.block_rows, tile.block_depth), form),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import Form, require_matrices, require_shape
 from tpkernels.kernels.target import input_precision, target_of
@@ -94,7 +94,9 @@ def dgrad_pairs(
     operands = (("dy", dy), ("weight", weight), ("dy2", dy2), ("weight2", weight2))
     (dx,) = launch.results(name, out, {"dx": (T, K)}, operands)
     form, tile = launch.choose(name, "dgrad", target, (*operands, ("the result", dx)), (T, K), tile, form)
-    if dx.numel():
+    if dx.numel() and tile.consumers:
+        gluon.multiply("dgrad", target, form, tile, (dy, weight, dy2, weight2), (dx,))
+    elif dx.numel():
         dy_block, weight_block = (tile.block_rows, tile.block_depth), (tile.block_depth, tile.block_cols)
         launch.on(dy.device, _dgrad_pairs_kernel, launch.grid(target, form, tile, T, K))(
             launch.operand(dy, dy_block, form),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import GATE_OF, Glu, require_glu
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
@@ -116,7 +116,10 @@ def glu_fwd(
     h, g, u = written if keep_gu else written * 3
     matrices = (*inputs, ("h", h), ("g", g), ("u", u))
     form, tile = launch.choose("glu_fwd", "glu", target, matrices, (T, N), tile, form)
-    if h.numel():
+    if h.numel() and tile.consumers:
+        weights = (x, w_gate, w_up)
+        gluon.multiply("glu", target, form, tile, weights, written, activation=GATE_OF[kind])
+    elif h.numel():
         weight_block = (tile.block_cols, tile.block_depth)
         part = (tile.block_rows, tile.block_cols // tile.parts)
         launch.on(x.device, _glu_fwd_kernel, launch.grid(target, form, tile, T, N))(

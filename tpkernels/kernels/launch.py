@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpkernels.kernels.invariance import judged_layouts, judged_rows
 from tpkernels.kernels.operands import Form, Layout, Named, choose_form, require_form, require_results
-from tpkernels.kernels.target import Target, recorded_target
+from tpkernels.kernels.target import Target, emulated_target, recorded_target
 from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
@@ -31,7 +31,9 @@ class Launch:
     constants: dict[str, Any]  # with options such as num_warps
 
 
+Start = Callable[[Any, tuple[int, ...]], Callable[..., object]]  # kernel and grid -> what takes the arguments
 _recorded: ContextVar[list[Launch]] = ContextVar("recorded")
+_emulated: ContextVar[Start | None] = ContextVar("emulated", default=None)
 
 
 @contextmanager
@@ -46,10 +48,23 @@ def recording(target: Target) -> Iterator[list[Launch]]:
         recorded_target.reset(tokens[1])
 
 
+@contextmanager
+def emulation(target: Target, start: Start) -> Iterator[None]:
+    """Launchers on the CPU launch what they would on `target`, by `start` instead of the kernel."""
+    tokens = _emulated.set(start), emulated_target.set(target)
+    try:
+        yield
+    finally:
+        _emulated.reset(tokens[0])
+        emulated_target.reset(tokens[1])
+
+
 def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """The kernel, to be called with its arguments: launched on the device of the tensors, or recorded."""
     if device.type == "meta":
         return partial(_record, kernel)
+    if device.type == "cpu" and (start := _emulated.get()):
+        return start(kernel, grid)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return partial(_launch_elsewhere, device, kernel[grid])  # Triton takes the current device
     started: Callable[..., object] = kernel[grid]
@@ -102,6 +117,10 @@ def choose(
     matrices: all that the kernel reads or writes, the first being one that is multiplied
     result: (rows, cols) of the product
     """
+    if tile is not None and tile.splits > 1 and kernel != "wgrad":
+        raise ValueError(
+            f"{launcher}: expected a tile with splits=1, got {tile.splits}: only wgrad adds them"
+        )
     if 0 in result:
         return "pointer", tile or default_tile(
             kernel, "pointer", matrices[0][1].dtype, target, *result
@@ -127,7 +146,7 @@ def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | Tens
 
 def grid(target: Target, form: Form, tile: MatmulTile, rows: int, cols: int) -> tuple[int]:
     """Descriptor kernels are persistent: as many programs as stay resident. Others get a program a tile."""
-    tiles = tile.tiles(rows, cols)
+    tiles = tile.tiles(rows, cols) * tile.splits
     persistent = form == "descriptor" or target.backend == "interpreter"
     return (min(tiles, target.processors * tile.per_processor) if persistent else tiles,)
 

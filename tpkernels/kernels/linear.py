@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpkernels.kernels import launch
+from tpkernels.kernels import gluon, launch
 from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
@@ -69,6 +69,8 @@ def _linear_fwd_kernel(
             n_part = n + p * PART
             value = parts[p]
             if HAS_BIAS:
+                # Neither before the loop over k nor all parts at once: 128x256 spills then. The assembler
+                # starts the loads of the first part beside the last product as it is.
                 value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
             if KEEP_Z:
                 store_block(z, value, t, n_part, T, N, N, 1, TMA)
@@ -116,7 +118,10 @@ def linear_fwd(
     y, z = written[0], written[-1]
     matrices = (*inputs, ("y", y), ("z", z))
     form, tile = launch.choose("linear_fwd", "linear", target, matrices, (T, N), tile, form)
-    if y.numel():
+    if y.numel() and tile.consumers:
+        outputs = (y, z) if separate_z else (y,)
+        gluon.multiply("linear", target, form, tile, (x, weight), outputs, vector=bias, activation=activation)
+    elif y.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         y_operand = launch.operand(y, part, form)
         launch.on(x.device, _linear_fwd_kernel, launch.grid(target, form, tile, T, N))(

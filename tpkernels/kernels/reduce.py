@@ -1,10 +1,12 @@
-"""The tail of a reduce-scatter: the sum of what each rank contributed, in fp32 and in a fixed order.
+"""The sum of slots, in fp32 and in a fixed order: the tail of a reduce-scatter, and of a product in parts.
 
 R slots, T tokens, N features:
 
-    y = Σ over r of slots[r] + b    (T, N)    added in the order of r, whenever each arrived; rounded once
+    y  = Σ over r of slots[r] + b    (T, N)    `reduce_slots`: what each rank contributed, whenever it arrived
+    y += Σ over r of slots[r]        (T, N)    `add_slots`: what each part of a product's depth did
 
-The bias lands here, once, and not in the R products that are summed.
+Slots are added in the order of r, and the sum is rounded once. The bias lands here, once, and not in the R
+products that are summed.
 """
 
 from __future__ import annotations
@@ -134,6 +136,60 @@ def reduce_slots(
             num_warps=tile.num_warps,
         )
     return y
+
+
+@triton.jit
+def _add_slots_kernel(
+    slots_ptr,  # (SLOTS, T, N)
+    y_ptr,  # (T, N)
+    T,
+    N,
+    stride_sr,
+    stride_st,
+    stride_sn,
+    stride_yt,
+    stride_yn,
+    ACCUMULATE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One program sums one block."""
+    t = tl.program_id(0) * BLOCK_ROWS
+    n = tl.program_id(1) * BLOCK_COLS
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    slot_ptr = slots_ptr
+    for _ in tl.static_range(SLOTS):
+        acc += load_block(slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False)
+        slot_ptr += stride_sr
+    if ACCUMULATE:
+        old = load_block(y_ptr, t, n, T, N, stride_yt, stride_yn, BLOCK_ROWS, BLOCK_COLS, TMA=False)
+        acc += old.to(tl.float32)
+    store_block(y_ptr, acc, t, n, T, N, stride_yt, stride_yn, TMA=False)
+
+
+def add_slots(y: Tensor, slots: Tensor, *, accumulate: bool) -> None:
+    """Write the sum of the slots into y, or add it to what y holds; rounded once.
+
+    y: (tokens, features), of any dtype and strides
+    slots: (parts, tokens, features) in fp32
+    """
+    SLOTS, T, N = slots.shape
+    tile = INTERPRETED_SLOT_SUM if target_of(y.device).backend == "interpreter" else SLOT_SUM
+    blocks = launch.ceil_div(T, tile.block_rows), launch.ceil_div(N, tile.block_cols)
+    launch.on(y.device, _add_slots_kernel, blocks)(
+        slots,
+        y,
+        T,
+        N,
+        *slots.stride(),
+        *y.stride(),
+        ACCUMULATE=accumulate,
+        SLOTS=SLOTS,
+        BLOCK_ROWS=tile.block_rows,
+        BLOCK_COLS=tile.block_cols,
+        num_warps=tile.num_warps,
+    )
 
 
 def _first_and_splits(arrivals: Arrivals, chunks: range | None, slots: Tensor) -> tuple[int, int]:

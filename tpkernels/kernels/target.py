@@ -50,12 +50,16 @@ MI300 = Target("hip", processors=304)
 
 recorded_target: ContextVar[Target | None] = ContextVar("recorded_target", default=None)
 """What tensors on the meta device stand for, while `launch.recording`."""
+emulated_target: ContextVar[Target | None] = ContextVar("emulated_target", default=None)
+"""What tensors on the CPU stand for, within `launch.emulation`."""
 
 
 def target_of(device: torch.device) -> Target:
     """What kernels on tensors of `device` run on."""
     from tpkernels.kernels.interpret import INTERPRETING  # here: plain values above need no Triton
 
+    if device.type == "cpu" and (emulated := emulated_target.get()):
+        return emulated
     if INTERPRETING and device.type == "cpu":
         return INTERPRETER
     if device.type == "meta" and (recorded := recorded_target.get()):

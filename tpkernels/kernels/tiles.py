@@ -140,22 +140,33 @@ _DESCRIPTOR: Mapping[Kernel, tuple[MatmulTile, ...]] = {
     ),
 }
 # Timed beside these on Hopper; a launcher takes none of them by itself. Two blocks share a processor, so that
-# one multiplies while the other stores; or the loop is flattened; or there are more stages; or fewer, which
-# leaves shared memory to kernels that run beside. No GPU has said yet which is faster.
+# one multiplies while the other stores; or the loop is flattened, or the depth split; or stages are more,
+# or fewer, which leaves shared memory to kernels that run beside. No GPU has said yet which is faster.
 _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
-    "linear": (MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),),
-    "glu": (),
+    "linear": (
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, flatten=True),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
+        MatmulTile(128, 128, 64, num_warps=4, num_stages=5, parts=4, consumers=2),
+    ),
+    "glu": (MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=4, consumers=1),),
     "dgrad": (
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
+        MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
     ),
     "dglu": (
         MatmulTile(128, 128, 64, num_warps=4, num_stages=3, parts=8, per_processor=2),
         MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=4, flatten=True),
         MatmulTile(128, 128, 64, num_warps=8, num_stages=4, parts=2, flatten=True),
         MatmulTile(64, 128, 64, num_warps=4, num_stages=3, parts=4, per_processor=2),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=3, parts=8, consumers=1),
+        MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2),
     ),
-    "wgrad": (),
+    "wgrad": (
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=2),
+        MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
+    ),
 }
 # kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {

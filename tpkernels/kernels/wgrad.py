@@ -8,6 +8,9 @@ T tokens, N out_features, K in_features:
 An fp32 main_grad of the descriptor form is accumulated by the copy engine (TMA reduce-add), so that the old
 values never pass through registers. Each element has one writer, hence the same bits every time. A 16-bit
 main_grad is read, added in fp32 and rounded once.
+
+Where a result has too few tiles for all processors, a tile with `splits` computes each of them that often, of
+every `splits`-th block of tokens: the fp32 sums go into as many slots, which a second kernel adds in order.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, split_columns, store_block, tile_at
 from tpkernels.kernels.operands import DTYPES, Form, require_matrices, require_shape, require_writable
+from tpkernels.kernels.reduce import add_slots
 from tpkernels.kernels.target import input_precision, target_of
 from tpkernels.kernels.tiles import MatmulTile
 
@@ -28,7 +32,7 @@ from tpkernels.kernels.tiles import MatmulTile
 def _wgrad_kernel(
     dy,  # (T, N), like every matrix here a tensor descriptor if TMA, else a pointer
     x,  # (T, K)
-    dw,  # (N, K)
+    dw,  # (N, K), or if SPLITS > 1 (SPLITS * rows of whole tiles, K) in fp32: the slots one below the other
     T,
     N,
     K,
@@ -48,31 +52,41 @@ def _wgrad_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     TMA: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Each program computes every num_programs-th tile of dw."""
+    """Each program computes every num_programs-th tile of dw, or of the slots."""
     PART: tl.constexpr = BLOCK_COLS // PARTS
     row_tiles = tl.cdiv(N, BLOCK_ROWS)
     col_tiles = tl.cdiv(K, BLOCK_COLS)
-    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
-        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+    rows = N if SPLITS == 1 else SPLITS * row_tiles * BLOCK_ROWS  # of dw
+    items = SPLITS * row_tiles * col_tiles
+    for index in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
+        split = index % SPLITS
+        row_tile, col_tile = tile_at(index // SPLITS, row_tiles, col_tiles, GROUP)
         n = row_tile * BLOCK_ROWS
         k = col_tile * BLOCK_COLS
         acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        for t in range(0, T, BLOCK_DEPTH):
+        # the same number of steps in each split, so that loops can be flattened; zeros are loaded past T
+        for step in range(0, T, SPLITS * BLOCK_DEPTH):
+            t = step + split * BLOCK_DEPTH
             dy_block = load_block(dy, t, n, T, N, stride_dyt, stride_dyn, BLOCK_DEPTH, BLOCK_ROWS, TMA)
             x_block = load_block(x, t, k, T, K, stride_xt, stride_xk, BLOCK_DEPTH, BLOCK_COLS, TMA)
             acc = tl.dot(dy_block.T, x_block, acc, input_precision=PRECISION)
+        row = n
+        if SPLITS > 1:
+            slot_row = split.to(tl.int64) * row_tiles * BLOCK_ROWS
+            row += slot_row.to(tl.int32) if TMA else slot_row  # coordinates are int32
         parts = split_columns(acc, PARTS)
         for p in tl.static_range(PARTS):
             k_part = k + p * PART
             value = parts[p]
             if REDUCE:
-                dw.atomic_add([n, k_part], value)
+                dw.atomic_add([row, k_part], value)
             else:
                 if ACCUMULATE:
-                    old = load_block(dw, n, k_part, N, K, stride_dwn, stride_dwk, BLOCK_ROWS, PART, TMA)
+                    old = load_block(dw, row, k_part, rows, K, stride_dwn, stride_dwk, BLOCK_ROWS, PART, TMA)
                     value += old.to(tl.float32)
-                store_block(dw, value, n, k_part, N, K, stride_dwn, stride_dwk, TMA)
+                store_block(dw, value, row, k_part, rows, K, stride_dwn, stride_dwk, TMA)
 
 
 def wgrad(
@@ -144,18 +158,34 @@ def _launch(
     form, tile = launch.choose(launcher, "wgrad", target, matrices, (N, K), tile, form)
     if dw.numel() == 0:
         return
+    sums = dw if tile.splits == 1 else _slots(tile, dw)
+    accumulate_here = accumulate and sums is dw
     launch.on(x.device, _wgrad_kernel, launch.grid(target, form, tile, N, K))(
         launch.operand(dy, (tile.block_depth, tile.block_rows), form),
         launch.operand(x, (tile.block_depth, tile.block_cols), form),
-        launch.operand(dw, (tile.block_rows, tile.block_cols // tile.parts), form),
+        launch.operand(sums, (tile.block_rows, tile.block_cols // tile.parts), form),
         T,
         N,
         K,
         *dy.stride(),
         *x.stride(),
-        *dw.stride(),
-        ACCUMULATE=accumulate,
-        REDUCE=accumulate and form == "descriptor" and dw.dtype == torch.float32,
+        *sums.stride(),
+        ACCUMULATE=accumulate_here,
+        REDUCE=accumulate_here and form == "descriptor" and dw.dtype == torch.float32,
         PRECISION=input_precision(x.dtype, target),
+        SPLITS=tile.splits,
         **launch.constants(tile, form),
     )
+    if sums is not dw:
+        add_slots(dw, sums.unflatten(0, (tile.splits, -1))[:, :N], accumulate=accumulate)
+
+
+def _slots(tile: MatmulTile, dw: Tensor) -> Tensor:
+    """A slot like dw for each split, one below the other.
+
+    Their rows are those of whole tiles, so that a tile reaches into no other slot, and lie in whole 16-byte
+    units, for descriptors.
+    """
+    N, K = dw.shape
+    rows = tile.splits * launch.ceil_div(N, tile.block_rows) * tile.block_rows
+    return launch.empty((rows, launch.ceil_div(K, 4) * 4), torch.float32, dw.device)[:, :K]

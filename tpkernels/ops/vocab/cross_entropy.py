@@ -9,7 +9,7 @@ R ranks, T tokens, K ids, V columns a rank:
     loss       -Σ q log p,  q = 1 - s on the target, and s / K on every id;  s = label_smoothing K / (K - 1)
     backward   dlogits_shard = dloss (p - q)                   one pass, no communication
 
-All is in fp32 or wider, also the loss. K counts ids and not padding, whose logits are never read and whose
+All is in fp32 or wider, also the loss. K counts ids and not padding, whose logits count for nothing and whose
 gradient is zero. As all ranks combine the same numbers in the same order, they have the same bits.
 
 Saved for backward: logits_shard, and three numbers a token.

@@ -1,0 +1,246 @@
+"""A trial in a child process: what its parent makes of one that passes, lies, crashes, or never ends."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpkernels.dispatch import trial as module
+from tpkernels.dispatch import watched_process
+from tpkernels.dispatch.trial import Limits, Verdict, trial
+from tpkernels.dispatch.variant import Variant
+
+CPU = torch.device("cpu")
+LIMITS = Limits(compiling=0.7, running=0.5, all=20.0, poll=0.005)
+
+# Does with each variant what its tile is called.
+CHILD = r"""
+import json, os, signal, subprocess, sys, time
+asked = json.load(sys.stdin)
+def tell(**fields):
+    print(json.dumps(fields), flush=True)
+for number, variant in enumerate(asked["variants"]):
+    does, options = variant["tile"], variant["options"]
+    if does == "cannot": tell(cannot="all devices are busy")
+    if does == "quit at once": sys.exit(0)
+    if does == "die at once": sys.exit("ModuleNotFoundError: No module named 'torch'")
+    if does == "sleep at once": time.sleep(60)
+    tell(number=number, stage="compiling")
+    if does == "compile for ever": time.sleep(60)
+    if does == "compile often":
+        for _ in range(5): time.sleep(0.2); tell(number=number, stage="compiling")
+    if does == "raise": raise ValueError("ours")
+    if does == "be killed": os.kill(os.getpid(), signal.SIGKILL)
+    tell(number=number, stage="running")
+    if does == "rubbish":
+        print("not JSON\n[]\n7\nnull\n{}\n" + "[" * 99999)
+        tell(number=99, stage="running"); tell(number=-1, stage="running"); tell(number=True, stage="running")
+        tell(number="0", stage="running"); tell(number=number, stage="flying"); tell(cannot=7)
+        tell(number=99, outcome="wrong", said=""); tell(number=number, outcome="great", said="")
+        os.write(1, b"\xff\xfe\n")
+    if does == "real time": os.kill(os.getpid(), 40)
+    if does == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if does == "leave": os._exit(0)
+    if does == "hang": time.sleep(60)
+    if does == "hang deaf":
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(name, signal.SIG_IGN)
+        while True: pass
+    if does == "print for ever":
+        while True: print("x" * 10000)
+    if does == "fork":
+        held = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        open(options[0], "w").write(str(held.pid))
+    if does == "lie":
+        tell(number=1, outcome="passed", said=""); os._exit(0)
+    if does == "lose its context":
+        tell(number=number, outcome="crashed", said="CUDA error"); sys.exit(0)
+    if does == "find no memory":
+        tell(number=number, outcome="untried", said="out of memory"); continue
+    if does == "wrong":
+        tell(number=number, outcome="wrong", said="by 3"); continue
+    tell(number=number, outcome="passed", said="")
+"""
+
+
+@pytest.fixture
+def outcome(tmp_path):
+    """Tries variants of these names by the stand-in: verdicts by name, and what ended it."""
+    program = tmp_path / "child.py"
+    program.write_text(CHILD)
+
+    def outcome(*names, options=(), limits=LIMITS):
+        variants = [Variant("linear", "bfloat16", options, "descriptor", name) for name in names]
+        report = trial(variants, CPU, limits, (sys.executable, "-S", str(program)))
+        return {variant.tile: str(verdict) for variant, verdict in report.verdicts.items()}, report.obstacle
+
+    return outcome
+
+
+def test_each_variant_gets_its_verdict_from_one_child(outcome, monkeypatch):
+    started = []
+    real = module.watched
+    monkeypatch.setattr(module, "watched", lambda *given: started.append(given) or real(*given))
+    verdicts, obstacle = outcome("pass", "wrong", "rubbish", "compile often")
+    assert verdicts == {
+        "pass": "passed",
+        "wrong": "wrong: by 3",
+        "compile often": "passed",
+        "rubbish": "passed",
+    }
+    assert (obstacle, len(started)) == ("", 1)
+
+
+HANGS = {
+    "hang": "hung: no result after its launch within 0.5 seconds",
+    "hang deaf": "hung: no result after its launch within 0.5 seconds",
+    "print for ever": "hung: no result after its launch within 0.5 seconds",
+    "compile for ever": "hung: not compiled within 0.7 seconds",
+}
+CRASHES = {
+    "segfault": "crashed: SIGSEGV",
+    "real time": "crashed: signal 40",
+    "raise": "crashed: exit code 1: ValueError: ours",
+    "leave": "crashed: exit code 0",
+    "lose its context": "crashed: CUDA error",
+}
+
+
+@pytest.mark.parametrize(("name", "verdict"), [*HANGS.items(), *CRASHES.items()], ids=str)
+def test_who_hangs_or_crashes_is_known_and_the_rest_is_tried(outcome, name, verdict):
+    verdicts, obstacle = outcome("pass", name, "wrong", "other")
+    assert verdicts == {"pass": "passed", name: verdict, "wrong": "wrong: by 3", "other": "passed"}
+    assert obstacle == ""
+
+
+def test_several_may_hang_one_after_the_other(outcome):
+    verdicts, obstacle = outcome("hang", "hang deaf", "pass", "segfault")
+    assert verdicts == {
+        "hang": HANGS["hang"],
+        "hang deaf": HANGS["hang"],
+        "pass": "passed",
+        "segfault": CRASHES["segfault"],
+    }
+    assert obstacle == ""
+
+
+def test_a_verdict_on_what_was_never_begun_counts_for_nothing(outcome):
+    """Nor does the one who wrote it get away."""
+    verdicts, obstacle = outcome("lie", "wrong")
+    assert verdicts == {"lie": "crashed: exit code 0", "wrong": "wrong: by 3"}
+    assert obstacle == ""
+
+
+OBSTACLES = {
+    "cannot": "all devices are busy",
+    "quit at once": "the child process ended: exit code 0",
+    "die at once": "the child process ended: exit code 1: ModuleNotFoundError: No module named 'torch'",
+    "be killed": "the child process was ended: SIGKILL",
+    "find no memory": "out of memory",
+    "sleep at once": "1.5 seconds are over",
+}
+
+
+@pytest.mark.parametrize(("name", "why"), OBSTACLES.items(), ids=str)
+def test_what_cannot_be_tried_has_no_verdict(outcome, name, why):
+    seconds = replace(LIMITS, all=1.5)
+    assert outcome(name, "pass", limits=seconds) == ({}, why)
+    verdicts, obstacle = outcome("pass", name, "wrong", limits=seconds)
+    assert verdicts["pass"] == "passed"
+    assert name not in verdicts
+    assert obstacle == why
+
+
+def test_all_of_it_ends_in_time_whatever_hangs(outcome):
+    began = time.monotonic()
+    verdicts, obstacle = outcome(*HANGS, limits=replace(LIMITS, all=1.2))
+    assert time.monotonic() - began < 10
+    assert len(verdicts) < len(HANGS)
+    assert obstacle == "1.2 seconds are over"
+
+
+def test_a_grandchild_neither_holds_the_parent_up_nor_outlives_it(outcome, tmp_path):
+    said = tmp_path / "pid"
+    began = time.monotonic()
+    assert outcome("fork", options=(str(said),)) == ({"fork": "passed"}, "")
+    assert time.monotonic() - began < 10
+    stat = Path(f"/proc/{said.read_text()}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.01)
+
+
+def test_no_process_and_no_file_is_an_obstacle(monkeypatch):
+    variants = [Variant("linear", "bfloat16", (), "descriptor", "pass")]
+    report = trial(variants, CPU, LIMITS, ("/nowhere/python",))
+    assert report.verdicts == {}
+    assert "/nowhere/python" in report.obstacle
+
+    def full():
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(watched_process, "TemporaryFile", full)
+    assert trial(variants, CPU, LIMITS, ("true",)).obstacle == "no space left on device"
+
+
+def test_an_interrupted_parent_takes_its_child_along(monkeypatch):
+    children, sleep = [], time.sleep
+
+    def interrupted(seconds):
+        monkeypatch.setattr(module.time, "sleep", sleep)
+        raise KeyboardInterrupt
+
+    real = watched_process.subprocess.Popen
+    monkeypatch.setattr(
+        watched_process.subprocess, "Popen", lambda *a, **k: children.append(real(*a, **k)) or children[-1]
+    )
+    monkeypatch.setattr(module.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial([Variant("linear", "bfloat16", (), "descriptor", "x")], CPU, LIMITS, ("sleep", "60"))
+    assert children[0].returncode == -signal.SIGKILL
+
+
+def test_a_child_that_cannot_be_killed_is_left_and_none_follows(monkeypatch):
+    """As where the driver does not let go of it."""
+    monkeypatch.setattr(watched_process, "GONE_SECONDS", 0.05)
+    monkeypatch.setattr(watched_process.os, "killpg", lambda *given: None)
+    program = 'import time; print(\'{"number": 0, "stage": "running"}\', flush=True); time.sleep(2)'
+    variants = [Variant("linear", "bfloat16", (), "descriptor", tile) for tile in ("a", "b")]
+    report = trial(variants, CPU, LIMITS, (sys.executable, "-S", "-c", program))
+    assert report.verdicts[variants[0]].outcome == "hung"
+    assert report.obstacle == "a child process that was killed does not end"
+
+
+def test_other_threads_go_on_meanwhile(outcome):
+    counted, done = [], threading.Event()
+
+    def count():
+        while not done.wait(0.005):
+            counted.append(1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    outcome("hang")
+    done.set()
+    thread.join()
+    assert len(counted) > 10
+
+
+def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    environment = module._environment()
+    assert "CUDA_LAUNCH_BLOCKING" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert environment["CUDA_MPS_PIPE_DIRECTORY"] == os.devnull
+
+
+def test_verdicts_read_as_a_sentence():
+    assert str(Verdict("passed")) == "passed"
+    assert str(Verdict("wrong", "by 3")) == "wrong: by 3"

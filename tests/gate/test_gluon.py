@@ -1,0 +1,182 @@
+"""What the gate sees of warp-specialised kernels, by the example of a small one. Gluon needs Triton 3.7."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gate.test_ahead_of_time import compiling, printed
+from tpkernels.gate.ahead_of_time import Entry, Facts
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.expectations import violations
+from tpkernels.gate.ptx_flow import PRODUCT, TENSOR_LOAD, Flow
+from tpkernels.gate.recording import HAS_GLUON, MetaOperands, recorded
+from tpkernels.gate.roles import (
+    BY_ALL,
+    IN_FLIGHT,
+    LEFT,
+    MADE_LATE,
+    NOT_DONE,
+    NOT_FENCED,
+    NOT_MADE,
+    NOT_READ,
+    NOT_STAGED,
+    STILL_READ,
+    unordered_roles,
+)
+from tpkernels.kernels import launch
+from tpkernels.kernels.target import H100
+
+pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="Gluon is of another form before Triton 3.7")
+
+
+def ring(name: str = "ring", **options: int) -> Entry:
+    """The entry of the example's kernel, as the programs that compile it know its module."""
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from tests.gate.gluon_ring import ring_kernel
+
+    def block(matrix: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+        layout = NVMMASharedLayout.get_default_for([rows, cols], bfloat16)
+        return TensorDescriptor.from_tensor(matrix, [rows, cols], layout)
+
+    def call(of: MetaOperands) -> None:
+        x, w = block(of.matrix(2048, 1024), 128, 64), block(of.matrix(128, 1024), 128, 64)
+        u, y = block(of.matrix(2048, 128), 128, 128), block(of.matrix(2048, 128), 128, 128)
+        start: Callable[..., object] = launch.on(torch.device("meta"), ring_kernel, (1,))
+        start(x, w, u, y, 16, 1024, num_warps=8, **options)
+
+    of = MetaOperands(torch.bfloat16, 2048, 1024, 128, chunks=1)
+    return replace(recorded(name, call, of, H100, ("sm_90",)), module="gluon_ring")
+
+
+PROGRAM = """
+import json
+import sys
+import tests.gate.gluon_ring
+sys.modules["tpkernels.kernels.gluon_ring"] = tests.gate.gluon_ring
+from tests.gate.test_gluon import ring
+from tpkernels.gate.ahead_of_time import ast_source, compile_entry, gpu_target
+import triton
+print(json.dumps(compile_entry(ring(), "sm_90").as_json()))
+entry = ring()
+print(triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options).asm["ptx"])
+"""
+DGLU = """
+import json
+from tests.gate.test_gluon import in_roles
+from tpkernels.gate.ahead_of_time import compile_entry
+print(json.dumps([compile_entry(entry, "sm_90").as_json() for entry in in_roles("dglu")]))
+"""
+
+
+def in_roles(kernel: str) -> list[Entry]:
+    """The entry with the costliest epilogue of each tile that is in roles."""
+    named = [entry for entry in catalog() if re.match(rf"{kernel}/.*-c\d/", entry.name)]
+    return [*{entry.name.rpartition("/")[0]: entry for entry in reversed(named)}.values()]
+
+
+@pytest.fixture(scope="module")
+def told() -> tuple[Facts, str]:
+    first, ptx = printed(compiling(PROGRAM)).split("\n", 1)
+    return Facts.from_json(json.loads(first)), ptx
+
+
+@pytest.fixture(scope="module")
+def facts(told) -> Facts:
+    return told[0]
+
+
+def test_gluon_kernel_is_recorded_and_compiled(facts):
+    entry = ring()
+    assert (entry.function, entry.form, entry.options) == ("ring_kernel", "descriptor", {"num_warps": 8})
+    assert entry.arguments["x"] == (
+        "tensordesc<bf16[128, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, "
+        "transposed=False, fp4_padded=False, cga_layout=[])>"
+    )
+    assert (facts.spills, facts.stack, facts.in_flight, facts.narrow_offsets) == (0, 0, 1, ())
+    assert facts.aligned == entry.aligned == {"K", "tiles"}
+    assert 2 * (2 * 128 * 64 * 2 + 2 * 128 * 128) + 128 * 128 * 2 < facts.shared < 170_000
+    assert all(facts.count(name) for name in ("HGMMA", "UTMALDG", "UTMASTG"))
+    assert [*violations(entry, "sm_90", facts)] == []
+
+
+def test_registers_of_roles_and_threads_with_those_that_fill_one_up(facts):
+    assert facts.role_registers == (240, 24)
+    assert (facts.threads, facts.registers) == (12 * 32, 168)  # a role of one warp takes the room of four
+    assert facts.blocks == 1
+
+
+def test_what_another_role_loads_is_not_exposed(facts):
+    assert (facts.exposed_waits, facts.serial_stores) == (0, 0)
+    assert (facts.loads_during_stores, facts.products_during_stores) == (True, False)
+    assert facts.unordered_roles == ()
+
+
+def test_dglu_in_roles_waits_for_nothing_that_it_loads():
+    if not in_roles("dglu"):
+        pytest.skip("the catalog has no dglu in roles of warps")
+    for value in json.loads(printed(compiling(DGLU))):
+        facts = Facts.from_json(value)
+        assert (facts.exposed_waits, facts.serial_stores, facts.unordered_roles) == (0, 0, ())
+        assert facts.loads_during_stores
+
+
+def test_roles_are_told_apart(told):
+    roles = Flow.of(told[1]).roles
+    assert [role.threads for role in roles] == [256, 32]
+    assert [len(role.matching(PRODUCT)) for role in roles] == [4, 0]
+    assert [len(role.matching(TENSOR_LOAD)) for role in roles] == [0, 4]  # u is two boxes wide
+
+
+BARRIER = r"\tbar\.sync \t0, 256;\n"
+ARRIVES = r"(?=(?:.*\n){0,3}\t@%p\d+ mbarrier\.arrive\.shared)"
+FAULTS = {  # pattern, what stands there instead, which of the places, what is found
+    "released_in_the_loop_by_the_first_warp": (BARRIER + ARRIVES, "", -1, NOT_READ),
+    "released_after_the_loop_by_the_first_warp": (BARRIER + ARRIVES, "", 0, NOT_READ),
+    "released_by_the_first_warp_that_read_u": (BARRIER + ARRIVES, "", 1, NOT_READ),
+    "released_under_two_products": (r"wgmma\.wait_group\.sync\.aligned 1;", "", 0, IN_FLIGHT),
+    "released_under_two_that_are_waited_for": (r"(?<=wait_group\.sync\.aligned )1;", "2;", 0, IN_FLIGHT),
+    "staged_under_products": (r"wgmma\.wait_group\.sync\.aligned \t?0;", "", 0, NOT_DONE),
+    "no_fence": (r"fence\.proxy\.async\.shared::cta;", "", 1, NOT_FENCED),
+    "fence_of_other_memory": (
+        r"fence\.proxy\.async\.shared::cta;",
+        "fence.proxy.async.global;",
+        1,
+        NOT_FENCED,
+    ),
+    "copied_by_the_first_warp_that_staged": (BARRIER + r"(?=(?:.*\n){0,5}.*elect\.sync)", "", 0, NOT_STAGED),
+    "copied_by_all": (r"@%p\d+ (?=cp\.async\.bulk\.tensor\.2d\.global)", "", 0, BY_ALL),
+    "staged_without_a_wait": (r"cp\.async\.bulk\.wait_group\.read \t1;", "", 0, STILL_READ),
+    "staged_by_the_first_warp_that_waited": (r"(?<=read \t1;\n)" + BARRIER, "", 0, STILL_READ),
+    "waited_when_staged": (
+        r"cp\.async\.bulk\.wait_group\.read \t1;((?:.*\n)*?)(?=.*fence\.proxy)",
+        r"\1cp.async.bulk.wait_group.read \t1;\n\tbar.sync \t0, 256;\n",
+        0,
+        STILL_READ,
+    ),
+    "roles_begin_unawares": (r"barrier\.sync \t1;", "", ..., NOT_MADE),
+    "made_without_the_copy_engine": (r"fence\.proxy\.async\.shared::cta;", "", 0, NOT_MADE),
+    "left_under_a_copy": (r"cp\.async\.bulk\.wait_group\.read \t0;", "", 0, LEFT),
+    "made_late": (
+        r"(?<=barrier\.sync \t1;\n)",
+        "@%p11 mbarrier.init.shared::cta.b64 [%r51], 1;\nfence.proxy.async.shared::cta;\n",
+        0,
+        MADE_LATE,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_step_between_warps_is_needed(told, fault):
+    pattern, instead, which, found = FAULTS[fault]
+    places = [*re.finditer(pattern, told[1])]
+    chosen = places if which is ... else [places[which]]
+    ptx = told[1]
+    for place in reversed(chosen):
+        ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
+    assert unordered_roles(Flow.of(ptx)) == (found,)

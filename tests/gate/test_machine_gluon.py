@@ -1,0 +1,165 @@
+"""The warp-specialised products, searched and broken: their own source, in the machine."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tpkernels.gate import machine, numerics
+from tpkernels.gate.accuracy import Frames
+from tpkernels.gate.calls import product
+from tpkernels.gate.numerics import Case, RandomOperands, examine
+from tpkernels.kernels.matmul_tile import MatmulTile, compiles
+
+# the same rows a warp as what is shipped, fewer columns
+TILES = {
+    "cooperative": MatmulTile(128, 64, 64, num_warps=8, num_stages=3, parts=2, consumers=1),
+    "pingpong": MatmulTile(64, 64, 64, num_warps=4, num_stages=3, parts=2, consumers=2),
+}
+ROLES = pytest.mark.parametrize("roles", TILES)
+
+pytestmark = pytest.mark.skipif(
+    not compiles(TILES["cooperative"]), reason="tiles with consumers need Triton 3.7 or later"
+)
+
+
+def launched(name, roles, stages, steps, tiles):
+    """The launch of a primitive whose one program computes so many tiles."""
+    shape = TILES[roles]
+    tile = MatmulTile(
+        shape.block_rows, 64, 64, shape.num_warps, stages, parts=2, consumers=shape.consumers, group=1
+    )
+    depth_first = name.startswith("d")
+    depth, cols = 64 * steps, 64
+    sizes = (cols, depth) if depth_first else (depth, cols)
+    of = RandomOperands(
+        torch.bfloat16, tiles * tile.block_rows, *sizes, chunks=1, form="descriptor", tile=tile
+    )
+    with machine.emulating(None, processors=1) as launches:
+        product(of, name, activation="gelu")
+    (one,) = launches
+    return one
+
+
+@ROLES
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", ["linear", "dglu"])
+def test_no_order_of_events_is_a_fault(name, stages, roles):
+    for steps in (1, 2, 3, 4):
+        for tiles in (1, 2, 3):
+            assert launched(name, roles, stages, steps, tiles).explore() > 5
+
+
+@ROLES
+@pytest.mark.parametrize("name", ["glu", "dgrad", "dgrad_act", "dgrad_pairs"])
+def test_no_order_of_events_of_other_epilogues_is_a_fault(name, roles):
+    assert launched(name, roles, stages=2, steps=2, tiles=3).explore() > 5
+
+
+def test_one_stage_is_refused():
+    with pytest.raises(ValueError, match="expected at least 2 stages"):
+        launched("linear", "cooperative", 1, 2, 2)
+
+
+@ROLES
+@pytest.mark.parametrize("name", ["linear", "dglu"])
+def test_every_mutant_is_caught(name, roles):
+    missed = None
+    for stages, steps in ((2, 1), (3, 2), (2, 3)):  # an edit may change nothing where another wait holds, too
+        (trace,) = launched(name, roles, stages, steps, tiles=5).traces()
+        expected = machine.expectations(trace)
+        survived = set()
+        for mutant in machine.mutants(trace):
+            if missed is None or mutant.name in missed:
+                try:
+                    machine.search(mutant.trace, expected)
+                    survived.add(mutant.name)
+                except machine.Fault:
+                    pass
+        missed = survived
+    assert missed == set()
+
+
+SLIPS = {  # module, what stands there, what does not belong there
+    "a slot is released while it is read": ("roles", "use + step + STAGES - 1", "use + step"),
+    "the first step releases a slot": ("roles", "pred=step > 0", "pred=step >= 0"),
+    "the last slot is never released": ("roles", "    mbarrier.arrive(empty.index(last))\n", "    pass\n"),
+    "phase of the wrong ring": (
+        "roles",
+        "phase = place_of(use + step, STAGES)",
+        "phase = place_of(step, STAGES)",
+    ),
+    "a product is not waited for": ("roles", "acc = warpgroup_mma_wait(1, ", "acc = warpgroup_mma_wait(2, "),
+    "consumers multiply in no order": ("roles", "await_turn(turns, tile, FIRST, P)\n    use", "use"),
+    "an input is never released": ("roles", "    mbarrier.arrive(empty.index(buffer))\n", "    pass\n"),
+    "an input is read before it is there": (
+        "roles",
+        "    mbarrier.wait(full.index(buffer), phase)\n    first",
+        "    first",
+    ),
+    "nobody gives the turn": ("roles", "    give_turn(turns, FIRST, P)\n", "    pass\n"),
+    "the loader does not wait for the turn before": (
+        "roles",
+        "phase ^ 1)\n    if P.two",
+        "phase)\n    if P.two",
+    ),
+    "bytes of one operand are expected": (
+        "roles",
+        "mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)",
+        "mbarrier.expect(landed, b.nbytes_per_cta)",
+    ),
+    "consumers take inputs in no order": ("matmul", "await_turn(takings, number, FIRST, P)", "pass"),
+    "consumers count from the same tile": ("matmul", "number = FIRST", "number = 0"),
+    "the program ends before its stores": ("matmul", "    tma.store_wait(0)\n", "    pass\n"),
+    "stores are not waited for": ("epilogues", "    tma.store_wait(P.staging - 1)\n", "    pass\n"),
+    "no fence": ("epilogues", "    fence_async_shared()\n", "    pass\n"),
+    "stores are waited for one too late": ("epilogues", "P.staging - 1)", "P.staging)"),
+}
+
+
+@pytest.mark.parametrize(("module", "old", "new"), SLIPS.values(), ids=SLIPS.keys())
+def test_slips_in_the_source_are_caught(module, old, new):
+    from tpkernels.kernels.gluon import epilogues, matmul, roles
+
+    modules = {"roles": roles, "epilogues": epilogues, "matmul": matmul}
+    launches = [launched("dglu", roles_of, 2, steps, tiles=5) for roles_of in TILES for steps in (1, 3)]
+    found = []
+    with machine.edited(modules[module], old, new):
+        for launch in launches:
+            try:
+                launch.explore()
+            except machine.Fault as fault:
+                found.append(type(fault).__name__)
+    assert found
+
+
+def test_staging_that_is_no_part_of_the_stores_of_a_tile_is_caught(monkeypatch):
+    from tpkernels.kernels.gluon import matmul
+
+    plan_of = matmul.plan_of
+    monkeypatch.setattr(matmul, "plan_of", lambda *of, **more: replace(plan_of(*of, **more), staging=4))
+    with pytest.raises(machine.Race, match="staging"):  # a tile has six stores
+        launched("glu", "cooperative", stages=2, steps=1, tiles=2).explore()
+
+
+def test_gate_computes_every_shipped_tile_and_reports_what_is_wrong():
+    names = [case.name for case in numerics.cases() if "-c" in case.name]
+    assert {name.partition("/")[0] for name in names} == {
+        "linear_fwd",
+        "glu_fwd",
+        "dgrad",
+        "dgrad_act",
+        "dgrad_pairs",
+        "dglu",
+    }
+    from tpkernels.kernels.gluon import epilogues
+
+    case = next(
+        case for case in numerics.cases() if case.name == next(name for name in names if "glu" in name)
+    )
+    assert examine(case, Frames()).failure == ""
+    with machine.edited(epilogues, "act(gate, ACTIVATION, FAST) * up", "act(gate, ACTIVATION, FAST) + up"):
+        assert "h is off by" in examine(case, Frames()).failure
+    idle = Case("idle", partial(numerics._emulated, dict, machine.EAGER, explores=False))
+    assert examine(idle, Frames()).failure == "RuntimeError: launched no Gluon kernel"

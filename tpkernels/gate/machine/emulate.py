@@ -1,0 +1,136 @@
+"""Carries a recorded program out, values and all, in an order that a schedule chooses."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from tpkernels.gate.machine.events import (
+    CopyIn,
+    CopyOut,
+    Event,
+    Global,
+    Load,
+    Multiply,
+    MultiplyWait,
+    Store,
+    StoreWait,
+    Trace,
+)
+from tpkernels.gate.machine.faults import Fault
+from tpkernels.gate.machine.global_memory import Written
+from tpkernels.gate.machine.program import Program
+from tpkernels.gate.machine.steps import State, Steps, Writers
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who goes on first, and when what is asynchronous happens."""
+
+    landing: Literal["early", "late", "random"] = "random"  # of copies in
+    reading: Literal["early", "late", "random"] = "random"  # by products, and by copies out
+    starved: int | None = None  # this role goes on only if no other can
+    seed: int = 0
+
+
+EAGER = Schedule("early", "early")
+SCHEDULES: dict[str, Schedule] = {
+    "eager": EAGER,
+    "late loads": Schedule("late", "late"),
+    "late reads": Schedule("early", "late"),
+    "first role starved": Schedule("early", "late", starved=0),
+    "second role starved": Schedule("early", "late", starved=1),
+    "third role starved": Schedule("late", "late", starved=2),
+    **{f"random {seed}": Schedule(seed=seed) for seed in range(2)},
+}
+
+
+class Emulator:
+    """One program under one schedule."""
+
+    def __init__(self, trace: Trace, schedule: Schedule, written: Written) -> None:
+        self.program = Program(trace)
+        self.expected: dict[int, Writers] = {}  # what each read finds in this order
+        self._steps = Steps(self.program, self.expected, learning=True)
+        self._schedule, self._written = schedule, written
+        self._random = random.Random(schedule.seed)
+        self._multiplying: dict[tuple[int, int], deque[Multiply]] = {}  # of each segment and role
+        self._storing: dict[tuple[int, int], deque[CopyOut]] = {}
+        self._was_read: set[int] = set()
+        self._path: list[str] = []
+
+    def run(self) -> None:
+        state = self._steps.settle(self._steps.start())
+        try:
+            while moves := self._moves(state):
+                state = self._random.choice(moves)()
+            self._steps.require_done(state)
+        except Fault as fault:
+            fault.path = tuple(self._path)
+            raise
+
+    def _moves(self, state: State) -> Sequence[Callable[[], State]]:
+        """What may happen next under this schedule."""
+        roles = self._steps.ready(state)
+        roles = [role for role in roles if role != self._schedule.starved] or roles
+        goes = [partial(self._advance, state, role) for role in roles]
+        lands = [partial(self._land, state, barrier) for barrier in self._steps.landing(state)]
+        if self._schedule.landing == "random":
+            return goes + lands
+        return (lands or goes) if self._schedule.landing == "early" else (goes or lands)
+
+    def _advance(self, state: State, role: int) -> State:
+        track = self.program.segments[state.segment][role]
+        self._path.append(f"{track.name} goes on at {track.events[state.at[role]].where}")
+        after, events = self._steps.advance(state, role)
+        for event in events:
+            self._carry_out(event, (state.segment, role))
+        return after
+
+    def _land(self, state: State, barrier: int) -> State:
+        after, landed = self._steps.land(state, barrier)
+        for number in landed:
+            copy = self.program.copies[number]
+            self._path.append(f"the copy of {copy.where} lands")
+            copy.land()
+        return after
+
+    def _carry_out(self, event: Event, who: tuple[int, int]) -> None:
+        if isinstance(event, CopyIn):
+            event.view.put(float("nan"))  # until it lands
+        elif isinstance(event, (Load, Store)):
+            event.effect()
+        elif isinstance(event, Global):
+            event.effect(self._written)
+        elif isinstance(event, Multiply):
+            self._multiplying.setdefault(who, deque()).append(event)
+            self._maybe_read(event)
+        elif isinstance(event, CopyOut):
+            self._storing.setdefault(who, deque()).append(event)
+            self._maybe_read(event)
+        elif isinstance(event, MultiplyWait):
+            products = self._multiplying.get(who, deque())
+            while len(products) > event.pending:
+                product = products.popleft()
+                self._read(product)
+                product.finish()
+        elif isinstance(event, StoreWait):
+            stores = self._storing.get(who, deque())
+            while len(stores) > event.pending:
+                store = stores.popleft()
+                self._read(store)
+                store.write(self._written)
+
+    def _maybe_read(self, event: Multiply | CopyOut) -> None:
+        early = self._schedule.reading == "early"
+        if early or (self._schedule.reading == "random" and self._random.random() < 0.5):
+            self._read(event)
+
+    def _read(self, event: Multiply | CopyOut) -> None:
+        if event.number not in self._was_read:
+            self._was_read.add(event.number)
+            event.read()

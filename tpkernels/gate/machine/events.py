@@ -1,0 +1,152 @@
+"""What the roles of a kernel do to memory that they share, in the order in which each does it.
+
+Values go along as closures, which the search never calls: an event is also all that the search knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+from tpkernels.gate.machine.global_memory import Written
+from tpkernels.gate.machine.shared import View
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    number: int  # unique in a trace
+    where: str  # "linear.py:120"
+
+    def shape(self) -> tuple[object, ...]:
+        """All of it that the search looks at."""
+        values = [getattr(self, each.name) for each in fields(self) if each.repr]
+        return (type(self).__name__, *(_cells(value) for value in values))
+
+
+def _cells(value: object) -> object:
+    if isinstance(value, View):
+        return value.cells
+    return tuple(map(_cells, value)) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Init(Event):
+    barrier: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Invalidate(Event):
+    barrier: int
+
+
+@dataclass(frozen=True, eq=False)
+class Wait(Event):
+    """Goes on once the phase of this parity has completed."""
+
+    barrier: int
+    parity: int
+
+
+@dataclass(frozen=True, eq=False)
+class Expect(Event):
+    """Arrives once, and adds bytes to what the phase waits for."""
+
+    barrier: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Arrive(Event):
+    barrier: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class CopyIn(Event):
+    """A TMA load: lands any time later, and counts on its barrier then."""
+
+    barrier: int
+    view: View
+    nbytes: int
+    land: Callable[[], None] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Multiply(Event):
+    """A wgmma: reads its operands any time until it is retired."""
+
+    views: tuple[View, ...]
+    read: Callable[[], None] = field(repr=False)
+    finish: Callable[[], None] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class MultiplyWait(Event):
+    """Retires all but the last `pending` multiplications of this role."""
+
+    pending: int
+
+
+@dataclass(frozen=True, eq=False)
+class Load(Event):
+    """ld.shared."""
+
+    view: View
+    effect: Callable[[], None] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Store(Event):
+    """st.shared."""
+
+    view: View
+    effect: Callable[[], None] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Fence(Event):
+    """Makes what this role stored to shared memory visible to TMA and wgmma."""
+
+
+@dataclass(frozen=True, eq=False)
+class CopyOut(Event):
+    """A TMA store: reads its buffer any time until it is retired."""
+
+    view: View
+    read: Callable[[], None] = field(repr=False)
+    write: Callable[[Written], None] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreWait(Event):
+    """Retires the reads of all but the last `pending` TMA stores of this role."""
+
+    pending: int
+
+
+@dataclass(frozen=True, eq=False)
+class Global(Event):
+    """Loads and stores through pointers."""
+
+    effect: Callable[[Written], None] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One program: its segments follow each other, the roles of a segment run beside each other."""
+
+    segments: tuple[tuple[Role, ...], ...]
+    barriers: tuple[str, ...]  # names
+    cells: tuple[str, ...]  # names
+
+    def shape(self) -> tuple[object, ...]:
+        """All of it that the search looks at."""
+        roles = (role for segment in self.segments for role in segment)
+        return tuple((role.name, *(event.shape() for event in role.events)) for role in roles)

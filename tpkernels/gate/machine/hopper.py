@@ -1,0 +1,173 @@
+"""What stands in for the asynchronous instructions of `gl.nvidia.hopper`: TMA, mbarriers, wgmma."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tpkernels.gate.machine.events import (
+    Arrive,
+    CopyIn,
+    CopyOut,
+    Expect,
+    Fence,
+    Init,
+    Invalidate,
+    Load,
+    Multiply,
+    MultiplyWait,
+    Store,
+    StoreWait,
+    Wait,
+)
+from tpkernels.gate.machine.faults import Misuse
+from tpkernels.gate.machine.global_memory import Descriptor, Written
+from tpkernels.gate.machine.recorder import current, ready_after, require_like
+from tpkernels.gate.machine.shared import View
+from tpkernels.gate.machine.values import Block
+
+
+def init(mbarrier: View, count: int) -> None:
+    current().emit(Init, current().barrier(mbarrier), count)
+
+
+def invalidate(mbarrier: View) -> None:
+    current().emit(Invalidate, current().barrier(mbarrier))
+
+
+def wait(mbarrier: View, phase: int, pred: bool = True, deps: Sequence[View] = ()) -> None:
+    if pred:
+        if phase not in (0, 1):
+            raise Misuse(f"mbarrier.wait expected a parity of 0 or 1, got {phase} for {mbarrier.name}")
+        current().emit(Wait, current().barrier(mbarrier), int(phase))
+
+
+def expect(mbarrier: View, bytes_per_cta: int, pred: bool = True) -> None:
+    if pred:
+        current().emit(Expect, current().barrier(mbarrier), bytes_per_cta)
+
+
+def arrive(mbarrier: View, *, count: int = 1, pred: bool = True) -> None:
+    if pred:
+        current().emit(Arrive, current().barrier(mbarrier), count)
+
+
+def async_copy_global_to_shared(
+    tensor_desc: Descriptor,
+    coord: Sequence[int],
+    barrier: View,
+    result: View,
+    pred: bool = True,
+    multicast: bool = False,
+) -> None:
+    if pred:
+        require_like(result, tensor_desc.block_shape, tensor_desc.dtype, "a copy in")
+        corner = tuple(int(at) for at in coord)
+        number = current().barrier(barrier)
+        land = lambda: result.put(tensor_desc.read(corner))  # noqa: E731
+        current().emit(CopyIn, number, result, tensor_desc.nbytes, land)
+
+
+def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Sequence[int], src: View) -> None:
+    require_like(src, tensor_desc.block_shape, tensor_desc.dtype, "a copy out")
+    corner = tuple(int(at) for at in coord)
+    box: list[torch.Tensor] = []
+
+    def write(written: Written) -> None:
+        tensor_desc.write(corner, box.pop(), written, event.where)
+
+    event = current().emit(CopyOut, src, lambda: box.append(src.get()), write)
+
+
+def store_wait(pendings: int) -> None:
+    current().emit(StoreWait, pendings)
+
+
+def fence_async_shared(cluster: bool = False) -> None:
+    current().emit(Fence)
+
+
+def load_shared(view: View, layout: Any) -> Block:
+    loaded = Block(torch.empty(view.shape, dtype=view.allocation.data.dtype, device="meta"))
+    current().emit(Load, view, lambda: loaded.put(view.get()))
+    return loaded
+
+
+def store_shared(view: View, value: Block) -> None:
+    require_like(view, value.shape, value.dtype, "a store")
+    value.require_ready()
+    current().emit(Store, view, lambda: view.put(value.value()))
+
+
+View.load, View.store = load_shared, store_shared  # type: ignore[attr-defined]
+
+
+class Accumulator:
+    """What an asynchronous `warpgroup_mma` returns: registers that are no tensor before a wait."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+
+def warpgroup_mma_init(value: Block) -> Accumulator:
+    value.require_ready()
+    return Accumulator(value)
+
+
+def warpgroup_mma(
+    a: View | Block,
+    b: View,
+    acc: Block | Accumulator,
+    *,
+    use_acc: bool = True,
+    precision: str | None = None,
+    max_num_imprecise_acc: int | None = None,
+    is_async: bool = False,
+) -> Block | Accumulator:
+    before = acc.block if isinstance(acc, Accumulator) else acc
+    (rows, depth), (other_depth, cols) = a.shape, b.shape
+    if depth != other_depth or list(before.shape) != [rows, cols] or a.dtype != b.dtype:
+        raise Misuse(f"warpgroup_mma of {a.shape} {a.dtype}, {b.shape} {b.dtype} into {before.shape}")
+    if isinstance(a, Block):
+        a.require_ready()
+    product = Block(before.meta)
+    operands: list[torch.Tensor] = []
+
+    def read() -> None:
+        operands[:] = [(a.value() if isinstance(a, Block) else a.get()).float(), b.get().float()]
+
+    def finish() -> None:
+        term = operands[0] @ operands[1]
+        product.put(before.value() + term if use_acc else term)
+
+    views = tuple(operand for operand in (a, b) if isinstance(operand, View))
+    event = current().emit(Multiply, views, read, finish)
+    product.require_ready = ready_after(event)
+    if is_async:
+        return Accumulator(product)
+    current().emit(MultiplyWait, 0)
+    return product
+
+
+def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
+    current().emit(MultiplyWait, num_outstanding)
+    waited = tuple(dep.block if isinstance(dep, Accumulator) else dep for dep in deps)
+    return waited[0] if len(waited) == 1 else waited
+
+
+FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
+    "mbarrier": {"init": init, "invalidate": invalidate, "wait": wait, "expect": expect, "arrive": arrive},
+    "tma": {
+        "async_copy_global_to_shared": async_copy_global_to_shared,
+        "async_copy_shared_to_global": async_copy_shared_to_global,
+        "store_wait": store_wait,
+    },
+    "hopper": {
+        "fence_async_shared": fence_async_shared,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_init": warpgroup_mma_init,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+    },
+}

@@ -1,0 +1,137 @@
+"""A trace made ready for stepping: roles cut into steps, and what each role has in use between them.
+
+Between two steps other roles may go on; within one they need not. A role can only learn of others by a wait,
+and others learn of it by its arrivals. So a step begins with a wait, or with whatever follows an arrival, and
+ends with arrivals: what lies between could as well happen at any one moment, unless somebody else touches the
+same memory without being ordered, and then some order of whole steps has it touched at the wrong time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpkernels.gate.machine.events import (
+    Arrive,
+    CopyIn,
+    CopyOut,
+    Event,
+    Expect,
+    Fence,
+    Init,
+    Invalidate,
+    Multiply,
+    MultiplyWait,
+    Role,
+    Store,
+    StoreWait,
+    Trace,
+    Wait,
+)
+
+Cells = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a role has in use at some place of its events."""
+
+    multiplied: tuple[tuple[Multiply, Cells], ...] = ()  # in flight, oldest first
+    copied: tuple[tuple[CopyOut, Cells], ...] = ()
+    unfenced: Cells = frozenset()  # stored to, and not yet visible to TMA and wgmma
+
+    @cached_property
+    def read(self) -> Cells:
+        """What a product or a copy may still read."""
+        return frozenset().union(*(cells for _, cells in (*self.multiplied, *self.copied)))
+
+    def after(self, event: Event) -> Held:
+        if isinstance(event, Multiply):
+            return Held((*self.multiplied, (event, _cells_of(event))), self.copied, self.unfenced)
+        if isinstance(event, MultiplyWait):
+            return Held(_last(self.multiplied, event.pending), self.copied, self.unfenced)
+        if isinstance(event, CopyOut):
+            return Held(self.multiplied, (*self.copied, (event, frozenset(event.view.cells))), self.unfenced)
+        if isinstance(event, StoreWait):
+            return Held(self.multiplied, _last(self.copied, event.pending), self.unfenced)
+        if isinstance(event, Store):
+            return Held(self.multiplied, self.copied, self.unfenced | frozenset(event.view.cells))
+        if isinstance(event, Fence):
+            return Held(self.multiplied, self.copied)
+        return self
+
+
+def _last(queue: tuple, count: int) -> tuple:  # type: ignore[type-arg]  # of either kind
+    return queue[max(0, len(queue) - count) :]
+
+
+class Track:
+    """The events of a role, and what it holds before each; `ends[i]`: where the step from i on ends."""
+
+    def __init__(self, role: Role) -> None:
+        self.name, self.events = role.name, role.events
+        self.held = [Held()]
+        for event in role.events:
+            self.held.append(self.held[-1].after(event))
+        self.ends = {begin: end for begin, end in _steps(role.events)}
+        # of each step: the barriers that it waits for, arrives at or has copies count on
+        self.touched = {
+            begin: frozenset(
+                event.barrier for event in role.events[begin:end] if isinstance(event, _AT_BARRIER)
+            )
+            for begin, end in self.ends.items()
+        }
+        self.cells: Cells = frozenset().union(*map(_cells_of, role.events))
+
+    def private_steps(self, shared: Cells) -> frozenset[int]:
+        """Steps that no other role can tell: they touch no barrier and nothing shared, nor let go of it."""
+        return frozenset(
+            begin
+            for begin, end in self.ends.items()
+            if not self.touched[begin]
+            and all(_cells_of(event).isdisjoint(shared) for event in self.events[begin:end])
+            and len({(held.read & shared, held.unfenced & shared) for held in self.held[begin : end + 1]})
+            == 1
+        )
+
+
+_AT_BARRIER = (Init, Invalidate, Wait, Expect, Arrive, CopyIn)
+
+
+def _cells_of(event: Event) -> Cells:
+    views = event.views if isinstance(event, Multiply) else (getattr(event, "view", None),)
+    return frozenset(cell for view in views if view for cell in view.cells)
+
+
+def _steps(events: Sequence[Event]) -> list[tuple[int, int]]:
+    begins = [
+        at
+        for at, event in enumerate(events)
+        if at == 0 or isinstance(event, Wait) or (_arrives(events[at - 1]) and not _arrives(event))
+    ]
+    return list(zip(begins, [*begins[1:], len(events)], strict=False))  # of no events: none
+
+
+def _arrives(event: Event) -> bool:
+    """Whether it can complete a phase by itself: who expects bytes has yet to see them land."""
+    return isinstance(event, Arrive) or (isinstance(event, Expect) and event.nbytes <= 0)
+
+
+def _private_steps(tracks: tuple[Track, ...]) -> tuple[frozenset[int], ...]:
+    touching = Counter(cell for track in tracks for cell in track.cells)
+    shared = frozenset(cell for cell, roles in touching.items() if roles > 1)
+    return tuple(track.private_steps(shared) for track in tracks)
+
+
+class Program:
+    """A trace, as `steps` goes through it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.segments = tuple(tuple(Track(role) for role in segment) for segment in trace.segments)
+        self.private = tuple(_private_steps(tracks) for tracks in self.segments)
+        self.barriers, self.cells = trace.barriers, trace.cells
+        events = [event for tracks in self.segments for track in tracks for event in track.events]
+        self.copies = {event.number: event for event in events if isinstance(event, CopyIn)}
+        self.where = {event.number: event.where for event in events}

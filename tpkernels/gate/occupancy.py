@@ -1,0 +1,60 @@
+"""How many blocks an SM holds, and how many waves a result takes: arithmetic from NVIDIA's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+WARP = 32
+QUARTERS = 4  # of an SM: warps are spread over them, each with its own registers
+REGISTER_UNIT = 256  # in which a warp is given registers
+BLOCK_RESERVE = 1024  # bytes of shared memory that the driver takes with each block
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What an SM has."""
+
+    shared: int  # bytes
+    threads: int
+    blocks: int
+    registers: int = 65_536
+
+
+PROCESSORS: Mapping[str, Processor] = {
+    "sm_80": Processor(164 * 1024, 2048, 32),
+    "sm_89": Processor(100 * 1024, 1536, 24),
+    "sm_90": Processor(228 * 1024, 2048, 32),
+    "sm_100": Processor(228 * 1024, 2048, 32),
+    "sm_120": Processor(100 * 1024, 1536, 24),
+}
+
+
+def blocks_by_limit(architecture: str, registers: int, threads: int, shared: int) -> Mapping[str, int]:
+    """Limit -> how many blocks it leaves room for; nothing of a GPU whose tables are others'."""
+    processor = PROCESSORS.get(architecture)
+    if processor is None or not threads:
+        return {}
+    warps = -(-threads // WARP)
+    of_a_warp = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    resident = QUARTERS * (processor.registers // QUARTERS // max(of_a_warp, REGISTER_UNIT))
+    return {
+        "registers": resident // warps,
+        "bytes of shared memory": processor.shared // (shared + BLOCK_RESERVE),
+        "threads": processor.threads // (warps * WARP),
+        "slots": processor.blocks,
+    }
+
+
+def too_few(promised: int, limits: Mapping[str, int]) -> Iterator[str]:
+    """Each limit that leaves room for fewer blocks than a persistent launch starts on an SM."""
+    for limit, blocks in limits.items():
+        if blocks < promised:
+            yield f"{promised} blocks an SM are launched, its {limit} hold {blocks}"
+
+
+def waves(tiles: int, processors: int, per_processor: int = 1) -> tuple[float, float]:
+    """How many times as many tiles there are as blocks at once, and which part of all turns is work."""
+    slots = processors * per_processor
+    turns = -(-tiles // slots)
+    return tiles / slots, tiles / (turns * slots)

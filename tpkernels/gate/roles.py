@@ -1,0 +1,169 @@
+"""What PTX proves of the order between the warps of a role, and between them and the copy engine. Pure text.
+
+One thread of a role tells other roles that a buffer is free, and starts copies: what it says must hold for
+all threads of the role. So the warps of a role wait for each other
+
+- after they have read a buffer and awaited the products that did, before it is released (`mbarrier.arrive`);
+- after each has staged its results and fenced them (`fence.proxy.async`), before they are copied out;
+- after a copy has read what was staged, before anything else is staged there.
+
+And products are awaited before their results are staged, copies are waited for before a role ends, and
+barriers in shared memory are made, and the copy engine told of them, before the roles begin.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tpkernels.gate.ptx_flow import (
+    BARRIER_OF_ALL,
+    COMMIT,
+    PRODUCT,
+    SHARED_STORE,
+    STORE_WAIT,
+    TENSOR_STORE,
+    WAIT,
+    WARP,
+    Flow,
+    Role,
+    State,
+)
+
+NOT_READ = "a buffer is released before all warps of the role have read it"
+IN_FLIGHT = "a buffer is released while more than the last product may be in flight"
+NOT_DONE = "results are staged before their products are awaited"
+NOT_FENCED = "results are copied out without a fence after they were staged"
+NOT_STAGED = "results are copied out before all warps have staged theirs"
+BY_ALL = "results are copied out by more than one thread"
+STILL_READ = "results are staged where a copy may still read others"
+LEFT = "a role ends while a copy may still read what it staged"
+NOT_MADE = "a barrier in shared memory is used before all, and the copy engine, know that it is made"
+MADE_LATE = "a barrier in shared memory is made when roles have begun"
+
+_RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
+_SHARED_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
+_PRODUCTS_COMMITTED = re.compile(r"\bwgmma\.commit_group\b")
+_PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
+_FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
+_MADE = re.compile(r"\bmbarrier\.init\b")
+
+
+def unordered_roles(flow: Flow) -> tuple[str, ...]:
+    """Each rule that some path through some role breaks, in words; () if the order is proven."""
+    rules = (_released, _copied_out, _staged, _made)
+    return tuple(dict.fromkeys(words for role in flow.roles for rule in rules for words in rule(role)))
+
+
+def _released(role: Role) -> list[str]:
+    """Read and awaited before it is released; awaited before the results are staged."""
+    lines = role.flow.lines
+
+    def step(at: int, state: State) -> State:
+        line = lines[at]
+        flying = {int(n) for what, n in state if what == "in flight"}
+        if _PRODUCTS_COMMITTED.search(line):
+            return _with(state, {1} | {min(n + 1, 2) for n in flying})  # 2: or more
+        if found := _PRODUCTS_AWAITED.search(line):
+            return _with(state, {min(n, int(found[1])) for n in flying} - {0}) | {("read", 0)}
+        if _SHARED_LOAD.search(line) or PRODUCT.search(line):
+            return state | {("read", 0)}
+        return state - {("read", 0)} if role.syncs_all(line) else state
+
+    before = role.before_each(step)
+    held = {mark for at in role.matching(_RELEASE) for mark in before.get(at, ())}
+    not_done = any(
+        ("in flight", n) in before.get(at, ()) for at in role.matching(SHARED_STORE) for n in (1, 2)
+    )
+    words = [NOT_READ] * (("read", 0) in held and role.threads > WARP)  # a warp elects a thread when together
+    return words + [IN_FLIGHT] * (("in flight", 2) in held) + [NOT_DONE] * not_done
+
+
+def _with(state: State, flying: set[int]) -> State:
+    """The state with these numbers of products in flight."""
+    kept = {mark for mark in state if mark[0] != "in flight"}
+    return frozenset(kept | {("in flight", n) for n in flying})
+
+
+def _copied_out(role: Role) -> list[str]:
+    lines = role.flow.lines
+
+    def step(at: int, state: State) -> State:
+        line = lines[at]
+        if SHARED_STORE.search(line):
+            return state | {("staged", 0)}
+        if _FENCE.search(line):
+            return frozenset({("fenced", 0)}) if state else state
+        return state - {("fenced", 0)} if role.syncs_all(line) else state
+
+    before = role.before_each(step)
+    copies = role.matching(TENSOR_STORE)
+    held = {what for at in copies for what, _ in before.get(at, ())}
+    words = [NOT_FENCED] * ("staged" in held) + [NOT_STAGED] * ("fenced" in held)
+    return words + [BY_ALL] * any(not lines[at].startswith("@") for at in copies)
+
+
+def _staged(role: Role) -> list[str]:
+    """A buffer is known by the address that a copy reads; where it may change, any wait counts for it."""
+    lines, value = role.flow.lines, role.flow.value
+
+    def step(at: int, state: State) -> State:
+        line = lines[at]
+        if copy := _source(line):
+            return state | {("0", value(copy))}
+        if COMMIT.search(line):  # "0", "1", "2": so many groups of copies were committed since, with its own
+            return frozenset((str(int(how) + 1) if how < "8" else how, what) for how, what in state)
+        if wait := STORE_WAIT.search(line):
+            return frozenset(
+                ("read" if how > wait[1] or isinstance(what, str) else how, what) for how, what in state
+            )
+        return frozenset(mark for mark in state if mark[0] != "read") if role.syncs_all(line) else state
+
+    before = role.before_each(step)
+    for at in role.matching(TENSOR_STORE):
+        buffer = value(_source(lines[at]) or "")
+        stages = _stages(role, at)  # none: they lie before the wait
+        if not stages or any(what == buffer for place in stages for _, what in before.get(place, ())):
+            return [STILL_READ]
+    held = {how for at in role.ends for how, _ in before.get(at, ())}
+    return [LEFT] * bool(held - {"read"})
+
+
+def _source(line: str) -> str | None:
+    """The register with the address in shared memory that a copy reads."""
+    found = TENSOR_STORE.search(line)
+    return found and found[1]
+
+
+def _stages(role: Role, copy: int) -> list[int]:
+    """The stores that stage what is copied: those since the last wait for copies or group of them."""
+    seen, todo = set[int](), list(role.preceding[copy])
+    while todo:
+        at = todo.pop()
+        line = role.flow.lines[at]
+        if at not in seen and not COMMIT.search(line) and not STORE_WAIT.search(line):
+            seen.add(at)
+            todo += role.preceding[at]
+    return [at for at in seen if SHARED_STORE.search(role.flow.lines[at])]
+
+
+def _made(role: Role) -> list[str]:
+    lines, several = role.flow.lines, len(role.flow.roles) > 1
+
+    def step(at: int, state: State) -> State:
+        line = lines[at]
+        if _MADE.search(line):
+            return state | {("made", 0)}
+        if _FENCE.search(line) and ("made", 0) in state:
+            return state - {("made", 0)} | {("told", 0)}
+        if BARRIER_OF_ALL.search(line):
+            fenced = (
+                {("told", 0)} if several else {("told", 0), ("made", 0)}
+            )  # Triton's own loops have no fence
+            return state - fenced | {("begun", 0)}
+        return state
+
+    before = role.before_each(step)
+    held = {what for at in role.matching(WAIT) for what, _ in before.get(at, ())}
+    unknown = bool(held & {"made", "told"})
+    late = several and any(("begun", 0) in before.get(at, ()) for at in role.matching(_MADE))
+    return [NOT_MADE] * unknown + [MADE_LATE] * late

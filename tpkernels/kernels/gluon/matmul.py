@@ -1,0 +1,238 @@
+"""The warp-specialised product: one kernel with one of four epilogues, and what launches it.
+
+    epilogue  product                        reads    writes
+    linear    x wᵀ                           bias     y, z on request
+    glu       x wgᵀ and x wuᵀ side by side            h; g and u on request
+    dgrad     dy w, or dy w + dy2 w2         z        dx or dz; sums of its rows on request
+    dglu      dy w                           g, u     dg, du; h on request
+
+Each computes what the plain kernel of its name does, whose launcher checks what it is given. One consumer
+of 8 warps works on every tile; or two of 4 warps take tiles in turn, and the products of one run beside the
+epilogue of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.blocks import tile_at
+from tpkernels.kernels.gluon import epilogues
+from tpkernels.kernels.gluon.plan import Epilogue, plan_of
+from tpkernels.kernels.gluon.roles import (
+    await_turn,
+    barriers,
+    fetch,
+    give_turn,
+    input_ring,
+    load,
+    multiply,
+    operand_ring,
+)
+from tpkernels.kernels.operands import Layout
+from tpkernels.kernels.target import Target, fast_math
+from tpkernels.kernels.tiles import MatmulTile
+
+
+@gluon.jit
+def _matmul_kernel(
+    a,  # (rows, depth), like every matrix here a tensor descriptor
+    b,  # (cols, depth), or (depth, cols) if depth_first
+    a2,  # (rows, depth2), unread unless there are two pairs
+    b2,  # like b, unread unless there are two weights or pairs
+    in0,  # (rows, cols) z or g, unread unless there are inputs
+    in1,  # (rows, cols) u
+    out0,  # (rows, cols) y, h, dx or dg
+    out1,  # (rows, cols) z, g or du, untouched if not asked for
+    out2,  # (rows, cols) u or h, likewise
+    vector_ptr,  # (cols,) bias of linear, or (row tiles, cols) sums of dgrad in fp32; untouched without
+    rows,
+    cols,
+    depth,
+    depth2,  # 0 unless there are two pairs
+    stride_vector,  # of the bias
+    P: gl.constexpr,  # a Plan
+):
+    """Each program computes every num_programs-th tile."""
+    operands = operand_ring(a, b, P)
+    inputs = input_ring(in0, P)
+    turns = barriers(2), barriers(2)
+    fence_async_shared()
+    steps = gl.cdiv(depth, P.block_depth)
+    if P.pairs == 2:
+        steps += gl.cdiv(depth2, P.block_depth)
+    outs = out0, out1, out2
+    if P.consumers == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (operands, inputs, turns, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
+                ),
+                (load, (a, b, a2, b2, operands, rows, cols, depth, depth2, P)),
+                (fetch, (in0, in1, inputs, rows, cols, P)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (operands, inputs, turns, outs, vector_ptr, rows, cols, steps, stride_vector, 0, P),
+                ),
+                (
+                    _consume,
+                    (operands, inputs, turns, outs, vector_ptr, rows, cols, steps, stride_vector, 1, P),
+                ),
+                (load, (a, b, a2, b2, operands, rows, cols, depth, depth2, P)),
+                (fetch, (in0, in1, inputs, rows, cols, P)),
+            ],
+            [4, 1, 1],
+            [232, 24, 24],
+        )
+
+
+@gluon.jit
+def _consume(
+    operands,
+    inputs,
+    turns,
+    outs,
+    vector_ptr,
+    rows,
+    cols,
+    steps,
+    stride_vector,
+    FIRST: gl.constexpr,
+    P: gl.constexpr,
+):
+    """Compute every consumers-th of the program's tiles from its FIRST on."""
+    GROUP: gl.constexpr = P.group
+    WARPS: gl.constexpr = gl.num_warps()
+    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.width, 16])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16])
+
+    staging = gl.allocate_shared_memory(outs[0].dtype, [P.staging, P.block_rows, P.part], outs[0].layout)
+    ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    products, takings = turns
+    bias = epilogues.bias_buffer(ADDED, P)
+    PIECES: gl.constexpr = P.width // P.part
+    row_tiles = gl.cdiv(rows, P.block_rows)
+    col_tiles = gl.cdiv(cols, P.block_cols)
+    number = FIRST
+    first = gl.program_id(0) + FIRST * gl.num_programs(0)
+    for index in range(first, row_tiles * col_tiles, P.consumers * gl.num_programs(0)):
+        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        row = row_tile * P.block_rows
+        col = col_tile * P.block_cols
+        if ADDED:  # read before the products, which hide how long it takes
+            columns = col + gl.arange(0, P.block_cols, COLUMNS)
+            added = gl.load(
+                vector_ptr + columns.to(gl.int64) * stride_vector, mask=columns < cols, other=0.0
+            ).to(gl.float32)
+        acc = gl.full([P.block_rows, P.width], 0.0, gl.float32, WHOLE)
+        acc = multiply(acc, operands, products, number, steps, FIRST, P)
+        if P.inputs:
+            await_turn(takings, number, FIRST, P)
+        parts = epilogues.split_columns(acc, PIECES, NARROW)
+        if P.epilogue == "linear":
+            if ADDED:
+                bias.store(added)
+            epilogues.linear(parts, outs, bias, staging, row, col, NARROW, P)
+        elif P.epilogue == "glu":
+            epilogues.glu(parts, outs, staging, row, col, P)
+        elif P.epilogue == "dgrad":
+            epilogues.dgrad(
+                parts, outs, vector_ptr, inputs, number * P.parts, staging, row, col, rows, cols, NARROW, P
+            )
+        else:
+            epilogues.dglu(parts, outs, inputs, number * P.parts, staging, row, col, NARROW, P)
+        if P.inputs:
+            give_turn(takings, FIRST, P)
+        number += P.consumers
+    tma.store_wait(0)
+
+
+def launch_matmul(
+    epilogue: Epilogue,
+    target: Target,
+    tile: MatmulTile,
+    operands: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    *,
+    inputs: Sequence[Tensor],
+    vector: Tensor | None,
+    activation: str,
+) -> None:
+    """What `gluon.multiply` does, where it can.
+
+    operands: a, b; of glu a, b, b2; of two pairs a, b, a2, b2
+    outputs: those asked for, in the order of the kernel's
+    inputs: what the epilogue reads
+    vector: the bias of linear, or the sums of dgrad
+    """
+    a, b = operands[:2]
+    plan = plan_of(
+        tile,
+        target.shared_memory,
+        epilogue,
+        activation=activation,
+        vector=vector is not None,
+        pairs=max(1, len(operands) // 2),
+        inputs=len(inputs),
+        outputs=len(outputs),
+        fast=fast_math(a.dtype, target),
+    )
+    (rows, depth), cols = a.shape, outputs[0].shape[1]
+    a_block, part = (plan.block_rows, plan.block_depth), (plan.block_rows, plan.part)
+    b_block = (plan.block_depth, plan.block_cols) if plan.depth_first else (plan.block_cols, plan.block_depth)
+    described_a, described_b = _described(a, a_block), _described(b, b_block)
+    read = [_described(tensor, part) for tensor in inputs]
+    written = [_described(tensor, part) for tensor in outputs]
+    launch.on(a.device, _matmul_kernel, launch.grid(target, "descriptor", tile, rows, cols))(
+        described_a,
+        described_b,
+        _described(operands[2], a_block) if plan.pairs == 2 else described_a,
+        _described(operands[-1], b_block) if len(operands) > 2 else described_b,
+        *_filled(read, 2, written[0]),
+        *_filled(written, 3, written[0]),
+        a if vector is None else vector,
+        rows,
+        cols,
+        depth,
+        operands[2].shape[1] if plan.pairs == 2 else 0,
+        0 if vector is None else vector.stride(-1),
+        P=plan,
+        num_warps=tile.num_warps,
+    )
+
+
+def _described(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """A matrix as this kernel takes it; `block` is what is moved at a time."""
+    strides = [Layout.of("", tensor).row_pitch, 1]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), _layout(block, tensor.dtype))
+
+
+@cache
+def _layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block lies in shared memory: as the copy engine and the tensor cores both take it."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])
+
+
+def _filled(given: list[TensorDescriptor], count: int, filler: TensorDescriptor) -> list[TensorDescriptor]:
+    """`count` arguments, of which those not given are never touched."""
+    return given + [filler] * (count - len(given))
+
+
+_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

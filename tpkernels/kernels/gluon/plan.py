@@ -1,0 +1,116 @@
+"""What a warp-specialised product is compiled for, and how it fills shared memory: plain values, no Triton.
+
+    operands   `stages` buffers of a block of each operand
+    inputs     `slots` buffers of a part of what the epilogue reads, if it reads
+    staging    `staging` buffers of a part for each consumer, from which results leave
+
+Operands come first: as many stages as the tile says. Then as many slots as parts are read in a tile, so that
+all of them may be fetched while its products run; what is left is staging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from tpkernels.kernels.tiles import MatmulTile
+
+Epilogue = Literal["linear", "glu", "dgrad", "dglu"]
+BARRIERS = 256  # bytes, at least: two of 8 bytes for each buffer of two rings, and their alignment
+SUMS = 1024  # bytes for each consumer whose warps add columns together
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All constants of a warp-specialised product."""
+
+    epilogue: Epilogue
+    activation: str
+    vector: bool  # whether there is a bias to add, or one whose gradient is summed
+    pairs: int  # of matrices whose products are summed
+    inputs: int  # matrices that the epilogue reads
+    outputs: int  # matrices that it writes
+    fast: bool  # see `kernels.epilogues`
+    block_rows: int
+    block_cols: int
+    block_depth: int
+    parts: int
+    group: int
+    consumers: int
+    stages: int
+    slots: int
+    staging: int
+
+    @property
+    def part(self) -> int:
+        """Columns that the epilogue works on at a time."""
+        return self.block_cols // self.parts
+
+    @property
+    def two_weights(self) -> bool:
+        """Whether two weights lie side by side, and so do their products."""
+        return self.epilogue == "glu"
+
+    @property
+    def width(self) -> int:
+        """Columns of the accumulator."""
+        return self.block_cols * (2 if self.two_weights else 1)
+
+    @property
+    def depth_first(self) -> bool:
+        """Whether a weight is (depth, cols)."""
+        return self.epilogue in ("dgrad", "dglu")
+
+
+@cache
+def plan_of(
+    tile: MatmulTile,
+    shared_memory: int,
+    epilogue: Epilogue,
+    *,
+    activation: str = "none",
+    vector: bool = False,
+    pairs: int = 1,
+    inputs: int = 0,
+    outputs: int = 1,
+    fast: bool = True,
+) -> Plan:
+    """The plan of a product of 16-bit matrices with this tile; ValueError if it does not fit.
+
+    shared_memory: bytes that a program can have
+    """
+    if tile.num_stages < 2:
+        raise ValueError(
+            f"{epilogue}: expected at least 2 stages, for a buffer is released a step late, got {tile.name}"
+        )
+    width = tile.block_cols * (2 if epilogue == "glu" else 1)
+    stage = 2 * (tile.block_rows + width) * tile.block_depth
+    part = 2 * tile.block_rows * tile.block_cols // tile.parts
+    consumers = tile.consumers
+    left = shared_memory - BARRIERS - SUMS * consumers * vector - tile.num_stages * stage
+    slots = min(tile.parts, (left // part - 2 * consumers) // inputs) if inputs else 0
+    # of which the stores of a tile are a multiple: each tile then begins with the buffer that was used first
+    stores = tile.parts * outputs
+    room = left // part - slots * inputs
+    staging = next((n for n in (4, 3, 2, 1) if stores % n == 0 and n * consumers <= room), 0)
+    if not staging or (inputs and slots < 1):
+        raise ValueError(f"{epilogue}: expected a tile of at most {shared_memory:,} bytes, got {tile.name}")
+    return Plan(
+        epilogue,
+        activation,
+        vector,
+        pairs,
+        inputs,
+        outputs,
+        fast,
+        tile.block_rows,
+        tile.block_cols,
+        tile.block_depth,
+        tile.parts,
+        tile.group,
+        consumers,
+        tile.num_stages,
+        slots,
+        staging,
+    )

@@ -1,0 +1,191 @@
+"""The roles of a program's warps up to the finished product, and how they tell each other.
+
+A ring is a few buffers in shared memory, each with two barriers:
+
+    full     the copies into the buffer have landed: completed by their bytes
+    empty    nobody reads it any more: completed by whoever did
+
+Use number n of a ring takes buffer n % size. Its barriers complete once a turn, so their phase is the parity
+of the turn. Who fills a buffer waits for `empty` of the turn before, which the first turn finds completed.
+
+    load       one warp fills the ring of operands, a step of depth at a time
+    fetch      one warp fills the ring of what epilogues read, a part of a tile at a time
+    multiply   the warps of a consumer empty the ring of operands into an accumulator
+    take       the same warps take a part out of the ring of inputs
+
+Two consumers take the tiles of a program in turn; uses are counted over all of its tiles. A phase cannot be
+told from the one after the next, so nobody may wait for a use before the turn before it has been seen to be
+complete: consumers multiply in turn, and take inputs in turn. Each has a barrier for that, which the other
+completes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tpkernels.kernels.blocks import tile_at
+
+
+@gluon.jit
+def place_of(use, SIZE: gl.constexpr):
+    """(buffer, phase) of a use of a ring."""
+    return use % SIZE, (use // SIZE) & 1
+
+
+@gluon.jit
+def barriers(SIZE: gl.constexpr):
+    """A barrier for each buffer of a ring, completed by one arrival."""
+    made = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIZE):
+        mbarrier.init(made.index(i), count=1)
+    return made
+
+
+@gluon.jit
+def operand_ring(a, b, P: gl.constexpr):
+    """Buffers for blocks of a, and for those of b, or of b and what lies beside it."""
+    STAGES: gl.constexpr = P.stages
+    B_ROWS: gl.constexpr = P.block_depth if P.depth_first else P.width
+    B_COLS: gl.constexpr = P.width if P.depth_first else P.block_depth
+    a_ring = gl.allocate_shared_memory(a.dtype, [P.stages, P.block_rows, P.block_depth], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [P.stages, B_ROWS, B_COLS], b.layout)
+    return a_ring, b_ring, barriers(STAGES), barriers(STAGES)
+
+
+@gluon.jit
+def input_ring(in0, P: gl.constexpr):
+    """Buffers for parts of what the epilogue reads; nothing if it reads nothing."""
+    SLOTS: gl.constexpr = P.slots
+    if P.inputs:
+        blocks = gl.allocate_shared_memory(in0.dtype, [P.slots, P.inputs * P.block_rows, P.part], in0.layout)
+        return blocks, barriers(SLOTS), barriers(SLOTS)
+    else:
+        return ()
+
+
+@gluon.jit
+def load(a, b, a2, b2, operands, rows, cols, depth, depth2, P: gl.constexpr):
+    """Fill the ring of operands for every tile of this program."""
+    GROUP: gl.constexpr = P.group
+    row_tiles = gl.cdiv(rows, P.block_rows)
+    col_tiles = gl.cdiv(cols, P.block_cols)
+    use = 0
+    for index in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
+        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        row = row_tile * P.block_rows
+        col = col_tile * P.block_cols
+        for k in range(0, depth, P.block_depth):
+            load_step(a, b, b2, operands, use, row, col, k, P)
+            use += 1
+        if P.pairs == 2:
+            for k in range(0, depth2, P.block_depth):
+                load_step(a2, b2, b2, operands, use, row, col, k, P)
+                use += 1
+
+
+@gluon.jit
+def load_step(a, b, beside, operands, use, row, col, k, P: gl.constexpr):
+    """Fill a buffer with what is multiplied at depth k; `beside` comes behind b if there are two weights."""
+    STAGES: gl.constexpr = P.stages
+    a_ring, b_ring, full, empty = operands
+    buffer, phase = place_of(use, STAGES)
+    landed = full.index(buffer)
+    weight = b_ring.index(buffer)
+    mbarrier.wait(empty.index(buffer), phase ^ 1)
+    if P.two_weights:
+        mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta + beside.nbytes_per_cta)
+        tma.async_copy_global_to_shared(b, [col, k], landed, weight.slice(0, P.block_cols))
+        tma.async_copy_global_to_shared(beside, [col, k], landed, weight.slice(P.block_cols, P.block_cols))
+    else:
+        mbarrier.expect(landed, a.nbytes_per_cta + b.nbytes_per_cta)
+        tma.async_copy_global_to_shared(b, [k, col] if P.depth_first else [col, k], landed, weight)
+    tma.async_copy_global_to_shared(a, [row, k], landed, a_ring.index(buffer))
+
+
+@gluon.jit
+def fetch(in0, in1, inputs, rows, cols, P: gl.constexpr):
+    """Fill the ring of what epilogues read for every tile of this program; in1 lies below in0."""
+    SLOTS: gl.constexpr = P.slots
+    GROUP: gl.constexpr = P.group
+    if P.inputs:
+        buffers, full, empty = inputs
+        row_tiles = gl.cdiv(rows, P.block_rows)
+        col_tiles = gl.cdiv(cols, P.block_cols)
+        use = 0
+        for index in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
+            row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+            row = row_tile * P.block_rows
+            for p in range(P.parts):
+                col = col_tile * P.block_cols + p * P.part
+                buffer, phase = place_of(use, SLOTS)
+                landed = full.index(buffer)
+                blocks = buffers.index(buffer)
+                mbarrier.wait(empty.index(buffer), phase ^ 1)
+                mbarrier.expect(landed, P.inputs * in0.nbytes_per_cta)
+                tma.async_copy_global_to_shared(in0, [row, col], landed, blocks.slice(0, P.block_rows))
+                if P.inputs == 2:
+                    below = blocks.slice(P.block_rows, P.block_rows)
+                    tma.async_copy_global_to_shared(in1, [row, col], landed, below)
+                use += 1
+
+
+@gluon.jit
+def await_turn(turns, tile, FIRST: gl.constexpr, P: gl.constexpr):
+    """Let the other consumer finish its tile, of which there is none before the program's first."""
+    if P.consumers == 2:
+        mbarrier.wait(turns.index(FIRST), ((tile // 2) & 1) ^ (1 - FIRST))
+
+
+@gluon.jit
+def give_turn(turns, FIRST: gl.constexpr, P: gl.constexpr):
+    """Let the other consumer begin its tile."""
+    if P.consumers == 2:
+        mbarrier.arrive(turns.index(1 - FIRST))
+
+
+@gluon.jit
+def multiply(acc, operands, turns, tile, steps, FIRST: gl.constexpr, P: gl.constexpr):
+    """acc plus the products of all steps of a tile.
+
+    A product stays in flight while the next is issued, so its buffer is released a step later. The last one
+    still is while the other consumer begins to multiply.
+    """
+    STAGES: gl.constexpr = P.stages
+    a_ring, b_ring, full, empty = operands
+    await_turn(turns, tile, FIRST, P)
+    use = tile * steps
+    for step in range(steps):
+        buffer, phase = place_of(use + step, STAGES)
+        weight = b_ring.index(buffer) if P.depth_first else b_ring.index(buffer).permute((1, 0))
+        mbarrier.wait(full.index(buffer), phase)
+        acc = warpgroup_mma(a_ring.index(buffer), weight, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        before, _ = place_of(use + step + STAGES - 1, STAGES)
+        mbarrier.arrive(empty.index(before), pred=step > 0)
+    give_turn(turns, FIRST, P)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    last, _ = place_of(use + steps + STAGES - 1, STAGES)
+    mbarrier.arrive(empty.index(last))
+    return acc
+
+
+@gluon.jit
+def take(inputs, use, LAYOUT: gl.constexpr, P: gl.constexpr):
+    """The blocks of a use of the ring of inputs, in fp32; the first twice if there is but one."""
+    SLOTS: gl.constexpr = P.slots
+    buffers, full, empty = inputs
+    buffer, phase = place_of(use, SLOTS)
+    mbarrier.wait(full.index(buffer), phase)
+    first = buffers.index(buffer).slice(0, P.block_rows).load(LAYOUT)
+    second = first
+    if P.inputs == 2:
+        second = buffers.index(buffer).slice(P.block_rows, P.block_rows).load(LAYOUT)
+    mbarrier.arrive(empty.index(buffer))
+    return first.to(gl.float32), second.to(gl.float32)
