@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gate.test_ahead_of_time import compiling, printed
+from tpkernels.gate import budgets
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
@@ -180,3 +181,41 @@ def test_each_step_between_warps_is_needed(told, fault):
     for place in reversed(chosen):
         ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
     assert unordered_roles(Flow.of(ptx)) == (found,)
+
+
+LAUNCHED = """
+import json
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from tpkernels.kernels import launch
+from tpkernels.kernels.dglu import dglu
+from tpkernels.kernels.matmul_tile import MatmulTile
+from tpkernels.kernels.target import H100
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+compiled = []
+
+def start(kernel, grid):
+    return lambda *of, **more: compiled.append(kernel.warmup(*of, grid=grid, **more))
+
+dy, w, g = (torch.randn(*size).bfloat16() for size in ((256, 512), (512, 128), (256, 128)))
+with launch.emulation(H100, start):
+    for _ in range(2):
+        dglu(dy, w, g, g, emit_h=True, tile=MatmulTile.named("128x128x64-w4-s4-p4-c2"))
+print(json.dumps([compiled[0] is compiled[1], compiled[0].metadata.shared]))
+"""
+
+
+def test_launcher_s_arguments_are_what_triton_compiles_for_once():
+    """By Triton's own way from a call to a kernel, up to where a driver would launch it."""
+    again, shared = json.loads(printed(compiling(LAUNCHED)))
+    assert again
+    budget = budgets.read()["3.7"].of("sm_90", "dglu/descriptor/bf16/128x128x64-w4-s4-p4-c2/swiglu+h")
+    assert budget
+    assert shared == budget.shared

@@ -121,13 +121,12 @@ def _consume(
     WARPS: gl.constexpr = gl.num_warps()
     WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.width, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P.part, 16])
-
-    staging = gl.allocate_shared_memory(outs[0].dtype, [P.staging, P.block_rows, P.part], outs[0].layout)
-    ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    products, takings = turns
-    bias = epilogues.bias_buffer(ADDED, P)
     PIECES: gl.constexpr = P.width // P.part
+    ADDED: gl.constexpr = P.epilogue == "linear" and P.vector
+    products, takings = turns
+    staging = gl.allocate_shared_memory(outs[0].dtype, [P.staging, P.block_rows, P.part], outs[0].layout)
+    bias = epilogues.bias_buffer(ADDED, P)
     row_tiles = gl.cdiv(rows, P.block_rows)
     col_tiles = gl.cdiv(cols, P.block_cols)
     number = FIRST
