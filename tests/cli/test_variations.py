@@ -148,9 +148,15 @@ def test_a_search_that_fails_leaves_what_is_shipped(vary, caplog):
 def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     """What breaks a rule of the check, or takes its neighbour's registers, is left out."""
     sharing = replace(TILE, per_processor=2)
-    good, spilling, broken, large = (
+    good, spilling, broken, large, serial = (
         of_tile("descriptor", tile)
-        for tile in (TILE, replace(TILE, parts=2), replace(TILE, num_stages=2), sharing)
+        for tile in (
+            TILE,
+            replace(TILE, parts=2),
+            replace(TILE, num_stages=2),
+            sharing,
+            replace(TILE, parts=8),
+        )
     )
     facts = ahead_of_time.Facts(
         registers=255,
@@ -170,6 +176,7 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     def compile_all(jobs, processes, report):
         compiled.extend(job.entry for job in jobs)
         made = [facts, replace(facts, spills=4), "does not compile", replace(facts, registers=264)]
+        made.append(replace(facts, in_flight=0))
         return [
             one if isinstance(one, str) else replace(one, aligned=job.entry.aligned)
             for one, job in zip(made, jobs, strict=True)
@@ -178,12 +185,12 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "compile_all", compile_all)
     record = products.dgrad_act
     arguments = record.sample(Layer(4096, 2048, 1024, activation="gelu"))
-    kept = Compiled(GPUS["h100"])(record, arguments, [good, spilling, broken, large])
+    kept = Compiled(GPUS["h100"])(record, arguments, [good, spilling, broken, large, serial])
     assert kept == [good]
     entry = compiled[0]
     assert (entry.module, entry.form, entry.num_warps, entry.num_stages) == ("dgrad", "descriptor", 4, 3)
     assert (entry.constants["ACTIVATION"], entry.constants["PARTS"]) == ("gelu", 4)
-    assert [one.constants["PARTS"] for one in compiled] == [4, 2, 4, 4]
+    assert [one.constants["PARTS"] for one in compiled] == [4, 2, 4, 4, 8]
 
     def refusing(*arguments, tile, form):
         raise ValueError("dgrad: no such tile")

@@ -11,7 +11,6 @@ import torch
 
 from tests.dispatch.conftest import CPU, need_interpreter
 from tpkernels.dispatch import trial_child as module
-from tpkernels.dispatch import variant as variant_module
 from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.gpus import GPUS
 from tpkernels.dispatch.products import PRODUCTS
@@ -271,4 +270,3 @@ def test_the_interpreter_gives_each_program_several_tiles():
     for rows, cols, depth in list(sizes_for(tile, INTERPRETER, unit=8).values())[1:]:
         assert tile.tiles(rows, cols) > 3 * INTERPRETER.processors
         assert depth > 2 * tile.block_depth
-    assert variant_module.COL_TILES == 5

@@ -3,7 +3,8 @@
 import pytest
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT
-from tpkernels.gate.occupancy import BLOCK_RESERVE, PROCESSORS, blocks_by_limit, too_few, waves
+from tpkernels.gate.occupancy import PROCESSORS, blocks_by_limit, too_few, waves
+from tpkernels.kernels.footprints import BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_every_limit_counts():
         "registers": 16,
         "bytes of shared memory": 2,
         "threads": 16,
-        "slots": 32,
+        "number of blocks": 32,
     }
     assert blocks_by_limit("sm_89", 32, 512, 0)["threads"] == 3
     assert blocks_by_limit("gfx942", 32, 256, 0) == {}
@@ -29,11 +30,11 @@ def test_every_limit_counts():
 def test_a_block_may_have_what_an_sm_has_but_for_the_reserve():
     assert set(PROCESSORS) == {name for name in ARCHITECTURES if name.startswith("sm_")}
     for architecture, processor in PROCESSORS.items():
-        assert SHARED_LIMIT[architecture] == processor.shared - BLOCK_RESERVE
+        assert SHARED_LIMIT[architecture] == processor.shared - BLOCK_BYTES
 
 
 def test_what_leaves_room_for_too_few_is_named():
-    limits = {"registers": 1, "threads": 2, "slots": 32}
+    limits = {"registers": 1, "threads": 2, "number of blocks": 32}
     assert [*too_few(2, limits)] == ["2 blocks an SM are launched, its registers hold 1"]
     assert [*too_few(1, limits)] == []
 

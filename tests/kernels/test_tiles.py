@@ -82,16 +82,16 @@ def _defaults(kernel, target):
     return default_tiles(kernel, "descriptor", BF16, target)
 
 
-def test_a_kernel_with_consumers_is_never_a_default(monkeypatch, triton_37):
+def test_a_kernel_with_consumers_is_never_a_default(monkeypatch):
     table = {
         kernel: (replace(GLUON, block_rows=16), GLUON, *rest) for kernel, rest in tiles._DESCRIPTOR.items()
     }
     for rows, cols in ((8192, 8192), (64, 512)):
         before = default_tile("linear", "descriptor", BF16, H100, rows, cols)
-        monkeypatch.setattr(tiles, "_DESCRIPTOR", table)
-        assert GLUON in candidates("linear", "descriptor", BF16, H100)
-        assert default_tile("linear", "descriptor", BF16, H100, rows, cols) == before
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(tiles, "_DESCRIPTOR", table)
+            assert GLUON in candidates("linear", "descriptor", BF16, H100)
+            assert default_tile("linear", "descriptor", BF16, H100, rows, cols) == before
 
 
 def test_consumers_need_triton_and_may_be_switched_off(monkeypatch):

@@ -167,7 +167,7 @@ def _entry(
     problem = record.problem(*arguments)
     ragged = any(layout.tma_obstacle() for layout in problem.layouts)
     return recorded(
-        f"{one.name}/{record.name}" + "/ragged" * ragged,
+        f"{problem.kernel}/{one.name}/{record.name}" + "/ragged" * ragged,
         lambda of: one.bind(record)(*arguments),
         MetaOperands(problem.dtype, *problem.product, problem.depth, chunks=1, ragged=ragged),
         gpu.target,

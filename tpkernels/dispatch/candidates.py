@@ -126,7 +126,8 @@ def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> Foot
             problem.dtype,
             tile,
             result=4 if tile.splits > 1 or "fp32" in _epilogue(problem) else 2,
-            reads=problem.step in ("dgrad_act", "dglu") or _epilogue(problem) == "+=bf16",
+            reads=problem.step in ("dgrad_act", "dglu")
+            or (tile.splits == 1 and _epilogue(problem) == "+=bf16"),
         )
     return Footprint(least)
 

@@ -1,10 +1,13 @@
 """Which kernels that were never run may run in this process: those that passed a trial on this GPU's model.
 
-Tiles with consumers belong to kernels that nobody has run (see `MatmulTile`). Before one runs here a child
-process tries it, once for each model of GPU and set of versions; verdicts lie beside the choices:
+Before a tile with consumers runs here, a child process tries its kernel, once for each model of GPU and set
+of versions. A verdict is a key in the cache, beside the choices:
 
-    passed: linear bfloat16 none triton/descriptor/...     of ranks that found differently each keeps its own,
-    failed: linear bfloat16 none triton/descriptor/...     and the failure counts
+    passed: linear bfloat16 none triton/descriptor/...
+    failed: linear bfloat16 none triton/descriptor/...
+
+Ranks share the file. If one rank wrote `passed` and another `failed`, both keys are there, and the failure
+counts.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from tpkernels.gate.ptx_flow import (
     BARRIER_OF_ALL,
     COMMIT,
     PRODUCT,
+    PRODUCTS_COMMITTED,
     SHARED_STORE,
     STORE_WAIT,
     TENSOR_LOAD,
@@ -21,7 +22,6 @@ from tpkernels.gate.ptx_flow import (
     State,
 )
 
-_PRODUCTS_COMMITTED = re.compile(r"\bwgmma\.commit_group\b")
 _PRODUCTS_DONE = re.compile(r"\bwgmma\.wait_group\S*\s+0;")
 _STORE = re.compile(rf"{TENSOR_STORE.pattern}|\bst\.global\b")
 
@@ -82,7 +82,7 @@ def _stores_beside_products(role: Role) -> bool:
     lines = role.flow.lines
 
     def step(at: int, state: State) -> State:
-        if _PRODUCTS_COMMITTED.search(lines[at]):
+        if PRODUCTS_COMMITTED.search(lines[at]):
             return frozenset({("in flight", 0)})
         return frozenset() if _PRODUCTS_DONE.search(lines[at]) else state
 

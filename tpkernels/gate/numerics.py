@@ -137,13 +137,14 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
 
 
 def _with_consumers() -> Iterator[Case]:
+    schedules = cycle(SCHEDULES.values())
     for name, record in PRODUCTS.items():
         tiles = candidates(record.kernel, "descriptor", BF16, H100) if record.kernel else ()
         for tile in tiles:
             if tile.consumers and compiles(tile):
                 of = RandomOperands(BF16, *WITH_CONSUMERS, chunks=1, form="descriptor", tile=tile)
                 cases = list(_product(of, name, f"{tile.name}/bf16"))
-                for case, schedule in zip(cases, cycle(SCHEDULES.values()), strict=False):
+                for case, schedule in zip(cases, schedules, strict=False):
                     yield Case(case.name, partial(_emulated, case.run, schedule, explores=case is cases[-1]))
 
 

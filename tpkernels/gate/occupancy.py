@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-WARP = 32
+from tpkernels.gate.ptx_flow import WARP
+from tpkernels.kernels.footprints import BLOCK_BYTES, REGISTERS
+
 QUARTERS = 4  # of an SM: warps are spread over them, each with its own registers
-REGISTER_UNIT = 256  # in which a warp is given registers
-BLOCK_RESERVE = 1024  # bytes of shared memory that the driver takes with each block
+WARP_REGISTERS = 256  # in which a warp is given registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Processor:
     shared: int  # bytes
     threads: int
     blocks: int
-    registers: int = 65_536
+    registers: int = REGISTERS
 
 
 PROCESSORS: Mapping[str, Processor] = {
@@ -36,13 +37,13 @@ def blocks_by_limit(architecture: str, registers: int, threads: int, shared: int
     if processor is None or not threads:
         return {}
     warps = -(-threads // WARP)
-    of_a_warp = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
-    resident = QUARTERS * (processor.registers // QUARTERS // max(of_a_warp, REGISTER_UNIT))
+    of_a_warp = -(-registers * WARP // WARP_REGISTERS) * WARP_REGISTERS
+    resident = QUARTERS * (processor.registers // QUARTERS // max(of_a_warp, WARP_REGISTERS))
     return {
         "registers": resident // warps,
-        "bytes of shared memory": processor.shared // (shared + BLOCK_RESERVE),
+        "bytes of shared memory": processor.shared // (shared + BLOCK_BYTES),
         "threads": processor.threads // (warps * WARP),
-        "slots": processor.blocks,
+        "number of blocks": processor.blocks,
     }
 
 
@@ -54,7 +55,7 @@ def too_few(promised: int, limits: Mapping[str, int]) -> Iterator[str]:
 
 
 def waves(tiles: int, processors: int, per_processor: int = 1) -> tuple[float, float]:
-    """How many times as many tiles there are as blocks at once, and which part of all turns is work."""
-    slots = processors * per_processor
-    turns = -(-tiles // slots)
-    return tiles / slots, tiles / (turns * slots)
+    """How many times as many tiles there are as blocks at once, and which part of all waves is work."""
+    blocks = processors * per_processor
+    begun = -(-tiles // blocks)
+    return tiles / blocks, tiles / (begun * blocks)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 WARP = 32
+PRODUCTS_COMMITTED = re.compile(r"\bwgmma\.commit_group\b")
 
 PRODUCT = re.compile(r"\bwgmma\.mma_async\b")
 TENSOR_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared\S*\s.*\[(\S+)\];")  # with its mbarrier

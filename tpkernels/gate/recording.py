@@ -13,7 +13,6 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,9 +21,10 @@ from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.calls import Operands
 from tpkernels.kernels import launch
 from tpkernels.kernels.footprints import SHORT_NAMES
+from tpkernels.kernels.matmul_tile import GLUON_SINCE, triton_version
 from tpkernels.kernels.target import Target
 
-HAS_GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)  # before it: of another form
+HAS_GLUON = triton_version() >= GLUON_SINCE  # before it: of another form
 DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 TYPE_NAMES = {**SHORT_NAMES, torch.int32: "i32", torch.int64: "i64"}
 

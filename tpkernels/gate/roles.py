@@ -19,6 +19,7 @@ from tpkernels.gate.ptx_flow import (
     BARRIER_OF_ALL,
     COMMIT,
     PRODUCT,
+    PRODUCTS_COMMITTED,
     SHARED_STORE,
     STORE_WAIT,
     TENSOR_STORE,
@@ -42,7 +43,6 @@ MADE_LATE = "a barrier in shared memory is made when roles have begun"
 
 _RELEASE = re.compile(r"^@\S+\s+mbarrier\.arrive\.(?!expect_tx)")  # by one thread for its role
 _SHARED_LOAD = re.compile(r"\b(?:ld\.shared|ldmatrix)\b")
-_PRODUCTS_COMMITTED = re.compile(r"\bwgmma\.commit_group\b")
 _PRODUCTS_AWAITED = re.compile(r"\bwgmma\.wait_group\S*\s+(\d+);")
 _FENCE = re.compile(r"\bfence\.(?:proxy\.async(?:\.shared::cta)?|mbarrier_init\S*);")
 _MADE = re.compile(r"\bmbarrier\.init\b")
@@ -61,7 +61,7 @@ def _released(role: Role) -> list[str]:
     def step(at: int, state: State) -> State:
         line = lines[at]
         flying = {int(n) for what, n in state if what == "in flight"}
-        if _PRODUCTS_COMMITTED.search(line):
+        if PRODUCTS_COMMITTED.search(line):
             return _with(state, {1} | {min(n + 1, 2) for n in flying})  # 2: or more
         if found := _PRODUCTS_AWAITED.search(line):
             return _with(state, {min(n, int(found[1])) for n in flying} - {0}) | {("read", 0)}
@@ -110,7 +110,9 @@ def _staged(role: Role) -> list[str]:
         line = lines[at]
         if copy := _source(line):
             return state | {("0", value(copy))}
-        if COMMIT.search(line):  # "0", "1", "2": so many groups of copies were committed since, with its own
+        # "0", "1", "2": so many groups of copies were committed since, with its own. One digit is enough:
+        # there are four staging buffers at most. "read" comes after all digits
+        if COMMIT.search(line):
             return frozenset((str(int(how) + 1) if how < "8" else how, what) for how, what in state)
         if wait := STORE_WAIT.search(line):
             return frozenset(

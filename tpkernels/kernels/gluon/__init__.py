@@ -1,4 +1,4 @@
-"""Products for Hopper whose loads have warps of their own, in Gluon: Triton 3.7 or later."""
+"""Warp-specialised products for Hopper, in Gluon: Triton 3.7 or later."""
 
 from __future__ import annotations
 

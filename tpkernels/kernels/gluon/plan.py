@@ -4,8 +4,9 @@
     inputs     `slots` buffers of a part of what the epilogue reads, if it reads
     staging    `staging` buffers of a part for each consumer, from which results leave
 
-Operands come first: as many stages as the tile says. Then as many slots as parts are read in a tile, so that
-all of them may be fetched while its products run; what is left is staging.
+Operands come first: as many stages as the tile says. Two staging buffers are kept for each consumer. Inputs
+get as many slots as a tile has parts, if they fit, so that all are fetched while its products run. Staging
+takes what is left, up to four buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tpkernels.kernels.tiles import MatmulTile
 
 Epilogue = Literal["linear", "glu", "dgrad", "dglu"]
 BARRIERS = 256  # bytes, at least: two of 8 bytes for each buffer of two rings, and their alignment
-SUMS = 1024  # bytes for each consumer whose warps add columns together
+VECTOR = 1024  # bytes for each consumer: the bias of a tile in fp32, or room to add its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def plan_of(
     stage = 2 * (tile.block_rows + width) * tile.block_depth
     part = 2 * tile.block_rows * tile.block_cols // tile.parts
     consumers = tile.consumers
-    left = shared_memory - BARRIERS - SUMS * consumers * vector - tile.num_stages * stage
+    left = shared_memory - BARRIERS - VECTOR * consumers * vector - tile.num_stages * stage
     slots = min(tile.parts, (left // part - 2 * consumers) // inputs) if inputs else 0
     # of which the stores of a tile are a multiple: each tile then begins with the buffer that was used first
     stores = tile.parts * outputs
@@ -97,20 +98,20 @@ def plan_of(
     if not staging or (inputs and slots < 1):
         raise ValueError(f"{epilogue}: expected a tile of at most {shared_memory:,} bytes, got {tile.name}")
     return Plan(
-        epilogue,
-        activation,
-        vector,
-        pairs,
-        inputs,
-        outputs,
-        fast,
-        tile.block_rows,
-        tile.block_cols,
-        tile.block_depth,
-        tile.parts,
-        tile.group,
-        consumers,
-        tile.num_stages,
-        slots,
-        staging,
+        epilogue=epilogue,
+        activation=activation,
+        vector=vector,
+        pairs=pairs,
+        inputs=inputs,
+        outputs=outputs,
+        fast=fast,
+        block_rows=tile.block_rows,
+        block_cols=tile.block_cols,
+        block_depth=tile.block_depth,
+        parts=tile.parts,
+        group=tile.group,
+        consumers=consumers,
+        stages=tile.num_stages,
+        slots=slots,
+        staging=staging,
     )
