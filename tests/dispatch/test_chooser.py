@@ -10,11 +10,13 @@ from torch.distributed import HashStore
 
 from tests.dispatch.conftest import CPU, TRITON_WINS, FakeTimer
 from tpkernels.dispatch import candidates as candidates_module
+from tpkernels.dispatch import chooser as chooser_module
 from tpkernels.dispatch import log, products
 from tpkernels.dispatch.agreed import Published
 from tpkernels.dispatch.cache import Choice
 from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.chooser import CHECKING_SECONDS, obstacle, winner
+from tpkernels.dispatch.scratch import spoil_freed
 from tpkernels.kernels import linear as linear_kernel
 from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.tiles import MatmulTile
@@ -361,3 +363,32 @@ def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):
     for thread in threads:
         thread.join()
     assert len(timer.asked) == 1
+
+
+def test_freed_memory_is_spoilt_before_each_candidate_writes(make_chooser, monkeypatch):
+    """It may hold the right result, torch's or another candidate's: what is not written would not show."""
+    events = []
+
+    def spoil(results):
+        events.append([None if one is None else tuple(one.shape) for one in results])
+        spoil_freed(results)
+
+    def by_kernel(x, w, *of, tile, form):
+        events.append("runs")
+        return products.linear.by_torch(x, w, *of)
+
+    monkeypatch.setattr(chooser_module, "spoil_freed", spoil)
+    make_chooser().timed(replace(products.linear, by_kernel=by_kernel), LINEAR[1:])
+    assert events == [[(16, 48), None], [(16, 48), None], "runs"]  # torch, then our kernel
+
+
+def test_a_rank_that_cannot_compare_takes_torch_and_goes_on(make_chooser, monkeypatch, caplog):
+    def no_memory(*given):
+        raise torch.OutOfMemoryError("no memory")
+
+    chooser = make_chooser()
+    record = products.linear
+    candidate = Candidate("made up", MatmulTile(32, 32, 32, 8, 3, consumers=1), "descriptor")
+    monkeypatch.setattr(chooser, "_sound_runs", no_memory)
+    assert not chooser._is_trusted(candidate, record, record.problem(*LINEAR[1:]), LINEAR[1:])
+    assert "cannot compare made up for linear" in caplog.text

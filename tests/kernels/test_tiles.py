@@ -178,3 +178,9 @@ def test_plain_values_and_oracles_need_no_triton():
     program = "; ".join(f"import tpkernels.{module}" for module in modules)
     program += "; import sys; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_tiles_that_no_kernel_knows_cannot_be_named():
+    for name in ("128x128x64-w4-s5-p4-c3", "128x128x64-w4-s5-p4-k2-c1"):
+        with pytest.raises(ValueError, match="expected at most 2 consumers, and none beside splits"):
+            MatmulTile.named(name)

@@ -99,6 +99,8 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> str | 
     """Why a tile is no candidate, as far as that is known without compiling it; None if it is one."""
     if not available(tile):
         return "its kernel needs Triton 3.7, and TPKERNELS_GLUON not to be 0"
+    if (problem.kernel == "wgrad" and tile.consumers) or (problem.kernel != "wgrad" and tile.splits > 1):
+        return "its kernel knows no such tile"
     if not serves(problem.kernel, tile, problem.options):
         return "it spills with this epilogue"
     if gpu.target.backend == "interpreter":

@@ -40,7 +40,7 @@ from tpkernels.dispatch.candidates import TORCH, Candidate, candidates, named
 from tpkernels.dispatch.gpus import Gpu, gpu_of
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Primitive, R
-from tpkernels.dispatch.scratch import results_of, scratch_like
+from tpkernels.dispatch.scratch import results_of, scratch_like, spoil_freed
 from tpkernels.dispatch.soundness import mismatch
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer
 from tpkernels.dispatch.verdicts import Verdicts, verdicts_on
@@ -216,7 +216,13 @@ class Chooser:
             return True
         if self._obstacle(self._device) is not None:
             return False
-        return candidate.name in self._sound_runs(record, problem, (candidate,), arguments)
+        try:
+            return candidate.name in self._sound_runs(record, problem, (candidate,), arguments)
+        except Exception as error:  # out of memory, most likely, which must not end this rank's step
+            log.warnings.warning(
+                "cannot compare %s for %s with torch: %s", candidate.name, problem.key, error
+            )
+            return False
 
     def _torch_or_timed(
         self, record: Primitive[..., Any], arguments: tuple[Any, ...], out: Sequence[Tensor]
@@ -316,6 +322,7 @@ class Chooser:
                 continue
             function = candidate.bind(record)
             try:
+                spoil_freed(expected)
                 found = mismatch(results_of(record, function, scratch), expected, problem)
             except Exception as error:  # whatever a compiler or a launch raises: torch is there
                 found = f"{type(error).__name__}: {error}"

@@ -56,3 +56,12 @@ def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: 
         return (changed,)
     results: Any = run(*arguments)
     return tuple(results) if isinstance(results, tuple) else (results,)
+
+
+def spoil_freed(results: Results) -> None:
+    """Leave NaN in freed memory of these sizes, which the next results of such sizes are given.
+
+    It may hold right results of somebody else: what a candidate does not write would not show.
+    """
+    spoilt = [torch.full_like(one, torch.nan) for one in results if one is not None]
+    del spoilt  # all at once, so that each has a block of its own

@@ -39,6 +39,7 @@ class Limits:
 
 
 LIMITS = Limits()
+OVER = "seconds are over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class _Watch:
                 self.verdicts[self._busy] = Verdict("hung", f"{owed} within {limit:g} seconds")
                 return False
         if now > self._deadline:
-            self.obstacle = f"{self._limits.all:g} seconds are over"
+            self.obstacle = f"{self._limits.all:g} {OVER}"
         return not self.obstacle
 
     def conclude(self, exit_code: int | None, last_words: str) -> None:

@@ -81,7 +81,7 @@ def _try(number: int, variant: Variant, device: torch.device, tell: Callable[...
     """Tell how a variant does; whether another one may be tried."""
     try:
         found = fault(variant, device, lambda stage: tell(number=number, stage=stage))
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, OSError) as error:  # a lack that passes, and says nothing of the kernel
         tell(number=number, outcome="untried", said=first_line(error))
         return False
     except Exception as error:  # whatever a compiler, a launch or the GPU raises
@@ -91,6 +91,9 @@ def _try(number: int, variant: Variant, device: torch.device, tell: Callable[...
             tell(number=number, outcome="crashed", said=first_line(error))
             return False
         found = first_line(error)
+        if "out of memory" in found or "ALLOC_FAILED" in found:  # Triton's and cuBLAS' own words for it
+            tell(number=number, outcome="untried", said=found)
+            return False
     tell(number=number, outcome="wrong" if found else "passed", said=found or "")
     return True
 

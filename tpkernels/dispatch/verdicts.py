@@ -21,7 +21,7 @@ from tpkernels.dispatch import log
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.problem import Problem
-from tpkernels.dispatch.trial import Report, trial
+from tpkernels.dispatch.trial import OVER, Report, trial
 from tpkernels.dispatch.variant import Variant
 from tpkernels.env_flag import env_flag
 
@@ -83,7 +83,7 @@ class Verdicts:
                     "%s is left out on %s, tried in a child process: %s", variant, gpu, verdict
                 )
         if report.obstacle:
-            self._given_up = True
+            self._given_up = not report.obstacle.endswith(OVER)  # another problem may take less
             log.warnings.warning(
                 "no child process can try kernels on %s, so they are left out: %s", gpu, report.obstacle
             )

@@ -47,6 +47,7 @@ class WatchedProcess:
         self._told = told
         self._errors = errors
         self._position = 0
+        self._reaped_elsewhere = False  # then its number may be another process's by now
         self._unfinished = b""
 
     def ended(self) -> bool:
@@ -56,6 +57,7 @@ class WatchedProcess:
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # somebody else reaps this process's children
+            self._reaped_elsewhere = True
             return True
 
     def lines(self) -> list[str]:
@@ -74,8 +76,11 @@ class WatchedProcess:
     def end(self) -> int | None:
         """Kill its group; its exit code, as `subprocess` has it, or None if it cannot be made to end."""
         if self._process.returncode is None:
+            self.ended()  # looks whether it is still there
+        if self._process.returncode is None and not self._reaped_elsewhere:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GONE_SECONDS)
         return self._process.returncode

@@ -63,12 +63,15 @@ def recorded(
     arguments: dict[str, str] = {}
     constants = dict(first.constants)
     aligned: set[str] = set()
+    parameters = getattr(first.kernel, "params", ())  # of one that is interpreted there are none
+    plain = {one.name for one in parameters if one.do_not_specialize}
+    unaligned = plain | {one.name for one in parameters if one.do_not_specialize_on_alignment}
     for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
-        if type(value) is int and value == 1:
+        if type(value) is int and value == 1 and argument not in plain:
             constants[argument] = value
             continue
         arguments[argument] = _type_of(value)
-        if _is_aligned(value):
+        if _is_aligned(value) and argument not in unaligned:
             aligned.add(argument)
     return Entry(
         name=name,

@@ -40,6 +40,8 @@ class MatmulTile:
         for name in ("num_stages", "per_processor", "group", "splits"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulTile expected {name} of at least 1, got {getattr(self, name)}")
+        if self.consumers not in (0, 1, 2) or (self.consumers and self.splits > 1):
+            raise ValueError(f"MatmulTile expected at most 2 consumers, and none beside splits, got {self}")
         if self.block_depth < 16 or self.block_cols // self.parts < 16 or self.block_rows < 16:
             raise ValueError(
                 f"MatmulTile expected at least 16 rows, 16 depth and 16 columns a part, got {self}"

@@ -10,7 +10,16 @@ from typing import Literal
 import torch
 
 # capability -> bytes of shared memory that a program can have
-_SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448, 110: 232_448}
+_SHARED_MEMORY = {
+    70: 98_304,
+    75: 65_536,
+    80: 166_912,
+    87: 166_912,
+    90: 232_448,
+    100: 232_448,
+    103: 232_448,
+    110: 232_448,
+}
 
 
 @dataclass(frozen=True, slots=True)

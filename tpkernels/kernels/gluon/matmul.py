@@ -42,7 +42,11 @@ from tpkernels.kernels.target import Target, fast_math
 from tpkernels.kernels.tiles import MatmulTile
 
 
-@gluon.jit
+# one binary for all sizes: the one that was tried on a GPU is the one that runs
+@gluon.jit(
+    do_not_specialize=["rows", "cols", "depth", "depth2", "stride_vector"],
+    do_not_specialize_on_alignment=["vector_ptr"],
+)
 def _matmul_kernel(
     a,  # (rows, depth), like every matrix here a tensor descriptor
     b,  # (cols, depth), or (depth, cols) if depth_first

@@ -24,7 +24,10 @@ VECTOR = 1024  # bytes for each consumer: the bias of a tile in fp32, or room to
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All constants of a warp-specialised product."""
+    """All constants of a warp-specialised product.
+
+    Fields, and no properties: of these alone Triton's cache of compiled kernels knows.
+    """
 
     epilogue: Epilogue
     activation: str
@@ -42,26 +45,10 @@ class Plan:
     stages: int
     slots: int
     staging: int
-
-    @property
-    def part(self) -> int:
-        """Columns that the epilogue works on at a time."""
-        return self.block_cols // self.parts
-
-    @property
-    def two_weights(self) -> bool:
-        """Whether two weights lie side by side, and so do their products."""
-        return self.epilogue == "glu"
-
-    @property
-    def width(self) -> int:
-        """Columns of the accumulator."""
-        return self.block_cols * (2 if self.two_weights else 1)
-
-    @property
-    def depth_first(self) -> bool:
-        """Whether a weight is (depth, cols)."""
-        return self.epilogue in ("dgrad", "dglu")
+    part: int  # columns that the epilogue works on at a time
+    width: int  # columns of the accumulator
+    two_weights: bool  # whether they lie side by side, and so do their products
+    depth_first: bool  # whether a weight is (depth, cols)
 
 
 @cache
@@ -85,15 +72,17 @@ def plan_of(
         raise ValueError(
             f"{epilogue}: expected at least 2 stages, for a buffer is released a step late, got {tile.name}"
         )
-    width = tile.block_cols * (2 if epilogue == "glu" else 1)
+    two_weights = epilogue == "glu"
+    width = tile.block_cols * (2 if two_weights else 1)
     stage = 2 * (tile.block_rows + width) * tile.block_depth
-    part = 2 * tile.block_rows * tile.block_cols // tile.parts
+    part = tile.block_cols // tile.parts
+    part_bytes = 2 * tile.block_rows * part
     consumers = tile.consumers
     left = shared_memory - BARRIERS - VECTOR * consumers * vector - tile.num_stages * stage
-    slots = min(tile.parts, (left // part - 2 * consumers) // inputs) if inputs else 0
+    slots = min(tile.parts, (left // part_bytes - 2 * consumers) // inputs) if inputs else 0
     # of which the stores of a tile are a multiple: each tile then begins with the buffer that was used first
     stores = tile.parts * outputs
-    room = left // part - slots * inputs
+    room = left // part_bytes - slots * inputs
     staging = next((n for n in (4, 3, 2, 1) if stores % n == 0 and n * consumers <= room), 0)
     if not staging or (inputs and slots < 1):
         raise ValueError(f"{epilogue}: expected a tile of at most {shared_memory:,} bytes, got {tile.name}")
@@ -114,4 +103,8 @@ def plan_of(
         stages=tile.num_stages,
         slots=slots,
         staging=staging,
+        part=part,
+        width=width,
+        two_weights=two_weights,
+        depth_first=epilogue in ("dgrad", "dglu"),
     )

@@ -281,15 +281,19 @@ class StreamClock:
     # Milliseconds. Nearly all ways are launched in less, and so held equally long on all ranks: a rank that
     # held its stream for less than the others would count its wait for them.
     LEAST_LAUNCHING = 0.5
+    TRIES = 3  # to hold a way for as long as launching it takes
 
     def __init__(self, timer: StreamTimer) -> None:
         self._timer = timer
         self._launching: dict[str, float] = {}  # of the last run of each way
+        self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
 
     def __call__(self, name: str, run: Run) -> float:
         launching = max(self.LEAST_LAUNCHING, self._launching.get(name, 0.0))
-        on_gpu, on_host, _ = self._timer.measured(run, launching)
-        self._launching[name] = on_host
+        on_gpu, on_host, held = self._timer.measured(run, launching)
+        self._missed[name] = 0 if held else self._missed.get(name, 0) + 1
+        # a run that waits for its stream on the host is never held, and would double the hold each time
+        self._launching[name] = on_host if self._missed[name] < self.TRIES else self.LEAST_LAUNCHING
         return max(on_gpu, on_host)
 
 
