@@ -102,8 +102,7 @@ def sizes_for(tile: MatmulTile, target: Target, unit: int) -> dict[str, tuple[in
     A single tile of a single step leaves most buffers, and all but one group of warps, without work. Of the
     larger ones each resident program gets three tiles or more, each of its groups two, one program one more;
     a tile takes one step more than fills each buffer twice, so that the next tile begins with another buffer.
-    Ragged ones end within a tile and within a step, and their sizes are not divisible by 16, which Triton
-    compiles apart.
+    Ragged ones end within a tile and within a step, and their sizes are not divisible by 16.
 
     unit: the elements that TMA moves at least; rows of matrices are made of whole ones
     """
