@@ -36,7 +36,7 @@ def _batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _choice_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setattr(tiles, "candidates", lambda *case: TILES)
+        monkeypatch.setattr(tiles, "default_tiles", lambda *case: TILES)
 
 
 def kernels_of(n, k, dtype, device):
