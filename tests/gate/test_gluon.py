@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gate.test_ahead_of_time import compiling, printed
+from tests.gate.test_expectations import FACTS
 from tpkernels.gate import budgets
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import catalog
@@ -218,3 +219,19 @@ def test_launcher_s_arguments_are_what_triton_compiles_for_once():
     budget = budgets.read()["3.7"].of("sm_90", "dglu/descriptor/bf16/128x128x64-w4-s4-p4-c2/swiglu+h")
     assert budget
     assert shared == budget.shared
+
+
+def test_products_in_roles_have_one_binary_for_all_sizes():
+    """So what a trial has run is what runs."""
+    sizes = {"rows", "cols", "depth", "depth2", "stride_vector", "vector_ptr"}
+    entries = in_roles("dgrad")
+    assert len(entries) == 2
+    facts = replace(FACTS, aligned=frozenset())
+    for entry in entries:
+        assert entry.unspecialised == sizes
+        assert not sizes & (entry.aligned | entry.constants.keys())
+        assert not any("alignment" in one for one in violations(entry, "sm_90", facts))
+        specialised = replace(entry, unspecialised=frozenset())
+        assert "16-byte alignment lost: cols, depth, depth2, rows, stride_vector, vector_ptr" in violations(
+            specialised, "sm_90", facts
+        )

@@ -59,6 +59,7 @@ class Entry:
     num_warps: int
     num_stages: int | None  # None: Triton's default
     architectures: tuple[str, ...]  # "sm_90", "gfx942"
+    unspecialised: frozenset[str] = frozenset()  # arguments of whose values Triton is told nothing
 
     @property
     def options(self) -> dict[str, int]:

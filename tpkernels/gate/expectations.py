@@ -66,9 +66,8 @@ def _memory(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
 def _addresses(entry: Entry, facts: Facts) -> Iterator[str]:
     # every pointer and every size: not `entry.aligned`, which may be what has gone wrong
     promised = {name for name, kind in entry.arguments.items() if kind == "i32" or kind.startswith("*")}
-    lost = sorted(promised - COUNTS - facts.aligned)
-    in_gluon = entry.module.startswith("gluon.")  # only descriptors there, and one binary for all sizes
-    if lost and not is_ragged(entry) and not in_gluon:
+    lost = sorted(promised - COUNTS - entry.unspecialised - facts.aligned)
+    if lost and not is_ragged(entry):
         yield f"16-byte alignment lost: {', '.join(lost)}"
     for product in facts.narrow_offsets:
         yield f"32-bit product in an address, wraps past 2**31 elements: {product}"

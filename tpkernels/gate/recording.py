@@ -64,8 +64,8 @@ def recorded(
     constants = dict(first.constants)
     aligned: set[str] = set()
     parameters = getattr(first.kernel, "params", ())  # of one that is interpreted there are none
-    plain = {one.name for one in parameters if one.do_not_specialize}
-    unaligned = plain | {one.name for one in parameters if one.do_not_specialize_on_alignment}
+    plain = frozenset(one.name for one in parameters if one.do_not_specialize)
+    unaligned = plain.union(one.name for one in parameters if one.do_not_specialize_on_alignment)
     for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
         if type(value) is int and value == 1 and argument not in plain:
             constants[argument] = value
@@ -84,6 +84,7 @@ def recorded(
         num_stages=constants.pop("num_stages", None),
         constants=constants,
         architectures=architectures,
+        unspecialised=unaligned,
     )
 
 
