@@ -244,3 +244,15 @@ def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatc
 def test_verdicts_read_as_a_sentence():
     assert str(Verdict("passed")) == "passed"
     assert str(Verdict("wrong", "by 3")) == "wrong: by 3"
+
+
+def test_a_child_that_somebody_else_has_reaped_is_not_killed(monkeypatch):
+    """Its number may be another process's by then."""
+    killed = []
+    monkeypatch.setattr(watched_process.os, "killpg", lambda *given: killed.append(given))
+    with watched_process.watched((sys.executable, "-S", "-c", "print(7)"), "", os.environ) as child:
+        os.waitpid(child._process.pid, 0)
+        assert child.ended()
+        assert child.lines() == ["7"]
+        assert child.end() == 0
+    assert killed == []

@@ -186,13 +186,20 @@ def asked_for(*variants, device="cpu", uuid=None):
 ERRORS = {
     "compile": (RuntimeError("out of resource: shared memory"), None),
     "memory": (torch.OutOfMemoryError("CUDA out of memory"), None),
+    "memory of Triton": (RuntimeError("Triton Error [CUDA]: out of memory"), None),
+    "memory of cuBLAS": (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), None),
+    "disk": (OSError("No space left on device"), None),
     "context": (RuntimeError("CUDA error: an illegal memory access\nmore"), RuntimeError("still")),
 }
 
 
 @pytest.mark.parametrize(
     ("which", "outcome", "goes_on"),
-    [("compile", "wrong", True), ("memory", "untried", False), ("context", "crashed", False)],
+    [
+        ("compile", "wrong", True),
+        *((which, "untried", False) for which in ERRORS if which.startswith("memory") or which == "disk"),
+        ("context", "crashed", False),
+    ],
 )
 def test_what_raises_is_told_and_ends_a_child_whose_context_is_lost(
     which, outcome, goes_on, monkeypatch, capfd

@@ -184,6 +184,14 @@ def test_a_child_that_can_try_nothing_is_told_of_once_and_none_follows(record, r
     assert trial.asked == [[1, 2], [2]], "the next process may be luckier, and knows what passed"
 
 
+def test_a_trial_that_took_too_long_does_not_keep_other_problems_from_theirs(record, make_chooser):
+    trial = FakeTrial({}, obstacle="120 seconds are over")
+    chooser = make_chooser(FakeTimer(TIMES), trial=trial)
+    chooser.timed(record, ARGUMENTS)
+    chooser.timed(record, (X, W, None, "gelu", False))
+    assert trial.asked == [[1, 2], [1, 2]]
+
+
 @pytest.mark.parametrize("obstacle", ["a CUDA graph is being captured", "torch.compile is tracing"])
 def test_nothing_is_tried_where_nothing_can_be_timed(record, ran, obstacle, make_chooser, caplog):
     caplog.set_level(logging.INFO, "tpkernels.choices")

@@ -76,11 +76,10 @@ class WatchedProcess:
     def end(self) -> int | None:
         """Kill its group; its exit code, as `subprocess` has it, or None if it cannot be made to end."""
         if self._process.returncode is None:
-            self.ended()  # looks whether it is still there
-        if self._process.returncode is None and not self._reaped_elsewhere:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.returncode is None:
+            self.ended()  # looks whether it is still this process's to reap
+            if not self._reaped_elsewhere:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GONE_SECONDS)
         return self._process.returncode
