@@ -11,6 +11,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,6 +308,10 @@ def engine_program(caller: Caller) -> None:
         caller("backward after the engine", loss.backward)
 
 
+# They write `.grad`, on which autograd itself has no lock: the caller sees to their order.
+WRITE_GRADIENTS = {"arrange", "backward", "finish", "grad", "zero"}
+
+
 def threads_program(caller: Caller) -> None:
     """One engine, used from three threads at once."""
     tensors = parameters()
@@ -316,10 +321,12 @@ def threads_program(caller: Caller) -> None:
     possible = steps(caller, engine, tensors)
     del possible["data"], possible["intruded"]
     programs = [[caller.choose(weighted(possible)) for _ in range(15)] for _ in range(3)]
+    gradients = threading.Lock()
 
     def run(names: list[str]) -> None:
         for name in names:
-            possible[name]()
+            with gradients if name in WRITE_GRADIENTS else nullcontext():
+                possible[name]()
 
     threads = [threading.Thread(target=run, args=(names,)) for names in programs]
     for thread in threads:
