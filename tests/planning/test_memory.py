@@ -1,6 +1,7 @@
 """Memory is predicted as real models and a real trainer take it."""
 
 import gc
+import time
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from tpkernels.training.config import TrainConfig
 from tpkernels.training.trainer import Trainer
 
 TOKENS, BATCH = 32, 2
+FEW = 20_000  # bytes of the text, three random streams, counters of steps
 
 
 def job_of(model, **options):
@@ -87,8 +89,12 @@ def held_by_trainer(model, sizes, text, dtype):
         optimizer += [states["exp_avg"], states["exp_avg_sq"]]
     parts = [list(trainer.model.parameters()), list(buckets), optimizer]
     weights, gradients, states = (sum(tensor.nbytes for tensor in part) for part in parts)
-    now = alive() | {bucket.untyped_storage().data_ptr(): bucket.nbytes for bucket in buckets}
-    new = sum(size for place, size in now.items() if place not in before)
+    for _ in range(20):  # gloo's threads let go of a finished collective a little after its wait
+        now = alive() | {bucket.untyped_storage().data_ptr(): bucket.nbytes for bucket in buckets}
+        new = sum(size for place, size in now.items() if place not in before)
+        if new <= weights + gradients + states + FEW:
+            break
+        time.sleep(0.2)
     return new, weights, gradients, states, len(parts[0]), len(buckets)
 
 
@@ -107,8 +113,7 @@ def test_a_trainer_holds_what_is_predicted(sizes, name, dtype, ranks2, tmp_path)
         assert weights == predicted.weights
         assert 0 <= gradients - predicted.gradients <= 4 * padding
         assert 0 <= optimizer - predicted.optimizer <= 12 * padding
-        few = 20_000  # the text, three random streams, counters of steps
-        assert 0 <= total - (weights + gradients + optimizer) <= few
+        assert 0 <= total - (weights + gradients + optimizer) <= FEW
 
 
 def test_a_wrong_formula_is_noticed():
