@@ -67,16 +67,16 @@ def test_a_model_keeps_what_is_predicted(ranks, dtype, request):
 
 
 def alive():
-    """Bytes of all tensors that Python knows, by their memory; a tracer's have none."""
+    """The memory of all tensors that Python knows, by its address; a tracer's have none."""
     gc.collect()
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors = [thing for thing in found if not is_fake(thing)]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
 def held_by_trainer(model, sizes, text, dtype):
     """(bytes between steps, of weights, of gradients, of the optimizer, parameters, buckets)"""
-    before = alive()
+    before = alive()  # and held, so that nothing new takes its place
     state = create_parallel_state(plan_groups(world_size=2, **sizes))
     config = TrainConfig(
         model=model, data=text, steps=2, batch=4, tokens=8, dtype=dtype, sequence_parallel=True
@@ -90,8 +90,8 @@ def held_by_trainer(model, sizes, text, dtype):
     parts = [list(trainer.model.parameters()), list(buckets), optimizer]
     weights, gradients, states = (sum(tensor.nbytes for tensor in part) for part in parts)
     for _ in range(20):  # gloo's threads let go of a finished collective a little after its wait
-        now = alive() | {bucket.untyped_storage().data_ptr(): bucket.nbytes for bucket in buckets}
-        new = sum(size for place, size in now.items() if place not in before)
+        now = alive() | {bucket.untyped_storage().data_ptr(): bucket.untyped_storage() for bucket in buckets}
+        new = sum(memory.nbytes() for place, memory in now.items() if place not in before)
         if new <= weights + gradients + states + FEW:
             break
         time.sleep(0.2)
