@@ -1,31 +1,29 @@
 """Compile entries for GPUs that need not be there, and report what the compiler made of each.
 
 Nothing is launched and no driver is asked: Triton brings its compilers, ptxas and a disassembler along.
-Compiling runs in processes of its own: in parallel, away from TRITON_INTERPRET (this file imports no kernel),
-and where a compiler that dies takes nothing but its own entry along.
+Compiling runs in processes of its own (see `workers`): in parallel, and away from TRITON_INTERPRET (this file
+imports no kernel).
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.gate import epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
 from tpkernels.gate.ptx_flow import Flow
+from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.operands import Form
 
@@ -44,6 +42,9 @@ SHARED_LIMIT: Mapping[str, int] = {
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
+CLOCKED = ("sm_90",)  # whose machine code `gate.clock` can read, and is kept for it
+CUBINS = "cubins"  # of the user's caches
+DIED = "the compiler died"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Facts:
     products_during_stores: bool | None = None
     loads_during_stores: bool | None = None
     unordered_roles: tuple[str, ...] = ()  # why warps may be out of step, see `roles`
+    cubin: str = ""  # a hash of the machine code, where it is clocked
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -127,47 +129,51 @@ class CompileError(RuntimeError):
 
 def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], None]) -> list[Facts | str]:
     """The facts of each job, or in words why there are none; `report` hears of each as it is done."""
-    results: dict[int, Facts | str] = {}
-    lost: list[int] = []
-    with _pool(processes) as pool:
-        futures = {pool.submit(_facts_or_error, job): number for number, job in enumerate(jobs)}
-        try:
-            for future in as_completed(futures):
-                number = futures[future]
-                try:
-                    results[number] = future.result()
-                    report(jobs[number])
-                except BrokenProcessPool:
-                    lost.append(number)
-        except BaseException:  # leaving the pool would first compile all the rest
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    while lost:  # one died and took the others with it: one at a time shows which
-        with _pool(1) as pool:
-            while lost:
-                number = lost.pop()
-                report(jobs[number])
-                try:
-                    results[number] = pool.submit(_facts_or_error, jobs[number]).result()
-                except BrokenProcessPool:
-                    results[number] = "the compiler died"
-                    break
-    return [results[number] for number in range(len(jobs))]
+    return results_of(facts_or_error, jobs, processes, report, DIED)
 
 
-def facts_of(entry: Entry, architecture: str, cache: DiskCache) -> Facts:
-    """The facts of one entry on one architecture: from the cache, or compiled and put there."""
+def facts_or_error(job: Job) -> Facts | str:
+    """Work for one of the processes."""
+    try:
+        return facts_of(job.entry, job.architecture)
+    except CompileError as error:
+        return str(error)
+    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
+        return f"{type(error).__name__}: {error}"
+
+
+def facts_of(entry: Entry, architecture: str) -> Facts:
+    """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
     key = compile_key(entry, architecture)
     try:
-        return Facts.from_json(cache.get(key))
+        return Facts.from_json(DiskCache.of_user("facts").get(key))
     except TypeError:  # nothing there
-        facts = compile_entry(entry, architecture)
-        cache.put(key, facts.as_json())
-        return facts
+        return _compiled_and_kept(entry, architecture, key)[0]
+
+
+def machine_code_of(entry: Entry, architecture: str) -> bytes:
+    """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
+    key = compile_key(entry, architecture)
+    kept = DiskCache.of_user(CUBINS).get(key)
+    if isinstance(kept, str):  # what is damaged the cache does not give
+        return zlib.decompress(b64decode(kept))
+    return _compiled_and_kept(entry, architecture, key)[1]
 
 
 def compile_entry(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture, compiled afresh: Triton's own cache is left out."""
+    return _compiled(entry, architecture)[0]
+
+
+def _compiled_and_kept(entry: Entry, architecture: str, key: str) -> tuple[Facts, bytes]:
+    facts, code = _compiled(entry, architecture)
+    if architecture in CLOCKED:  # some tens of kilobytes each
+        DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(code)).decode())
+    DiskCache.of_user("facts").put(key, facts.as_json())
+    return facts, code
+
+
+def _compiled(entry: Entry, architecture: str) -> tuple[Facts, bytes]:
     import triton
 
     target = gpu_target(architecture)
@@ -180,8 +186,8 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
             raise CompileError(_reason(error)) from error
         seconds = time.perf_counter() - start
         if target.backend == "hip":
-            return _amd(compiled, seconds)
-        return _nvidia(compiled, seconds, architecture, Path(folder))
+            return _amd(compiled, seconds), compiled.asm["hsaco"]
+        return _nvidia(compiled, seconds, architecture, Path(folder)), compiled.asm["cubin"]
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
@@ -244,25 +250,6 @@ def gpu_target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def _pool(processes: int) -> ProcessPoolExecutor:
-    # spawned, not forked: Triton reads TRITON_INTERPRET on import, and threads do not survive a fork
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here)
-
-
-def _compile_here() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end without a word, one speaks for all
-
-
-def _facts_or_error(job: Job) -> Facts | str:
-    try:
-        return facts_of(job.entry, job.architecture, DiskCache.of_user("facts"))
-    except CompileError as error:
-        return str(error)
-    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
-        return f"{type(error).__name__}: {error}"
-
-
 def _reason(error: BaseException) -> str:
     """One line: the first cause, where Triton shows the source around it, and the last words of that."""
     while error.__cause__ is not None:
@@ -273,7 +260,8 @@ def _reason(error: BaseException) -> str:
 
 def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> Facts:
     binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
+    code = compiled.asm["cubin"]
+    binary.write_bytes(code)
     # one call for both: "REG:200 STACK:0 SHARED:1024 LOCAL:0 ...", then the instructions
     listing = subprocess.run(
         [_cuobjdump(), "-res-usage", "-sass", str(binary)], capture_output=True, text=True, check=True
@@ -299,6 +287,7 @@ def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> F
         blocks=min(
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
+        cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
         **(_of_roles(compiled.asm["ptx"]) if architecture == "sm_90" else {}),
     )
 
