@@ -91,7 +91,7 @@ def catalog():
         replace(linear, num_warps=4),
         replace(dgrad, num_stages=8),
         replace(pointer, aligned=pointer.aligned - {"stride_wn"}),
-        replace(entries["sum_rows/pointer/fp32/512x128"], module="deadly"),
+        replace(entries["sum_rows/pointer/fp32/512x128"], module="tpkernels.kernels.deadly"),
         replace(linear, name="newcomer"),
     )
 """

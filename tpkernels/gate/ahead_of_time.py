@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import re
 import subprocess
+import sys
 import time
 import zlib
 from base64 import b64decode, b64encode
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-Constant = int | bool | str
+Constant = int | bool | str | float | None  # or a dtype of Triton's
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
 SHARED_LIMIT: Mapping[str, int] = {
     "sm_80": 166_912,
@@ -51,7 +52,7 @@ class Entry:
     """A kernel with the type of each argument, and the GPUs it is shipped for."""
 
     name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-    module: str  # of tpkernels.kernels: "linear", "gluon.linear"
+    module: str  # "tpkernels.kernels.linear"
     function: str
     form: Form
     arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
@@ -61,6 +62,7 @@ class Entry:
     num_stages: int | None  # None: Triton's default
     architectures: tuple[str, ...]  # "sm_90", "gfx942"
     unspecialised: frozenset[str] = frozenset()  # arguments of whose values Triton is told nothing
+    folder: str = ""  # in which its module is looked for before all others; "": where ours are
 
     @property
     def options(self) -> dict[str, int]:
@@ -210,7 +212,7 @@ def ast_source(entry: Entry) -> ASTSource:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(importlib.import_module(f"tpkernels.kernels.{entry.module}"), entry.function)
+    kernel = jit_function(entry)
     names = list(kernel.arg_names)
     return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
@@ -218,6 +220,20 @@ def ast_source(entry: Entry) -> ASTSource:
         constexprs={(names.index(name),): value for name, value in entry.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in entry.aligned},
     )
+
+
+def jit_function(entry: Entry) -> Any:
+    """The kernel as Triton compiles it. Of a module that is not ours, call it in a process to spare."""
+    if entry.folder and entry.folder not in sys.path:
+        sys.path.insert(0, entry.folder)
+    return undecorated(getattr(importlib.import_module(entry.module), entry.function))
+
+
+def undecorated(kernel: Any) -> Any:
+    """What `triton.autotune` and `triton.heuristics` were put around."""
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
+    return undecorated(kernel.fn) if isinstance(kernel, Autotuner | Heuristics) else kernel
 
 
 def gpu_target(architecture: str) -> GPUTarget:

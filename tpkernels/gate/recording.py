@@ -75,7 +75,7 @@ def recorded(
             aligned.add(argument)
     return Entry(
         name=name,
-        module=first.kernel.fn.__module__.removeprefix("tpkernels.kernels."),
+        module=first.kernel.fn.__module__,
         function=first.kernel.__name__,
         form="descriptor" if any(isinstance(a, DESCRIPTORS) for a in first.arguments) else "pointer",
         arguments=arguments,
