@@ -50,7 +50,6 @@ def catalog() -> tuple[Entry, ...]:
     return tuple(recipe.entry() for recipe in recipes().values())
 
 
-@cache
 def recipes() -> Mapping[str, Recipe]:
     """Name of an entry -> how its launch is recorded, at these sizes or at others."""
     listed = (*_matmul_recipes(), *_row_recipes())
