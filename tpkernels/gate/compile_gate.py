@@ -13,8 +13,7 @@ from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Facts, Job
 from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import catalog, has_parts
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clock.launch import of_entry
-from tpkernels.gate.clocking import Examined, Task, examine_all
+from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine_all
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
@@ -62,7 +61,7 @@ def check(
         table = budgets.read()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    tasks = [Task(job, of_entry(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
+    tasks = [Task(job, FromCatalog(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
     results = examine_all(tasks, processes, report)
     minor, notes = budgets.minor_version(triton.__version__), []
     if not HAS_GLUON and any(job.architecture == "sm_90" for job in jobs):

@@ -39,7 +39,7 @@ class Built:
     def of(compiled: Any) -> Built:
         """compiled: what `triton.compile` returns"""
         meta = compiled.metadata
-        boxes = [_box_bytes(one) for one in getattr(meta, "tensordesc_meta", None) or ()]
+        boxes = [box_bytes(one) for one in getattr(meta, "tensordesc_meta", None) or ()]
         return Built(read(compiled.asm["cubin"]), meta.num_warps, meta.shared, tuple(boxes))
 
     def fitting(self) -> int:
@@ -99,5 +99,6 @@ def _offset(tensor: Tensor) -> int:
     return int(tensor.data_ptr()) % 16
 
 
-def _box_bytes(meta: Mapping[str, Any]) -> int:
+def box_bytes(meta: Mapping[str, Any]) -> int:
+    """What the copy engine moves at a time, by what Triton says of a descriptor."""
     return int(prod(meta["block_size"])) * int(meta["elem_size"])
