@@ -1,1 +1,1 @@
-"""What a compiled sm_90 kernel costs in cycles, without a GPU: a model, which measures nothing."""
+"""The clock: what a kernel costs on a GPU, in cycles, from its machine code and without a GPU."""
