@@ -1,7 +1,4 @@
-"""What an instruction asks of the processor beyond the values that it computes.
-
-`Step.execute` returns one of these, or None: nothing to do, or no lane of the warp takes part.
-"""
+"""What an instruction does beyond its own warp's values: the clock acts on it."""
 
 from __future__ import annotations
 
@@ -10,84 +7,82 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    index: int  # of the next step
+    index: int  # of the next instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The last lanes of the warp end."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierSync:
+    """All warps of a named barrier wait for one another."""
+
     number: int
     threads: int | None  # None: all of the block
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierArrive:
+    """Counts for a named barrier without waiting."""
+
     number: int
     threads: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class InitMbarrier:
-    address: int
-    count: int  # arrivals that a phase takes
-
-
-@dataclass(frozen=True, slots=True)
-class DropMbarrier:
-    address: int
+    address: int | None  # in shared memory
+    count: int | None  # of arrivals that end a phase
 
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    address: int
+    address: int | None
     count: int
-    expected_bytes: int
+    expected_bytes: int  # that copies are to bring before the phase ends
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitPhase:
-    """The warp goes on when the phase of this parity is over; its predicate already says that it is."""
+    """The warp goes on when the phase of this parity is over."""
 
-    address: int
-    parity: int
+    address: int | None
+    parity: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The copy engine brings a box to shared memory, and completes its bytes on an mbarrier."""
+    """A box from global to shared memory."""
 
-    descriptor: int | None  # the parameter's offset in constant bank 0; None: unknown
-    shared: int
-    mbarrier: int
-    bytes: int | None = None  # for a copy that says so itself
+    descriptor: int | None  # offset of the parameter in constant bank 0
+    shared: int | None
+    mbarrier: int | None
+    coordinates: tuple[int | None, ...]  # innermost first
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """The copy engine brings a box from shared to global memory, or adds it there."""
+    """A box from shared to global memory."""
 
     descriptor: int | None
     reduce: bool
-    bytes: int | None = None
+    coordinates: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """What the active lanes of a warp load from or store to global memory."""
-
-    bytes: int
-    sectors: int  # distinct ones, of 32 bytes
+    bytes: int  # of all active lanes
+    sectors: int  # of 32 bytes; where an address is unknown, as many as the bytes fill
     store: bool
-    shared: bool  # straight to shared memory: cp.async
+    shared: bool  # into shared memory, past the registers
+    exact: bool = True  # the addresses are known
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Spilled registers."""
+    """A spilled register, or a part of the stack."""
 
     bytes: int
     store: bool
@@ -95,8 +90,8 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class SetRegisters:
-    count: int  # a thread of this warp
-    acquire: bool  # more than before: waits until other warps have given them back
+    count: int  # a thread
+    acquire: bool
 
 
 Effect = (
@@ -105,7 +100,6 @@ Effect = (
     | BarrierSync
     | BarrierArrive
     | InitMbarrier
-    | DropMbarrier
     | Arrive
     | AwaitPhase
     | Copy
