@@ -24,7 +24,7 @@ from tpkernels.gate.clock.operands import (
     is_predicate,
     source,
 )
-from tpkernels.gate.clock.values import ALL_LANES, Value, WarpState
+from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
 
 _FULL_PHASE = 0x100000  # an mbarrier is initialised with (this - arrivals) << 1
 
@@ -182,9 +182,7 @@ def _initialise(one: Instruction) -> Meaning:
     def run(state: WarpState) -> Effect:
         at, content = state.registers[value], _one(where.of(state.registers))
         low = _one(at)
-        return effects.InitMbarrier(
-            content, None if low is None else _FULL_PHASE - (low >> 1) & _FULL_PHASE - 1
-        )
+        return effects.InitMbarrier(content, None if low is None else _FULL_PHASE - (low >> 1) & _FULL_PHASE - 1)
 
     return Meaning(run, reads=(*where.reads, value), forgets=forgets, acts=True)
 
@@ -217,9 +215,7 @@ def _await(one: Instruction) -> Meaning:
     def run(state: WarpState) -> Effect:
         state.registers[to] = True
         parity = _one(state.registers[value])
-        return effects.AwaitPhase(
-            _one(where.of(state.registers)), None if parity is None else parity >> 31 & 1
-        )
+        return effects.AwaitPhase(_one(where.of(state.registers)), None if parity is None else parity >> 31 & 1)
 
     return Meaning(run, writes=(to,), reads=(*where.reads, value), acts=True)
 

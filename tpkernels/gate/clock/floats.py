@@ -13,16 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.operands import (
-    Meaning,
-    Source,
-    assign,
-    assign_all,
-    destination,
-    following,
-    pair,
-    source,
-)
+from tpkernels.gate.clock.operands import Meaning, Source, assign, assign_all, destination, following, pair, source
 from tpkernels.gate.clock.values import WORD, Value
 
 _IGNORED = re.compile(r"^U?P[T\d]$")

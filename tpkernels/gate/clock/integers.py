@@ -57,9 +57,7 @@ def add(one: Instruction) -> Meaning:
 def _add_pairs(one: Instruction) -> Meaning:
     to = following(destination(one.operands[0]))
     signs = tuple(-1 if text[0] == "-" and not text.startswith("-0x") else 1 for text in one.operands[1:])
-    texts = (
-        text.lstrip("-") if sign < 0 else text for sign, text in zip(signs, one.operands[1:], strict=True)
-    )
+    texts = (text.lstrip("-") if sign < 0 else text for sign, text in zip(signs, one.operands[1:], strict=True))
     words = tuple(Source(name) for text in texts for name in pair(text))
 
     def compute(*values: Any) -> tuple[Any, ...]:
@@ -174,11 +172,7 @@ def logic(one: Instruction) -> Meaning:
     sources = tuple(source(texts[number]) for number in used)
     function = _of_table(table, used)
     if predicate == NOWHERE:
-        return (
-            assign(to, sources, function)
-            if used
-            else assign(to, (Source("RZ"),), lambda a: WORD * (table & 1))
-        )
+        return assign(to, sources, function) if used else assign(to, (Source("RZ"),), lambda a: WORD * (table & 1))
     either = source(operands[5]) if len(operands) > 5 else Source("PT", lambda a: False)
 
     def compute(*values: Any) -> tuple[Any, Any]:
@@ -316,9 +310,7 @@ def count_ones(one: Instruction) -> Meaning:
 
 def reverse_bits(one: Instruction) -> Meaning:
     return assign(
-        destination(one.operands[0]),
-        (source(one.operands[1]),),
-        _by_lane(lambda a: int(f"{a:032b}"[::-1], 2)),
+        destination(one.operands[0]), (source(one.operands[1]),), _by_lane(lambda a: int(f"{a:032b}"[::-1], 2))
     )
 
 
@@ -327,10 +319,7 @@ def move(one: Instruction) -> Meaning:
     count = 2 if "64" in one.modifiers else 1
     to = destination(one.operands[0])
     found = source(one.operands[1])
-    return copy(
-        following(to, count)[:count] if count > 1 else (to,),
-        following(found.name, count) if count > 1 else (found.name,),
-    )
+    return copy(following(to, count)[:count] if count > 1 else (to,), following(found.name, count) if count > 1 else (found.name,))
 
 
 def clear(one: Instruction) -> Meaning:

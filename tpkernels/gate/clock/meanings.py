@@ -7,105 +7,19 @@ from collections.abc import Callable, Mapping
 
 from tpkernels.gate.clock import control, floats, integers, memory, predicates, special
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.operands import (
-    NOWHERE,
-    Meaning,
-    UnknownOperand,
-    destination,
-    following,
-    is_predicate,
-)
+from tpkernels.gate.clock.operands import NOWHERE, Meaning, UnknownOperand, destination, following, is_predicate
 
 _NOTHING = frozenset(
     # order and caches
-    [
-        "NOP",
-        "MEMBAR",
-        "FENCE",
-        "ERRBAR",
-        "CCTL",
-        "CCTLL",
-        "CCTLT",
-        "UTMACCTL",
-        "UTMAPF",
-        "UTMACMDFLUSH",
-        "DEPBAR",
-        "LDGDEPBAR",
-        "WARPGROUP",
-        "WARPGROUPSET",
-        "WARPSYNC",
-        "NANOSLEEP",
-        "YIELD",
-        "PMTRIG",
-        "BMOV",
-        "BREAK",
-        "BPT",
-        "PREEXIT",
-        "ACQBULK",
-        "CGAERRBAR",
-        "STSM",
-    ]
+    "NOP MEMBAR FENCE ERRBAR CCTL CCTLL CCTLT UTMACCTL UTMAPF UTMACMDFLUSH DEPBAR LDGDEPBAR WARPGROUP WARPGROUPSET "
+    "WARPSYNC NANOSLEEP YIELD PMTRIG BMOV BREAK BPT PREEXIT ACQBULK CGAERRBAR STSM".split()
 )
 # What they compute is unknown, or floating point.
 _UNKNOWN = frozenset(
-    [
-        "FADD",
-        "FMUL",
-        "FFMA",
-        "FFMA32I",
-        "FADD32I",
-        "FMUL32I",
-        "FSEL",
-        "FSETP",
-        "FSET",
-        "FMNMX",
-        "FCHK",
-        "FSWZADD",
-        "MUFU",
-        "FRND",
-        "F2F",
-        "F2FP",
-        "F2I",
-        "F2IP",
-        "I2F",
-        "I2FP",
-        "I2IP",
-        "HADD2",
-        "HMUL2",
-        "HFMA2",
-        "HMNMX2",
-        "HSETP2",
-        "HSET2",
-        "HADD2_32I",
-        "HMUL2_32I",
-        "HFMA2_32I",
-        "DADD",
-        "DMUL",
-        "DFMA",
-        "DSETP",
-        "DMNMX",
-        "HMMA",
-        "IMMA",
-        "DMMA",
-        "BMMA",
-        "HGMMA",
-        "IGMMA",
-        "QGMMA",
-        "BGMMA",
-        "LDSM",
-        "MOVM",
-        "QSPC",
-        "MATCH",
-        "B2R",
-        "LD",
-        "IDP",
-        "IDP4A",
-        "VABSDIFF",
-        "VABSDIFF4",
-        "ATOMS",
-        "ATOM",
-        "ST",
-    ]
+    "FADD FMUL FFMA FFMA32I FADD32I FMUL32I FSEL FSETP FSET FMNMX FCHK FSWZADD MUFU FRND F2F F2FP F2I F2IP I2F "
+    "I2FP I2IP HADD2 HMUL2 HFMA2 HMNMX2 HSETP2 HSET2 HADD2_32I HMUL2_32I HFMA2_32I DADD DMUL DFMA DSETP DMNMX "
+    "HMMA IMMA DMMA BMMA HGMMA IGMMA QGMMA BGMMA LDSM MOVM QSPC MATCH B2R LD IDP IDP4A VABSDIFF VABSDIFF4 "
+    "ATOMS ATOM ST".split()
 )
 _PLAIN: Mapping[str, Callable[[Instruction], Meaning]] = {
     **dict.fromkeys(("IADD3", "IADD", "VIADD", "UIADD3", "UIADD"), integers.add),

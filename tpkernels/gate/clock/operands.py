@@ -242,10 +242,7 @@ def _changed(compute: Callable[..., Value], sources: tuple[Source, ...]) -> Call
 
     def changed(*values: Value) -> Value:
         return compute(
-            *(
-                value if change is None else change(value)
-                for value, change in zip(values, changes, strict=True)
-            )
+            *(value if change is None else change(value) for value, change in zip(values, changes, strict=True))
         )
 
     return changed

@@ -159,7 +159,7 @@ def elect(one: Instruction) -> Meaning:
 
     def run(state: WarpState) -> None:
         lane = 0 if state.mask is None else int(state.mask.argmax())
-        state.registers[p] = first if lane == 0 else lane == LANES
+        state.registers[p] = first if lane == 0 else LANES == lane
         state.registers[to] = lane
 
     return Meaning(run, (p, to), ())
@@ -202,11 +202,7 @@ def to_register(one: Instruction) -> Meaning:
     def compute(kept: Any, *values: Any) -> Any:
         result = kept & (0xFFFFFFFF ^ mask)
         for (number, _), value in zip(names, values, strict=True):
-            result = (
-                result | np.left_shift(value, number)
-                if isinstance(value, np.ndarray)
-                else result | value << number
-            )
+            result = result | np.left_shift(value, number) if isinstance(value, np.ndarray) else result | value << number
         return result
 
     if set(one.modifiers) - {"B0"}:
