@@ -1,1 +1,1 @@
-"""The clock: what a kernel costs on a GPU, in cycles, from its machine code and without a GPU."""
+"""What a compiled sm_90 kernel costs in cycles, without a GPU: a model, which measures nothing."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 from tpkernels.gate.clock.faults import UnfitRegisters
 from tpkernels.gate.clock.mbarriers import Mbarriers
 from tpkernels.gate.clock.operations import Operation
 from tpkernels.gate.clock.tensor_cores import GROUP, WarpGroup
+from tpkernels.gate.clock.values import WarpState
 
 SCOREBOARDS = 6
 LANES = 32
 
 
 class Warp:
-    def __init__(self, block: Block, number: int, scheduler: int, state: Any, start: float) -> None:
+    def __init__(self, block: Block, number: int, scheduler: int, state: WarpState, start: float) -> None:
         self.block, self.number, self.scheduler, self.state = block, number, scheduler, state
         self.at = 0  # index of the next step
         self.ready = start

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 
-from tpkernels.gate.clock.blocks import Block, Warp
+from tpkernels.gate.clock.blocks import Warp
+from tpkernels.gate.clock.mbarriers import Mbarrier
 from tpkernels.gate.clock.operations import Operation
 from tpkernels.gate.clock.timeline import Mark, Recorder, Wait
 
@@ -15,8 +16,8 @@ NOBODY_KNOWS = math.inf
 class Landing:
     """Bytes of a copy on their way to an mbarrier."""
 
-    def __init__(self, block: Block, mbarrier: int, size: int, issued: float) -> None:
-        self.block, self.mbarrier, self.bytes, self.issued = block, mbarrier, size, issued
+    def __init__(self, mbarrier: Mbarrier, size: int, issued: float) -> None:
+        self.mbarrier, self.bytes, self.issued = mbarrier, size, issued
 
 
 class Events:

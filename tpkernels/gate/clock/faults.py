@@ -31,6 +31,10 @@ class TooManyArrivals(ClockFault):
     """An mbarrier gets more arrivals than its phase awaits."""
 
 
+class UnknownPlace(ClockFault):
+    """An mbarrier's address, count or parity that the machine code does not let us know."""
+
+
 class UnknownBox(ClockFault):
     """A copy of which neither the code nor the launch says how many bytes it moves."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpkernels.gate.clock.faults import MbarrierNotMade, TooManyArrivals, UnexpectedBytes
+from tpkernels.gate.clock.faults import MbarrierNotMade, TooManyArrivals, UnexpectedBytes, UnknownPlace
 
 if TYPE_CHECKING:
     from tpkernels.gate.clock.blocks import Warp
@@ -57,14 +57,14 @@ class Mbarriers:
     def __init__(self) -> None:
         self._made: dict[int, Mbarrier] = {}
 
-    def make(self, address: int, count: int) -> None:
+    def make(self, address: int | None, count: int | None) -> None:
+        if address is None or count is None:
+            raise UnknownPlace("an mbarrier is made of which address or count are unknown")
         self._made[address] = Mbarrier(address, count)
 
-    def drop(self, address: int) -> None:
-        self[address]
-        del self._made[address]
-
-    def __getitem__(self, address: int) -> Mbarrier:
+    def __getitem__(self, address: int | None) -> Mbarrier:
+        if address is None:
+            raise UnknownPlace("an mbarrier is used of which the address is unknown")
         if address not in self._made:
             made = ", ".join(f"{known:#x}" for known in sorted(self._made)) or "none"
             raise MbarrierNotMade(f"no mbarrier at {address:#x}; there are: {made}")

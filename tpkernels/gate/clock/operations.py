@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
 
-from tpkernels.gate.clock.effects import Effect
+import numpy as np
+
 from tpkernels.gate.clock.machine import Machine, timing
+from tpkernels.gate.clock.semantics import Step
+from tpkernels.gate.clock.values import Value
 
 PIPES = ("", "fma", "alu", "imad", "xu", "mio", "uniform", "fp64")
 
@@ -23,38 +25,6 @@ class Kind(IntEnum):
     COMMIT = 5  # copies since the last commit form a group
     AWAIT_GROUPS = 6  # of copies
     GLOBAL = 7  # its effect says what is moved
-
-
-class Instruction(Protocol):
-    """As `instructions.Instruction`."""
-
-    @property
-    def address(self) -> int: ...
-    @property
-    def guard(self) -> str: ...
-    @property
-    def opcode(self) -> str: ...
-    @property
-    def modifiers(self) -> tuple[str, ...]: ...
-    @property
-    def operands(self) -> tuple[str, ...]: ...
-    @property
-    def stall(self) -> int: ...
-    @property
-    def writes(self) -> int | None: ...
-    @property
-    def reads(self) -> int | None: ...
-    @property
-    def waits(self) -> tuple[int, ...]: ...
-
-
-class Step(Protocol):
-    """An instruction, and what it does to a warp's values."""
-
-    @property
-    def instruction(self) -> Instruction: ...
-    @property
-    def execute(self) -> Callable[[Any], Effect | None] | None: ...
 
 
 class Operation:
@@ -98,15 +68,15 @@ def operations(program: Sequence[Step], machine: Machine) -> list[Operation]:
     return [Operation(step, machine) for step in program]
 
 
-def active(guard: str, registers: Any) -> bool:
+def active(guard: str, registers: Mapping[str, Value]) -> bool:
     """Does any lane take part? A guard of unknown value counts as true."""
-    negated = guard.startswith("!")
-    value = registers.get(guard[negated:])
+    negated = guard[0] == "!"
+    value = registers[guard[1:] if negated else guard]
     if value is None:
         return True
-    if hasattr(value, "any"):
-        return bool((value == 0).any() if negated else (value != 0).any())
-    return bool(value) != negated
+    if isinstance(value, np.ndarray):
+        return not value.all() if negated else bool(value.any())
+    return value is not negated
 
 
 def _shared_bytes(opcode: str, modifiers: tuple[str, ...]) -> int:

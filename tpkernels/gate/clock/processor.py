@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from tpkernels.gate.clock import effects
+from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.blocks import Block, Warp
 from tpkernels.gate.clock.events import NOBODY_KNOWS, Events
 from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
 from tpkernels.gate.clock.machine import Machine
-from tpkernels.gate.clock.bandwidth import Bandwidth
-from tpkernels.gate.clock.operations import PIPES, Operation, Step, active, operations
+from tpkernels.gate.clock.operations import PIPES, Operation, active, operations
 from tpkernels.gate.clock.reactions import Reactions
+from tpkernels.gate.clock.semantics import Step
 from tpkernels.gate.clock.timeline import Recorder, Run
 from tpkernels.gate.clock.units import Units
+from tpkernels.gate.clock.values import WarpState
 
 SCHEDULERS = 4
 BUDGET = 4_000_000  # instructions of a run, many times what the longest launch that we look at takes
@@ -43,7 +45,7 @@ class Launched(Protocol):
         self,
     ) -> Sequence[tuple[int, int, int]]: ...  # ids of the blocks that run here, in their order
 
-    def states(self, program: tuple[int, int, int]) -> Sequence[Any]:
+    def states(self, program: tuple[int, int, int]) -> Sequence[WarpState]:
         """A `WarpState` for each warp of a new block."""
 
 
@@ -119,7 +121,7 @@ class _Processor:
     def _exit(self, warp: Warp, now: float) -> None:
         block = warp.block
         self.events.close_epilogue(warp, now)
-        self.guessed += getattr(warp.state, "guessed", 0)
+        self.guessed += warp.state.guessed
         into = self.stalls[warp.number]
         for cause, cycles in (*warp.stalls.items(), ("instructions", warp.issuing)):
             into[cause] = into.get(cause, 0.0) + cycles
@@ -189,16 +191,13 @@ class _Processor:
             warp.ready = now + operation.stall
             warp.issuing += operation.stall
             done = now + INACTIVE
-            effect = None
             if here:
                 if pipe:
                     pipes[pipe] = now + operation.busy
                 done = now + operation.latency
-                if operation.execute is not None:
-                    state.at = warp.at
-                    effect = operation.execute(state)
                 if kind:
                     done = units.issue(warp, operation, now)
+            effect = None if operation.execute is None else operation.execute(state)
             warp.at += 1
             if effect is not None:
                 if effect.__class__ is effects.Exit:

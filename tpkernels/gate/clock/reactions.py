@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpkernels.gate.clock import effects
+from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.blocks import Barrier, Block, Warp
 from tpkernels.gate.clock.events import NOBODY_KNOWS, Events, Landing
-from tpkernels.gate.clock.faults import UnknownBox
+from tpkernels.gate.clock.faults import UnknownBox, UnknownPlace
 from tpkernels.gate.clock.mbarriers import Mbarrier
-from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.operations import Operation
 
 SECTOR = 32  # bytes
@@ -21,13 +21,12 @@ SECTOR = 32  # bytes
 
 class Reactions:
     def __init__(self, events: Events, bandwidth: Bandwidth, boxes: Mapping[int, int]) -> None:
-        self.events, self.bandwidth, self.machine, self.boxes = events, memory, bandwidth.machine, boxes
+        self.events, self.bandwidth, self.machine, self.boxes = events, bandwidth, bandwidth.machine, boxes
         self.of: dict[type, Callable[[Warp, Operation, Any, float], float]] = {
             effects.Jump: self._jump,
             effects.BarrierSync: self._sync,
             effects.BarrierArrive: self._arrive_only,
             effects.InitMbarrier: self._make,
-            effects.DropMbarrier: self._drop,
             effects.Arrive: self._arrive,
             effects.AwaitPhase: self._await,
             effects.Copy: self._copy,
@@ -44,7 +43,7 @@ class Reactions:
             self._resume(warp, when, max(warp.ready, when))
 
     def land(self, landing: Landing, now: float) -> None:
-        mbarrier = landing.block.mbarriers[landing.mbarrier]
+        mbarrier = landing.mbarrier
         self.bandwidth.landed += landing.bytes
         if mbarrier.complete(landing.bytes, landing.issued):
             self._over(mbarrier, now)
@@ -73,10 +72,6 @@ class Reactions:
         warp.block.mbarriers.make(effect.address, effect.count)
         return now + operation.latency
 
-    def _drop(self, warp: Warp, operation: Operation, effect: effects.DropMbarrier, now: float) -> float:
-        warp.block.mbarriers.drop(effect.address)
-        return now + operation.latency
-
     def _arrive(self, warp: Warp, operation: Operation, effect: effects.Arrive, now: float) -> float:
         mbarrier = warp.block.mbarriers[effect.address]
         if mbarrier.arrive(effect.count, effect.expected_bytes):
@@ -86,6 +81,8 @@ class Reactions:
     def _await(self, warp: Warp, operation: Operation, effect: effects.AwaitPhase, now: float) -> float:
         mbarrier = warp.block.mbarriers[effect.address]
         self.events.mark(warp, operation.opcode, now, warp.at - 1)
+        if effect.parity is None:
+            raise UnknownPlace("a phase is awaited of which the parity is unknown")
         if mbarrier.over(effect.parity):
             return now + operation.latency
         mbarrier.waiting.append(warp)
@@ -111,9 +108,9 @@ class Reactions:
 
     def _copy(self, warp: Warp, operation: Operation, effect: effects.Copy, now: float) -> float:
         size = self._size(effect)
-        warp.block.mbarriers[effect.mbarrier]
+        mbarrier = warp.block.mbarriers[effect.mbarrier]
         done = self.bandwidth.copy(now, size)
-        self.events.push(done, Landing(warp.block, effect.mbarrier, size, now))
+        self.events.push(done, Landing(mbarrier, size, now))
         self.events.mark(warp, operation.opcode, now, warp.at - 1)
         self.events.recorder.span(warp.block.number, warp.number, "copies", now, done, f"{size} bytes")
         return now + operation.latency
@@ -128,8 +125,6 @@ class Reactions:
         return now + operation.latency
 
     def _size(self, effect: effects.Copy | effects.Put) -> int:
-        if effect.bytes is not None:
-            return effect.bytes
         if effect.descriptor is None or effect.descriptor not in self.boxes:
             known = ", ".join(f"{offset:#x}" for offset in sorted(self.boxes)) or "none"
             found = "unknown" if effect.descriptor is None else f"{effect.descriptor:#x}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.bandwidth import Bandwidth
+from tpkernels.gate.clock.machine import Machine
 
 if TYPE_CHECKING:
     from tpkernels.gate.clock.blocks import Warp

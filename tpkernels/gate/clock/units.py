@@ -5,9 +5,9 @@ Of these instructions the code alone says what they do; what others do depends o
 
 from __future__ import annotations
 
+from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.blocks import Warp
 from tpkernels.gate.clock.events import Events
-from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.operations import Kind, Operation
 from tpkernels.gate.clock.tensor_cores import GROUP, TensorCores
 
@@ -16,7 +16,7 @@ _STORES = {"STG", "ST", "RED", "REDG"}
 
 class Units:
     def __init__(self, events: Events, bandwidth: Bandwidth) -> None:
-        self.events, self.bandwidth, self.machine = events, memory, bandwidth.machine
+        self.events, self.bandwidth, self.machine = events, bandwidth, bandwidth.machine
         self.tensor_cores = TensorCores(bandwidth.machine, bandwidth)
 
     def limit(self, warp: Warp, operation: Operation, now: float) -> tuple[float, str]:
