@@ -49,7 +49,7 @@ class Units:
             self.events.mark(warp, operation.opcode, now, warp.at)
             return begin + operation.latency
         elif kind == Kind.AWAIT_PRODUCTS:
-            if not operation.pending:
+            if not operation.pending and warp.drained < 0.0:  # not once more with nothing in between
                 warp.drained, warp.stores = now, False
         elif kind == Kind.COMMIT:
             warp.groups.append(warp.open)
