@@ -39,7 +39,7 @@ class Launching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FromCatalog:
-    """As the catalog records it."""
+    """As the catalog records it; its cost is one of the kernel, not of a shape."""
 
     entry: Entry
 
