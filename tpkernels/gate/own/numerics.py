@@ -29,7 +29,9 @@ SEED = 20261121
 TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
 
 
-def compute(kernels: Iterable[OwnKernel], folder: Path) -> Iterator[tuple[OwnKernel, str, Answer | ConfigError]]:
+def compute(
+    kernels: Iterable[OwnKernel], folder: Path
+) -> Iterator[tuple[OwnKernel, str, Answer | ConfigError]]:
     """Each kernel with an oracle at each of its sizes: the name of the case, then "error" and "failure"."""
     cases = [(own, number) for own in kernels for number in range(len(own.computed))]
     items = [{"name": own.name, "table": _table(own), "sizes": number} for own, number in cases]
@@ -153,7 +155,9 @@ def _checked(own: OwnKernel, values: Values, returned: Mapping[str, Any]) -> Ite
         if not isinstance(exact, Tensor):
             raise ConfigError("oracle", f"{own.oracle} returned {type(exact).__name__} for {name}")
         if tuple(exact.shape) != values.shapes[name]:
-            told = f"{own.oracle} returned {name} of shape {tuple(exact.shape)}, expected {values.shapes[name]}"
+            told = (
+                f"{own.oracle} returned {name} of shape {tuple(exact.shape)}, expected {values.shapes[name]}"
+            )
             raise ConfigError("oracle", told)
         if exact.isnan().any():
             raise ConfigError("oracle", f"{own.oracle} returned NaN in {name}")
