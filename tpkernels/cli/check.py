@@ -53,9 +53,10 @@ def main(argv: Sequence[str]) -> int:
 
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
+    compute: own.Compute
     try:
         if options.config is None:
-            suite, compute = compile_gate.ours(), own.Compute(numerics.check)
+            suite, compute = compile_gate.ours(), numerics.check
         else:
             suite, compute = own.read(options.config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)

@@ -26,7 +26,7 @@ Answer = dict[str, Any]
 
 
 def answers(
-    program: str, folder: Path, items: Sequence[Item], variables: Mapping[str, str] | None = None
+    program: str, folder: Path, items: Sequence[Item], variables: dict[str, str] | None = None
 ) -> Iterator[Answer | str]:
     """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

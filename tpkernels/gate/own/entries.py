@@ -83,7 +83,7 @@ def _constants(own: OwnKernel, kernel: Inspected) -> dict[str, Constant]:
 
 
 def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[str]:
-    """What the table says, or what Triton finds at a launch: torch's tensors are, and integers by their value."""
+    """What the table says; else what Triton finds at a launch: torch's tensors are, and integers by value."""
     numbers = values.numbers if values else {}
     for name, number in numbers.items():
         if type(number) is int and number == 1 and name not in kernel.plain and own.signature[name] != "i1":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpkernels.gate.ahead_of_time import Constant
@@ -88,6 +88,10 @@ class OwnKernel:
     def computed(self) -> tuple[Mapping[str, int], ...]:
         """The sizes to compute at."""
         return (self.oracle_sizes or (self.sizes,)) if self.oracle else ()
+
+    def as_table(self) -> dict[str, Any]:
+        """What gate.toml says, as `own_kernel` takes it."""
+        return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
 
     def at(self, sizes: Mapping[str, int]) -> Values:
         """What is launched; ConfigError names the key whose expression has no value."""

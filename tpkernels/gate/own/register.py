@@ -34,7 +34,7 @@ def register(
     fill: Mapping[str, str | Sequence[Expression]] | None = None,
     tolerance: Mapping[str, float] | None = None,
 ) -> None:
-    """Have `python -m tpkernels check --config FILE.py` check a Triton kernel of yours, which FILE imports or defines.
+    """Have `python -m tpkernels check --config FILE.py` check a Triton kernel that FILE imports or defines.
 
     Raises ValueError at once for what cannot be meant; the same keys may stand in a gate.toml.
 
@@ -49,15 +49,15 @@ def register(
     shapes, strides: of each tensor, numbers or expressions: ("rows", "cdiv(columns, 2)"); else contiguous
     values: of each other argument, unless a size has its name
     grid: one to three numbers or expressions
-    oracle: gets tensors in float64 and numbers by the names of its parameters, and returns the expected outputs
+    oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs
     oracle_sizes: at which the kernel is interpreted; else `sizes`
     outputs: the tensors that the kernel writes
     fill: tensor -> "normal", "uniform", "zeros", "ones", or (low, high) for integers
     tolerance: dtype -> norm-wise relative error; else that of our own kernels
     """
     function = undecorated(kernel)
-    wrapped = getattr(function, "fn", None)
-    if not hasattr(wrapped, "__module__"):
+    wrapped: Any = getattr(function, "fn", None)
+    if not callable(wrapped):
         raise ValueError(f"register: expected a kernel under triton.jit, got {kernel!r}")
     given = {
         "kernel": f"{wrapped.__module__}:{wrapped.__name__}",

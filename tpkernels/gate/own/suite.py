@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import has_parts
 from tpkernels.gate.clock.launch import Launch
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.numerics import Computed
-from tpkernels.gate.own import config, numerics
+from tpkernels.gate.own import children, config
 from tpkernels.gate.own.config import Config
 from tpkernels.gate.own.entries import entry_of, inspect
 from tpkernels.gate.own.record import ConfigError
 from tpkernels.gate.own.rules import violations
 
-Compute = Callable[[str, Callable[[str], None]], list[Computed]]  # as `gate.numerics.check`
+
+class Compute(Protocol):
+    """As `gate.numerics.check`."""
+
+    def __call__(self, only: str, report: Callable[[str], None]) -> list[Computed]: ...
 
 
 def read(path: Path) -> tuple[Suite, Compute]:
@@ -47,13 +52,25 @@ def _launch(entry: Entry) -> Launch | None:
 
 
 def _compute(chosen: Config, only: str, report: Callable[[str], None]) -> list[Computed]:
-    """Each case that `only` names, see `has_parts`. Nothing is remembered: what an oracle imports is not known."""
-    found = []
-    kernels = [own for own in chosen.kernels if has_parts(own.name, only)]
-    for own, case, answer in numerics.compute(kernels, chosen.folder):
-        if isinstance(answer, ConfigError):
-            raise chosen.mistake(own, answer)
+    """Each case that `only` names, see `has_parts`. None is remembered: what an oracle imports is not known."""
+    cases = [
+        (own, number)
+        for own in chosen.kernels
+        if has_parts(own.name, only)
+        for number in range(len(own.computed))
+    ]
+    items = [{"name": own.name, "table": own.as_table(), "sizes": number} for own, number in cases]
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    told = children.answers("tpkernels.gate.own.numerics", chosen.folder, items, variables)
+    computed = []
+    for (own, number), answer in zip(cases, told, strict=True):
+        if isinstance(answer, str):
+            answer = {"error": None, "failure": answer}
+        elif "mistake" in answer:
+            raise chosen.mistake(own, answer["mistake"])
+        sizes = ",".join(f"{name}={size}" for name, size in own.computed[number].items())
+        case = f"{own.name}/{sizes}" if sizes else own.name
         error = float("nan") if answer["error"] is None else answer["error"]
-        found.append(Computed(case, error, answer["failure"]))
+        computed.append(Computed(case, error, answer["failure"]))
         report(case)
-    return found
+    return computed
