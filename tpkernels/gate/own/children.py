@@ -48,14 +48,19 @@ def answers(
             assert process.stdout is not None
             with suppress(BrokenPipeError), process.stdin:  # one that has ended already is told of below
                 process.stdin.write(json.dumps(todo))
-            for line in process.stdout:
-                if line.endswith("\n"):  # else it ended amid the line
-                    todo.pop(0)
-                    yield json.loads(line)
-            if process.wait() and todo:
+            try:
+                for line in process.stdout:
+                    if line.endswith("\n"):  # else it ended amid the line
+                        todo.pop(0)
+                        yield json.loads(line)
+            except BaseException:  # nobody wants the rest
+                process.kill()
+                raise
+            code = process.wait()
+            if todo:
                 todo.pop(0)
                 errors.seek(0)
-                yield _ending(process.returncode, errors.read().strip().splitlines()[-1:])
+                yield _ending(code, errors.read().strip().splitlines()[-1:])
 
 
 def serve(work: Callable[[Item], Answer]) -> None:

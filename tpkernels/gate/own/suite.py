@@ -52,7 +52,7 @@ def _launch(entry: Entry) -> Launch | None:
 
 
 def _compute(chosen: Config, only: str, report: Callable[[str], None]) -> list[Computed]:
-    """Each case that `only` names, see `has_parts`. None is remembered: what an oracle imports is not known."""
+    """Each case that `only` names, see `has_parts`. None is remembered: oracles import anything."""
     cases = [
         (own, number)
         for own in chosen.kernels
