@@ -9,24 +9,54 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from tpkernels.gate import clock
-from tpkernels.gate.ahead_of_time import DIED, Facts, Job, facts_or_error, machine_code_of
+from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_or_error, machine_code_of
+from tpkernels.gate.catalog import recipes
+from tpkernels.gate.clock import workload
 from tpkernels.gate.clock.cost import Cost, cost_of
-from tpkernels.gate.clock.launch import Launch
+from tpkernels.gate.clock.cubin import read
+from tpkernels.gate.clock.launch import Built, box_bytes
+from tpkernels.gate.clock.workload import Workload
 from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 
 CYCLES = "cycles"  # of the user's caches
 
 
+class Launching(Protocol):
+    """How a compiled entry is launched. It is sent to processes, and holds nothing that is compiled."""
+
+    def text(self) -> str:
+        """What it depends on, to the last argument: the same text stands for the same launch."""
+
+    def of(self, built: Built) -> Workload:
+        """The launch that is clocked."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromCatalog:
+    """As the catalog records it."""
+
+    entry: Entry
+
+    def text(self) -> str:
+        recipe = recipes()[self.entry.name]
+        alone = replace(recipe, target=replace(recipe.target, processors=1))
+        return f"{recipe.launch()!r} {alone.launch()!r}"
+
+    def of(self, built: Built) -> Workload:
+        return workload.of_entry(self.entry, built)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     job: Job
-    launch: Launch | None  # that is clocked; None: nothing is
+    launching: Launching | None  # None: it is not clocked
 
     def __str__(self) -> str:
         return str(self.job)
@@ -48,24 +78,30 @@ def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], 
 def examine(task: Task) -> Examined:
     """Work for one of the processes."""
     facts = facts_or_error(task.job)
-    if isinstance(facts, str) or task.launch is None:
+    if isinstance(facts, str) or task.launching is None:
         return Examined(facts)
     try:
-        return Examined(facts, clocked(task.job, facts, task.launch))
+        return Examined(facts, clocked(task.job, facts, task.launching))
     except Exception as error:  # an instruction that the clock does not know, warps that wait for ever
         return Examined(facts, f"{type(error).__name__}: {error}")
 
 
-def clocked(job: Job, facts: Facts, launch: Launch) -> Cost:
-    """The cost of a launch: from the user's cache, or by the clock and put there."""
+def clocked(job: Job, facts: Facts, launching: Launching) -> Cost:
+    """The cost of an entry: from the user's cache, or by the clock and put there."""
     kept = DiskCache.of_user(CYCLES)
-    key = f"{facts.cubin} {launch!r} {_clock()}"
+    key = f"{facts.cubin} {launching.text()} {_clock()}"
     try:
         return Cost.from_json(kept.get(key))
     except TypeError:  # nothing there
-        cost = cost_of(machine_code_of(job.entry, job.architecture), launch)
+        cost = cost_of(launching.of(built(job.entry, job.architecture, facts)))
         kept.put(key, cost.as_json())
         return cost
+
+
+def built(entry: Entry, architecture: str, facts: Facts) -> Built:
+    """What was compiled of an entry, for the clock to launch."""
+    code = machine_code_of(entry, architecture)
+    return Built(read(code.cubin), facts.threads // 32, facts.shared, tuple(map(box_bytes, code.descriptors)))
 
 
 @cache

@@ -14,8 +14,7 @@ from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, J
 from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import catalog, has_parts
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clock.launch import Launch, of_entry
-from tpkernels.gate.clocking import Examined, Task, examine_all
+from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
@@ -45,12 +44,12 @@ class Suite:
     entries: tuple[Entry, ...]
     budgets: Path
     rules: Rules
-    launch: Callable[[Entry], Launch | None]  # that is clocked; None: nothing is
+    launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
 
 
 def ours() -> Suite:
     """The kernels of this package."""
-    return Suite("the catalog", catalog(), TABLE, violations, of_entry)
+    return Suite("the catalog", catalog(), TABLE, violations, FromCatalog)
 
 
 def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
@@ -81,7 +80,7 @@ def check(
         table = budgets.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    tasks = [Task(job, suite.launch(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
+    tasks = [Task(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
     results = examine_all(tasks, processes, report)
     minor, notes = budgets.minor_version(triton.__version__), []
     if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):

@@ -22,6 +22,8 @@ from tpkernels.gate.own.found import found
 from tpkernels.gate.own.framed import Framed, outside
 from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, Values
 from tpkernels.gate.own.table import own_kernel
+from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.target import INTERPRETER
 
 SEED = 20261121
 TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
@@ -29,11 +31,9 @@ TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, D
 
 def computed(item: Item) -> Answer:
     """item: "name", "table" and which of its "sizes" """
-    from tpkernels.kernels.interpret import mend
-
     mend()
     own = own_kernel(item["name"], item["table"])
-    values = own.at(own.computed[item["sizes"]])
+    values = own.at(own.computed[item["sizes"]], INTERPRETER.processors)
     torch.manual_seed(SEED)
     tensors = {name: _framed(own, name, values) for name in own.tensors}
     exact = _expected(own, values, tensors)

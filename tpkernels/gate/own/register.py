@@ -28,6 +28,8 @@ def register(
     strides: Mapping[str, Sequence[Expression]] | None = None,
     values: Mapping[str, Expression] | None = None,
     grid: Sequence[Expression] | None = None,
+    tile: Mapping[str, Expression] | None = None,
+    step: Mapping[str, Expression] | None = None,
     oracle: Callable[..., Any] | str | None = None,
     oracle_sizes: Sequence[Mapping[str, int]] | None = None,
     outputs: Sequence[str] | None = None,
@@ -48,7 +50,8 @@ def register(
     sizes: of a real launch: name -> integer, which the expressions below may use, as they may constants
     shapes, strides: of each tensor, numbers or expressions: ("rows", "cdiv(columns, 2)"); else contiguous
     values: of each other argument, unless a size has its name
-    grid: one to three numbers or expressions
+    grid: one to three numbers or expressions, which may use `processors`
+    tile, step: of a product, what a block computes of two sizes, and a turn of its loop takes of a third
     oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs
     oracle_sizes: at which the kernel is interpreted; else `sizes`
     outputs: the tensors that the kernel writes
@@ -73,6 +76,8 @@ def register(
         "strides": strides,
         "values": values,
         "grid": grid,
+        "tile": tile,
+        "step": step,
         "oracle": _place(oracle) if callable(oracle) else oracle,
         "oracle_sizes": oracle_sizes,
         "outputs": outputs,

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import has_parts
-from tpkernels.gate.clock.launch import Launch
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.numerics import Computed
 from tpkernels.gate.own import children, config
 from tpkernels.gate.own.config import Config
 from tpkernels.gate.own.entries import entry_of, inspect
+from tpkernels.gate.own.launching import OwnLaunching
 from tpkernels.gate.own.record import ConfigError
 from tpkernels.gate.own.rules import violations
 
@@ -29,12 +29,16 @@ def read(path: Path) -> tuple[Suite, Compute]:
     """ConfigError names file and key of what is wrong, in the config or in what it names."""
     chosen = config.read(path)
     entries = tuple(_entries(chosen))
-    rules = {own.name: own.rules for own in chosen.kernels}
+    kernels = {own.name: own for own in chosen.kernels}
 
-    def broken(entry: Entry, architecture: str, facts: Facts) -> Iterable[str]:
-        return violations(rules[entry.name], architecture, facts)
+    def rules(entry: Entry, architecture: str, facts: Facts) -> Iterable[str]:
+        return violations(kernels[entry.name].rules, architecture, facts)
 
-    return Suite(chosen.path.name, entries, chosen.budgets, broken, _launch), partial(_compute, chosen)
+    def launching(entry: Entry) -> OwnLaunching | None:
+        own = kernels[entry.name]
+        return OwnLaunching(own, tuple(entry.arguments)) if own.sizes else None
+
+    return Suite(chosen.path.name, entries, chosen.budgets, rules, launching), partial(_compute, chosen)
 
 
 def _entries(chosen: Config) -> Iterable[Entry]:
@@ -45,10 +49,6 @@ def _entries(chosen: Config) -> Iterable[Entry]:
             yield entry_of(own, kernel, chosen.folder)
         except ConfigError as error:
             raise chosen.mistake(own, error) from error
-
-
-def _launch(entry: Entry) -> Launch | None:
-    return None
 
 
 def _compute(chosen: Config, only: str, report: Callable[[str], None]) -> list[Computed]:
