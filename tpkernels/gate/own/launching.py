@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,36 +28,23 @@ class OwnLaunching:
         return repr(self)
 
     def of(self, built: Built) -> Workload:
-        values = self.own.at(self.own.sizes)
+        own = self.own
+        values = own.at(own.sizes)
         tensors = [one for one in self._passed(values) if not isinstance(one, int | float)]
         traffic = sum((one if isinstance(one, Tensor) else one.base).nbytes for one in tensors)
-        if not self.own.tile:
-            count = prod(values.grid)
-            return Workload(
-                self.own.name,
-                built,
-                None,
-                (0, 0, 0),
-                count,
-                traffic,
-                lambda blocks, _: self._blocks(built, blocks),
-            )
-        rows, cols, depth = (self.own.sizes[name] for name in self.own.blocks)
-        block_rows, block_cols, block_depth = self.own.blocks.values()
-        first = next(iter(self.own.tensors.values()))
+        if not own.tile:
+            blocks = prod(values.grid)
+            on_one = partial(self._blocks, built)
+            return Workload(own.name, built, None, (0, 0, 0), blocks, traffic, on_one)
+        rows, cols, depth = (own.sizes[name] for name in own.blocks)
+        block_rows, block_cols, block_depth = own.blocks.values()
+        first = next(iter(own.tensors.values()))
         product = Product(block_rows, block_cols, block_depth, getattr(torch, DTYPES[first.dtype]).itemsize)
         tiles = -(-rows // block_rows) * -(-cols // block_cols)
-        return Workload(
-            self.own.name,
-            built,
-            product,
-            (rows, cols, depth),
-            tiles,
-            traffic,
-            lambda tiles, steps: self._tiles(built, tiles, steps),
-        )
+        on_one = partial(self._tiles, built)
+        return Workload(own.name, built, product, (rows, cols, depth), tiles, traffic, on_one)
 
-    def _blocks(self, built: Built, blocks: int) -> Launch:
+    def _blocks(self, built: Built, blocks: int, steps: int) -> Launch:
         values = self.own.at(self.own.sizes)
         return launch_of(built, self._passed(values), values.grid, blocks)
 
@@ -72,7 +60,8 @@ class OwnLaunching:
         if kind is None:
             return values.numbers[name]
         shape, strides = values.shapes[name], values.strides[name]
-        tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, DTYPES[kind.dtype]), device="meta")
-        return (
-            TensorDescriptor(tensor, list(shape), list(strides), list(kind.block)) if kind.block else tensor
-        )
+        dtype = getattr(torch, DTYPES[kind.dtype])
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        if not kind.block:
+            return tensor
+        return TensorDescriptor(tensor, list(shape), list(strides), list(kind.block))

@@ -112,11 +112,15 @@ class OwnKernel:
 
     @property
     def _constants(self) -> dict[str, Number]:
-        return {name: value for name, value in self.constants.items() if type(value) in (int, float)}
+        return {
+            name: value
+            for name, value in self.constants.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
 
     def at(self, sizes: Mapping[str, int], processors: int = H100.processors) -> Values:
         """What is launched; ConfigError names the key whose expression has no value."""
-        names = self._constants | sizes | {"processors": processors}
+        names = {**self._constants, **sizes, "processors": processors}
         numbers = {}
         for name, kind in self.signature.items():
             if name not in self.tensors:
