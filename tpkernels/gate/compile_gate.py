@@ -1,22 +1,25 @@
-"""The compile gate: every catalog entry on each of its architectures, held to rules, budgets and cycles."""
+"""The compile gate: every entry on each of its architectures, held to rules, budgets and cycles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
 import triton
 
 from tpkernels.gate import budgets, cycles
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Facts, Job
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, Job
 from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import catalog, has_parts
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine_all
+from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
+
+Rules = Callable[[Entry, str, Facts], Iterable[str]]  # what is broken on an architecture, in words
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,30 @@ class UsageError(Exception):
     """What nothing can be checked with, in words."""
 
 
-def jobs_of(architectures: Sequence[str], only: str) -> list[Job]:
+@dataclass(frozen=True)
+class Suite:
+    """Entries that are checked together."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    budgets: Path
+    rules: Rules
+    launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
+
+
+def ours() -> Suite:
+    """The kernels of this package."""
+    return Suite("the catalog", catalog(), TABLE, violations, FromCatalog)
+
+
+def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
     """Architecture by architecture; `only` as in `has_parts`."""
     unknown = [name for name in architectures if name not in ARCHITECTURES]
     if unknown:
         raise UsageError(
             f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}"
         )
-    chosen = [entry for entry in catalog() if has_parts(entry.name, only)]
+    chosen = [entry for entry in suite.entries if has_parts(entry.name, only)]
     return [
         Job(entry, architecture)
         for architecture in dict.fromkeys(architectures)
@@ -50,7 +69,7 @@ def jobs_of(architectures: Sequence[str], only: str) -> list[Job]:
 
 
 def check(
-    jobs: Sequence[Job], processes: int, report: Callable[[Task], None], update: bool
+    suite: Suite, jobs: Sequence[Job], processes: int, report: Callable[[Task], None], update: bool
 ) -> tuple[list[Compiled], list[str]]:
     """What came of the jobs, and notes on the table of budgets.
 
@@ -58,15 +77,15 @@ def check(
     update: make what the jobs take the budgets, and write them
     """
     try:
-        table = budgets.read()
+        table = budgets.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    tasks = [Task(job, FromCatalog(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
+    tasks = [Task(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
     results = examine_all(tasks, processes, report)
     minor, notes = budgets.minor_version(triton.__version__), []
-    if not HAS_GLUON and any(job.architecture == "sm_90" for job in jobs):
+    if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
         notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
-    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
+    current = {(gpu, entry.name) for entry in suite.entries for gpu in entry.architectures}
     if update:
         new = {
             (job.architecture, job.entry.name): Budget.of(result.facts, _known(result))
@@ -76,25 +95,34 @@ def check(
         provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
         table[minor] = budgets.updated(table.get(minor), new, current, provenance)
         try:
-            budgets.write(table)
+            budgets.write(table, suite.budgets)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
-        notes.append(f"{len(new)} budgets for Triton {minor} written into {TABLE}")
+        notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
     elif minor not in table:
         known = ", ".join(sorted(table)) or "none"
         notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
     elif gone := table[minor].keys() - current:
-        notes.append(f"{len(gone)} budgets of what is no longer in the catalog: --update drops them")
+        notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
     found = table.get(minor)
-    return [judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True)], notes
+    judged = (
+        judge(*pair, found, triton.__version__, suite.rules) for pair in zip(jobs, results, strict=True)
+    )
+    return list(judged), notes
 
 
-def judge(job: Job, result: Examined, budgets: Budgets | None, triton_version: str) -> Compiled:
-    """Hold a result to the rules, and to its budget if there is a table for this Triton."""
+def judge(
+    job: Job,
+    result: Examined,
+    budgets: Budgets | None,
+    triton_version: str,
+    rules: Rules | None = None,
+) -> Compiled:
+    """Hold a result to the rules (ours, if none are given), and to its budget if this Triton has a table."""
     facts, cost = result.facts, _known(result)
     if isinstance(facts, str):
         return Compiled(job, None, (f"does not compile: {facts}",))
-    failures = [*violations(job.entry, job.architecture, facts)]
+    failures = [*(rules or violations)(job.entry, job.architecture, facts)]
     if isinstance(result.cost, str):
         failures.append(f"cannot be clocked: {result.cost}")
     if budgets is not None:

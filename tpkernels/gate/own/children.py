@@ -26,7 +26,7 @@ Answer = dict[str, Any]
 
 
 def answers(
-    program: str, folder: Path, items: Sequence[Item], variables: Mapping[str, str] | None = None
+    program: str, folder: Path, items: Sequence[Item], variables: dict[str, str] | None = None
 ) -> Iterator[Answer | str]:
     """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -48,14 +48,19 @@ def answers(
             assert process.stdout is not None
             with suppress(BrokenPipeError), process.stdin:  # one that has ended already is told of below
                 process.stdin.write(json.dumps(todo))
-            for line in process.stdout:
-                if line.endswith("\n"):  # else it ended amid the line
-                    todo.pop(0)
-                    yield json.loads(line)
-            if process.wait() and todo:
+            try:
+                for line in process.stdout:
+                    if line.endswith("\n"):  # else it ended amid the line
+                        todo.pop(0)
+                        yield json.loads(line)
+            except BaseException:  # nobody wants the rest
+                process.kill()
+                raise
+            code = process.wait()
+            if todo:
                 todo.pop(0)
                 errors.seek(0)
-                yield _ending(process.returncode, errors.read().strip().splitlines()[-1:])
+                yield _ending(code, errors.read().strip().splitlines()[-1:])
 
 
 def serve(work: Callable[[Item], Answer]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tpkernels.gate.ahead_of_time import Constant, Entry
 from tpkernels.gate.own import children
@@ -23,7 +23,10 @@ class Inspected:
     unaligned: tuple[str, ...]  # of which it is not told that they are multiples of 16
 
 
-def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[tuple[OwnKernel, Inspected | ConfigError]]:
+Told: TypeAlias = "tuple[OwnKernel, Inspected | ConfigError]"
+
+
+def inspect(kernels: Iterable[OwnKernel], folder: Path) -> Iterable[Told]:
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
     items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
@@ -80,7 +83,7 @@ def _constants(own: OwnKernel, kernel: Inspected) -> dict[str, Constant]:
 
 
 def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[str]:
-    """As Triton does at a launch, unless the table says it: torch's tensors are, and integers by their value."""
+    """What the table says; else what Triton finds at a launch: torch's tensors are, and integers by value."""
     numbers = values.numbers if values else {}
     for name, number in numbers.items():
         if type(number) is int and number == 1 and name not in kernel.plain and own.signature[name] != "i1":

@@ -18,7 +18,9 @@ def inspected(item: Item) -> Answer:
 
     kernel = undecorated(found("kernel", item["kernel"]))
     if not isinstance(kernel, JITFunction):
-        raise ConfigError("kernel", f"expected a function under triton.jit, {item['kernel']} is {_kind(kernel)}")
+        raise ConfigError(
+            "kernel", f"expected a function under triton.jit, {item['kernel']} is {_kind(kernel)}"
+        )
     if item["oracle"]:
         oracle = found("oracle", item["oracle"])
         if not callable(oracle):

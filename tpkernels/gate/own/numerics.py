@@ -1,14 +1,13 @@
 """A kernel of others, interpreted, against its oracle in float64: `python -m tpkernels.gate.own.numerics`.
 
-As `gate.numerics` does it for ours: operands lie in NaN, outputs start as NaN, and nothing else may be written.
+As `gate.numerics` does it for ours: operands lie in NaN, outputs start as NaN, nothing else may be written.
+See `children`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.gate.ahead_of_time import undecorated
-from tpkernels.gate.own import children
 from tpkernels.gate.own.children import Answer, Item, said, serve
 from tpkernels.gate.own.entries import meant
 from tpkernels.gate.own.expressions import Expression, whole_number
@@ -24,35 +22,18 @@ from tpkernels.gate.own.found import found
 from tpkernels.gate.own.framed import Framed, outside
 from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, Values
 from tpkernels.gate.own.table import own_kernel
+from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.target import INTERPRETER
 
 SEED = 20261121
 TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
 
 
-def compute(kernels: Iterable[OwnKernel], folder: Path) -> Iterator[tuple[OwnKernel, str, Answer | ConfigError]]:
-    """Each kernel with an oracle at each of its sizes: the name of the case, then "error" and "failure"."""
-    cases = [(own, number) for own in kernels for number in range(len(own.computed))]
-    items = [{"name": own.name, "table": _table(own), "sizes": number} for own, number in cases]
-    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    told = children.answers("tpkernels.gate.own.numerics", folder, items, variables)
-    for (own, number), answer in zip(cases, told, strict=True):
-        sizes = ",".join(f"{name}={size}" for name, size in own.computed[number].items())
-        case = f"{own.name}/{sizes}" if sizes else own.name
-        if isinstance(answer, str):
-            yield own, case, {"error": None, "failure": answer}
-        elif "mistake" in answer:
-            yield own, case, ConfigError(*answer["mistake"].split(": ", 1))
-        else:
-            yield own, case, answer
-
-
 def computed(item: Item) -> Answer:
     """item: "name", "table" and which of its "sizes" """
-    from tpkernels.kernels.interpret import mend
-
     mend()
     own = own_kernel(item["name"], item["table"])
-    values = own.at(own.computed[item["sizes"]])
+    values = own.at(own.computed[item["sizes"]], INTERPRETER.processors)
     torch.manual_seed(SEED)
     tensors = {name: _framed(own, name, values) for name in own.tensors}
     exact = _expected(own, values, tensors)
@@ -62,21 +43,16 @@ def computed(item: Item) -> Answer:
         return {"error": None, "failure": said(error)}
     errors, failures = [], []
     for name, wanted in exact.items():
-        error, flaw = _compared(own, name, tensors[name].view, wanted)
-        errors.append(error)
+        part, flaw = _compared(own, name, tensors[name].view, wanted)
+        errors.append(part)
         failures += [f"{name} {flaw}"] * bool(flaw)
     for name, framed in tensors.items():
         if framed.written_outside():
             failures.append(f"written outside {name}")
         if name not in own.outputs and framed.changed():
             failures.append(f"writes into {name}, which is none of its outputs")
-    known = [error for error in errors if error == error]
+    known = [part for part in errors if part == part]
     return {"error": max(known, default=None), "failure": "; ".join(failures)}
-
-
-def _table(own: OwnKernel) -> dict[str, Any]:
-    """What `own_kernel` makes it of again."""
-    return {key: value for key, value in asdict(own).items() if key != "name" and value is not None}
 
 
 def _framed(own: OwnKernel, name: str, values: Values) -> Framed:
@@ -153,7 +129,9 @@ def _checked(own: OwnKernel, values: Values, returned: Mapping[str, Any]) -> Ite
         if not isinstance(exact, Tensor):
             raise ConfigError("oracle", f"{own.oracle} returned {type(exact).__name__} for {name}")
         if tuple(exact.shape) != values.shapes[name]:
-            told = f"{own.oracle} returned {name} of shape {tuple(exact.shape)}, expected {values.shapes[name]}"
+            told = (
+                f"{own.oracle} returned {name} of shape {tuple(exact.shape)}, expected {values.shapes[name]}"
+            )
             raise ConfigError("oracle", told)
         if exact.isnan().any():
             raise ConfigError("oracle", f"{own.oracle} returned NaN in {name}")

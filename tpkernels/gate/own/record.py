@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpkernels.gate.ahead_of_time import Constant
 from tpkernels.gate.own.expressions import Expression, Number, value_of, whole_number
 from tpkernels.gate.own.rules import DEFAULT_RULES
+from tpkernels.kernels.target import H100
 
 # Triton's names of types -> torch's
 DTYPES: Mapping[str, str] = {
@@ -73,6 +74,8 @@ class OwnKernel:
     strides: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)  # absent: contiguous
     values: Mapping[str, Expression] = field(default_factory=dict)  # absent: the size of the same name
     grid: tuple[Expression, ...] = ()
+    tile: Mapping[str, Expression] = field(default_factory=dict)  # of products: size -> what a block computes
+    step: Mapping[str, Expression] = field(default_factory=dict)  # size -> what a turn of the loop takes
     oracle: str | None = None  # "module:function"
     oracle_sizes: tuple[Mapping[str, int], ...] = ()  # to compute at; (): `sizes`
     outputs: tuple[str, ...] = ()
@@ -89,14 +92,35 @@ class OwnKernel:
         """The sizes to compute at."""
         return (self.oracle_sizes or (self.sizes,)) if self.oracle else ()
 
-    def at(self, sizes: Mapping[str, int]) -> Values:
-        """What is launched; ConfigError names the key whose expression has no value."""
-        names: dict[str, Number] = {
+    def as_table(self) -> dict[str, Any]:
+        """What gate.toml says, as `own_kernel` takes it."""
+        return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """What `tile` and `step` say in numbers: two sizes of the result, then depth; {}: no products."""
+        return {
+            name: _told(f"{key}.{name}", whole_number, one, self._constants, 1)
+            for key in ("tile", "step")
+            for name, one in getattr(self, key).items()
+        }
+
+    def of_tiles(self, tiles: int, steps: int) -> dict[str, int]:
+        """Sizes of a result of so many tiles, side by side, each of so many steps."""
+        (rows, block_rows), (cols, block_cols), (depth, block_depth) = self.blocks.items()
+        return {**self.sizes, rows: block_rows, cols: tiles * block_cols, depth: steps * block_depth}
+
+    @property
+    def _constants(self) -> dict[str, Number]:
+        return {
             name: value
             for name, value in self.constants.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        names |= sizes
+
+    def at(self, sizes: Mapping[str, int], processors: int = H100.processors) -> Values:
+        """What is launched; ConfigError names the key whose expression has no value."""
+        names = {**self._constants, **sizes, "processors": processors}
         numbers = {}
         for name, kind in self.signature.items():
             if name not in self.tensors:

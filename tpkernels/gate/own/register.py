@@ -28,13 +28,15 @@ def register(
     strides: Mapping[str, Sequence[Expression]] | None = None,
     values: Mapping[str, Expression] | None = None,
     grid: Sequence[Expression] | None = None,
+    tile: Mapping[str, Expression] | None = None,
+    step: Mapping[str, Expression] | None = None,
     oracle: Callable[..., Any] | str | None = None,
     oracle_sizes: Sequence[Mapping[str, int]] | None = None,
     outputs: Sequence[str] | None = None,
     fill: Mapping[str, str | Sequence[Expression]] | None = None,
     tolerance: Mapping[str, float] | None = None,
 ) -> None:
-    """Have `python -m tpkernels check --config FILE.py` check a Triton kernel of yours, which FILE imports or defines.
+    """Have `python -m tpkernels check --config FILE.py` check a Triton kernel that FILE imports or defines.
 
     Raises ValueError at once for what cannot be meant; the same keys may stand in a gate.toml.
 
@@ -48,16 +50,17 @@ def register(
     sizes: of a real launch: name -> integer, which the expressions below may use, as they may constants
     shapes, strides: of each tensor, numbers or expressions: ("rows", "cdiv(columns, 2)"); else contiguous
     values: of each other argument, unless a size has its name
-    grid: one to three numbers or expressions
-    oracle: gets tensors in float64 and numbers by the names of its parameters, and returns the expected outputs
+    grid: one to three numbers or expressions, which may use `processors`
+    tile, step: of a product, what a block computes of two sizes, and a turn of its loop takes of a third
+    oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs
     oracle_sizes: at which the kernel is interpreted; else `sizes`
     outputs: the tensors that the kernel writes
     fill: tensor -> "normal", "uniform", "zeros", "ones", or (low, high) for integers
     tolerance: dtype -> norm-wise relative error; else that of our own kernels
     """
     function = undecorated(kernel)
-    wrapped = getattr(function, "fn", None)
-    if not hasattr(wrapped, "__module__"):
+    wrapped: Any = getattr(function, "fn", None)
+    if not callable(wrapped):
         raise ValueError(f"register: expected a kernel under triton.jit, got {kernel!r}")
     given = {
         "kernel": f"{wrapped.__module__}:{wrapped.__name__}",
@@ -73,6 +76,8 @@ def register(
         "strides": strides,
         "values": values,
         "grid": grid,
+        "tile": tile,
+        "step": step,
         "oracle": _place(oracle) if callable(oracle) else oracle,
         "oracle_sizes": oracle_sizes,
         "outputs": outputs,

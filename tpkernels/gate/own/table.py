@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from math import prod
 from typing import Any, get_args
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant
@@ -88,6 +89,23 @@ def _check_launch(own: OwnKernel) -> None:
             if size < 1:
                 raise ConfigError("sizes", f"expected {name} of 1 or more, got {size}")
         own.at(sizes)
+    if own.tile or own.step:
+        _check_tile(own)
+
+
+def _check_tile(own: OwnKernel) -> None:
+    if (len(own.tile), len(own.step)) != (2, 1):
+        example = "tile = { M = 128, N = 128 }, step = { K = 64 }"
+        raise ConfigError("tile", f"expected two sizes of a result, and one of its depth in step: {example}")
+    for name in own.blocks:
+        if name not in own.sizes:
+            raise ConfigError("tile" if name in own.tile else "step", f"{name!r} is none of sizes")
+    if len(own.blocks) < 3:
+        raise ConfigError("step", "expected another size than those of tile")
+    blocks = prod(own.at(own.of_tiles(3, 2), processors=2).grid)
+    if blocks not in (2, 3):
+        told = "expected a block for each, or one a processor (`processors` in grid)"
+        raise ConfigError("tile", f"3 tiles are {blocks} blocks by grid: {told}")
 
 
 def _check_oracle(own: OwnKernel) -> None:
@@ -121,6 +139,7 @@ _TYPES: Mapping[str, str] = {
     "sizes": "table of integer",
     "values": "table of expression",
     "tolerance": "table of float",
+    **dict.fromkeys(("tile", "step"), "table of expression"),
     **dict.fromkeys(("shapes", "strides"), "table of list of expression"),
     "fill": "table of fill",
     "oracle_sizes": "list of table of integer",
