@@ -101,7 +101,7 @@ class Measured:
 
     def built(self) -> Built:
         """Compiled, or from the user's cache."""
-        cache, key = DiskCache.of_user("published"), self._key()
+        cache, key = DiskCache.of_user("published"), self.key()
         kept = cache.get(key)
         if not isinstance(kept, dict):
             compiled = self._compiled()
@@ -152,7 +152,7 @@ class Measured:
             triton.knobs.cache.dir = folder
             return triton.compile(source, target=gpu_target("sm_90"), options={"num_warps": self.warps})
 
-    def _key(self) -> str:
+    def key(self) -> str:
         import triton
 
         source = Path(__file__).with_name("kernels.py").read_bytes()

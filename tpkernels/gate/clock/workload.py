@@ -59,6 +59,10 @@ class Workload(Protocol):
     def traffic(self) -> int: ...  # bytes of all tensors, each once
     @property
     def unit(self) -> int: ...  # tiles that `on_one` takes multiples of
+    @property
+    def persistent(self) -> bool: ...  # whether each block has a fixed share of the tiles
+    @property
+    def group(self) -> int: ...  # tiles of a column that are computed in a row
 
     def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
         """So many tiles of so many steps on one SM."""
@@ -116,6 +120,15 @@ class EntryWorkload:
     def unit(self) -> int:
         tile = self._recipe.of.tile
         return self._chunks * tile.splits if tile else 1
+
+    @cached_property
+    def persistent(self) -> bool:
+        return prod(self._launch.grid) < self.tiles
+
+    @property
+    def group(self) -> int:
+        tile = self._recipe.of.tile
+        return tile.group if tile else 1
 
     def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
         recipe, blocks = _on_one(self._recipe), None
