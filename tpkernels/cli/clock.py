@@ -1,7 +1,7 @@
 """`python -m tpkernels clock KERNEL --shape 8192x4096x3584`: how long kernels take on an H100, by a model.
 
-Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them. Nothing is
-measured, and no GPU is needed. The name of an op instead of a kernel's is handed on to `clock_ops`.
+Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them. Nothing
+is measured, and no GPU is needed. The name of an op instead of a kernel's is handed on to `clock_ops`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "kernel",
         metavar="KERNEL",
-        help="those with KERNEL between slashes in their names, as `check --only`; or an op, see clock OP --help",
+        help="those with KERNEL between slashes in their names, as in `check --only`; or the name of an op",
     )
     parser.add_argument(
         "--shape",
@@ -82,12 +82,9 @@ def _parser() -> OneLineParser:
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    sizes = [int(size) for size in re.findall(r"[0-9]{1,9}", text)]
-    if (
-        not re.fullmatch(r"\d+x\d+x\d+", text)
-        or len(sizes) != 3
-        or not all(0 < size <= MOST for size in sizes)
-    ):
+    found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", text)
+    sizes = [int(size) for size in found.groups()] if found else []
+    if not sizes or not all(0 < size <= MOST for size in sizes):
         raise ArgumentTypeError(
             f"expected tokens x out_features x in_features, each from 1 to {MOST:,}, such as 8192x4096x3584; "
             f"got {text!r}"
@@ -136,17 +133,16 @@ def _tell(
 ) -> int:
     from tpkernels.cli.clock_kernel import as_json, table
 
-    found = [(entry, one) for entry, one in zip(entries, results, strict=True) if not isinstance(one, str)]
+    found = [one for one in results if not isinstance(one, str)]
+    pairs = zip(entries, results, strict=True)
+    failures = [f"{entry.name}: {one}" for entry, one in pairs if isinstance(one, str)]
     if found:
-        print(table(options.shape, [one for _, one in found]))
-    failures = [
-        f"{entry.name}: {one}" for entry, one in zip(entries, results, strict=True) if isinstance(one, str)
-    ]
+        print(table(options.shape, found))
     if options.json:
-        report = as_json(options.shape, [one for _, one in found], failures)
+        report = as_json(options.shape, found, failures)
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if options.picture and found:
-        print(_draw(options.picture, options.shape, found[0][1]))
+        print(_draw(options.picture, found[0]))
     for failure in failures:
         print(failure)
     return 1 if failures else 0
