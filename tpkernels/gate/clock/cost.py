@@ -66,24 +66,26 @@ def cost_of(built: Built, workload: Workload, machine: Machine | None = None) ->
     def ran(tiles: int, steps: int) -> Run:
         return run(program, workload.on_one(built, tiles, steps), machine, drawing=False)
 
-    resident = workload.on_one(built, 64 * workload.unit, SHORT).resident
-    together = lcm(resident, workload.unit)
+    resident = workload.on_one(built, 64 * workload.unit, 1).resident
     # roles of warps may take tiles in turn
     turns = 2 if any(one.opcode == "USETMAXREG" for one in built.code.instructions) else 1
-    few, more = 2 * together, (2 + turns) * together
+    together = lcm(resident * turns, workload.unit)
+    few = -(-2 * resident // together) * together
+    more = few + together
     if workload.product is None:
         return _of_blocks(ran(few, 0), ran(more, 0), few, more, resident)
-    small, wide, deep = ran(few, SHORT), ran(more, SHORT), ran(more, LONG)
-    deeper = more * (LONG - SHORT)
+    short, long = (steps // workload.product.pairs for steps in (SHORT, LONG))
+    small, wide, deep = ran(few, short), ran(more, short), ran(more, long)
+    deeper = more * (long - short)
 
     def step(amount: Callable[[Run], float]) -> float:
         return (amount(deep) - amount(wide)) / deeper
 
     def edge(amount: Callable[[Run], float]) -> float:
-        return (amount(wide) - amount(small)) / (more - few) - SHORT * step(amount)
+        return (amount(wide) - amount(small)) / (more - few) - short * step(amount)
 
     _check(workload, step, built)
-    start = small.cycles - few * (edge(_cycles) + SHORT * step(_cycles))
+    start = small.cycles - few * (edge(_cycles) + short * step(_cycles))
     return Cost(
         _stretch(step, deep, resident),
         _stretch(edge, deep, resident),

@@ -19,6 +19,7 @@ from tpkernels.gate.clock.launch import Built, Launch, WrongLaunch, launch_of
 from tpkernels.gate.recording import Recipe
 from tpkernels.kernels import launch
 
+RANKS = 2  # that `calls.scatter_linear` stores to
 FLOPS_A_CYCLE = 4096  # of an H100's SM, 16-bit operands: 989.4 TFLOP/s over 132 SMs at 1.83 GHz
 
 
@@ -109,7 +110,8 @@ class EntryWorkload:
         tile, (rows, cols, _) = self._recipe.of.tile, self.shape
         if tile is None:
             return prod(self._launch.grid)
-        return self._chunks * -(-rows // self._chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
+        chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(self._kernel, 0) * self._recipe.of.chunks or 1
+        return chunks * -(-rows // chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
 
     @cached_property
     def traffic(self) -> int:
@@ -119,7 +121,7 @@ class EntryWorkload:
     @property
     def unit(self) -> int:
         tile = self._recipe.of.tile
-        return self._chunks * tile.splits if tile else 1
+        return self._row_tiles * tile.splits if tile else 1
 
     @cached_property
     def persistent(self) -> bool:
@@ -140,7 +142,9 @@ class EntryWorkload:
             tile = recipe.of.tile
             assert tile is not None
             cols, depth = tiles // self.unit * tile.block_cols, steps * tile.splits * tile.block_depth
-            recipe = _of_sizes(recipe, *self._layer(self._chunks * tile.block_rows, cols, depth))
+            if self._kernel == "scatter_linear":
+                recipe = replace(recipe, of=replace(recipe.of, chunks=1))
+            recipe = _of_sizes(recipe, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
         one, constants = recipe.launch(), self.entry.constants
         named = dict(zip(one.kernel.arg_names, one.arguments, strict=False))
         other = [name for name in constants.keys() & named.keys() if named[name] != constants[name]]
@@ -172,9 +176,9 @@ class EntryWorkload:
         return self._kernel in ("dgrad", "dgrad_pairs", "dglu") or "depth_first" in self.name
 
     @property
-    def _chunks(self) -> int:
-        """In which rows come, or leave for two ranks; none shares a tile with another."""
-        return {"gather_linear": 1, "scatter_linear": 2}.get(self._kernel, 0) * self._recipe.of.chunks or 1
+    def _row_tiles(self) -> int:
+        """The least that can be: rows come, or leave, in chunks, none of which shares a tile with another."""
+        return {"gather_linear": self._recipe.of.chunks, "scatter_linear": RANKS}.get(self._kernel, 1)
 
     def _layer(self, rows: int, cols: int, depth: int) -> tuple[int, int, int]:
         """Tokens, in_features and out_features of the layer for which the kernel computes such a product."""
