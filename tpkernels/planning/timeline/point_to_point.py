@@ -2,8 +2,8 @@
 
 One thread a rank posts messages and multiplies; gloo's thread moves them. Between two ranks there is one
 socket each way, whose bytes go one after the other. gloo sends a message when its receiver has said, over
-its own socket, that it waits for it; what it says queues behind what it sends. So if one rank posts a send
-and a receive later than the other, its own message goes first, and the other's afterwards: not both at once.
+its own socket, that it waits for it; what it says queues behind what it sends. So a rank posts what it
+receives before what it sends, else its peer may begin only when it has sent.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class PointToPoint(Way):
         self.rank.add(HOST, "wait", 0.0, keys, kind=READY)
 
     def _exchange(self, moving: Moving, at: int, number: int) -> None:
-        """Post a send and a receive, in this order, for each swap of a round."""
+        """Post a receive and a send, in this order, for each swap of a round."""
         for swap in self._rounds(moving)[at].swaps:
             posted = self.rank.add(HOST, "post", 0.0, kind=READY)
             moving.arrivals.setdefault(at, []).extend(self._messages(moving, swap, number, posted))
@@ -135,15 +135,12 @@ class PointToPoint(Way):
         rank, machine = self.rank, self.machine
         here, there = swap.received.start, swap.lands.start
         size = (swap.sent.stop - swap.sent.start) * moving.cols * machine.element
-        wanted = (swap.to, rank.call, "wanted", number, rank.number, there)
-        moved = rank.key("moved", number, swap.to, there)
-        uses = {CORES: machine.stolen / machine.cores}
-        seconds = size / machine.bytes_a_second
-        socket = ("to", swap.to)
-        rank.add(socket, moving.name, seconds, [posted, wanted], kind=TRANSFER, uses=uses, key=moved)
-        wants = rank.key("wanted", number, swap.source, here)
-        back = ("to", swap.source)
+        wants, back = rank.key("wanted", number, swap.source, here), ("to", swap.source)
         rank.add(back, "wanted", machine.notice, [posted], kind=READY, key=wants)
+        wanted = (swap.to, rank.call, "wanted", number, rank.number, there)
+        moved, socket = rank.key("moved", number, swap.to, there), ("to", swap.to)
+        seconds, uses = size / machine.bytes_a_second, {CORES: machine.stolen / machine.cores}
+        rank.add(socket, moving.name, seconds, [posted, wanted], kind=TRANSFER, uses=uses, key=moved)
         return [(swap.source, rank.call, "moved", number, rank.number, here), moved]
 
     def _rounds(self, moving: Moving) -> tuple[Round, ...]:
