@@ -40,8 +40,7 @@ class Constants:
     skew: float  # between the ranks' times of one product, as a part of it
 
 
-def measure(case: str, megabits: float, rounds: int, priority: int = 0) -> tuple[Constants, dict[str,
-float]]:
+def measure(case: str, megabits: float, rounds: int, priority: int = 0) -> tuple[Constants, dict[str, float]]:
     """The second-lowest of so many rounds each; of operators by the slowest rank.
 
     priority: of this rank's threads; below zero before others', which needs root
@@ -76,8 +75,8 @@ float]]:
     skew = (both[1] / both[0] - 1).abs().median().item()
     products = {kernel: {rows: low(kept[f"{kernel} {rows}"]) for rows in PIECES} for kernel in kernels}
     stolen = max(0.0, 1 - low(kept["alone"]) / low(kept["beside"]))
-    constants = Constants(products, low(kept["sum"]), low(kept["message"]), low(kept["notice"]), stolen,
-    skew) return constants, {name: low(kept[name]) for name in TIMED}
+    constants = Constants(products, low(kept["sum"]), low(kept["message"]), low(kept["notice"]), stolen, skew)
+    return constants, {name: low(kept[name]) for name in TIMED}
 
 
 def _nothing() -> None: ...

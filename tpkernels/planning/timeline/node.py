@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tpkernels.gpus import RatedGpu
 from tpkernels.planning.timeline.kernel_times import KernelTimes, TiledTimes
@@ -62,3 +62,6 @@ class Node:
     @staticmethod
     def of(gpu: RatedGpu) -> Node:
         return Node(gpu, TiledTimes(gpu))
+
+    def with_host(self, host: Host) -> Node:
+        return replace(self, host=host)

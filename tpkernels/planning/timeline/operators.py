@@ -21,6 +21,7 @@ class Sizes:
     features_out: int  # of column_linear all, of which a rank has a shard; of an MLP the width between
     ranks: int
     sequence_parallel: bool = True
+    narrowest: int = 0  # features of a rank, where several products share one gather
 
     def __post_init__(self) -> None:
         for name in ("tokens", "features_in", "features_out", "ranks"):
@@ -40,7 +41,8 @@ class Sizes:
 
 def column_forward(way: Way, sizes: Sizes) -> None:
     shard = sizes.shard(sizes.features_out, "features_out")
-    _gathered_product(way, sizes, "x", sizes.features_in, Product("y", shard, sizes.features_in))
+    product = Product("y", shard, sizes.features_in)
+    _gathered_product(way, sizes, "x", sizes.features_in, product, features=sizes.narrowest or shard)
 
 
 def column_backward(way: Way, sizes: Sizes) -> None:

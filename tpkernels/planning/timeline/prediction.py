@@ -15,6 +15,14 @@ from tpkernels.planning.timeline.symmetric import Decomposed, Symmetric
 from tpkernels.planning.timeline.ways import C10d, GpuWay, Naive
 
 WAYS: Mapping[str, type[GpuWay]] = {way.label: way for way in (Naive, C10d, Symmetric, Decomposed)}
+MOST_RANKS = 72  # of one NVLink domain today
+# Published times on 2 to 8 H100s, as parts of what the model says: the least and the most (docs/overlap.md).
+# Those of symmetric and decomposed are of other people's kernels, which have the same shape.
+PUBLISHED: Mapping[str, tuple[float, float]] = {
+    "naive": (0.78, 1.39),
+    "symmetric": (0.92, 2.23),
+    "decomposed": (0.82, 3.46),
+}
 CALLS = 3  # in a row: the last takes what each takes where many follow each other
 
 
@@ -23,6 +31,7 @@ class Predicted:
     """Seconds of a call among many like it, on the slowest rank. A model."""
 
     way: str
+    direction: str
     seconds: float
     products: float  # of rank 0, if each had the GPU for itself
     transfers: float  # likewise, of links
@@ -47,6 +56,12 @@ class Predicted:
 
 def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> Predicted:
     """operator: one of OPERATORS; direction: forward or backward; way: one of WAYS"""
+    tasks = record(operator, direction, way, sizes, node)
+    return _predicted(way, direction, list(run(tasks).values()))
+
+
+def record(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -> list[Task]:
+    """What all ranks enqueue in CALLS calls."""
     steps = _found("operator", OPERATORS, operator)
     enqueue, kind = _found("direction", steps, direction), _found("way", WAYS, way)
     tasks: list[Task] = []
@@ -56,7 +71,7 @@ def predict(operator: str, direction: str, way: str, sizes: Sizes, node: Node) -
         for rank.call in range(CALLS):
             way_of_rank.begin()
             enqueue(way_of_rank, sizes)
-    return _predicted(way, list(run(tasks).values()))
+    return tasks
 
 
 def _found(what: str, known: Mapping[str, Any], name: str) -> Any:
@@ -65,7 +80,7 @@ def _found(what: str, known: Mapping[str, Any], name: str) -> Any:
     return known[name]
 
 
-def _predicted(way: str, ran: Sequence[Ran]) -> Predicted:
+def _predicted(way: str, direction: str, ran: Sequence[Ran]) -> Predicted:
     calls = [[each for each in ran if each.task.key[1] == call] for call in range(CALLS)]
     ends = [max(each.stop for each in call) for call in calls]
     last = sorted((each for each in calls[-1] if each.task.kind != READY), key=lambda each: each.start)
@@ -76,6 +91,7 @@ def _predicted(way: str, ran: Sequence[Ran]) -> Predicted:
 
     return Predicted(
         way=way,
+        direction=direction,
         seconds=ends[-1] - ends[-2],
         products=total(PRODUCT),
         transfers=total(TRANSFER),

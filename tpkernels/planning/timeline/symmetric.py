@@ -29,10 +29,7 @@ class Symmetric(GpuWay):
         so_far = rank.so_far()
         for swap in plan.swaps:
             self._copy(name, swap.to, swap.sent, cols, number, so_far)
-        own = rank.host(f"own rows of {name}", self.node.host.copy)
-        rows_own = plan.own.stop - plan.own.start
-        traffic = 2.0 * rows_own * cols * ELEMENT
-        rank.compute(f"own rows of {name}", self.node.times.streamed(traffic), own, kind=KERNEL, uses={})
+        self._keep(name, rows, cols)
         for at, round in enumerate(plan.rounds):
             source = self._owner(plan.rows, round.rows.start)
             if source != rank.number:

@@ -118,6 +118,12 @@ class GpuWay(Way):
         launched = self.rank.host(name, self.node.host.kernel)
         self.rank.compute(name, self.node.times.streamed(traffic), launched, kind=KERNEL)
 
+    def _keep(self, name: str, rows: int, cols: int) -> None:
+        """A rank's own rows are copied beside those that arrive."""
+        launched = self.rank.host(f"own rows of {name}", self.node.host.copy)
+        traffic = 2.0 * rows / self.rank.ranks * cols * ELEMENT
+        self.rank.compute(f"own rows of {name}", self.node.times.streamed(traffic), launched, kind=KERNEL)
+
     def _multiply(self, name: str, rows: int, product: Product) -> Key:
         launched = self.rank.host(name, self._kernel_cost)
         seconds = self.node.times.product(product.kernel, rows, product.cols, product.depth)
@@ -156,7 +162,7 @@ class C10d(GpuWay):
         moving = Moving(name, rows, cols, plan)
         self._move(moving)
         if len(plan.rounds) > 1:  # a lone all-gather brings a rank's own rows, too
-            self.streamed(f"own rows of {name}", 2.0 * rows / rank.ranks * cols * ELEMENT)
+            self._keep(name, rows, cols)
         return moving
 
     def rowwise(self, moving: Moving, product: Product) -> None:
@@ -184,7 +190,7 @@ class C10d(GpuWay):
             self._multiply(_numbered(product.name, number, plan), _count(round), product)
             self._move(moving, number)
         if not plan.rounds[-1].swaps:
-            self.streamed(f"own rows of {name}", 2.0 * rows / rank.ranks * cols * ELEMENT)
+            self._keep(name, rows, cols)
         if to_all:
             moving.then = Moving(name, rows, cols)
         return moving
