@@ -14,6 +14,7 @@ MODULES = (
     "tpkernels",
     "tpkernels.ops",
     "tpkernels.parallel_state",
+    "tpkernels.gate",
     "tpkernels.interop",
     "tpkernels.interop.mpu",
     "tpkernels.interop.megatron",
