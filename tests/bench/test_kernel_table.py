@@ -74,3 +74,33 @@ def test_a_row_says_what_epilogues_wait_for():
     assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
     assert lines[4] == ("| a/b | 168 | 1,000 | 0 | - / 1 | - / 8 | - / 11 | loads | HGMMA 4, roles 240/24 |")
     assert rows_of("\n".join(lines)) == {("sm_90", "a/b"): [[168, 168], [1000, 1000], [0, 0]]}
+
+
+def test_a_row_has_cycles_where_anything_was_clocked():
+    facts = {"registers": 168, "shared": 1000, "spills": 0, "instructions": {}}
+    cost = {"step": {"cycles": 1040.4}, "edge": {"cycles": 5950.0}}
+    costs = {"a/b": [None, cost], "c/d": [cost | {"step": None}] * 2}
+    reports = [
+        {
+            "versions": {"triton": version},
+            "compiled": [
+                {"architecture": "sm_90", "entry": name, "facts": facts, "cost": both[i]}
+                for name, both in costs.items()
+            ],
+        }
+        for i, version in enumerate(("3.6.0", "3.7.1"))
+    ]
+    lines = [*kernel_table.table("2026-01-01", reports)]
+    assert "| serial stores | cycles of a step | of an edge | beside stores |" in lines[2]
+    assert "| - / 1,040 | - / 5,950 |" in lines[4]
+    assert "| - | 5,950 |" in lines[5]
+
+
+def test_page_of_kernels_has_the_cycles_of_the_budgets():
+    """With the version of Triton of the last column."""
+    wanted = budgets.read()[MINORS[-1]].rows["sm_90"]
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    found = {line.split(" | ")[0].removeprefix("| "): line for line in lines if " / " in line or "," in line}
+    for name, budget in wanted.items():
+        edge = budget.cycles["edge"].cycles
+        assert f"{edge:,.0f}" in found[name], f"{name}: write it anew, see bench/kernel_table.py"

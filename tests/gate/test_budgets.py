@@ -128,6 +128,16 @@ def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
         assert rows.keys() == expected, f"run `check --update` on Triton {minor}"
 
 
+def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():
+    for minor, rows in budgets.read().items():
+        for name, budget in rows.rows["sm_90"].items():
+            assert "edge" in budget.cycles, f"{name}: run `check --update --arch sm_90` on Triton {minor}"
+            assert ("step" in budget.cycles) == any(map(budget.instructions.get, PRODUCTS)), name
+
+
+PRODUCTS = ("HGMMA", "HMMA")
+
+
 def compiled_by(minor, name):
     """Tiles with consumers are written in Gluon, which is of another form before Triton 3.7."""
     return minor != "3.6" or not re.search(r"-c\d", name)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gate.test_budgets import COST, FACTS
 from tpkernels.gate import ahead_of_time, clocking
-from tpkernels.gate.ahead_of_time import CompileError, Job, MachineCode, machine_code_of
+from tpkernels.gate.ahead_of_time import CompileError, Job, machine_code_of
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine
 
@@ -23,18 +23,17 @@ def counted(monkeypatch, tmp_path):
 
     def compiled(entry, architecture):
         counts["compiled"] += 1
-        return replace(FACTS, cubin=sources["kernel"]), MachineCode(sources["kernel"].encode())
+        return replace(FACTS, cubin=sources["kernel"]), sources["kernel"].encode()
 
-    def cost_of(launched):
-        assert launched == sources["kernel"].encode()
+    def cost_of(cubin, workload):
+        assert cubin == sources["kernel"].encode()
         counts["clocked"] += 1
         return COST
 
     monkeypatch.setattr(ahead_of_time, "_compiled", compiled)
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: sources["kernel"])
-    monkeypatch.setattr(clocking, "built", lambda *_: machine_code_of(ENTRY, "sm_90").cubin)
+    monkeypatch.setattr(clocking, "built", lambda *_: machine_code_of(ENTRY, "sm_90"))
     monkeypatch.setattr(FromCatalog, "text", lambda _: sources["launch"])
-    monkeypatch.setattr(FromCatalog, "of", lambda _, cubin: cubin)
     monkeypatch.setattr(clocking, "cost_of", cost_of)
     monkeypatch.setattr(clocking, "_clock", lambda: sources["clock"])
     return counts, sources
@@ -73,11 +72,11 @@ def test_an_edit_of_a_kernel_clocks_it_and_the_same_machine_code_is_not_clocked_
 def test_machine_code_that_was_lost_is_compiled_again(counted, tmp_path):
     counts, _ = counted
     examine(TASK)
-    assert machine_code_of(ENTRY, "sm_90") == MachineCode(b"kernel")
+    assert machine_code_of(ENTRY, "sm_90") == b"kernel"
     assert counts["compiled"] == 1
     for path in (tmp_path / "cubins").iterdir():
         path.write_text("{}")
-    assert machine_code_of(ENTRY, "sm_90") == MachineCode(b"kernel")
+    assert machine_code_of(ENTRY, "sm_90") == b"kernel"
     assert counts["compiled"] == 2
 
 
@@ -90,7 +89,7 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
     class UnknownInstruction(Exception):
         pass
 
-    def fails(launched):
+    def fails(cubin, workload):
         raise UnknownInstruction("FROB at 0x40")
 
     sound = clocking.cost_of

@@ -35,7 +35,7 @@ LATER = [Span(0, "computes", "all rows", 9.0, 9.2)]
 ENGINES = [
     Lane("tensor cores", [Doing("products", 100.0 * i, 100.0 * i + 80) for i in range(10)], "80 % busy"),
     Lane("copies", [Doing("copies", 0.0, 900.0)]),
-    Lane("warps 0-3", [Doing("waits", 0.0, 1000.0), Doing("instructions", 1000.0, 1400.0)], "29 % at work"),
+    Lane("warps 0-3", [Doing("waits", 0.0, 1000.0), Doing("epilogue", 1000.0, 1400.0)], "29 % at work"),
 ]
 
 
@@ -107,7 +107,7 @@ SAMPLES = {
     "processor_of_many": processor(
         "A tile",
         [
-            Lane(f"warp {i}", [Doing("instructions", 2.0 * k, 2.0 * k + 1) for k in range(3000)])
+            Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(3000)])
             for i in range(16)
         ],
     ),

@@ -146,10 +146,10 @@ def test_a_processor_shows_what_each_of_its_engines_did_on_one_scale():
         "tensor cores, products: 800 cycles of 980",
         "copies, copies: 900 cycles of 900",
         "warps 0-3, waits: 1,000 cycles of 1,400",
-        "warps 0-3, instructions: 400 cycles of 1,400",
+        "warps 0-3, epilogue: 400 cycles of 1,400",
     }
     widths = {name.partition(":")[0]: right - left for name, (left, _, right, _) in boxes.items()}
-    assert widths["warps 0-3, waits"] == pytest.approx(2.5 * widths["warps 0-3, instructions"], abs=0.2)
+    assert widths["warps 0-3, waits"] == pytest.approx(2.5 * widths["warps 0-3, epilogue"], abs=0.2)
     assert len(set(fills(svg).values())) == 4
     said = {
         "A tile",

@@ -123,12 +123,6 @@ class Facts:
         return Facts(**value | lists | {"aligned": frozenset(value["aligned"])})
 
 
-@dataclass(frozen=True, slots=True)
-class MachineCode:
-    cubin: bytes
-    descriptors: tuple[Mapping[str, Any], ...] = ()  # what Triton says of each, such as its "block_size"
-
-
 class CompileError(RuntimeError):
     """Triton refused an entry, or the compiler behind it did."""
 
@@ -157,13 +151,13 @@ def facts_of(entry: Entry, architecture: str) -> Facts:
         return _compiled_and_kept(entry, architecture, key)[0]
 
 
-def machine_code_of(entry: Entry, architecture: str) -> MachineCode:
-    """The machine code of one entry that is clocked: from the user's cache, or compiled and put there."""
+def machine_code_of(entry: Entry, architecture: str) -> bytes:
+    """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
     key = compile_key(entry, architecture)
     kept = DiskCache.of_user(CUBINS).get(key)
-    if kept is None:
-        return _compiled_and_kept(entry, architecture, key)[1]
-    return MachineCode(zlib.decompress(b64decode(kept["cubin"])), tuple(kept["descriptors"]))
+    if isinstance(kept, str):
+        return zlib.decompress(b64decode(kept))
+    return _compiled_and_kept(entry, architecture, key)[1]
 
 
 def compile_entry(entry: Entry, architecture: str) -> Facts:
@@ -171,16 +165,15 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
     return _compiled(entry, architecture)[0]
 
 
-def _compiled_and_kept(entry: Entry, architecture: str, key: str) -> tuple[Facts, MachineCode]:
+def _compiled_and_kept(entry: Entry, architecture: str, key: str) -> tuple[Facts, bytes]:
     facts, code = _compiled(entry, architecture)
     if architecture in CLOCKED:  # some tens of kilobytes each
-        cubin = b64encode(zlib.compress(code.cubin)).decode()
-        DiskCache.of_user(CUBINS).put(key, {"cubin": cubin, "descriptors": code.descriptors})
+        DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(code)).decode())
     DiskCache.of_user("facts").put(key, facts.as_json())
     return facts, code
 
 
-def _compiled(entry: Entry, architecture: str) -> tuple[Facts, MachineCode]:
+def _compiled(entry: Entry, architecture: str) -> tuple[Facts, bytes]:
     import triton
 
     target = gpu_target(architecture)
@@ -193,10 +186,8 @@ def _compiled(entry: Entry, architecture: str) -> tuple[Facts, MachineCode]:
             raise CompileError(_reason(error)) from error
         seconds = time.perf_counter() - start
         if target.backend == "hip":
-            return _amd(compiled, seconds), MachineCode(compiled.asm["hsaco"])
-        descriptors = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        code = MachineCode(compiled.asm["cubin"], descriptors)
-        return _nvidia(compiled, seconds, architecture, Path(folder)), code
+            return _amd(compiled, seconds), compiled.asm["hsaco"]
+        return _nvidia(compiled, seconds, architecture, Path(folder)), compiled.asm["cubin"]
 
 
 def compile_key(entry: Entry, architecture: str) -> str:

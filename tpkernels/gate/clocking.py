@@ -17,11 +17,10 @@ from typing import Protocol
 from tpkernels.gate import clock
 from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_or_error, machine_code_of
 from tpkernels.gate.catalog import recipes
-from tpkernels.gate.clock import workload
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
-from tpkernels.gate.clock.launch import Built, box_bytes
-from tpkernels.gate.clock.workload import Workload
+from tpkernels.gate.clock.launch import Built
+from tpkernels.gate.clock.workload import Workload, of_entry
 from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 
@@ -34,13 +33,13 @@ class Launching(Protocol):
     def text(self) -> str:
         """What it depends on, to the last argument: the same text stands for the same launch."""
 
-    def of(self, built: Built) -> Workload:
-        """The launch that is clocked."""
+    def workload(self) -> Workload:
+        """What is clocked."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromCatalog:
-    """As the catalog records it."""
+    """As the catalog records it; its cost is one of the kernel, not of a shape."""
 
     entry: Entry
 
@@ -49,8 +48,8 @@ class FromCatalog:
         alone = replace(recipe, target=replace(recipe.target, processors=1))
         return f"{recipe.launch()!r} {alone.launch()!r}"
 
-    def of(self, built: Built) -> Workload:
-        return workload.of_entry(self.entry, built)
+    def workload(self) -> Workload:
+        return of_entry(self.entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +92,14 @@ def clocked(job: Job, facts: Facts, launching: Launching) -> Cost:
     try:
         return Cost.from_json(kept.get(key))
     except TypeError:  # nothing there
-        cost = cost_of(launching.of(built(job.entry, job.architecture, facts)))
+        cost = cost_of(built(job.entry, job.architecture, facts), launching.workload())
         kept.put(key, cost.as_json())
         return cost
 
 
 def built(entry: Entry, architecture: str, facts: Facts) -> Built:
     """What was compiled of an entry, for the clock to launch."""
-    code = machine_code_of(entry, architecture)
-    return Built(read(code.cubin), facts.threads // 32, facts.shared, tuple(map(box_bytes, code.descriptors)))
+    return Built(read(machine_code_of(entry, architecture)), facts.threads // 32, facts.shared)
 
 
 @cache

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 NAME_WIDTH, SAID_WIDTH = 1.9, 1.9  # inches, of what is written left and right of a lane at most
 BAR = 0.72  # of a lane's height
 MOST = 1e15  # cycles; what lies beyond is left out
-FILLS = {
+PALE = "#c5ddcd"
+FILLS = {  # in the order of drawing: waits lie over the epilogue that they are in
     "products": BLUE,
     "copies": ORANGE,
-    "instructions": GREEN,
     "stores": VIOLET,
+    "instructions": PALE,
+    "epilogue": GREEN,
     "waits": GREY,
 }
 

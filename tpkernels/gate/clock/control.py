@@ -24,7 +24,7 @@ from tpkernels.gate.clock.operands import (
     is_predicate,
     source,
 )
-from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
+from tpkernels.gate.clock.values import ALL_LANES, Value, WarpState
 
 _FULL_PHASE = 0x100000  # an mbarrier is initialised with (this - arrivals) << 1
 
@@ -55,6 +55,7 @@ def branch(one: Instruction, index_of: Mapping[int, int]) -> Meaning:
                 state.guessed += 1
                 return None
             value = value if condition.change is None else condition.change(value)
+            assert value is not None
             if value is False:
                 return None
             if value is not True:
@@ -182,13 +183,15 @@ def _initialise(one: Instruction) -> Meaning:
     def run(state: WarpState) -> Effect:
         at, content = state.registers[value], _one(where.of(state.registers))
         low = _one(at)
-        return effects.InitMbarrier(content, None if low is None else _FULL_PHASE - (low >> 1) & _FULL_PHASE - 1)
+        return effects.InitMbarrier(
+            content, None if low is None else _FULL_PHASE - (low >> 1) & _FULL_PHASE - 1
+        )
 
     return Meaning(run, reads=(*where.reads, value), forgets=forgets, acts=True)
 
 
 def _arrive(one: Instruction) -> Meaning:
-    """A lane counts once; .A1T0 expects no bytes, .A0 forms do not count, .ART0 counts as the register says."""
+    """A lane counts once; .A1T0 expects no bytes, .A0TR does not count, .ART0 counts as the register says."""
     where, value = address(one.operands[1]), source(one.operands[2]).name
     form = next((name for name in one.modifiers if re.fullmatch(r"A[\dTR]+T[\dR]+|ART0", name)), "A1TR")
     if form not in ("A1T0", "A1TR", "A0TR", "ART0"):
@@ -215,7 +218,9 @@ def _await(one: Instruction) -> Meaning:
     def run(state: WarpState) -> Effect:
         state.registers[to] = True
         parity = _one(state.registers[value])
-        return effects.AwaitPhase(_one(where.of(state.registers)), None if parity is None else parity >> 31 & 1)
+        return effects.AwaitPhase(
+            _one(where.of(state.registers)), None if parity is None else parity >> 31 & 1
+        )
 
     return Meaning(run, writes=(to,), reads=(*where.reads, value), acts=True)
 

@@ -114,7 +114,9 @@ def _sections(elf: bytes) -> Iterator[_Section]:
     for name, kind, _flags, _address, offset, length in headers:
         start = names + name
         text = elf[start : elf.index(b"\0", start)].decode()
-        yield _Section(text, b"" if kind == 8 else elf[offset : offset + length])  # 8: takes no room in the file
+        yield _Section(
+            text, b"" if kind == 8 else elf[offset : offset + length]
+        )  # 8: takes no room in the file
 
 
 def _parameters(info: bytes) -> tuple[int, tuple[Parameter, ...]]:

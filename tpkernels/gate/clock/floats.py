@@ -1,22 +1,28 @@
 """The few floating-point instructions that integers depend on: a division by what is not constant.
 
-ptxas divides integers through a reciprocal in fp32, then mends the quotient; registers hold the bits of a float.
+ptxas divides integers through a reciprocal in fp32, then mends the quotient. Registers hold a float's bits.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.operands import Meaning, Source, assign, assign_all, destination, following, pair, source
+from tpkernels.gate.clock.operands import (
+    Meaning,
+    Source,
+    assign,
+    assign_all,
+    destination,
+    following,
+    pair,
+    source,
+)
 from tpkernels.gate.clock.values import WORD, Value
-
-_IGNORED = re.compile(r"^U?P[T\d]$")
 
 
 def reciprocal(one: Instruction) -> Meaning:
@@ -81,7 +87,7 @@ def _reciprocal(bits: int) -> int:
 def _round_up(number: int) -> np.float32:
     near = np.float32(number)
     if Fraction(float(near)) < number:
-        return np.nextafter(near, np.float32(math.inf))
+        return np.float32(np.nextafter(near, np.float32(math.inf)))
     return near
 
 

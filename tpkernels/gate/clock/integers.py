@@ -29,7 +29,7 @@ SIGN = 0x80000000
 
 
 def add(one: Instruction) -> Meaning:
-    """IADD3 d, [carry out, [carry out,]] a, b, c [, carry in [, carry in]]; .X takes the carries; .64 is of pairs."""
+    """IADD3 d, [carry out, [carry out,]] a, b, c [, carry in [, carry in]]; .64: of pairs."""
     if "64" in one.modifiers:
         return _add_pairs(one)
     to, carries, rest = _results(one)
@@ -57,7 +57,9 @@ def add(one: Instruction) -> Meaning:
 def _add_pairs(one: Instruction) -> Meaning:
     to = following(destination(one.operands[0]))
     signs = tuple(-1 if text[0] == "-" and not text.startswith("-0x") else 1 for text in one.operands[1:])
-    texts = (text.lstrip("-") if sign < 0 else text for sign, text in zip(signs, one.operands[1:], strict=True))
+    texts = (
+        text.lstrip("-") if sign < 0 else text for sign, text in zip(signs, one.operands[1:], strict=True)
+    )
     words = tuple(Source(name) for text in texts for name in pair(text))
 
     def compute(*values: Any) -> tuple[Any, ...]:
@@ -110,7 +112,7 @@ def _multiply_low(to: str, a: Source, b: Source, c: Source, taken: tuple[Source,
 
 
 def shift_add(one: Instruction) -> Meaning:
-    """LEA d, [carry,] a, b, shift: (a << shift) + b; .HI: the high word of the pair c, a; .SX32: c is a's sign."""
+    """LEA d, [carry,] a, b, shift: (a << shift) + b; .HI: the high word of c, a; .SX32: c is a's sign."""
     to, carries, rest = _results(one)
     upper, extended = "HI" in one.modifiers, "SX32" in one.modifiers
     inputs = 3 if upper and not extended else 2
@@ -172,7 +174,11 @@ def logic(one: Instruction) -> Meaning:
     sources = tuple(source(texts[number]) for number in used)
     function = _of_table(table, used)
     if predicate == NOWHERE:
-        return assign(to, sources, function) if used else assign(to, (Source("RZ"),), lambda a: WORD * (table & 1))
+        return (
+            assign(to, sources, function)
+            if used
+            else assign(to, (Source("RZ"),), lambda a: WORD * (table & 1))
+        )
     either = source(operands[5]) if len(operands) > 5 else Source("PT", lambda a: False)
 
     def compute(*values: Any) -> tuple[Any, Any]:
@@ -198,9 +204,9 @@ def _of_table(table: int, used: tuple[int, ...]) -> Callable[..., Any]:
         (0x0C, (0, 1)): lambda a, b: (a ^ WORD) & b,
         (0x33, (1,)): lambda b: b ^ WORD,
         (0x0F, (0,)): lambda a: a ^ WORD,
-        (0xF8, (0, 1, 2)): lambda a, b, c: a & b | c,
+        (0xF8, (0, 1, 2)): lambda a, b, c: a | b & c,
         (0xFE, (0, 1, 2)): lambda a, b, c: a | b | c,
-        (0x78, (0, 1, 2)): lambda a, b, c: a & b ^ c,
+        (0x78, (0, 1, 2)): lambda a, b, c: a ^ b & c,
         (0x96, (0, 1, 2)): lambda a, b, c: a ^ b ^ c,
         (0x80, (0, 1, 2)): lambda a, b, c: a & b & c,
         (0xE2, (0, 1, 2)): lambda a, b, c: a & b | c & (b ^ WORD),
@@ -310,7 +316,9 @@ def count_ones(one: Instruction) -> Meaning:
 
 def reverse_bits(one: Instruction) -> Meaning:
     return assign(
-        destination(one.operands[0]), (source(one.operands[1]),), _by_lane(lambda a: int(f"{a:032b}"[::-1], 2))
+        destination(one.operands[0]),
+        (source(one.operands[1]),),
+        _by_lane(lambda a: int(f"{a:032b}"[::-1], 2)),
     )
 
 
@@ -319,7 +327,10 @@ def move(one: Instruction) -> Meaning:
     count = 2 if "64" in one.modifiers else 1
     to = destination(one.operands[0])
     found = source(one.operands[1])
-    return copy(following(to, count)[:count] if count > 1 else (to,), following(found.name, count) if count > 1 else (found.name,))
+    return copy(
+        following(to, count)[:count] if count > 1 else (to,),
+        following(found.name, count) if count > 1 else (found.name,),
+    )
 
 
 def clear(one: Instruction) -> Meaning:
@@ -339,7 +350,7 @@ def first_lane(one: Instruction) -> Meaning:
         value = state.registers[name]
         if value.__class__ is np.ndarray:
             lane = 0 if state.mask is None else int(state.mask.argmax())
-            value = int(value[lane])  # type: ignore[index]
+            value = int(value[lane])
         state.registers[to] = value
 
     return Meaning(run, (to,), (name,))

@@ -1,4 +1,4 @@
-"""Which instruction means what. What is in no list is an error that names it: nothing is skipped in silence."""
+"""Which instruction means what. What is in no list is an error that names it: nothing is skipped silently."""
 
 from __future__ import annotations
 
@@ -7,19 +7,56 @@ from collections.abc import Callable, Mapping
 
 from tpkernels.gate.clock import control, floats, integers, memory, predicates, special
 from tpkernels.gate.clock.instructions import Instruction
-from tpkernels.gate.clock.operands import NOWHERE, Meaning, UnknownOperand, destination, following, is_predicate
+from tpkernels.gate.clock.operands import Meaning, UnknownOperand, destination, following, is_predicate
 
-_NOTHING = frozenset(
-    # order and caches
-    "NOP MEMBAR FENCE ERRBAR CCTL CCTLL CCTLT UTMACCTL UTMAPF UTMACMDFLUSH DEPBAR LDGDEPBAR WARPGROUP WARPGROUPSET "
-    "WARPSYNC NANOSLEEP YIELD PMTRIG BMOV BREAK BPT PREEXIT ACQBULK CGAERRBAR STSM".split()
+_NOTHING = frozenset(  # order, caches, hints; STSM stores tiles, whose content is unknown
+    (
+        *("NOP", "MEMBAR", "FENCE", "ERRBAR", "CCTL", "CCTLL", "CCTLT", "CGAERRBAR", "DEPBAR", "LDGDEPBAR"),
+        *(
+            "UTMACCTL",
+            "UTMAPF",
+            "UTMACMDFLUSH",
+            "WARPGROUP",
+            "WARPGROUPSET",
+            "WARPSYNC",
+            "NANOSLEEP",
+            "YIELD",
+        ),
+        *("PMTRIG", "PREEXIT", "ACQBULK", "BMOV", "BREAK", "BPT", "STSM"),
+    )
 )
-# What they compute is unknown, or floating point.
-_UNKNOWN = frozenset(
-    "FADD FMUL FFMA FFMA32I FADD32I FMUL32I FSEL FSETP FSET FMNMX FCHK FSWZADD MUFU FRND F2F F2FP F2I F2IP I2F "
-    "I2FP I2IP HADD2 HMUL2 HFMA2 HMNMX2 HSETP2 HSET2 HADD2_32I HMUL2_32I HFMA2_32I DADD DMUL DFMA DSETP DMNMX "
-    "HMMA IMMA DMMA BMMA HGMMA IGMMA QGMMA BGMMA LDSM MOVM QSPC MATCH B2R LD IDP IDP4A VABSDIFF VABSDIFF4 "
-    "ATOMS ATOM ST".split()
+_UNKNOWN = frozenset(  # floating point, and what depends on data
+    (
+        *("FADD", "FMUL", "FFMA", "FADD32I", "FMUL32I", "FFMA32I", "FSEL", "FSETP", "FSET", "FMNMX", "FCHK"),
+        *("FSWZADD", "MUFU", "FRND", "F2F", "F2FP", "F2I", "F2IP", "I2F", "I2FP", "I2IP", "HADD2", "HMUL2"),
+        *(
+            "HFMA2",
+            "HADD2_32I",
+            "HMUL2_32I",
+            "HFMA2_32I",
+            "HMNMX2",
+            "HSETP2",
+            "HSET2",
+            "DADD",
+            "DMUL",
+            "DFMA",
+        ),
+        *(
+            "DSETP",
+            "DMNMX",
+            "HMMA",
+            "IMMA",
+            "DMMA",
+            "BMMA",
+            "HGMMA",
+            "IGMMA",
+            "QGMMA",
+            "BGMMA",
+            "LDSM",
+            "MOVM",
+        ),
+        *("QSPC", "MATCH", "B2R", "ATOMS", "IDP", "IDP4A", "VABSDIFF", "VABSDIFF4"),
+    )
 )
 _PLAIN: Mapping[str, Callable[[Instruction], Meaning]] = {
     **dict.fromkeys(("IADD3", "IADD", "VIADD", "UIADD3", "UIADD"), integers.add),
@@ -48,8 +85,8 @@ _PLAIN: Mapping[str, Callable[[Instruction], Meaning]] = {
     **dict.fromkeys(("S2R", "S2UR"), special.special),
     "SHFL": special.shuffle,
     "REDUX": special.reduction,
-    **dict.fromkeys(("LDG",), memory.global_load),
-    **dict.fromkeys(("STG", "RED", "ATOMG"), memory.global_store),
+    **dict.fromkeys(("LDG", "LD"), memory.global_load),
+    **dict.fromkeys(("STG", "ST", "RED", "REDG", "ATOMG", "ATOM"), memory.global_store),
     "LDGSTS": memory.global_to_shared,
     "LDS": memory.shared_load,
     "STS": memory.shared_store,
@@ -129,12 +166,9 @@ def _count(one: Instruction) -> int:
         elements = int(shape.split("x")[1]) // 2  # 64 rows over 128 threads
         return elements if "F32" in one.modifiers or "S32" in one.modifiers else elements // 2
     if one.opcode in ("HMMA", "IMMA", "DMMA", "BMMA"):
-        return 4
+        return 2 if one.modifiers[1:2] == ("F16",) else 4
     if one.opcode == "LDSM":
         return next((int(name) for name in reversed(one.modifiers) if name in ("2", "4")), 1)
     if one.opcode[0] == "D" or {"F64", "64", "U64", "S64"} & set(one.modifiers):
         return 2
     return 4 if "128" in one.modifiers else 1
-
-
-__all__ = ["NOWHERE", "UnknownInstruction", "meaning"]

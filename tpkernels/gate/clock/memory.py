@@ -1,7 +1,7 @@
 """Loads, stores and copies: what moves, and the few values that pass through memory.
 
-What comes from global memory is unknown. What a warp puts into shared memory in words, or spills, is known when
-it is read back: Gluon tells its warps their roles so.
+What comes from global memory is unknown. What a warp puts into shared memory in words, or spills, is known
+when it is read back: Gluon tells its warps their roles so.
 """
 
 from __future__ import annotations

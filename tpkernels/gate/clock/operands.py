@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tpkernels.gate.clock.effects import Effect
 from tpkernels.gate.clock.values import WORD, Value, WarpState
@@ -15,6 +16,7 @@ from tpkernels.gate.clock.values import WORD, Value, WarpState
 Run = Callable[[WarpState], Effect | None]
 Registers = dict[str, Value]
 Change = Callable[[Value], Value]
+Result = TypeVar("Result")
 
 NOWHERE = "_"  # what RZ, URZ, PT and UPT become as destinations
 _REGISTER = re.compile(r"^(U?R|U?P)(\d+|Z|T)(?:\.(?:64|U32))?$")
@@ -235,14 +237,17 @@ def _sum(terms: list[tuple[str, str | None, int]], offset: int) -> Callable[[Reg
     return several
 
 
-def _changed(compute: Callable[..., Value], sources: tuple[Source, ...]) -> Callable[..., Value]:
+def _changed(compute: Callable[..., Result], sources: tuple[Source, ...]) -> Callable[..., Result]:
     changes = tuple(one.change for one in sources)
     if not any(changes):
         return compute
 
-    def changed(*values: Value) -> Value:
+    def changed(*values: Value) -> Result:
         return compute(
-            *(value if change is None else change(value) for value, change in zip(values, changes, strict=True))
+            *(
+                value if change is None else change(value)
+                for value, change in zip(values, changes, strict=True)
+            )
         )
 
     return changed
@@ -263,6 +268,6 @@ def _not(value: Value) -> Value:
     return value ^ True
 
 
-def _absolute(value: Value) -> Value:
-    assert value is not None
-    return abs((value ^ 0x80000000) - 0x80000000)
+def _absolute(value: Any) -> Value:
+    found: Value = abs((value ^ 0x80000000) - 0x80000000)
+    return found

@@ -39,7 +39,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare(one: Instruction) -> Meaning:
-    """ISETP.op[.U32].combine[.EX] p, q, a, b, c [, low]: p = (a op b) combine c; q = not (a op b) combine c."""
+    """ISETP.op[.U32].combine[.EX] p, q, a, b, c [, low]: p = (a op b) combine c, q with not (a op b)."""
     holds = _COMPARISONS[one.modifiers[0]]
     combine = _COMBINATIONS[next(name for name in one.modifiers if name in _COMBINATIONS)]
     extended = "EX" in one.modifiers
@@ -147,7 +147,7 @@ def select(one: Instruction) -> Meaning:
         else:
             x, y = _value(registers, a), _value(registers, b)
             unknown = chosen is None or x is None or y is None
-            registers[to] = None if unknown else np.where(chosen, x, y)  # type: ignore[arg-type]
+            registers[to] = None if unknown else np.where(chosen, x, y)
 
     return Meaning(run, (to,), (a.name, b.name, which.name))
 
@@ -159,7 +159,7 @@ def elect(one: Instruction) -> Meaning:
 
     def run(state: WarpState) -> None:
         lane = 0 if state.mask is None else int(state.mask.argmax())
-        state.registers[p] = first if lane == 0 else LANES == lane
+        state.registers[p] = first if lane == 0 else lane == LANES
         state.registers[to] = lane
 
     return Meaning(run, (p, to), ())
@@ -185,10 +185,10 @@ def vote(one: Instruction) -> Meaning:
             registers[to] = 0xFFFFFFFF if value else 0
             return
         active = ALL_LANES if state.mask is None else state.mask
-        true = int((active & value).sum())  # type: ignore[operator]
+        true = int((active & value).sum())
         count = int(active.sum())
         registers[p] = {"ANY": true > 0, "ALL": true == count, "EQ": true in (0, count)}[kind]
-        registers[to] = int(((active & value).astype(np.int64) << LANES).sum())  # type: ignore[operator]
+        registers[to] = int(((active & value).astype(np.int64) << LANES).sum())
 
     return Meaning(run, (p, to), (asked.name,))
 
@@ -202,7 +202,11 @@ def to_register(one: Instruction) -> Meaning:
     def compute(kept: Any, *values: Any) -> Any:
         result = kept & (0xFFFFFFFF ^ mask)
         for (number, _), value in zip(names, values, strict=True):
-            result = result | np.left_shift(value, number) if isinstance(value, np.ndarray) else result | value << number
+            result = (
+                result | np.left_shift(value, number)
+                if isinstance(value, np.ndarray)
+                else result | value << number
+            )
         return result
 
     if set(one.modifiers) - {"B0"}:

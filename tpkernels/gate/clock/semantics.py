@@ -1,7 +1,7 @@
 """A kernel's code as steps that can be executed: what has no bearing on where warps go is left out.
 
-Which integers matter is found backwards: from branches, addresses, barriers and guards to what they are computed
-from, register by register wherever it is written. The rest, all of floating point, has no value.
+Which integers matter is found backwards: from branches, addresses, barriers and guards to what they are
+computed from, register by register wherever it is written. The rest, all of floating point, has no value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from tpkernels.gate.clock import control
 from tpkernels.gate.clock.cubin import Cubin
 from tpkernels.gate.clock.effects import Effect
-from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.instructions import BYTES, Instruction
 from tpkernels.gate.clock.meanings import meaning
 from tpkernels.gate.clock.operands import NOWHERE, Meaning, Run
 from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
@@ -35,9 +35,36 @@ def translate(cubin: Cubin) -> list[Step]:
     needed = _needed(cubin.instructions, meanings)
     meeting = {target for one in cubin.instructions if (target := control.target_of(one)) is not None}
     return [
-        Step(one, _execute(one, what, needed, index_of[one.address] if one.address in meeting else None))
-        for one, what in zip(cubin.instructions, meanings, strict=True)
+        Step(
+            one,
+            _execute(
+                _Place(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
+                what,
+                needed,
+            ),
+        )
+        for index, (one, what) in enumerate(zip(cubin.instructions, meanings, strict=True))
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    instruction: Instruction
+    index: int
+    meeting: bool  # branches lead here
+    over_rare: bool  # a branch over what data seldom asks for
+
+
+def _over_rare_code(code: Sequence[Instruction], index: int) -> bool:
+    """A branch over a call, an atomic, a look at a flag: the long way of a root, a wait that is over."""
+    target = control.target_of(code[index])
+    if target is None or target <= code[index].address:
+        return False
+    between = code[index + 1 : index + (target - code[index].address) // BYTES]
+    return any(
+        one.opcode in ("CALL", "ATOMG") or (one.opcode == "LDG" and "STRONG" in one.modifiers)
+        for one in between
+    )
 
 
 def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning]) -> set[str]:
@@ -58,13 +85,14 @@ def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning]) -> set[str
         rest = later
 
 
-def _execute(one: Instruction, what: Meaning, needed: set[str], meets: int | None) -> Run | None:
+def _execute(place: _Place, what: Meaning, needed: set[str]) -> Run | None:
+    one = place.instruction
     run = what.run if what.acts or not needed.isdisjoint(what.writes) else None
     run = _forgetting(run, tuple(name for name in what.forgets if name in needed))
     if run is not None:
         kept = tuple(name for name in what.writes if name[0] != "U" and name != NOWHERE and name in needed)
-        run = _guarded(run, one, kept) if one.guard else _on_active_lanes(run, kept)
-    return run if meets is None else _meeting(run, meets)
+        run = _guarded(run, place, kept) if one.guard else _on_active_lanes(run, kept)
+    return _meeting(run, place.index) if place.meeting else run
 
 
 def _forgetting(run: Run | None, names: tuple[str, ...]) -> Run | None:
@@ -87,7 +115,8 @@ def _on_active_lanes(run: Run, writes: tuple[str, ...]) -> Run:
     return execute
 
 
-def _guarded(run: Run, one: Instruction, writes: tuple[str, ...]) -> Run:
+def _guarded(run: Run, place: _Place, writes: tuple[str, ...]) -> Run:
+    one, over_rare = place.instruction, place.over_rare
     name, negated = one.guard.lstrip("!"), one.guard[0] == "!"
     branches = one.opcode in _BRANCHES
 
@@ -97,7 +126,7 @@ def _guarded(run: Run, one: Instruction, writes: tuple[str, ...]) -> Run:
             return None
         if guard is None and branches:  # on data: not taken, which also leaves a loop that waits for it
             state.guessed += 1
-            return None
+            return run(state) if over_rare else None
         if guard is None or guard is (not negated):
             return run(state) if state.active is None else _masked(run, state, writes, state.active)
         mask: Mask = np.asarray(guard ^ negated, dtype=np.bool_)

@@ -10,7 +10,7 @@ from tpkernels.gate.clock.values import LANES, WORD, Value, WarpState
 
 
 def special(one: Instruction) -> Meaning:
-    """S2R, S2UR: blocks have one dimension of threads, clusters one block; clocks and the like are unknown."""
+    """S2R, S2UR: blocks have one dimension of threads, clusters one block; clocks are unknown."""
     to, name = destination(one.operands[0]), one.operands[1]
     uniform = one.opcode == "S2UR"
 

@@ -42,7 +42,9 @@ class Constants:
     unknown: frozenset[int]  # words of bank 0, by offset
 
     @staticmethod
-    def of(cubin: Cubin, arguments: Sequence[Argument], grid: tuple[int, int, int], threads: int) -> Constants:
+    def of(
+        cubin: Cubin, arguments: Sequence[Argument], grid: tuple[int, int, int], threads: int
+    ) -> Constants:
         """arguments: one for each parameter of the cubin."""
         if len(arguments) != len(cubin.parameters):
             raise ValueError(
@@ -81,7 +83,19 @@ class Block:
 
 
 class WarpState:
-    __slots__ = ("active", "at", "block", "exited", "guessed", "joins", "local", "mask", "pending", "registers", "warp")
+    __slots__ = (
+        "active",
+        "at",
+        "block",
+        "exited",
+        "guessed",
+        "joins",
+        "local",
+        "mask",
+        "pending",
+        "registers",
+        "warp",
+    )
 
     def __init__(self, warp: int, block: Block) -> None:
         self.warp = warp  # its number in the block
