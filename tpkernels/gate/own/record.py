@@ -35,6 +35,11 @@ class TensorType:
     dtype: str  # Triton's name of it
     block: tuple[int, ...] = ()  # what a descriptor moves; (): a pointer
 
+    @property
+    def bits(self) -> int:
+        """Of an element, as its dtype's name says."""
+        return int(re.findall(r"\d+", self.dtype)[0])
+
     @staticmethod
     def of(kind: str) -> TensorType | None:
         """None for a number."""

@@ -14,9 +14,9 @@ from tpkernels.gate.numerics import Computed
 from tpkernels.gate.own import children, config
 from tpkernels.gate.own.config import Config
 from tpkernels.gate.own.entries import entry_of, inspect
-from tpkernels.gate.own.launching import OwnLaunching
 from tpkernels.gate.own.record import ConfigError
 from tpkernels.gate.own.rules import violations
+from tpkernels.gate.own.workload import OwnLaunching
 
 
 class Compute(Protocol):

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, get_args
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant
-from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, TensorType
+from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, TensorType, Values
 from tpkernels.gate.own.rules import RULES
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
@@ -88,9 +88,21 @@ def _check_launch(own: OwnKernel) -> None:
         for name, size in sizes.items():
             if size < 1:
                 raise ConfigError("sizes", f"expected {name} of 1 or more, got {size}")
-        own.at(sizes)
+        _check_descriptors(own, own.at(sizes))
     if own.tile or own.step:
         _check_tile(own)
+
+
+def _check_descriptors(own: OwnKernel, values: Values) -> None:
+    for name, kind in own.tensors.items():
+        if not kind.block:
+            continue
+        if len(kind.block) != len(values.shapes[name]):
+            raise ConfigError(f"shapes.{name}", f"expected {len(kind.block)} sizes, as its descriptor has")
+        *pitches, step = values.strides[name]
+        if step != 1 or any(pitch * kind.bits % 128 for pitch in pitches):
+            told = f"a descriptor wants 16-byte units beside each other, got {(*pitches, step)}"
+            raise ConfigError(f"strides.{name}", told)
 
 
 def _check_tile(own: OwnKernel) -> None:
@@ -124,8 +136,6 @@ def _check_oracle(own: OwnKernel) -> None:
                 raise ConfigError(f"fill.{name}", f"it holds integers: {say}")
         elif isinstance(fill, tuple):
             raise ConfigError(f"fill.{name}", f"it holds {kind.dtype}: expected {', '.join(FILLS)}")
-        if kind.block and len(kind.block) != len(own.shapes[name]):
-            raise ConfigError(f"shapes.{name}", f"expected {len(kind.block)} sizes, as its descriptor has")
 
 
 # key -> what its value is in TOML
