@@ -1,7 +1,7 @@
 """`python -m tpkernels clock KERNEL --shape 8192x4096x3584`: how long kernels take on an H100, by a model.
 
-Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them. Nothing
-is measured, and no GPU is needed. The name of an op instead of a kernel's is handed on to `clock_ops`.
+Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them.
+Nothing is measured, and no GPU is needed. The name of an op is handed on to `clock_ops`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.cli import OneLineParser, Progress, written_to
+from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 
 if TYPE_CHECKING:
     from tpkernels.cli.clock_kernel import Clocked
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"{package} is not installed, and the clock needs it")
     if missing := _missing_tool():
         parser.error(missing)
+    if options.picture and not can_draw():
+        parser.error(NO_MATPLOTLIB)
 
     from tpkernels.cli.clock_kernel import DIED, Request, clock_kernel
     from tpkernels.gate.workers import results_of
@@ -119,7 +122,7 @@ def _entries(parser: OneLineParser, wanted: str) -> list[Entry]:
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:
         parser.error(
-            f"no kernel has {wanted!r} between slashes in its name, such as linear/descriptor; see check"
+            f"no kernel has {wanted!r} between slashes in its name; one is {catalog()[0].name}, an op {next(iter(_ops()))}"
         )
     clocked = [entry for entry in named if set(entry.architectures) & set(CLOCKED)]
     if not clocked:
@@ -149,14 +152,11 @@ def _tell(
 
 
 def _draw(path: Path, one: Clocked) -> str:
-    """A line about what was drawn, or why nothing was."""
+    """The path of what was drawn."""
     from tpkernels.cli.clock_picture import time_line
-    from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 
     assert one.drawn is not None, "asked for with --picture"
     run, tiles, steps = one.drawn
-    if not can_draw():
-        return NO_MATPLOTLIB
     of_steps = f" of {steps} of {one.steps} steps" if one.steps else ""
     what = f"{tiles} {'tile' if one.steps else 'block'}{'s' * (tiles > 1)}{of_steps} on one SM, by a model"
     picture = time_line(one.name, run, note=what)
