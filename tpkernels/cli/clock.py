@@ -121,9 +121,8 @@ def _entries(parser: OneLineParser, wanted: str) -> list[Entry]:
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:
-        parser.error(
-            f"no kernel has {wanted!r} between slashes in its name; one is {catalog()[0].name}, an op {next(iter(_ops()))}"
-        )
+        known = f"one is {catalog()[0].name}; ops are {', '.join(_ops())}"
+        parser.error(f"no kernel has {wanted!r} between slashes in its name; {known}")
     clocked = [entry for entry in named if set(entry.architectures) & set(CLOCKED)]
     if not clocked:
         known = ", ".join(sorted({name for entry in named for name in entry.architectures}))
