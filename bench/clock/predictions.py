@@ -71,27 +71,39 @@ def chosen(parts: Sequence[str]) -> list[str]:
     if not parts:
         return list(NAMED)
     names = recipes().items()
-    return [n for n, one in names if "sm_90" in one.architectures and any(has_parts(n, part) for part in parts)]
+    return [
+        n for n, one in names if "sm_90" in one.architectures and any(has_parts(n, part) for part in parts)
+    ]
 
 
 def table(parts: Sequence[str]) -> Iterator[str]:
     """In Markdown."""
-    yield "| entry | step / products alone | edge | blocks an SM | " + " | ".join("x".join(map(str, x)) for x in LAYERS) + " |"
+    yield (
+        "| entry | step / products alone | edge | blocks an SM | "
+        + " | ".join("x".join(map(str, x)) for x in LAYERS)
+        + " |"
+    )
     yield "|---" * (4 + len(LAYERS)) + "|"
     for name in chosen(parts):
         yield _row(recipes()[name].entry())
 
 
 def _row(entry: Entry) -> str:
-    cost = cost_of(built_of(entry), of_entry(entry))
+    built = built_of(entry)
+    cost = cost_of(built, of_entry(entry))
     step = "" if cost.step is None else f"{cost.step.cycles:,.0f} / {cost.ideal:,.0f}"
-    cells = [_cell(entry, cost, layer) for layer in LAYERS]
-    return " | ".join((f"| {entry.name}", step, f"{cost.edge.cycles:,.0f}", str(cost.resident), *cells)) + " |"
+    cells = [_cell(entry, built, cost, layer) for layer in LAYERS]
+    return (
+        " | ".join((f"| {entry.name}", step, f"{cost.edge.cycles:,.0f}", str(cost.resident), *cells)) + " |"
+    )
 
 
-def _cell(entry: Entry, cost: Cost, layer: tuple[int, int, int]) -> str:
+def _cell(entry: Entry, built: Built, cost: Cost, layer: tuple[int, int, int]) -> str:
+    work = of_entry(entry, layer)
     try:
-        found = predict(cost, of_entry(entry, layer))
+        if work.product is None:  # a block's cost depends on the shape
+            cost = cost_of(built, work)
+        found = predict(cost, work)
     except ValueError:  # a norm, say, of other features than it is compiled for
         return ""
     speed = f", {found.tflops:.0f} TFLOP/s" if found.tflops else ""

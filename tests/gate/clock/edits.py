@@ -1,4 +1,4 @@
-"""Entries after an edit of a kernel's source, options or constants: what a change costs, without changing a file."""
+"""Entries after an edit of a kernel's source, options or constants, in copies of the files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def edited(entry: Entry, folder: Path, edits: Sequence[Edit] = (), **changes: An
     texts = {entry.module: (SOURCES / f"{entry.module}.py").read_text()}
     for module, old, new in edits:
         text = texts.get(module) or (SOURCES / f"{module}.py").read_text()
-        assert text.count(old) == 1, f"{module}: {old!r} stands there {text.count(old)} times"
+        assert text.count(old) == 1, f"{module} has {text.count(old)} times: {old}"
         texts[module] = text.replace(old, new)
     stem = folder.name.replace("-", "_")
     for module in sorted(texts, key=lambda one: one == entry.module):  # what imports the others comes last
@@ -49,7 +49,8 @@ def edited(entry: Entry, folder: Path, edits: Sequence[Edit] = (), **changes: An
         path.write_text(text)
         name = f"tpkernels.kernels.{stem}_{module}"
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec and spec.loader
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return replace(changed, module=f"{stem}_{entry.module}")

@@ -1,6 +1,6 @@
-"""What the clock says of edits that budgets of registers and instructions do not price. All figures are of the model.
+"""What the clock says of edits that budgets of registers and instructions do not price.
 
-Measured is none of them; docs/clock.md has the table.
+All figures are of the model, none is measured; docs/clock.md has the table.
 """
 
 import pytest
@@ -67,6 +67,9 @@ def test_an_edit_costs_what_it_should(costs, name, edits, changes, least, most):
     before, after = costs(name), costs(name, edits, changes)
     work = of_entry(recipes()[name].entry(), LAYER)
     percent = 100 * (predict(after, work).seconds / predict(before, work).seconds - 1)
-    steps, edges = ([f"{part.cycles:,.0f}" for part in parts] for parts in ((before.step, after.step), (before.edge, after.edge)))
+    steps, edges = (
+        [f"{part.cycles:,.0f}" for part in parts]
+        for parts in ((before.step, after.step), (before.edge, after.edge))
+    )
     print(f"{percent:+.1f} % of the time; a step {' -> '.join(steps)} cycles, an edge {' -> '.join(edges)}")
     assert least <= percent <= most

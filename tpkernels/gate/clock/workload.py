@@ -74,7 +74,9 @@ class EntryWorkload:
     """Of a catalog entry. Without closures: it goes to other processes, and says in full what it is."""
 
     entry: Entry
-    sizes: tuple[int, int, int] | None = None  # tokens, out_features, in_features; None: as the catalog has it
+    sizes: tuple[int, int, int] | None = (
+        None  # tokens, out_features, in_features; None: as the catalog has it
+    )
 
     @property
     def name(self) -> str:
@@ -110,7 +112,9 @@ class EntryWorkload:
         tile, (rows, cols, _) = self._recipe.of.tile, self.shape
         if tile is None:
             return prod(self._launch.grid)
-        chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(self._kernel, 0) * self._recipe.of.chunks or 1
+        chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
+            self._kernel, 0
+        ) * self._recipe.of.chunks or 1
         return chunks * -(-rows // chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
 
     @cached_property
@@ -147,7 +151,8 @@ class EntryWorkload:
             recipe = _of_sizes(recipe, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
         one, constants = recipe.launch(), self.entry.constants
         named = dict(zip(one.kernel.arg_names, one.arguments, strict=False))
-        other = [name for name in constants.keys() & named.keys() if named[name] != constants[name]]
+        given = {**one.constants, **named, "GROUP": constants.get("GROUP")}  # any order of tiles will do
+        other = [name for name, value in constants.items() if given.get(name) != value]
         if other:
             raise WrongLaunch(
                 f"{self.name}: {', '.join(sorted(other))} of this launch are not what was compiled in"
@@ -193,8 +198,8 @@ def of_entry(entry: Entry, sizes: tuple[int, int, int] | None = None) -> EntryWo
 
 
 def _of_sizes(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> Recipe:
-    sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
-    return replace(recipe, of=replace(recipe.of, **sizes))
+    sized = replace(recipe.of, tokens=tokens, in_features=in_features, out_features=out_features)
+    return replace(recipe, of=sized)
 
 
 def _on_one(recipe: Recipe) -> Recipe:
