@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bench.published_overlap import PUBLISHED, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import OneLineParser
 from tpkernels.gpus import gpu_named
-from tpkernels.planning.timeline.node import Node
+from tpkernels.planning.timeline.node import GRAPH, Node
 from tpkernels.planning.timeline.operators import OPERATORS, Sizes
 from tpkernels.planning.timeline.point_to_point import Machine, PointToPoint, sockets
 from tpkernels.planning.timeline.prediction import predict
@@ -29,6 +30,12 @@ from tpkernels.planning.timeline.recording import Rank
 from tpkernels.planning.timeline.simulation import Task, run
 
 TARGET = 0.08  # of overlap efficiency
+WINS = (
+    ("column_linear", "forward"), ("column_linear", "backward"), ("row_linear", "forward"),
+    ("row_linear", "backward"), ("gated_mlp", "forward"), ("gated_mlp", "backward"),
+)  # fmt: skip
+WIN_TOKENS, WIN_RANKS, FEATURES = (512, 2048, 8192, 32768), (2, 4, 8), 14336
+WINS_HEADER = "| call | T, R | naive, us | c10d | symmetric | naive in a graph, us | c10d | symmetric |"
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def efficiency(seconds: Mapping[str, float]) -> float:
 
 def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(prog="python -m bench predicted", description="Predicted against measured times.")
-    parser.add_argument("what", choices=("published", "link"))
+    parser.add_argument("what", choices=("published", "wins", "link"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it into FILE")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="of the link (default 9)")
     parser.add_argument("--megabits", type=float, nargs="+", default=[100, 150, 200, 300], metavar="RATE")
@@ -65,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.what == "published":
         found, text = _published()
+    elif options.what == "wins":
+        found, text = _wins()
     else:
         if reason := why_not():
             parser.error(reason)
@@ -106,6 +115,27 @@ def _published() -> tuple[list[dict[str, Any]], str]:
     return found, "\n".join(lines)
 
 
+def _wins() -> tuple[list[dict[str, Any]], str]:
+    """Each way against naive, all launched by the host, and all by a CUDA graph."""
+    eager = Node.of(gpu_named("h100"))
+    found, lines = [], [WINS_HEADER, "|---|---|---|---|---|---|---|---|"]
+    for (operator, direction), tokens, ranks in product(WINS, WIN_TOKENS, WIN_RANKS):
+        wide = (FEATURES, 4096) if operator == "row_linear" else (4096, FEATURES)
+        sizes = Sizes(tokens, *wide, ranks)
+        cells = []
+        for launched, node in (("host", eager), ("graph", eager.with_host(GRAPH))):
+            seconds = {
+                way: predict(operator, direction, way, sizes, node).seconds
+                for way in ("naive", "c10d", "symmetric")
+            }
+            found.append({"operator": operator, "direction": direction, "launched by": launched,
+                          **asdict(sizes), "model_seconds": seconds})  # fmt: skip
+            ratios = (seconds["naive"] / seconds[way] for way in ("c10d", "symmetric"))
+            cells += [f"{1e6 * seconds['naive']:.0f}", *(f"{ratio:.2f}" for ratio in ratios)]
+        lines.append(f"| {operator} {direction} | {tokens}, {ranks} | " + " | ".join(cells) + " |")
+    return found, "\n".join(lines)
+
+
 def _link(options: Namespace) -> tuple[list[dict[str, Any]], str]:
     compared = []
     with SlowLink(bits_per_second=1e9) as link:
@@ -114,6 +144,8 @@ def _link(options: Namespace) -> tuple[list[dict[str, Any]], str]:
                 by_rank = link.run(measure, case, megabits, options.rounds, options.priority, timeout=600)
                 constants, measured = by_rank[0]
                 compared.append(Compared(case, megabits, constants, predict_link(case, constants), measured))
+                model, seen = compared[-1].efficiencies
+                print(f"{case}, {megabits:g} Mbit/s: {model:.2f}, measured {seen:.2f}", file=sys.stderr)
     lines = [
         "| what | Mbit/s | in turn: model, measured | overlapped | floor | efficiency | off |",
         "|---|---|---|---|---|---|---|",
