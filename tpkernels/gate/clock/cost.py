@@ -99,6 +99,8 @@ def cost_of(built: Built, workload: Workload, machine: Machine | None = None) ->
 
 def _of_blocks(small: Run, wide: Run, few: int, more: int, resident: int) -> Cost:
     def edge(amount: Callable[[Run], float]) -> float:
+        if small.instructions == wide.instructions:  # the grid has no more blocks than these
+            return amount(wide) / len(wide.blocks)
         return (amount(wide) - amount(small)) / (more - few)
 
     start = max(0.0, small.cycles - few * edge(_cycles))

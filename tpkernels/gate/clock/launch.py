@@ -111,7 +111,7 @@ def launch_of(built: Built, values: Sequence[Any], grid: Sequence[int], blocks: 
         )
     x, y, z = (*grid, 1, 1)[:3]
     constants = Constants.of(built.code, arguments, (x, y, z), WARP * built.warps)
-    count = x * y * z if blocks is None else blocks
+    count = x * y * z if blocks is None else min(blocks, x * y * z)
     initial = initial_values(built.code, constants)
     return Launch(built, constants, boxes, (x, y, z), count, min(built.fitting(), count), initial)
 
@@ -124,4 +124,4 @@ def box_bytes(descriptor: Any) -> int:
     *outer, inner = descriptor.block_shape
     dtype: torch.dtype = descriptor.base.dtype
     rows = [min(side, BOX_ROWS) for side in outer]
-    return prod(rows) * int(min(inner * dtype.itemsize, SWIZZLE))
+    return int(prod(rows) * min(inner * dtype.itemsize, SWIZZLE))

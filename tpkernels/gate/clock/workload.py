@@ -111,7 +111,9 @@ class EntryWorkload:
     def tiles(self) -> int:
         tile, (rows, cols, _) = self._recipe.of.tile, self.shape
         if tile is None:
-            return prod(self._launch.grid)
+            of, (block_rows, block_cols) = self._recipe.of, self._shared or (0, 0)
+            blocks = -(-of.tokens // block_rows) * -(-of.in_features // block_cols) if block_rows else 0
+            return blocks or prod(self._launch.grid)
         chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
             self._kernel, 0
         ) * self._recipe.of.chunks or 1
@@ -138,7 +140,10 @@ class EntryWorkload:
 
     def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
         recipe, blocks = _on_one(self._recipe), None
-        if self.product is None:
+        if self._shared:
+            rows, cols = self._shared
+            recipe = _of_sizes(recipe, tiles * rows, cols, recipe.of.out_features)
+        elif self.product is None:
             blocks = tiles
         elif tiles % self.unit:
             raise WrongLaunch(f"{self.name}: expected a multiple of {self.unit} tiles, got {tiles}")
@@ -179,6 +184,13 @@ class EntryWorkload:
     def _transposed(self) -> bool:
         """Whether the product is with the weight as it lies, as in dgrad."""
         return self._kernel in ("dgrad", "dgrad_pairs", "dglu") or "depth_first" in self.name
+
+    @property
+    def _shared(self) -> tuple[int, int] | None:
+        """Rows and columns of what the blocks of a kernel without products share, if they do."""
+        constants = self.entry.constants
+        shares = self._kernel == "reduce_slots"
+        return (int(constants["BLOCK_ROWS"]), int(constants["BLOCK_COLS"])) if shares else None
 
     @property
     def _row_tiles(self) -> int:
