@@ -18,7 +18,8 @@ HEADER = """# Kernels as compiled
 Of every catalog entry, read off compiled code without a GPU: registers a thread, shared memory a block
 (bytes), spill instructions, blocks that an SM holds, what an epilogue waits for, what can run while it
 stores, and instructions, with the registers of each role of warps; on sm_90 also cycles of a step and of an
-edge, by [a model](clock.md) of one SM. Nothing here is a time that was measured. Compiled {date} with Triton {versions}, by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two
+edge, by [a model](clock.md) of one SM. Nothing here is a time that was measured. Compiled {date} with
+Triton {versions}, by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two
 numbers in a column are of these versions in this order, the last two columns of the last. What is asserted of
 a row, and what the columns count: [the check](check.md#epilogues).
 """
@@ -57,7 +58,8 @@ def table(date: str, reports: list[dict[str, Any]]) -> Iterator[str]:
             rows.setdefault(one["architecture"], {}).setdefault(one["entry"], []).append(facts)
     for architecture, entries in rows.items():
         yield f"## {architecture}\n"
-        columns = COLUMNS | (CYCLES if any(one and "edge" in one for row in entries.values() for one in row) else {})
+        is_clocked = any(one and "edge" in one for row in entries.values() for one in row)
+        columns = COLUMNS | CYCLES if is_clocked else COLUMNS
         yield f"| entry | {' | '.join(columns.values())} | beside stores | instructions |"
         yield "|---" * (len(columns) + 3) + "|"
         for name, facts in entries.items():
