@@ -17,8 +17,9 @@ HEADER = """# Kernels as compiled
 
 Of every catalog entry, read off compiled code without a GPU: registers a thread, shared memory a block
 (bytes), spill instructions, blocks that an SM holds, what an epilogue waits for, what can run while it
-stores, and instructions, with the registers of each role of warps. Nothing here is a time. Measured {date}
-with Triton {versions}, by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two
+stores, and instructions, with the registers of each role of warps; on sm_90 also cycles of a step and of an
+edge, by [a model](clock.md) of one SM. Nothing here is a time that was measured. Compiled {date} with
+Triton {versions}, by `python -m tpkernels check --json FILE` and `python -m bench.kernel_table`; two
 numbers in a column are of these versions in this order, the last two columns of the last. What is asserted of
 a row, and what the columns count: [the check](check.md#epilogues).
 """
@@ -30,6 +31,7 @@ COLUMNS = {  # fact -> what the page calls it
     "exposed_waits": "exposed waits",
     "serial_stores": "serial stores",
 }
+CYCLES = {"step": "cycles of a step", "edge": "of an edge"}  # where anything was clocked
 SHOWN = (
     "HGMMA",
     "UTCHMMA",
@@ -52,16 +54,23 @@ def table(date: str, reports: list[dict[str, Any]]) -> Iterator[str]:
     rows: dict[str, dict[str, list[dict[str, Any] | None]]] = {}
     for report in reports:
         for one in report["compiled"]:
-            rows.setdefault(one["architecture"], {}).setdefault(one["entry"], []).append(one["facts"])
+            facts = one["facts"] and one["facts"] | _cycles(one.get("cost") or {})
+            rows.setdefault(one["architecture"], {}).setdefault(one["entry"], []).append(facts)
     for architecture, entries in rows.items():
         yield f"## {architecture}\n"
-        yield f"| entry | {' | '.join(COLUMNS.values())} | beside stores | instructions |"
-        yield "|---" * (len(COLUMNS) + 3) + "|"
+        is_clocked = any(one and "edge" in one for row in entries.values() for one in row)
+        columns = COLUMNS | CYCLES if is_clocked else COLUMNS
+        yield f"| entry | {' | '.join(columns.values())} | beside stores | instructions |"
+        yield "|---" * (len(columns) + 3) + "|"
         for name, facts in entries.items():
-            numbers = " | ".join(_both(facts, key) for key in COLUMNS)
+            numbers = " | ".join(_both(facts, key) for key in columns)
             yield f"| {name} | {numbers} | {_beside(facts[-1])} | {_mix(facts[-1])} |"
         yield ""
     yield from waves.table()
+
+
+def _cycles(cost: dict[str, Any]) -> dict[str, int]:
+    return {name: round(cost[name]["cycles"]) for name in CYCLES if cost.get(name)}
 
 
 def _both(facts: list[dict[str, Any] | None], key: str) -> str:

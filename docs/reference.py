@@ -14,6 +14,7 @@ MODULES = (
     "tpkernels",
     "tpkernels.ops",
     "tpkernels.parallel_state",
+    "tpkernels.gate",
     "tpkernels.interop",
     "tpkernels.interop.mpu",
     "tpkernels.interop.megatron",
@@ -36,7 +37,7 @@ def write(folder: Path) -> None:
         "on_newline": True
     }  # arguments have lines of their own
     others = f"!(?!({'|'.join(map(re.escape, MODULES))})$)"
-    pdoc.pdoc("tpkernels", others, output_directory=folder)
+    pdoc.pdoc("tpkernels", "tpkernels.gate", others, output_directory=folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import runpy
 import subprocess
 import sys
 import traceback
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,29 +13,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.blocks import Block, blocks_of, write_files
 from tests.cli.living_ranks import told_by
 from tests.ranks import RankPool
 from tpkernels.topology.plan import plan_groups
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str
-    number: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page}-{self.language}-{self.number}"
-
-
-def blocks_of(page: str, text: str) -> list[Block]:
-    return [Block(page, i, *match) for i, match in enumerate(FENCE.findall(text))]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page.name, page.read_text())]
@@ -58,6 +42,9 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     """A program that forms a process group runs on two ranks, any other alone."""
+    for page in PAGES:
+        if page.name == block.page:
+            write_files(page, folder)
     program = folder / "block.py"
     program.write_text(block.text)
     if "init_process_group" not in block.text:
@@ -106,6 +93,9 @@ def test_failing_code_block_is_noticed(start, tmp_path):
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c.startswith("python")}))
 def test_command_runs(command, tmp_path):
     (tmp_path / "data").symlink_to(ROOT / "data")
+    for page in PAGES:
+        if command in page.read_text():
+            write_files(page, tmp_path)
     ran = run([sys.executable, *command.split()[1:]], tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout

@@ -74,3 +74,37 @@ def test_a_row_says_what_epilogues_wait_for():
     assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
     assert lines[4] == ("| a/b | 168 | 1,000 | 0 | - / 1 | - / 8 | - / 11 | loads | HGMMA 4, roles 240/24 |")
     assert rows_of("\n".join(lines)) == {("sm_90", "a/b"): [[168, 168], [1000, 1000], [0, 0]]}
+
+
+def test_a_row_has_cycles_where_anything_was_clocked():
+    facts = {"registers": 168, "shared": 1000, "spills": 0, "instructions": {}}
+    cost = {"step": {"cycles": 1040.4}, "edge": {"cycles": 5950.0}}
+    costs = {"a/b": [None, cost], "c/d": [cost | {"step": None}] * 2}
+    reports = [
+        {
+            "versions": {"triton": version},
+            "compiled": [
+                {"architecture": "sm_90", "entry": name, "facts": facts, "cost": both[i]}
+                for name, both in costs.items()
+            ],
+        }
+        for i, version in enumerate(("3.6.0", "3.7.1"))
+    ]
+    lines = [*kernel_table.table("2026-01-01", reports)]
+    assert "| serial stores | cycles of a step | of an edge | beside stores |" in lines[2]
+    assert "| - / 1,040 | - / 5,950 |" in lines[4]
+    assert "| - | 5,950 |" in lines[5]
+
+
+def test_page_of_kernels_has_the_cycles_of_the_budgets():
+    """With the version of Triton of the last number."""
+    wanted, found, columns = budgets.read()[MINORS[-1]].rows["sm_90"], {}, []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        columns = cells if cells[0] == "entry" else columns
+        if "of an edge" in columns and cells[0] in wanted:
+            numbers = cells[columns.index("cycles of a step")], cells[columns.index("of an edge")]
+            found[cells[0]] = [number.split(" / ")[-1] for number in numbers]
+    for name, row in wanted.items():
+        told = [f"{row.cycles[one].cycles:,.0f}" if one in row.cycles else "-" for one in ("step", "edge")]
+        assert found.get(name) == told, f"{name}: write the page anew, see bench/kernel_table.py"

@@ -188,7 +188,12 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
     kept = Compiled(GPUS["h100"])(record, arguments, [good, spilling, broken, large, serial])
     assert kept == [good]
     entry = compiled[0]
-    assert (entry.module, entry.form, entry.num_warps, entry.num_stages) == ("dgrad", "descriptor", 4, 3)
+    assert (entry.module, entry.form, entry.num_warps, entry.num_stages) == (
+        "tpkernels.kernels.dgrad",
+        "descriptor",
+        4,
+        3,
+    )
     assert (entry.constants["ACTIVATION"], entry.constants["PARTS"]) == ("gelu", 4)
     assert [one.constants["PARTS"] for one in compiled] == [4, 2, 4, 4, 8]
 

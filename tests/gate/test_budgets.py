@@ -9,6 +9,8 @@ from tpkernels.gate import budgets, compile_gate
 from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import catalog
+from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Job, judge
 
 FACTS = Facts(
@@ -37,6 +39,15 @@ def test_budget_is_exact_but_for_the_unit_of_registers():
     ]
 
 
+COST = Cost(
+    step=Stretch(1040.4, {"copies": 310.0, "products": 90.0, "barrier": 3.0}, 0),
+    edge=Stretch(5950.0, {"stores": 2400.0, "scoreboard: LDG": 700.0}, 0),
+    ideal=1024.0,
+    start=1500.0,
+    resident=1,
+    bytes=131_072,
+    guessed=0,
+)
 EPILOGUE = replace(
     FACTS, exposed_waits=4, serial_stores=3, products_during_stores=False, loads_during_stores=True
 )
@@ -85,20 +96,21 @@ def test_any_other_count_of_instructions_is_told():
 def test_instructions_are_those_of_one_version_and_are_told_after_what_is_worse(monkeypatch):
     monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
     job = Job(catalog()[0], "sm_80")
-    measured = {("sm_80", job.entry.name): FACTS}
+    measured = {("sm_80", job.entry.name): Budget.of(FACTS)}
     table = budgets.updated(None, measured, measured, {"triton": "3.7.1"})
     other = replace(FACTS, instructions={"HGMMA": 8})
-    assert judge(job, FACTS, table, "3.7.1").failures == ()
-    assert judge(job, other, table, "3.7.1").failures == (
+    assert judge(job, Examined(FACTS), table, "3.7.1").failures == ()
+    assert judge(job, Examined(other), table, "3.7.1").failures == (
         "other instructions: HGMMA 8, was 4; record them with --update if that is meant",
     )
-    assert judge(job, other, table, "3.7.2").failures == ()
-    assert judge(job, replace(other, shared=2000), table, "3.7.1").failures == ("shared 2,000 > 1,000",)
+    assert judge(job, Examined(other), table, "3.7.2").failures == ()
+    larger = Examined(replace(other, shared=2000))
+    assert judge(job, larger, table, "3.7.1").failures == ("shared 2,000 > 1,000",)
 
 
 def test_table_of_budgets_survives_a_round_trip_and_drops_what_is_gone(tmp_path):
     path = tmp_path / "budgets.json"
-    measured = {("sm_90", name): FACTS for name in ("one", "two")}
+    measured = {("sm_90", name): Budget.of(FACTS, COST) for name in ("one", "two")}
     table = {"3.7": budgets.updated(None, measured, set(measured), {"triton": "3.7.1"})}
     budgets.write(table, path)
     assert budgets.read(path) == table
@@ -116,6 +128,14 @@ def test_every_entry_has_a_budget_for_each_triton_and_no_budget_is_of_nothing():
         assert rows.keys() == expected, f"run `check --update` on Triton {minor}"
 
 
+def test_every_entry_for_hopper_has_the_cycles_of_its_edge_and_products_those_of_a_step():
+    for minor, rows in budgets.read().items():
+        for name, budget in rows.rows["sm_90"].items():
+            assert "edge" in budget.cycles, f"{name}: run `check --update --arch sm_90` on Triton {minor}"
+            is_product = re.search(r"/\d+x\d+x\d+-w", name) is not None  # the name of such a tile
+            assert ("step" in budget.cycles) == is_product, name
+
+
 def compiled_by(minor, name):
     """Tiles with consumers are written in Gluon, which is of another form before Triton 3.7."""
     return minor != "3.6" or not re.search(r"-c\d", name)
@@ -125,6 +145,8 @@ DAMAGE = {
     "not_json": "<<<<<<< HEAD",
     "deeply_nested": "[" * 100_000,
     "a_list": "[]",
+    "other_cycles": """{"3.7": {"provenance": {}, "rows": {"sm_90":
+        {"a": {"instructions": "", "registers": 8, "shared": 0, "edge": "5950 cycles; stores"}}}}}""",
     "other_numbers": '{"3.7": {"provenance": {}, "rows": {"sm_90": {"a": 1}}}}',
 }
 

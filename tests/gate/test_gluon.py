@@ -53,14 +53,11 @@ def ring(name: str = "ring", **options: int) -> Entry:
         start(x, w, u, y, 16, 1024, num_warps=8, **options)
 
     of = MetaOperands(torch.bfloat16, 2048, 1024, 128, chunks=1)
-    return replace(recorded(name, call, of, H100, ("sm_90",)), module="gluon_ring")
+    return recorded(name, call, of, H100, ("sm_90",))
 
 
 PROGRAM = """
 import json
-import sys
-import tests.gate.gluon_ring
-sys.modules["tpkernels.kernels.gluon_ring"] = tests.gate.gluon_ring
 from tests.gate.test_gluon import ring
 from tpkernels.gate.ahead_of_time import ast_source, compile_entry, gpu_target
 import triton

@@ -33,7 +33,7 @@ def launchers_of(source: str) -> set[str]:
 
 
 def not_in_catalog(sources: dict[str, str]) -> set[tuple[str, str]]:
-    held = {(entry.module, entry.function) for entry in catalog()}
+    held = {(entry.module.removeprefix("tpkernels.kernels."), entry.function) for entry in catalog()}
     return {(module, name) for module, source in sources.items() for name in kernels_of(source)} - held
 
 

@@ -7,6 +7,7 @@ import random
 
 from tpkernels.pictures.charts import Bar, Work, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
+from tpkernels.pictures.kernel import Doing, Lane, Mark, processor
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.topology.plan import plan_groups
 
@@ -31,6 +32,11 @@ CALLS = [
     Span(1, "computes", "all rows", 5.05, 5.4),
 ]
 LATER = [Span(0, "computes", "all rows", 9.0, 9.2)]
+ENGINES = [
+    Lane("tensor cores", [Doing("products", 100.0 * i, 100.0 * i + 80) for i in range(10)], "80 % busy"),
+    Lane("copies", [Doing("copies", 0.0, 900.0)]),
+    Lane("warps 0-3", [Doing("waits", 0.0, 1000.0), Doing("epilogue", 1000.0, 1400.0)], "29 % at work"),
+]
 
 
 def ratios(count: int) -> list[Bar]:
@@ -95,6 +101,28 @@ SAMPLES = {
     ),
     "bars_of_no_numbers": bars("Ratios", [Bar("a", NAN), Bar("b", INF), Bar("c", 0.0), Bar("d", -2.0)]),
     "bars_strange": bars(STRANGE, [Bar(STRANGE, 1.1, 1.0, 1.2)], note=STRANGE, across=STRANGE),
+    "processor": processor("A tile", ENGINES, marks=[Mark(1000.0, "16 steps")], note="model"),
+    "processor_of_nothing": processor("A tile", []),
+    "processor_of_an_instant": processor("A tile", [Lane("w", [Doing("waits", 5.0, 5.0)])]),
+    "processor_of_many": processor(
+        "A tile",
+        [
+            Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(3000)])
+            for i in range(16)
+        ],
+    ),
+    "processor_strange": processor(
+        STRANGE,
+        [
+            Lane(
+                STRANGE,
+                [Doing(STRANGE, 0.0, 1.0), Doing("waits", NAN, INF), Doing("waits", 0.0, 1e14)],
+                STRANGE,
+            )
+        ],
+        marks=[Mark(5e13, STRANGE), Mark(NAN, "x")],
+        note=STRANGE,
+    ),
     "plan": sheet(plan_groups(world_size=16, tensor=2, pipeline=4).to_svg()),
     "roofline": hopper("H100", works(40)),
     "roofline_of_nothing": hopper("H100", []),

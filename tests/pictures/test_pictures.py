@@ -53,7 +53,7 @@ def test_cut_words_are_noticed():
 
 def test_words_keep_apart():
     """Names, numbers, ticks, heading, note and legend of a full picture."""
-    for name in ("bars", "roofline", "lanes", "curve"):
+    for name in ("bars", "roofline", "lanes", "curve", "processor"):
         figure = SAMPLES[name].figure()
         figure.draw_without_rendering()
         found = [text for text in figure.findobj(has_words) if text.get_window_extent().width > 0]
@@ -137,6 +137,33 @@ def test_phases_have_colours_that_a_legend_explains():
     assert set(hinted(svg)) == names
     assert len({fills(svg)[name] for name in names}) == 4
     assert "forward" not in words(lanes("Calls", {"at once": CALLS}).svg)
+
+
+def test_a_processor_shows_what_each_of_its_engines_did_on_one_scale():
+    svg = SAMPLES["processor"].svg
+    boxes = hinted(svg)
+    assert set(boxes) == {
+        "tensor cores, products: 800 cycles of 980",
+        "copies, copies: 900 cycles of 900",
+        "warps 0-3, waits: 1,000 cycles of 1,400",
+        "warps 0-3, epilogue: 400 cycles of 1,400",
+    }
+    widths = {name.partition(":")[0]: right - left for name, (left, _, right, _) in boxes.items()}
+    assert widths["warps 0-3, waits"] == pytest.approx(2.5 * widths["warps 0-3, epilogue"], abs=0.2)
+    assert len(set(fills(svg).values())) == 4
+    said = {
+        "A tile",
+        "model",
+        "tensor cores",
+        "80 % busy",
+        "16 steps",
+        "cycles",
+        "1,400",
+        "products",
+        "waits",
+    }
+    assert said <= set(words(svg))
+    assert "nothing ran" in words(SAMPLES["processor_of_nothing"].svg)
 
 
 def test_wins_and_losses_go_either_way_from_one_and_twice_is_as_long_as_half():

@@ -1,7 +1,8 @@
 """`python -m tpkernels check`: would the kernels still be right and fast? Answered without a GPU.
 
 Compiles every catalog entry and holds what the compiler made of it to rules and budgets, then runs every
-launcher in Triton's interpreter against float64. Exit code 1 means a regression.
+launcher in Triton's interpreter against float64. Exit code 1 means a regression. With --config
+it does the same for kernels of others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from tpkernels.cli import OneLineParser, Progress, written_to
 
@@ -21,6 +23,9 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="python -m tpkernels check",
         description="Compile the kernels and run them in Triton's interpreter, without a GPU.",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="check the kernels of your own that this gate.toml names"
     )
     parser.add_argument("--arch", metavar="LIST", help="compile for these GPUs only, such as sm_90,gfx942")
     parser.add_argument(
@@ -43,20 +48,29 @@ def main(argv: Sequence[str]) -> int:
 
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
+    from tpkernels.gate.own import suite as own
+    from tpkernels.gate.own.record import ConfigError
 
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
+    compute: own.Compute
     try:
-        jobs = [] if options.skip == "compile" else compile_gate.jobs_of(architectures, options.only)
+        if options.config is None:
+            suite, compute = compile_gate.ours(), numerics.check
+        else:
+            suite, compute = own.read(options.config)
+        jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs)) as step:
-            compiled, notes = compile_gate.check(jobs, PROCESSES, step, options.update) if jobs else ([], [])
+            compiled, notes = (
+                compile_gate.check(suite, jobs, PROCESSES, step, options.update) if jobs else ([], [])
+            )
         with Progress("computing") as step:
-            computed = [] if options.skip == "numerics" else numerics.check(options.only, step)
+            computed = [] if options.skip == "numerics" else compute(options.only, step)
         if not compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             parser.error(f"nothing{where} has {options.only!r} in its name")
         versions = {name: import_module(name).__version__ for name in ("tpkernels", *PACKAGES)}
         seconds = time.perf_counter() - start
         return 1 if report.tell(versions, compiled, computed, notes, seconds, options.json) else 0
-    except compile_gate.UsageError as error:
+    except (compile_gate.UsageError, ConfigError) as error:
         parser.error(str(error))

@@ -1,30 +1,29 @@
 """Compile entries for GPUs that need not be there, and report what the compiler made of each.
 
 Nothing is launched and no driver is asked: Triton brings its compilers, ptxas and a disassembler along.
-Compiling runs in processes of its own: in parallel, away from TRITON_INTERPRET (this file imports no kernel),
-and where a compiler that dies takes nothing but its own entry along.
+Compiling runs in processes of its own (see `workers`): in parallel, and away from TRITON_INTERPRET (this file
+imports no kernel).
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import re
-import signal
 import subprocess
+import sys
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.gate import epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
 from tpkernels.gate.ptx_flow import Flow
+from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.operands import Form
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-Constant = int | bool | str
+Constant = int | bool | str | float | None  # or a dtype of Triton's
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
 SHARED_LIMIT: Mapping[str, int] = {
     "sm_80": 166_912,
@@ -43,6 +42,9 @@ SHARED_LIMIT: Mapping[str, int] = {
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
+CLOCKED = ("sm_90",)  # whose machine code `gate.clock` can read, and is kept for it
+CUBINS = "cubins"  # of the user's caches
+DIED = "the compiler died"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Entry:
     """A kernel with the type of each argument, and the GPUs it is shipped for."""
 
     name: str  # "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
-    module: str  # of tpkernels.kernels: "linear", "gluon.linear"
+    module: str  # "tpkernels.kernels.linear"
     function: str
     form: Form
     arguments: Mapping[str, str]  # run-time argument -> Triton's name of its type
@@ -60,6 +62,7 @@ class Entry:
     num_stages: int | None  # None: Triton's default
     architectures: tuple[str, ...]  # "sm_90", "gfx942"
     unspecialised: frozenset[str] = frozenset()  # arguments of whose values Triton is told nothing
+    folder: str = ""  # in which its module is looked for before all others; "": where ours are
 
     @property
     def options(self) -> dict[str, int]:
@@ -103,6 +106,7 @@ class Facts:
     products_during_stores: bool | None = None
     loads_during_stores: bool | None = None
     unordered_roles: tuple[str, ...] = ()  # why warps may be out of step, see `roles`
+    cubin: str = ""  # a hash of the machine code, where it is clocked
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -125,47 +129,51 @@ class CompileError(RuntimeError):
 
 def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], None]) -> list[Facts | str]:
     """The facts of each job, or in words why there are none; `report` hears of each as it is done."""
-    results: dict[int, Facts | str] = {}
-    lost: list[int] = []
-    with _pool(processes) as pool:
-        futures = {pool.submit(_facts_or_error, job): number for number, job in enumerate(jobs)}
-        try:
-            for future in as_completed(futures):
-                number = futures[future]
-                try:
-                    results[number] = future.result()
-                    report(jobs[number])
-                except BrokenProcessPool:
-                    lost.append(number)
-        except BaseException:  # leaving the pool would first compile all the rest
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    while lost:  # one died and took the others with it: one at a time shows which
-        with _pool(1) as pool:
-            while lost:
-                number = lost.pop()
-                report(jobs[number])
-                try:
-                    results[number] = pool.submit(_facts_or_error, jobs[number]).result()
-                except BrokenProcessPool:
-                    results[number] = "the compiler died"
-                    break
-    return [results[number] for number in range(len(jobs))]
+    return results_of(facts_or_error, jobs, processes, report, DIED)
 
 
-def facts_of(entry: Entry, architecture: str, cache: DiskCache) -> Facts:
-    """The facts of one entry on one architecture: from the cache, or compiled and put there."""
+def facts_or_error(job: Job) -> Facts | str:
+    """Work for one of the processes."""
+    try:
+        return facts_of(job.entry, job.architecture)
+    except CompileError as error:
+        return str(error)
+    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
+        return f"{type(error).__name__}: {error}"
+
+
+def facts_of(entry: Entry, architecture: str) -> Facts:
+    """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
     key = compile_key(entry, architecture)
     try:
-        return Facts.from_json(cache.get(key))
+        return Facts.from_json(DiskCache.of_user("facts").get(key))
     except TypeError:  # nothing there
-        facts = compile_entry(entry, architecture)
-        cache.put(key, facts.as_json())
-        return facts
+        return _compiled_and_kept(entry, architecture, key)[0]
+
+
+def machine_code_of(entry: Entry, architecture: str) -> bytes:
+    """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
+    key = compile_key(entry, architecture)
+    kept = DiskCache.of_user(CUBINS).get(key)
+    if isinstance(kept, str):
+        return zlib.decompress(b64decode(kept))
+    return _compiled_and_kept(entry, architecture, key)[1]
 
 
 def compile_entry(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture, compiled afresh: Triton's own cache is left out."""
+    return _compiled(entry, architecture)[0]
+
+
+def _compiled_and_kept(entry: Entry, architecture: str, key: str) -> tuple[Facts, bytes]:
+    facts, code = _compiled(entry, architecture)
+    if architecture in CLOCKED:  # some tens of kilobytes each
+        DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(code)).decode())
+    DiskCache.of_user("facts").put(key, facts.as_json())
+    return facts, code
+
+
+def _compiled(entry: Entry, architecture: str) -> tuple[Facts, bytes]:
     import triton
 
     target = gpu_target(architecture)
@@ -178,8 +186,8 @@ def compile_entry(entry: Entry, architecture: str) -> Facts:
             raise CompileError(_reason(error)) from error
         seconds = time.perf_counter() - start
         if target.backend == "hip":
-            return _amd(compiled, seconds)
-        return _nvidia(compiled, seconds, architecture, Path(folder))
+            return _amd(compiled, seconds), compiled.asm["hsaco"]
+        return _nvidia(compiled, seconds, architecture, Path(folder)), compiled.asm["cubin"]
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
@@ -204,7 +212,7 @@ def ast_source(entry: Entry) -> ASTSource:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(importlib.import_module(f"tpkernels.kernels.{entry.module}"), entry.function)
+    kernel = jit_function(entry)
     names = list(kernel.arg_names)
     return (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
@@ -212,6 +220,20 @@ def ast_source(entry: Entry) -> ASTSource:
         constexprs={(names.index(name),): value for name, value in entry.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in entry.aligned},
     )
+
+
+def jit_function(entry: Entry) -> Any:
+    """The kernel as Triton compiles it. Of a module that is not ours, call it in a process to spare."""
+    if entry.folder and entry.folder not in sys.path:
+        sys.path.insert(0, entry.folder)
+    return undecorated(getattr(importlib.import_module(entry.module), entry.function))
+
+
+def undecorated(kernel: Any) -> Any:
+    """What `triton.autotune` and `triton.heuristics` were put around."""
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
+    return undecorated(kernel.fn) if isinstance(kernel, Autotuner | Heuristics) else kernel
 
 
 def gpu_target(architecture: str) -> GPUTarget:
@@ -228,25 +250,6 @@ def gpu_target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def _pool(processes: int) -> ProcessPoolExecutor:
-    # spawned, not forked: Triton reads TRITON_INTERPRET on import, and threads do not survive a fork
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here)
-
-
-def _compile_here() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end without a word, one speaks for all
-
-
-def _facts_or_error(job: Job) -> Facts | str:
-    try:
-        return facts_of(job.entry, job.architecture, DiskCache.of_user("facts"))
-    except CompileError as error:
-        return str(error)
-    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
-        return f"{type(error).__name__}: {error}"
-
-
 def _reason(error: BaseException) -> str:
     """One line: the first cause, where Triton shows the source around it, and the last words of that."""
     while error.__cause__ is not None:
@@ -257,7 +260,8 @@ def _reason(error: BaseException) -> str:
 
 def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> Facts:
     binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
+    code = compiled.asm["cubin"]
+    binary.write_bytes(code)
     # one call for both: "REG:200 STACK:0 SHARED:1024 LOCAL:0 ...", then the instructions
     listing = subprocess.run(
         [_cuobjdump(), "-res-usage", "-sass", str(binary)], capture_output=True, text=True, check=True
@@ -283,6 +287,7 @@ def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> F
         blocks=min(
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
+        cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
         **(_of_roles(compiled.asm["ptx"]) if architecture == "sm_90" else {}),
     )
 

@@ -5,6 +5,7 @@ multiple of 8, in which the hardware hands them out. Another minor version of Tr
 differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
 What an epilogue waits for may not grow either, and what runs beside it may not be lost.
 The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
+So are other cycles of a step and of an edge, slower or faster (see `cycles`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed, read_text
+from tpkernels.gate import cycles
 from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.kernels.footprints import TABLE
 
 REGISTER_UNIT = 8
@@ -36,28 +39,34 @@ class Budget:
     serial_stores: int | None = None
     products_during_stores: bool | None = None
     loads_during_stores: bool | None = None
+    cycles: Mapping[str, Stretch] = field(default_factory=dict)  # of "step" and "edge", where they are known
 
     @staticmethod
-    def of(facts: Facts) -> Budget:
+    def of(facts: Facts, cost: Cost | None = None) -> Budget:
         """What the facts need, and no more."""
         registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
         epilogue = {name: getattr(facts, name) for name in (*CEILINGS, *KEPT)}
-        return Budget(registers, facts.shared, facts.spills, facts.instructions, **epilogue)
+        known = cycles.kept(cost) if cost else {}
+        return Budget(registers, facts.shared, facts.spills, facts.instructions, **epilogue, cycles=known)
 
     def as_json(self) -> dict[str, int | str]:
-        """Counts of instructions as one text, so that an entry has a line."""
+        """Counts of instructions as one text and cycles as two, so that an entry has a line."""
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.instructions.items()))
         numbers: dict[str, int | str] = {"registers": self.registers, "shared": self.shared}
         epilogue = {name: getattr(self, name) for name in CEILINGS if getattr(self, name) is not None}
         kept = {name: True for name in KEPT if getattr(self, name)}
         spills = {"spills": self.spills} if self.spills else {}
-        return numbers | spills | epilogue | kept | {"instructions": counts}
+        clocked = {name: cycles.as_text(stretch) for name, stretch in self.cycles.items()}
+        return numbers | spills | epilogue | kept | clocked | {"instructions": counts}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Budget:
-        """What `as_json` gave; KeyError or TypeError for anything else."""
+        """What `as_json` gave; KeyError, TypeError or ValueError for anything else."""
         counts = (text.split() for text in row["instructions"].split(", ") if text)
-        return Budget(**row | {"instructions": {name: int(count) for name, count in counts}})
+        clocked = {name: cycles.from_text(row[name]) for name in cycles.NAMES if name in row}
+        rest = {name: value for name, value in row.items() if name not in clocked}
+        instructions = {name: int(count) for name, count in counts}
+        return Budget(**rest | {"instructions": instructions, "cycles": clocked})
 
     def excesses(self, facts: Facts) -> Iterator[str]:
         """Each number that is over its budget, as "registers 191 > 168"."""
@@ -122,13 +131,13 @@ def _parsed(table: Any) -> dict[str, Budgets]:
 
 def updated(
     old: Budgets | None,
-    facts: Mapping[tuple[str, str], Facts],
+    new: Mapping[tuple[str, str], Budget],
     current: Container[tuple[str, str]],
     provenance: dict[str, str],
 ) -> Budgets:
-    """The old budgets with those of `facts` in place of theirs, without rows that are no longer current.
+    """The old budgets with the new in place of theirs, without rows that are no longer current.
 
-    facts, current: by (architecture, name of the entry)
+    new, current: by (architecture, name of the entry)
     """
     flat = {
         (architecture, name): budget
@@ -136,7 +145,7 @@ def updated(
         for name, budget in entries.items()
         if (architecture, name) in current
     }
-    flat |= {key: Budget.of(measured) for key, measured in facts.items()}
+    flat |= new
     rows: dict[str, dict[str, Budget]] = {}
     for (architecture, name), budget in flat.items():
         rows.setdefault(architecture, {})[name] = budget

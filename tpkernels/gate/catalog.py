@@ -15,7 +15,7 @@ import torch
 
 from tpkernels.gate import calls
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
-from tpkernels.gate.recording import MetaOperands, recorded
+from tpkernels.gate.recording import MetaOperands, Recipe
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target
@@ -47,7 +47,15 @@ Call = Callable[[MetaOperands], object]
 @cache
 def catalog() -> tuple[Entry, ...]:
     """All entries, in a fixed order; names are unique."""
-    return (*_matmul_entries(), *_row_entries())
+    return tuple(recipe.entry() for recipe in recipes().values())
+
+
+def recipes() -> Mapping[str, Recipe]:
+    """Name of an entry -> how its launch is recorded, at these sizes or at others."""
+    listed = (*_matmul_recipes(), *_row_recipes())
+    named = {recipe.name: recipe for recipe in listed}
+    assert len(named) == len(listed), "two entries have one name"
+    return named
 
 
 def has_parts(name: str, wanted: str) -> bool:
@@ -90,14 +98,14 @@ def _cases() -> Iterator[_Case]:
             yield _Case(kernel, "pointer", FP16, largest, target, architectures)
 
 
-def _matmul_entries() -> Iterator[Entry]:
+def _matmul_recipes() -> Iterator[Recipe]:
     for case in _cases():
-        yield from _entries(case)
+        yield from _recipes(case)
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    yield from _entries(_Case("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
+    yield from _recipes(_Case("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
 
 
-def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
+def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
     """What is launched with a tile: the costliest epilogues, and where the speed is the others too."""
     odd = int(case.ragged)  # T / 2 and (T + 1) / 3 are multiples of nothing, and hold a group of tiles
     of = MetaOperands(
@@ -116,7 +124,7 @@ def _entries(case: _Case, tf32: bool = False) -> Iterator[Entry]:
                 continue
             if not serves(case.kernel, case.tile, epilogue.split("+")):
                 continue
-            yield recorded(
+            yield Recipe(
                 f"{prefix}{stem.replace(case.kernel, kernel, 1)}/{epilogue}{suffix}",
                 start,
                 of,
@@ -176,36 +184,36 @@ OTHERS: Mapping[Kernel, Mapping[str, Call]] = {
 }
 
 
-def _row_entries() -> Iterator[Entry]:
+def _row_recipes() -> Iterator[Recipe]:
     """Norms with every option on, at three widths; the others in the dtypes that they meet."""
     for kind, norm in (("rms", calls.rms_norm), ("layer", calls.layer_norm)):
         for features in FEATURES:
-            yield _row_entry("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
-            yield _row_entry("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
+            yield _row_recipe("norm_fwd", f"{features}/{kind}+residual", BF16, norm, features)
+            yield _row_recipe("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
     for dtype in (BF16, FP32):
-        yield _row_entry("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, calls.row_sums)
+        yield _row_recipe("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, calls.row_sums)
     block = f"{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}"
     for epilogue, wait in (("bias", False), ("bias+wait", True)):
         for dtype in (BF16, FP32):
-            yield _row_entry(
+            yield _row_recipe(
                 "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
             )
     for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
         call = partial(calls.added_slots, into=into, accumulate=epilogue.startswith("+"))
-        yield _row_entry("add_slots", f"{block}/{epilogue}", FP32, call)
+        yield _row_recipe("add_slots", f"{block}/{epilogue}", FP32, call)
     for kernel in ("publish", "advance"):
-        yield _row_entry(kernel, "one", BF16, getattr(calls, kernel))
+        yield _row_recipe(kernel, "one", BF16, getattr(calls, kernel))
     for kernel, tile in (("embedding_fwd", EMBEDDING), ("embedding_bwd", EMBEDDING_GRAD)):
-        yield _row_entry(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, calls.embedding)
+        yield _row_recipe(kernel, f"{tile.block_rows}x{tile.block_cols}", BF16, calls.embedding)
     for dtype in (BF16, FP32):
         for kernel in ("softmax_statistics", "cross_entropy_grad"):
-            yield _row_entry(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
+            yield _row_recipe(kernel, f"{LOGITS.block_cols}", dtype, calls.cross_entropy)
     for name in calls.other_primitives():
         of = MetaOperands(BF16, T, K, N, chunks=2)
         call = partial(calls.primitive, name=name)
-        yield recorded(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
+        yield Recipe(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
 
 
-def _row_entry(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Entry:
+def _row_recipe(kernel: str, way: str, dtype: torch.dtype, call: Call, features: int = K) -> Recipe:
     name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(dtype, T, features, N, chunks=2)
-    return recorded(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")
+    return Recipe(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")

@@ -1,20 +1,25 @@
-"""The compile gate: every catalog entry on each of its architectures, held to rules and budgets."""
+"""The compile gate: every entry on each of its architectures, held to rules, budgets and cycles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 
 import triton
 
-from tpkernels.gate import budgets
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, Facts, Job, compile_all
-from tpkernels.gate.budgets import Budgets
+from tpkernels.gate import budgets, cycles
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, Job
+from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import catalog, has_parts
+from tpkernels.gate.clock.cost import Cost
+from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
+
+Rules = Callable[[Entry, str, Facts], Iterable[str]]  # what is broken on an architecture, in words
 
 
 @dataclass(frozen=True)
@@ -24,20 +29,37 @@ class Compiled:
     job: Job
     facts: Facts | None  # None if it does not compile
     failures: tuple[str, ...]
+    cost: Cost | None = None  # None if it is not clocked
 
 
 class UsageError(Exception):
     """What nothing can be checked with, in words."""
 
 
-def jobs_of(architectures: Sequence[str], only: str) -> list[Job]:
+@dataclass(frozen=True)
+class Suite:
+    """Entries that are checked together."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    budgets: Path
+    rules: Rules
+    launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
+
+
+def ours() -> Suite:
+    """The kernels of this package."""
+    return Suite("the catalog", catalog(), TABLE, violations, FromCatalog)
+
+
+def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
     """Architecture by architecture; `only` as in `has_parts`."""
     unknown = [name for name in architectures if name not in ARCHITECTURES]
     if unknown:
         raise UsageError(
             f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}"
         )
-    chosen = [entry for entry in catalog() if has_parts(entry.name, only)]
+    chosen = [entry for entry in suite.entries if has_parts(entry.name, only)]
     return [
         Job(entry, architecture)
         for architecture in dict.fromkeys(architectures)
@@ -47,7 +69,7 @@ def jobs_of(architectures: Sequence[str], only: str) -> list[Job]:
 
 
 def check(
-    jobs: Sequence[Job], processes: int, report: Callable[[Job], None], update: bool
+    suite: Suite, jobs: Sequence[Job], processes: int, report: Callable[[Task], None], update: bool
 ) -> tuple[list[Compiled], list[str]]:
     """What came of the jobs, and notes on the table of budgets.
 
@@ -55,46 +77,73 @@ def check(
     update: make what the jobs take the budgets, and write them
     """
     try:
-        table = budgets.read()
+        table = budgets.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    results = compile_all(jobs, processes, report)
+    tasks = [Task(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
+    results = examine_all(tasks, processes, report)
     minor, notes = budgets.minor_version(triton.__version__), []
-    if not HAS_GLUON and any(job.architecture == "sm_90" for job in jobs):
+    if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
         notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
-    current = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
+    current = {(gpu, entry.name) for entry in suite.entries for gpu in entry.architectures}
     if update:
-        facts = {
-            (job.architecture, job.entry.name): result
+        new = {
+            (job.architecture, job.entry.name): Budget.of(result.facts, _known(result))
             for job, result in zip(jobs, results, strict=True)
-            if isinstance(result, Facts)
+            if isinstance(result.facts, Facts)
         }
         provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
-        table[minor] = budgets.updated(table.get(minor), facts, current, provenance)
+        table[minor] = budgets.updated(table.get(minor), new, current, provenance)
         try:
-            budgets.write(table)
+            budgets.write(table, suite.budgets)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
-        notes.append(f"{len(facts)} budgets for Triton {minor} written into {TABLE}")
+        notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
     elif minor not in table:
         known = ", ".join(sorted(table)) or "none"
         notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
     elif gone := table[minor].keys() - current:
-        notes.append(f"{len(gone)} budgets of what is no longer in the catalog: --update drops them")
+        notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
     found = table.get(minor)
-    return [judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True)], notes
+    judged = (
+        judge(*pair, found, triton.__version__, suite.rules) for pair in zip(jobs, results, strict=True)
+    )
+    return list(judged), notes
 
 
-def judge(job: Job, result: Facts | str, budgets: Budgets | None, triton_version: str) -> Compiled:
-    """Hold a result to the rules, and to its budget if there is a table for this Triton."""
-    if isinstance(result, str):
-        return Compiled(job, None, (f"does not compile: {result}",))
-    failures = [*violations(job.entry, job.architecture, result)]
+def judge(
+    job: Job,
+    result: Examined,
+    budgets: Budgets | None,
+    triton_version: str,
+    rules: Rules | None = None,
+) -> Compiled:
+    """Hold a result to the rules (ours, if none are given), and to its budget if this Triton has a table."""
+    facts, cost = result.facts, _known(result)
+    if isinstance(facts, str):
+        return Compiled(job, None, (f"does not compile: {facts}",))
+    failures = [*(rules or violations)(job.entry, job.architecture, facts)]
+    if isinstance(result.cost, str):
+        failures.append(f"cannot be clocked: {result.cost}")
     if budgets is not None:
         budget = budgets.of(job.architecture, job.entry.name)
-        failures += budget.excesses(result) if budget else ["no budget yet: record one with --update"]
-        same_triton = budgets.provenance.get("triton") == triton_version
-        changes = ", ".join(budget.changes(result)) if budget and same_triton else ""
-        if changes and not failures:  # what is worse says more
-            failures.append(f"other instructions: {changes}; record them with --update if that is meant")
-    return Compiled(job, result, tuple(failures))
+        failures += budget.excesses(facts) if budget else ["no budget yet: record one with --update"]
+        if budget and budgets.provenance.get("triton") == triton_version:
+            failures += _by_the_same_triton(budget, facts, cost, bool(failures))
+    return Compiled(job, facts, tuple(failures), cost)
+
+
+def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_worse: bool) -> Iterator[str]:
+    """What only the version of Triton that a budget was made with can be held to."""
+    slower = [*cycles.slower(budget.cycles, cost)] if cost else []
+    yield from slower
+    if is_worse or slower:  # which says more
+        return
+    if cost and (faster := ", ".join(cycles.faster(budget.cycles, cost))):
+        yield f"faster: {faster}; record it with --update"
+    if changes := ", ".join(budget.changes(facts)):
+        yield f"other instructions: {changes}; record them with --update if that is meant"
+
+
+def _known(result: Examined) -> Cost | None:
+    return result.cost if isinstance(result.cost, Cost) else None

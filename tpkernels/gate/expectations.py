@@ -53,11 +53,21 @@ def is_ragged(entry: Entry) -> bool:
     return "ragged" in entry.name.split("/")
 
 
-def _memory(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
+def overflow(architecture: str, facts: Facts) -> Iterator[str]:
+    """More shared memory than a block may have."""
     if facts.shared > SHARED_LIMIT[architecture]:
         yield f"shared memory {facts.shared:,} > {SHARED_LIMIT[architecture]:,} bytes: cannot be launched"
+
+
+def spilled(architecture: str, facts: Facts) -> Iterator[str]:
+    """Local memory, where no rule of ours allows it."""
     if architecture == "sm_90" and (facts.spills or facts.stack):
         yield f"spills: {facts.spills} loads and stores of local memory, {facts.stack} bytes of stack"
+
+
+def _memory(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
+    yield from overflow(architecture, facts)
+    yield from spilled(architecture, facts)
     if promised := re.search(r"-x(\d+)", entry.name):
         limits = blocks_by_limit(architecture, facts.registers, facts.threads, facts.shared)
         yield from too_few(int(promised[1]), limits)

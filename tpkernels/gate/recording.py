@@ -47,6 +47,55 @@ class MetaOperands(Operands):
         return flat[self.ragged :][: prod(shape)].view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How an entry's launch is recorded."""
+
+    name: str  # of the entry
+    call: Callable[[MetaOperands], object]
+    of: MetaOperands
+    target: Target
+    architectures: tuple[str, ...]
+    function: str = ""  # of what `call` launches, the first that is this kernel; "": the first
+    precision: Literal["ieee", "tf32"] = "ieee"
+
+    def launch(self) -> launch.Launch:
+        """What the kernel is launched with."""
+        with _launching_with(self.of, self.precision), launch.recording(self.target) as launches:
+            self.call(self.of)
+        return next(one for one in launches if self.function in ("", one.kernel.__name__))
+
+    def entry(self) -> Entry:
+        """What is compiled of it."""
+        first = self.launch()
+        arguments: dict[str, str] = {}
+        constants = dict(first.constants)
+        aligned: set[str] = set()
+        parameters = getattr(first.kernel, "params", ())  # of one that is interpreted there are none
+        plain = frozenset(one.name for one in parameters if one.do_not_specialize)
+        unaligned = plain.union(one.name for one in parameters if one.do_not_specialize_on_alignment)
+        for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
+            if type(value) is int and value == 1 and argument not in plain:
+                constants[argument] = value
+                continue
+            arguments[argument] = _type_of(value)
+            if _is_aligned(value) and argument not in unaligned:
+                aligned.add(argument)
+        return Entry(
+            name=self.name,
+            module=first.kernel.fn.__module__,
+            function=first.kernel.__name__,
+            form="descriptor" if any(isinstance(a, DESCRIPTORS) for a in first.arguments) else "pointer",
+            arguments=arguments,
+            aligned=frozenset(aligned),
+            num_warps=constants.pop("num_warps", 4),
+            num_stages=constants.pop("num_stages", None),
+            constants=constants,
+            architectures=self.architectures,
+            unspecialised=unaligned,
+        )
+
+
 def recorded(
     name: str,
     call: Callable[[MetaOperands], object],
@@ -57,35 +106,7 @@ def recorded(
     precision: Literal["ieee", "tf32"] = "ieee",
 ) -> Entry:
     """The entry of the first kernel that `call` launches on `target`, or of the first that is `function`."""
-    with _launching_with(of, precision), launch.recording(target) as launches:
-        call(of)
-    first = next(one for one in launches if function in ("", one.kernel.__name__))
-    arguments: dict[str, str] = {}
-    constants = dict(first.constants)
-    aligned: set[str] = set()
-    parameters = getattr(first.kernel, "params", ())  # of one that is interpreted there are none
-    plain = frozenset(one.name for one in parameters if one.do_not_specialize)
-    unaligned = plain.union(one.name for one in parameters if one.do_not_specialize_on_alignment)
-    for argument, value in zip(first.kernel.arg_names, first.arguments, strict=False):
-        if type(value) is int and value == 1 and argument not in plain:
-            constants[argument] = value
-            continue
-        arguments[argument] = _type_of(value)
-        if _is_aligned(value) and argument not in unaligned:
-            aligned.add(argument)
-    return Entry(
-        name=name,
-        module=first.kernel.fn.__module__.removeprefix("tpkernels.kernels."),
-        function=first.kernel.__name__,
-        form="descriptor" if any(isinstance(a, DESCRIPTORS) for a in first.arguments) else "pointer",
-        arguments=arguments,
-        aligned=frozenset(aligned),
-        num_warps=constants.pop("num_warps", 4),
-        num_stages=constants.pop("num_stages", None),
-        constants=constants,
-        architectures=architectures,
-        unspecialised=unaligned,
-    )
+    return Recipe(name, call, of, target, architectures, function, precision).entry()
 
 
 def _type_of(value: Tensor | TensorDescriptor | GluonDescriptor | int | float) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.compile_gate import Compiled, UsageError
+from tpkernels.gate.cycles import NAMES, stretches
 from tpkernels.gate.numerics import Computed
 
 # shown if present; the rest of the mix is in the JSON
@@ -26,6 +27,7 @@ SHOWN = (
     "STL",
     "LDL",
 )
+HEADINGS = "regs   shared  blocks  spills  waits   step     edge  instructions"
 
 
 def tell(
@@ -64,9 +66,9 @@ def _print_compiled(compiled: Sequence[Compiled]) -> None:
     for one in compiled:
         if one.job.architecture != architecture:
             architecture = one.job.architecture
-            print(f"\n{architecture:<{name_width + 5}}  regs   shared  blocks  spills  waits  instructions")
+            print(f"\n{architecture:<{name_width + 5}}  {HEADINGS}")
         mark = "FAIL" if one.failures else "ok"
-        print(f"{mark:<5}{one.job.entry.name:<{name_width}}  {_numbers(one.facts)}".rstrip())
+        print(f"{mark:<5}{one.job.entry.name:<{name_width}}  {_numbers(one)}".rstrip())
 
 
 def _print_computed(computed: Sequence[Computed]) -> None:
@@ -105,6 +107,7 @@ def _as_json(
                 "architecture": one.job.architecture,
                 "failures": list(one.failures),
                 "facts": one.facts.as_json() if one.facts else None,
+                "cost": one.cost.as_json() if one.cost else None,
             }
             for one in compiled
         ],
@@ -116,12 +119,19 @@ def _as_json(
     }
 
 
-def _numbers(facts: Facts | None) -> str:
+def _numbers(one: Compiled) -> str:
+    facts = one.facts
     if facts is None:
         return "does not compile"
     mix = " ".join(f"{name} {facts.count(name)}" for name in SHOWN if facts.count(name))
     blocks, waits = ("-" if number is None else number for number in (facts.blocks, facts.exposed_waits))
     roles = f" roles {'/'.join(map(str, facts.role_registers))}" if facts.role_registers else ""
-    return (
-        f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}  {waits:>5}  {mix}{roles}"
-    )
+    taken = f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}  {waits:>5}"
+    return f"{taken}  {_cycles(one.cost)}  {mix}{roles}"
+
+
+def _cycles(cost: Cost | None) -> str:
+    """Of a step of the main loop, and of a tile beyond its steps."""
+    known = {} if cost is None else stretches(cost)
+    step, edge = (f"{known[name].cycles:,.0f}" if name in known else "-" for name in NAMES)
+    return f"{step:>5}  {edge:>7}"

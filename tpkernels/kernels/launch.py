@@ -27,6 +27,7 @@ class Launch:
     """What a kernel was called with."""
 
     kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]  # with options such as num_warps
 
@@ -62,7 +63,7 @@ def emulation(target: Target, start: Start) -> Iterator[None]:
 def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """The kernel, to be called with its arguments: launched on the device of the tensors, or recorded."""
     if device.type == "meta":
-        return partial(_record, kernel)
+        return partial(_record, kernel, grid)
     if device.type == "cpu" and (start := _emulated.get()):
         return start(kernel, grid)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -71,8 +72,8 @@ def on(device: torch.device, kernel: Any, grid: tuple[int, ...]) -> Callable[...
     return started
 
 
-def _record(kernel: Any, *arguments: Any, **constants: Any) -> None:
-    _recorded.get().append(Launch(kernel, arguments, constants))
+def _record(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    _recorded.get().append(Launch(kernel, grid, arguments, constants))
 
 
 def _launch_elsewhere(

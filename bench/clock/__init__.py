@@ -1,0 +1,1 @@
+"""The clock against published timings, and what it says of what is shipped."""

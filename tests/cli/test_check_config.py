@@ -1,0 +1,143 @@
+"""`check --config` with kernels that are not ours: those of the page, in a fresh folder, with faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tests.blocks import write_files
+from tpkernels.gate.budgets import minor_version, read
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "check-your-kernels.md"
+WORKFLOW = ROOT / "docs" / "ci-workflow-kernels.yml"
+
+# fault -> the kernel of the page that has it, where it is planted, what the check says
+PLANTED = {
+    "spill": (
+        "matmul",
+        {"num_warps = 8": "num_warps = 4"},
+        r"entry spill on sm_90: spills: \d+ loads and stores of local memory, \d+ bytes of stack",
+    ),
+    "stage": (
+        "matmul",
+        {"num_stages = 3": "num_stages = 2"},
+        r"entry stage on sm_90: step [\d,]+ -> [\d,]+ cycles: waits for copies",
+    ),
+    "narrow": (
+        "softmax",
+        {
+            'values = { stride = "columns" }': 'values = { stride = "columns + 1" }\n'
+            'strides = { x_ptr = ["stride", 1], y_ptr = ["stride", 1] }'
+        },
+        "entry narrow on sm_90: no LDG.128 or LDGSTS.128 or UTMALDG: nothing loads 16 bytes at a time",
+    ),
+    "formula": (
+        "softmax",
+        {"(e / tl.sum(e, 0))": "(e / (tl.sum(e, 0) + 1))"},
+        r"numerics of formula/rows=7,columns=1000: y_ptr is off by \d\.\d+ times the bound",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What the page has in its folder."""
+    write_files(PAGE, tmp_path)
+    return tmp_path
+
+
+def job() -> dict[str, Any]:
+    """The one of the workflow."""
+    yaml = pytest.importorskip("yaml")
+    (only,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    return only
+
+
+def commands() -> tuple[list[list[str]], list[str]]:
+    """What the workflow installs, and how it checks."""
+    run_by_it = [shlex.split(step["run"]) for step in job()["steps"] if "run" in step]
+    *installs, checking = run_by_it
+    assert checking[:4] == ["python", "-m", "tpkernels", "check"]
+    return installs, checking[4:]
+
+
+def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    environment["TPKERNELS_CACHE_DIR"] = str(folder / "cache")
+    command = [sys.executable, "-m", "tpkernels", "check", *arguments]
+    ran = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "Traceback" not in ran.stderr, ran.stderr
+    return ran
+
+
+def planted(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Sound and faulty files: for each fault a table and a module of its own, copied from the page."""
+    head, *tables = (folder / "gate.toml").read_text().split("[kernels.")
+    kernels = (folder / "kernels.py").read_text()
+    sound, faulty = {"gate.toml": head}, {"gate.toml": head}
+    for fault, (kernel, changes, _) in PLANTED.items():
+        table = next(table for table in tables if table.startswith(f"{kernel}]"))
+        table = table.replace(f"{kernel}]", f"[kernels.{fault}]", 1).replace('"kernels:', f'"{fault}:')
+        table = table.replace('["sm_80", "sm_90"]', '["sm_90"]')
+        assert all(before in table + kernels for before in changes), f"{fault}: plant it anew"
+        for files, edits in ((sound, {}), (faulty, changes)):
+            for name, text in {"gate.toml": table, f"{fault}.py": kernels}.items():
+                for before, after in edits.items():
+                    text = text.replace(before, after)
+                files[name] = files.get(name, "") + text
+    return sound, faulty
+
+
+def test_each_planted_fault_turns_the_workflow_red(folder):
+    _, checking = commands()
+    sound, faulty = planted(folder)
+    for name, text in sound.items():
+        (folder / name).write_text(text)
+    ran = check(folder, *checking, "--update")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "all well: 4 compilations and 6 computations" in ran.stdout
+    rows = read(folder / "gate-budgets.json")[minor_version(triton.__version__)].keys()
+    assert rows == {("sm_90", fault) for fault in PLANTED}
+
+    for name, text in faulty.items():
+        (folder / name).write_text(text)
+    ran = check(folder, *checking)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    for fault, (_, _, finding) in PLANTED.items():
+        assert re.search(f"^{finding}$", ran.stdout, re.MULTILINE), f"{fault} not in {ran.stdout}"
+    failures = json.loads((folder / job()["steps"][-1]["with"]["path"]).read_text())["failures"]
+    assert {re.match(r"(?:entry|numerics of) (\w+)", failure)[1] for failure in failures} == set(PLANTED)
+    wrong = [failure for failure in failures if failure.startswith("numerics")]
+    assert all("formula" in failure for failure in wrong), "the others compute what they should"
+
+
+def test_workflow_installs_what_the_check_needs():
+    installs, checking = commands()
+    pinned = re.search(r"^triton==.*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned[0] in installs[-1]
+    assert {"torch", "numpy", "tpkernels"} <= {word for command in installs for word in command}
+    assert job()["steps"][-1]["with"]["path"] in checking
+    assert job()["steps"][-1]["if"] == "always()"
+    actions = [step["uses"] for step in job()["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in actions), actions
+
+
+def test_what_is_wrong_beyond_the_file_is_one_line(folder):
+    (folder / "oracles.py").write_text("def softmax(x_ptr):\n    return x_ptr\n\nmatmul = 3\n")
+    ran = check(folder, "--config", "gate.toml", "--skip", "compile")
+    assert ran.returncode == 2
+    told = r"error: .*gate\.toml: kernels\.matmul: oracle: expected a function, oracles:matmul is a int"
+    assert re.fullmatch(f"python -m tpkernels check: {told}\n", ran.stderr)

@@ -1,0 +1,182 @@
+"""Each mistake in a gate.toml is a line that names the file, the kernel and the key."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tpkernels.cli import main
+from tpkernels.gate.own.config import read
+from tpkernels.gate.own.expressions import value_of, whole_number
+from tpkernels.gate.own.record import ConfigError, OwnKernel
+from tpkernels.gate.own.table import own_kernel
+
+if sys.version_info < (3, 11):
+    pytest.importorskip("tomli")
+
+SOUND = """
+[kernels.scale]
+kernel = "kernels:scale_kernel"
+signature = { x = "*bf16", y = "*bf16", factor = "fp32", columns = "i32" }
+constants = { BLOCK = 128 }
+rules = ["no_spills"]
+sizes = { rows = 512, columns = 1024 }
+shapes = { x = ["rows", "columns"], y = ["rows", "columns"] }
+values = { factor = 0.5 }
+grid = ["rows * cdiv(columns, BLOCK)"]
+oracle = "oracles:scale"
+outputs = ["y"]
+"""
+MISTAKES = {
+    "no_toml": ("[kernels.scale]", "[kernels.scale", r": Expected '\]'"),
+    "no_kernels": (SOUND, "", r": kernels: expected tables such as"),
+    "key_of_the_file": (SOUND, "budget = 'b.json'" + SOUND, ": budget: unknown; known are budgets, kernels"),
+    "budgets": (SOUND, "budgets = 3" + SOUND, ": budgets: expected the path of a file, got 3"),
+    "name": ("kernels.scale]", 'kernels."a scale"]', "a scale: name: expected letters, digits"),
+    "unknown_key": ("rules =", "rule =", "scale: rule: unknown; known are kernel, signature, "),
+    "missing_key": ('kernel = "kernels:scale_kernel"', "", "scale: kernel: is missing"),
+    "kernel_without_module": ("kernels:scale_", "scale_", 'kernel: expected "module:function"'),
+    "type_of_a_key": ("sizes = {", "num_warps = '4'\nsizes = {", "num_warps: expected an integer, got '4'"),
+    "bool_for_an_integer": ("rows = 512", "rows = true", "sizes.rows: expected an integer, got True"),
+    "table_for_a_list": ('rules = ["no_spills"]', "rules = {}", "rules: expected a list, got {}"),
+    "unknown_type": ('"fp32"', '"float"', "signature.factor: expected a type such as .*, got 'float'"),
+    "constexpr": ('"fp32"', '"constexpr"', "signature.factor: is compiled in"),
+    "argument_twice": ("BLOCK = 128", "BLOCK = 128, x = 1", "constants.x: is in signature too"),
+    "unknown_rule": ('"no_spills"', '"no_spill"', "rules: expected some of no_spills, .*; got 'no_spill'"),
+    "unknown_gpu": ("rules", 'architectures = ["sm_42"]\nrules', "architectures: expected some of .*'sm_42'"),
+    "warps": ("rules", "num_warps = 3\nrules", "num_warps: expected a power of two up to 32, got 3"),
+    "stages": ("rules", "num_stages = 0\nrules", "num_stages: expected 1 or more, got 0"),
+    "lacking_shape": (', y = ["rows", "columns"] }', " }", "shapes: lacks 'y'"),
+    "shape_of_a_number": ("shapes = {", "shapes = { columns = [1],", "shapes: 'columns' is no tensor"),
+    "shape_of_no_name": ('y = ["rows"', 'y = ["row"', "shapes.y: 'row' is none of the names BLOCK, "),
+    "shape_of_a_fraction": ('y = ["rows"', 'y = ["rows / 7"', "shapes.y: expected an integer of 1 or more"),
+    "shape_of_nothing": ('y = ["rows"', 'y = ["rows - 512"', "shapes.y: expected an integer of 1 .* is 0"),
+    "no_expression": ("cdiv(columns, BLOCK)", "cdiv(columns", "grid: 'rows .* is no expression"),
+    "code": ("cdiv(columns, BLOCK)", "exit(3)", r"grid: 'exit\(3\)': expected "),
+    "division_by_zero": ("cdiv(columns, BLOCK)", "columns // 0", "grid: .* has no value: .*zero"),
+    "no_grid": ('grid = ["rows * cdiv(columns, BLOCK)"]', "", "grid: expected one to three"),
+    "value_of_a_tensor": ("factor = 0.5", "factor = 0.5, x = 2", "values.x: is a tensor"),
+    "value_of_nothing": ("factor = 0.5", "factr = 0.5", "values: 'factr' is no argument of signature"),
+    "lacking_value": ("values = { factor = 0.5 }", "", "values.factor: 'factor' is none of the names"),
+    "too_large_a_value": (
+        "columns = 1024 }",
+        "columns = 4294967296 }",
+        "values.columns: expected an i32, got",
+    ),
+    "strides": ("grid", 'strides = { x = ["columns"] }\ngrid', "strides.x: expected 2, got 1"),
+    "no_outputs": ('outputs = ["y"]', "", "outputs: is missing"),
+    "output_of_no_tensor": ('outputs = ["y"]', 'outputs = ["z"]', "outputs: 'z' is no tensor of signature"),
+    "no_oracle": ('oracle = "oracles:scale"', "", "outputs: is of use with an oracle only"),
+    "integers": ('y = "*bf16"', 'y = "*i32", at = "*i64"', "shapes: lacks 'at'"),
+    "tile_alone": ("outputs", 'tile = { rows = 1, columns = "BLOCK" }\noutputs', "tile: expected two sizes"),
+    "tolerance": ("outputs", "tolerance = { bf16 = 2 }\noutputs", "tolerance.bf16: expected a part of 1"),
+    "fill": ("outputs", 'fill = { x = "random" }\noutputs', "fill.x: expected normal, .*got 'random'"),
+    "fill_of_floats": ("outputs", "fill = { x = [0, 3] }\noutputs", "fill.x: it holds bf16: expected normal"),
+}
+
+
+def config(folder, text):
+    path = folder / "gate.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("sound", "mistaken", "told"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_told_by_file_and_key(sound, mistaken, told, tmp_path):
+    assert sound in SOUND
+    path = config(tmp_path, SOUND.replace(sound, mistaken))
+    where = "" if told.startswith(":") else ": kernels."
+    with pytest.raises(ConfigError, match=f"^{path}{where}.*{told}") as raised:
+        read(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_sound_config_is_read(tmp_path):
+    found = read(config(tmp_path, SOUND))
+    assert found.budgets == tmp_path / "gate-budgets.json"
+    assert found.folder == tmp_path
+    (own,) = found.kernels
+    assert own == own_kernel("scale", own.as_table())
+    values = own.at(own.sizes)
+    assert values.grid == (512 * 8,)
+    assert values.shapes == {"x": (512, 1024), "y": (512, 1024)}
+    assert values.strides == {"x": (1024, 1), "y": (1024, 1)}
+    assert values.numbers == {"factor": 0.5, "columns": 1024}
+
+
+def test_missing_file_and_another_extension_are_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file or directory"):
+        read(tmp_path / "nowhere.toml")
+    (tmp_path / "my-gate.py").write_text("")
+    with pytest.raises(ConfigError, match=r"my-gate\.py: a module of this name cannot be imported"):
+        read(tmp_path / "my-gate.py")
+
+
+def test_check_says_it_in_one_line_with_exit_code_2(tmp_path, capsys):
+    path = config(tmp_path, SOUND.replace("rules", "rule"))
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", "--config", str(path)])
+    assert exit_.value.code == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith(f"python -m tpkernels check: error: {path}: kernels.scale: rule: unknown")
+    assert refusal.count("\n") == 1
+
+
+def product(**changes) -> OwnKernel:
+    table = {
+        "kernel": "kernels:matmul_kernel",
+        "signature": {"a": "tensordesc<bf16[128, 64]>", "c": "*bf16", "M": "i32", "N": "i32", "K": "i32"},
+        "constants": {"BLOCK": 128},
+        "sizes": {"M": 1000, "N": 2048, "K": 512},
+        "shapes": {"a": ["M", "K"], "c": ["M", "N"]},
+        "grid": ["cdiv(M, BLOCK) * cdiv(N, BLOCK)"],
+        "tile": {"M": "BLOCK", "N": "BLOCK"},
+        "step": {"K": 64},
+    }
+    return own_kernel("matmul", table | changes)
+
+
+def test_tiles_and_steps_are_sizes():
+    own = product()
+    assert own.of_tiles(3, 4) == {"M": 128, "N": 384, "K": 256}
+    assert own.at(own.of_tiles(3, 4)).grid == (3,)
+    persistent = product(grid=["min(cdiv(M, BLOCK) * cdiv(N, BLOCK), processors)"])
+    assert persistent.at(persistent.of_tiles(3, 4), processors=1).grid == (1,)
+    assert own.tensors["a"].block == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"step": {}}, "tile: expected two sizes of a result"),
+        ({"step": {"L": 64}}, "step: 'L' is none of sizes"),
+        ({"step": {"M": 64}}, "step: expected another size"),
+        ({"grid": ["M"]}, "tile: 3 tiles are 128 blocks by grid"),
+        ({"shapes": {"a": ["M"], "c": ["M", "N"]}}, "shapes.a: expected 2 sizes, as its descriptor has"),
+    ],
+    ids=["no_step", "unknown_size", "one_size_twice", "other_grid", "shape_of_a_descriptor"],
+)
+def test_mistaken_tiles_are_told(changes, told):
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        product(**changes)
+
+
+def test_expressions_are_arithmetic_alone():
+    names = {"M": 300, "x": 0.5}
+    assert value_of("-cdiv(M, 128) * 2 + M % 7 - max(M // 100, 1)", names) == -6 + 6 - 3
+    assert value_of(" M * x ", names) == 150.0
+    assert whole_number(7, names) == 7
+    for bad in (
+        "__import__('os')",
+        "M.bit_length()",
+        "[M]",
+        "M if M else 1",
+        "'a'",
+        "M ** M",
+        "cdiv(M, b=1)",
+    ):
+        with pytest.raises(ValueError, match=r"expected|none of the names"):
+            value_of(bad, names)
+    with pytest.raises(ValueError, match="has no value"):
+        value_of("cdiv(M)", names)

@@ -1,0 +1,170 @@
+"""Kernels of others beside their oracles: what is a finding, and what a mistake in the config."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tpkernels.gate.own.children import answers
+from tpkernels.gate.own.table import own_kernel
+
+CODE = """
+import os
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def scale_kernel(x, y, n, factor, FAULT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    loaded = tl.load(x + at, mask=at < n, other=0.0)
+    if FAULT == "unmasked_load":
+        loaded = loaded + 0 * tl.sum(tl.load(x + at), 0)
+    end = n + (FAULT == "overrun") - (FAULT == "unwritten")
+    if FAULT == "input":
+        tl.store(x + at, loaded, mask=at < n)
+        tl.store(x + at, loaded + 1, mask=at < n)
+    if FAULT == "raises":
+        tl.static_assert(BLOCK == 3, "a block of three")
+    if FAULT == "dies":
+        os._exit(7)
+    tl.store(y + at, loaded * factor, mask=at < end)
+
+@triton.jit
+def pick_kernel(table, index, picked, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(index + at, mask=at < n, other=0)
+    tl.atomic_add(picked + rows, tl.load(table + rows, mask=at < n, other=0), mask=at < n)
+
+@triton.jit
+def copy_kernel(a, b, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row, col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
+    b.store([row, col], a.load([row, col]))
+
+def scale(x, factor):
+    assert x.dtype == torch.float64
+    return x * factor
+
+def pick(table, index, picked):
+    return {"picked": picked.index_add(0, index, table[index])}
+
+def copy(a, **others):
+    return a
+
+def off(x, factor):
+    return 1.001 * factor * x
+
+def off_by_one(table, index, picked):
+    exact = picked.index_add(0, index, table[index])
+    exact[3] += 1
+    return exact
+
+def raises(x):
+    raise ValueError("no oracle today")
+
+def cut(x, factor):
+    return x[1:]
+
+def two(x):
+    return x, x
+
+def unknown(z):
+    return z
+
+def undefined(x):
+    return x * float("nan")
+
+def other_name(x):
+    return {"z": x}
+"""
+SCALE = {
+    "kernel": "code:scale_kernel",
+    "signature": {"x": "*fp32", "y": "*fp32", "n": "i32", "factor": "fp32"},
+    "constants": {"FAULT": "", "BLOCK": 128},
+    "shapes": {"x": ["n"], "y": ["n"]},
+    "values": {"factor": 0.3},
+    "grid": ["cdiv(n, BLOCK)"],
+    "oracle": "code:scale",
+    "oracle_sizes": [{"n": 1000}],
+    "outputs": ["y"],
+}
+PICK = {
+    "kernel": "code:pick_kernel",
+    "signature": {"table": "*i32", "index": "*i64", "picked": "*i32", "n": "i32"},
+    "constants": {"BLOCK": 64},
+    "shapes": {"table": ["rows"], "index": ["n"], "picked": ["rows"]},
+    "grid": ["cdiv(n, BLOCK)"],
+    "oracle": "code:pick",
+    "oracle_sizes": [{"n": 100, "rows": 50}],
+    "outputs": ["picked"],
+    "fill": {"table": [-9, 10], "index": [0, "rows"], "picked": "zeros"},
+}
+COPY = {
+    "kernel": "code:copy_kernel",
+    "signature": {"a": "tensordesc<bf16[16, 32]>", "b": "tensordesc<bf16[16,32]>"},
+    "constants": {"ROWS": 16, "COLS": 32},
+    "shapes": {"a": ["rows", "cols"], "b": ["rows", "cols"]},
+    "strides": {"a": ["cols + 8", 1]},
+    "grid": ["cdiv(rows, ROWS)", "cdiv(cols, COLS)"],
+    "oracle": "code:copy",
+    "oracle_sizes": [{"rows": 19, "cols": 40}],
+    "outputs": ["b"],
+}
+
+
+def faulty(fault):
+    return SCALE | {"constants": {"FAULT": fault, "BLOCK": 128}}
+
+
+def with_oracle(name):
+    return SCALE | {"oracle": f"code:{name}"}
+
+
+CASES = {  # table, what fails, what is mistaken
+    "sound": (SCALE, "", None),
+    "integers": (PICK, "", None),
+    "descriptors": (COPY, "", None),
+    "off": (with_oracle("off"), r"y is off by 3\.33e\+03 times the bound", None),
+    "tolerated": (with_oracle("off") | {"tolerance": {"fp32": 2e-3}}, "", None),
+    "other_integers": (PICK | {"oracle": "code:off_by_one"}, "picked differs in 1 of 50 elements", None),
+    "unmasked_load": (faulty("unmasked_load"), "y holds NaN", None),
+    "overrun": (faulty("overrun"), "written outside y", None),
+    "unwritten": (faulty("unwritten"), "y holds NaN", None),
+    "input": (faulty("input"), "writes into x, which is none of its outputs", None),
+    "raises": (faulty("raises"), ".*a block of three.*", None),
+    "dies": (faulty("dies"), "ended its process with exit code 7.*", None),
+    "after_a_death": (SCALE, "", None),
+    "raising": (with_oracle("raises"), None, "oracle: code:raises raised ValueError: no oracle today"),
+    "undefined": (with_oracle("undefined"), None, "oracle: code:undefined returned NaN in y"),
+    "cut": (with_oracle("cut"), None, r"oracle: code:cut returned y of shape \(999,\), expected \(1000,\)"),
+    "two": (with_oracle("two"), None, "oracle: code:two returned 2, expected tensors for y"),
+    "unknown": (with_oracle("unknown"), None, "oracle: code:unknown asks for 'z'; there are .*"),
+    "other_name": (with_oracle("other_name"), None, "oracle: code:other_name returned 'z', expected .* y"),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """The answer to each case; a process interprets one after another."""
+    folder = tmp_path_factory.mktemp("team")
+    (folder / "code.py").write_text(CODE)
+    items = [
+        {"name": name, "table": own_kernel(name, table).as_table(), "sizes": 0}
+        for name, (table, _, _) in CASES.items()
+    ]
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return dict(zip(CASES, answers("tpkernels.gate.own.numerics", folder, items, variables), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_is_told(name, told):
+    _, failure, mistake = CASES[name]
+    answer = told[name]
+    if isinstance(answer, str):
+        answer = {"error": None, "failure": answer}
+    wanted, got = (failure, answer.get("failure")) if mistake is None else (mistake, answer.get("mistake"))
+    assert got is not None, answer
+    assert re.fullmatch(wanted, got), got
+    if failure == "":
+        assert 0 <= answer["error"] < 1

@@ -1,0 +1,106 @@
+"""Compiling and clocking are kept apart: neither is done again for an edit of the other."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.gate.test_budgets import COST, FACTS
+from tpkernels.gate import ahead_of_time, clocking
+from tpkernels.gate.ahead_of_time import CompileError, Job, machine_code_of
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine
+
+ENTRY = next(entry for entry in catalog() if entry.name.startswith("linear/descriptor"))
+TASK = Task(Job(ENTRY, "sm_90"), FromCatalog(ENTRY))
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """How often a compiler and a clock that take no time were asked; `edit` changes what they depend on."""
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
+    counts = {"compiled": 0, "clocked": 0}
+    sources = {"kernel": "kernel", "clock": "clock", "launch": "launch"}
+
+    def compiled(entry, architecture):
+        counts["compiled"] += 1
+        return replace(FACTS, cubin=sources["kernel"]), sources["kernel"].encode()
+
+    def cost_of(cubin, workload):
+        assert cubin == sources["kernel"].encode()
+        counts["clocked"] += 1
+        return COST
+
+    monkeypatch.setattr(ahead_of_time, "_compiled", compiled)
+    monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: sources["kernel"])
+    monkeypatch.setattr(clocking, "built", lambda *_: machine_code_of(ENTRY, "sm_90"))
+    monkeypatch.setattr(FromCatalog, "text", lambda _: sources["launch"])
+    monkeypatch.setattr(clocking, "cost_of", cost_of)
+    monkeypatch.setattr(clocking, "_clock", lambda: sources["clock"])
+    return counts, sources
+
+
+def test_nothing_is_done_twice(counted):
+    counts, _ = counted
+    facts = replace(FACTS, cubin="kernel")
+    for _ in range(2):
+        assert examine(TASK) == Examined(facts, COST)
+    assert counts == {"compiled": 1, "clocked": 1}
+
+
+def test_an_edit_of_the_clock_compiles_nothing(counted):
+    counts, sources = counted
+    examine(TASK)
+    sources["clock"] = "other clock"
+    examine(TASK)
+    assert counts == {"compiled": 1, "clocked": 2}
+
+
+def test_an_edit_of_a_kernel_clocks_it_and_the_same_machine_code_is_not_clocked_again(counted, monkeypatch):
+    counts, sources = counted
+    examine(TASK)
+    sources["kernel"] = "other kernel"
+    examine(TASK)
+    assert counts == {"compiled": 2, "clocked": 2}
+    monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "a comment")
+    examine(TASK)
+    assert counts == {"compiled": 3, "clocked": 2}
+    sources["launch"] = "other arguments"
+    examine(TASK)
+    assert counts == {"compiled": 3, "clocked": 3}
+
+
+def test_machine_code_that_was_lost_is_compiled_again(counted, tmp_path):
+    counts, _ = counted
+    examine(TASK)
+    assert machine_code_of(ENTRY, "sm_90") == b"kernel"
+    assert counts["compiled"] == 1
+    for path in (tmp_path / "cubins").iterdir():
+        path.write_text("{}")
+    assert machine_code_of(ENTRY, "sm_90") == b"kernel"
+    assert counts["compiled"] == 2
+
+
+def test_what_is_not_clocked_keeps_no_machine_code(counted, tmp_path):
+    assert examine(Task(Job(ENTRY, "sm_100"), None)).cost is None
+    assert not (tmp_path / "cubins").exists()
+
+
+def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
+    class UnknownInstruction(Exception):
+        pass
+
+    def fails(cubin, workload):
+        raise UnknownInstruction("FROB at 0x40")
+
+    sound = clocking.cost_of
+    monkeypatch.setattr(clocking, "cost_of", fails)
+    assert examine(TASK).cost == "UnknownInstruction: FROB at 0x40"
+    monkeypatch.setattr(clocking, "cost_of", sound)
+    assert examine(TASK).cost == COST
+
+    def refuses(entry, architecture):
+        raise CompileError("no")
+
+    monkeypatch.setattr(ahead_of_time, "_compiled", refuses)
+    monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "new")
+    assert examine(TASK) == Examined("no")

@@ -1,0 +1,133 @@
+"""A change of cycles is told with its reason, and nothing else is."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.gate.test_budgets import COST, FACTS
+from tpkernels.gate import budgets, compile_gate, report
+from tpkernels.gate.ahead_of_time import Job
+from tpkernels.gate.budgets import Budget
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.gate.clocking import Examined
+from tpkernels.gate.compile_gate import Compiled, judge
+from tpkernels.gate.cycles import as_text, from_text, kept
+
+JOB = Job(catalog()[0], "sm_90")
+ROW = replace(COST, step=None, ideal=0.0)  # a kernel without products
+
+
+def changed(name: str, cycles: float, serial_loads: int = 0, **waits: float) -> Cost:
+    """COST with another stretch: its causes of before, with these cycles in place of theirs."""
+    before = getattr(COST, name)
+    return replace(COST, **{name: Stretch(cycles, {**before.waits, **waits}, serial_loads)})
+
+
+@pytest.fixture
+def failures(monkeypatch):
+    """What is said of a cost where COST, or another one, is the budget."""
+    monkeypatch.setattr(compile_gate, "violations", lambda *_: [])
+
+    def told(cost, facts=FACTS, before=COST, triton="3.7.1"):
+        rows = {("sm_90", JOB.entry.name): Budget.of(FACTS, before)}
+        table = budgets.updated(None, rows, rows, {"triton": "3.7.1"})
+        return judge(JOB, Examined(facts, cost), table, triton).failures
+
+    return told
+
+
+SLOWER = {
+    "step_waits_for_copies": (
+        changed("step", 1460.0, copies=730.0),
+        "step 1,040 -> 1,460 cycles: waits for copies",
+    ),
+    "loads_in_turn": (
+        changed("edge", 14100.0, serial_loads=4, copies=7000.0),
+        "edge 5,950 -> 14,100 cycles: 4 loads awaited one after the other",
+    ),
+    "a_new_cause": (
+        changed("edge", 8000.0, barrier=2000.0),
+        "edge 5,950 -> 8,000 cycles: waits for barrier",
+    ),
+    "no_cause": (changed("edge", 9000.0), "edge 5,950 -> 9,000 cycles: more instructions"),
+    "a_hair_past_what_is_tolerated": (
+        changed("edge", 1.031 * 5950, stores=2600.0),
+        "edge 5,950 -> 6,134 cycles: waits for stores",
+    ),
+}
+
+
+@pytest.mark.parametrize(("cost", "said"), SLOWER.values(), ids=SLOWER.keys())
+def test_a_slower_stretch_fails_and_says_what_it_waits_for(failures, cost, said):
+    assert failures(cost) == (said,)
+
+
+def test_both_stretches_are_told(failures):
+    worse = replace(COST, step=replace(COST.step, cycles=2000.0), edge=replace(COST.edge, cycles=7000.0))
+    assert failures(worse) == (
+        "step 1,040 -> 2,000 cycles: more instructions",
+        "edge 5,950 -> 7,000 cycles: more instructions",
+    )
+
+
+def test_within_three_percent_nothing_is_said(failures):
+    for factor in (0.971, 1.0, 1.029):
+        assert failures(changed("step", factor * 1040)) == ()
+        assert failures(changed("edge", factor * 5950)) == ()
+
+
+def test_faster_asks_for_an_update(failures):
+    assert failures(changed("step", 900.0)) == ("faster: step 1,040 -> 900 cycles; record it with --update",)
+    other = replace(FACTS, instructions={"HGMMA": 8})
+    assert failures(changed("step", 900.0), other) == (
+        "faster: step 1,040 -> 900 cycles; record it with --update",
+        "other instructions: HGMMA 8, was 4; record them with --update if that is meant",
+    )
+
+
+def test_what_is_slower_says_more_than_other_instructions_or_another_stretch_that_is_faster(failures):
+    other = replace(FACTS, instructions={"HGMMA": 8})
+    cost = replace(changed("edge", 9000.0), step=replace(COST.step, cycles=900.0))
+    assert failures(cost, other) == ("edge 5,950 -> 9,000 cycles: more instructions",)
+
+
+def test_kernels_without_a_main_loop_have_an_edge_alone(failures):
+    assert failures(ROW, before=ROW) == ()
+    slower = replace(ROW, edge=Stretch(9000.0, {"scoreboard: LDG": 4000.0}, 0))
+    assert failures(slower, before=ROW) == ("edge 5,950 -> 9,000 cycles: waits for LDG",)
+
+
+def test_cycles_of_another_triton_or_of_a_row_without_them_are_not_compared(failures):
+    slower = changed("edge", 9000.0)
+    assert failures(slower, triton="3.7.2") == ()
+    assert failures(slower, before=None) == ()
+
+
+def test_what_cannot_be_clocked_is_a_failure_even_without_budgets(failures):
+    said = "UnknownInstruction: FROB at 0x40 of _linear_fwd_kernel"
+    assert failures(said) == (f"cannot be clocked: {said}",)
+    assert judge(JOB, Examined(FACTS, said), None, "3.9.0").failures[-1] == f"cannot be clocked: {said}"
+
+
+def test_stretches_are_read_as_they_were_written():
+    assert as_text(COST.step) == "1040 cycles; copies 310; products 90"  # a cause of 3 cycles is not kept
+    serial = Stretch(5950.0, {"scoreboard: LDG": 700.0}, 4)
+    assert as_text(serial) == "5950 cycles, 4 serial loads; scoreboard: LDG 700"
+    assert from_text(as_text(serial)) == serial
+    assert kept(COST)["step"] == Stretch(1040.0, {"copies": 310.0, "products": 90.0}, 0)
+    assert set(kept(ROW)) == {"edge"}
+    row = Budget.of(FACTS, COST).as_json()
+    assert Budget.from_json(row) == Budget.of(FACTS, COST)
+
+
+def test_report_has_cycles_in_table_and_json(capsys, tmp_path):
+    rows = [Compiled(JOB, FACTS, (), COST), Compiled(JOB, FACTS, (), ROW), Compiled(JOB, FACTS, ())]
+    report.tell({}, rows, [], [], 1.0, tmp_path / "report.json")
+    headings, *lines = (line.split() for line in capsys.readouterr().out.splitlines() if "  " in line)
+    columns = headings.index("step"), headings.index("edge")
+    found = [[line[column + 1] for column in columns] for line in lines[:3]]
+    assert found == [["1,040", "5,950"], ["-", "5,950"], ["-", "-"]]
+    written = report._as_json({}, rows, [], [])["compiled"]
+    assert Cost.from_json(written[0]["cost"]) == COST
+    assert written[2]["cost"] is None

@@ -1,0 +1,140 @@
+"""One kernel compiled, clocked and predicted at a shape, and what `clock` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tpkernels.gate.ahead_of_time import CLOCKED, Entry, Facts, Job, facts_or_error
+from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.gate.clock.model import Board, Prediction, predict, steps_of
+from tpkernels.gate.clock.processor import run
+from tpkernels.gate.clock.semantics import translate
+from tpkernels.gate.clock.timeline import Run
+from tpkernels.gate.clock.workload import of_entry
+from tpkernels.gate.clocking import FromCatalog, built, clocked
+
+DIED: Clocked | str = "the compiler died"
+PEAK = 989.4  # TFLOP/s of an H100 SXM with 16-bit operands, by its data sheet
+DRAWN = 12  # steps of a tile that are drawn at most: more of the same
+NOTE = "by a model of an H100 SXM; nothing here was measured, see docs/clock.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    entry: Entry
+    shape: tuple[int, int, int]  # tokens, out_features, in_features
+    drawing: bool
+
+    def __str__(self) -> str:
+        return self.entry.name
+
+
+@dataclass(frozen=True, slots=True)
+class Clocked:
+    name: str
+    cost: Cost
+    steps: int  # of a tile
+    waves: float
+    predicted: Prediction
+    drawn: tuple[Run, int, int] | None = None  # of tiles and steps on one SM
+
+
+def clock_kernel(request: Request) -> Clocked | str:
+    """Work for a process; a text says why there is nothing."""
+    facts = facts_or_error(Job(request.entry, CLOCKED[0]))
+    if isinstance(facts, str):
+        return f"does not compile: {facts}"
+    try:
+        return _clocked(request, facts)
+    except Exception as error:  # a shape that the kernel is not compiled for, an unknown instruction
+        return f"{type(error).__name__}: {error}"
+
+
+def _clocked(request: Request, facts: Facts) -> Clocked:
+    entry, board = request.entry, Board()
+    workload = of_entry(entry, request.shape)
+    compiled = built(entry, CLOCKED[0], facts)
+    workload.on_one(compiled, workload.unit, 1)  # refuses a shape that this is not compiled for
+    cost = clocked(Job(entry, CLOCKED[0]), facts, FromCatalog(entry))
+    steps, drawn = steps_of(workload), None
+    if request.drawing:
+        tiles, deep = workload.unit * cost.resident, min(steps, DRAWN)
+        drawn = run(translate(compiled.code), workload.on_one(compiled, tiles, deep)), tiles, deep
+    waves = workload.tiles / (board.processors * cost.resident)
+    return Clocked(entry.name, cost, steps, waves, predict(cost, workload, board), drawn)
+
+
+def table(shape: tuple[int, int, int], found: Sequence[Clocked]) -> str:
+    width = max(len(one.name) for one in found)
+    sizes = " x ".join(f"{size:,}" for size in shape)
+    heading = (
+        f"{'kernel':<{width}}  {'step':>6}  {'waits for':<14}  {'edge':>7}  {'waits for':<14}  {'busy':>4}  "
+        f"{'waves':>6}  {'time (model)':>16}  {'TFLOP/s':>7}  {'of peak':>7}  bound by"
+    )
+    return "\n".join(
+        [
+            f"{sizes} tokens, out_features and in_features, {NOTE}",
+            "",
+            heading,
+            *(f"{one.name:<{width}}  {_row(one)}" for one in found),
+            "",
+            *_explanations(found),
+        ]
+    )
+
+
+def _row(one: Clocked) -> str:
+    cost, predicted = one.cost, one.predicted
+    step, its_wait = ("-", "-") if cost.step is None else (f"{cost.step.cycles:,.0f}", awaited(cost.step))
+    multiplies = cost.step is not None
+    busy, tflops, share = (
+        (f"{predicted.busy:.0%}", f"{predicted.tflops:,.0f}", f"{predicted.tflops / PEAK:.0%}")
+        if multiplies
+        else ("-", "-", "-")
+    )
+    return (
+        f"{step:>6}  {its_wait:<14}  {cost.edge.cycles:>7,.0f}  {awaited(cost.edge):<14}  {busy:>4}  "
+        f"{one.waves:>6.2f}  {_time(predicted):>16}  {tflops:>7}  {share:>7}  {predicted.bound}"
+    )
+
+
+def _time(predicted: Prediction) -> str:
+    unit, size = ("ms", 1e3) if predicted.seconds >= 1e-3 else ("us", 1e6)
+    return f"{predicted.seconds * size:.3g} {unit} +-{predicted.error:.0%}"
+
+
+def awaited(stretch: Stretch) -> str:
+    """What warps wait for longest; nothing, where they mostly issue."""
+    cause = next(iter(stretch.waits), "instructions")
+    return "nothing" if cause == "instructions" else cause.removeprefix("scoreboard: ")
+
+
+def _explanations(found: Sequence[Clocked]) -> Iterator[str]:
+    yield "step: cycles of a step of the main loop, of all blocks on an SM; edge: of a tile beyond its steps"
+    yield "busy: share of the time in which tensor cores multiply; +-: what the model is off by as a rule"
+    without = [one.name for one in found if one.cost.step is None]
+    if without:
+        some = f"{len(without)} kernels" if len(without) > 1 else without[0]
+        yield f"without a main loop of products: {some}; edge is of a block, and waves are of blocks"
+    if guessed := [one.name for one in found if one.cost.guessed]:
+        yield f"branches that depend on data were guessed in {', '.join(guessed)}"
+
+
+def as_json(shape: tuple[int, int, int], found: Sequence[Clocked], failures: Sequence[str]) -> dict[str, Any]:
+    return {
+        "note": NOTE,
+        "shape": dict(zip(("tokens", "out_features", "in_features"), shape, strict=True)),
+        "failures": list(failures),
+        "kernels": [
+            {
+                "entry": one.name,
+                "steps": one.steps,
+                "waves": one.waves,
+                "cost": one.cost.as_json(),
+                "model": asdict(one.predicted) | {"of_peak": one.predicted.tflops / PEAK},
+            }
+            for one in found
+        ],
+    }

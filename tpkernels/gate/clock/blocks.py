@@ -1,0 +1,109 @@
+"""The state of warps and blocks beside values in registers: what they wait for, and who waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tpkernels.gate.clock.faults import UnfitRegisters
+from tpkernels.gate.clock.mbarriers import Mbarriers
+from tpkernels.gate.clock.operations import Operation
+from tpkernels.gate.clock.tensor_cores import GROUP, WarpGroup
+from tpkernels.gate.clock.values import WarpState
+
+SCOREBOARDS = 6
+LANES = 32
+
+
+class Warp:
+    def __init__(self, block: Block, number: int, scheduler: int, state: WarpState, start: float) -> None:
+        self.block, self.number, self.scheduler, self.state = block, number, scheduler, state
+        self.at = 0  # index of the next step
+        self.ready = start
+        self.done = [-1.0] * SCOREBOARDS  # when all that was issued on a scoreboard is done; -1: nothing was
+        self.causes = [""] * SCOREBOARDS  # opcode whose end that is
+        self.issued = [0.0] * SCOREBOARDS  # when that was issued
+        self.stalls: dict[str, float] = {}
+        # Copies in groups that were committed: when done, when issued, opcode.
+        self.groups: deque[tuple[float, float, str]] = deque()
+        self.open = (0.0, 0.0, "")  # of the copies since then
+        self.closed: list[int] = []  # the last product of each group of products
+        self.group: WarpGroup = block.groups[number // GROUP]
+        self.member = number % GROUP
+        self.last_wait = -1.0  # end of the last wait for a load or a copy
+        self.parked = ""  # what it waits for, if nobody knows yet when that comes
+        self.awaits: object = None  # the same, to be named in a deadlock's message
+        self.since = 0.0  # it waits
+        self.paused: Operation | None = None  # with which it waits
+        self.registers = block.registers
+        self.drained = -1.0  # when it had all its products, for the epilogue's span
+        self.stores = False  # and whether it has stored anything since
+        self.issuing = 0.0  # cycles of stall counts
+
+    def hold(self, scoreboard: int, done: float, opcode: str, now: float) -> None:
+        """Until then, with what else was issued on this scoreboard."""
+        if done >= self.done[scoreboard]:
+            self.done[scoreboard], self.causes[scoreboard], self.issued[scoreboard] = done, opcode, now
+
+    def __str__(self) -> str:
+        return f"block {self.block.number} warp {self.number}"
+
+
+class Block:
+    def __init__(self, number: int, slot: int, warps: int, registers: int, start: float) -> None:
+        self.number, self.slot, self.start, self.running = number, slot, start, warps
+        self.registers = registers  # a thread, at the start
+        self.pool = 0  # registers a thread that warps have given back
+        self.asking: deque[tuple[Warp, int]] = deque()
+        self.mbarriers = Mbarriers()
+        self.barriers: dict[int, Barrier] = {}
+        self.groups = [WarpGroup() for _ in range(-(-warps // GROUP))]
+        self.warps: list[Warp] = []
+
+    def barrier(self, number: int) -> Barrier:
+        return self.barriers.setdefault(number, Barrier(number))
+
+    def set_registers(self, warp: Warp, count: int, acquire: bool) -> list[Warp]:
+        """Warps that now have what they asked for, `warp` among them unless it must wait."""
+        more = count - warp.registers
+        if more > 0 and not acquire:
+            raise UnfitRegisters(f"{warp}: gives registers back to have {count}, but has {warp.registers}")
+        if more <= 0:
+            self.pool -= more
+            warp.registers = count
+            return [warp, *self._serve()]
+        self.asking.append((warp, count))
+        return self._serve()
+
+    def _serve(self) -> list[Warp]:
+        served = []
+        while self.asking and self.asking[0][1] - self.asking[0][0].registers <= self.pool:
+            warp, count = self.asking.popleft()
+            self.pool -= count - warp.registers
+            warp.registers = count
+            served.append(warp)
+        return served
+
+
+class Barrier:
+    """A named barrier. Warps arrive in full, so it counts them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.awaited: int | None = None  # warps; None: all that run
+        self.arrived = 0
+        self.waiting: list[Warp] = []
+
+    def arrive(self, threads: int | None) -> None:
+        self.awaited = None if threads is None else -(-threads // LANES)
+        self.arrived += 1
+
+    def take(self, running: int) -> list[Warp]:
+        """Those who waited, if all have arrived."""
+        if not self.arrived or self.arrived < (running if self.awaited is None else self.awaited):
+            return []
+        waiting, self.waiting, self.arrived = self.waiting, [], 0
+        return waiting
+
+    def __str__(self) -> str:
+        awaited = "all" if self.awaited is None else self.awaited
+        return f"barrier {self.number} ({self.arrived} of {awaited} warps are there)"

@@ -1,0 +1,398 @@
+"""Integer instructions: what they compute, for plain ints and arrays of lanes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.operands import (
+    NOWHERE,
+    Meaning,
+    Source,
+    UnknownOperand,
+    assign,
+    assign_all,
+    copy,
+    destination,
+    following,
+    is_predicate,
+    pair,
+    source,
+)
+from tpkernels.gate.clock.values import WORD, Value, WarpState
+
+SIGN = 0x80000000
+
+
+def add(one: Instruction) -> Meaning:
+    """IADD3 d, [carry out, [carry out,]] a, b, c [, carry in [, carry in]]; .64: of pairs."""
+    if "64" in one.modifiers:
+        return _add_pairs(one)
+    to, carries, rest = _results(one)
+    count = 2 if one.opcode in ("IADD", "VIADD", "UIADD") else 3
+    sources = tuple(source(text) for text in rest[:count])
+    taken = tuple(source(text) for text in rest[count:] if text not in ("!PT", "!UPT"))
+
+    def total(*values: Any) -> Any:
+        return sum(values)
+
+    if not carries:
+        if len(sources) == 3 and sources[2].name in ("RZ", "URZ") and not taken:
+            return assign(to, sources[:2], lambda a, b: a + b & WORD)
+        if len(sources) == 3 and not taken:
+            return assign(to, sources, lambda a, b, c: a + b + c & WORD)
+        return assign(to, sources + taken, lambda *values: total(*values) & WORD)
+
+    def with_carries(*values: Any) -> tuple[Any, ...]:
+        result = total(*values)
+        return (result & WORD, *(result > WORD + number * (WORD + 1) for number in range(len(carries))))
+
+    return assign_all((to, *carries), sources + taken, with_carries)
+
+
+def _add_pairs(one: Instruction) -> Meaning:
+    to = following(destination(one.operands[0]))
+    signs = tuple(-1 if text[0] == "-" and not text.startswith("-0x") else 1 for text in one.operands[1:])
+    texts = (
+        text.lstrip("-") if sign < 0 else text for sign, text in zip(signs, one.operands[1:], strict=True)
+    )
+    words = tuple(Source(name) for text in texts for name in pair(text))
+
+    def compute(*values: Any) -> tuple[Any, ...]:
+        total = sum(s * (a + (b << 32)) for s, a, b in zip(signs, values[::2], values[1::2], strict=True))
+        return total & WORD, total >> 32 & WORD
+
+    return assign_all(to, words, compute)
+
+
+def multiply_add(one: Instruction) -> Meaning:
+    """IMAD d, a, b, c; .WIDE and .HI take a pair c; .X a carry in."""
+    to, carries, rest = _results(one)
+    a, b = source(rest[0]), source(rest[1])
+    taken = tuple(source(text) for text in rest[3:] if text not in ("!PT", "!UPT"))
+    wide, high = "WIDE" in one.modifiers, "HI" in one.modifiers
+    if not wide and not high:
+        if carries:
+            raise UnknownOperand(str(one))
+        return _multiply_low(to, a, b, source(rest[2]), taken)
+    signs = "U32" not in one.modifiers
+    minus = rest[2].startswith("-") and not rest[2].startswith("-0x")
+    low, top = pair(rest[2].lstrip("-") if minus else rest[2])
+
+    def compute(x: Any, y: Any, c_low: Any, c_high: Any, *more: Any) -> tuple[Any, ...]:
+        if signs:
+            x, y = ((x & WORD) ^ SIGN) - SIGN, ((y & WORD) ^ SIGN) - SIGN
+        c = c_low + (c_high << 32)
+        result = x * y + (-c if minus else c) + sum(more)  # wraps in 64 bits where there are lanes
+        if carries:
+            return result & WORD, result >> 32 & WORD, result >> 64 & 1 == 1
+        return result & WORD, result >> 32 & WORD
+
+    sources = (a, b, Source(low), Source(top), *taken)
+    if high:
+        return assign(to, sources, lambda *values: compute(*values)[1])
+    if carries:
+        return assign_all((*following(to), *carries), sources, _by_lane_all(compute))
+    return assign_all(following(to), sources, compute)
+
+
+def _multiply_low(to: str, a: Source, b: Source, c: Source, taken: tuple[Source, ...]) -> Meaning:
+    zero = ("RZ", "URZ")
+    if (a.name in zero or b.name in zero) and not taken:
+        return copy((to,), (c.name,)) if c.change is None else assign(to, (c,), lambda x: x & WORD)
+    if c.name in zero and not taken:
+        return assign(to, (a, b), lambda x, y: x * y & WORD)
+    if taken:
+        return assign(to, (a, b, c, *taken), lambda x, y, z, carry: x * y + z + carry & WORD)
+    return assign(to, (a, b, c), lambda x, y, z: x * y + z & WORD)
+
+
+def shift_add(one: Instruction) -> Meaning:
+    """LEA d, [carry,] a, b, shift: (a << shift) + b; .HI: the high word of c, a; .SX32: c is a's sign."""
+    to, carries, rest = _results(one)
+    upper, extended = "HI" in one.modifiers, "SX32" in one.modifiers
+    inputs = 3 if upper and not extended else 2
+    shift = int(rest[inputs], 16)
+    taken = tuple(source(text) for text in rest[inputs + 1 :] if text not in ("!PT", "!UPT"))
+    sources = (*(source(text) for text in rest[:inputs]), *taken)
+    if upper and any(one.change for one in sources[:1]):
+        raise UnknownOperand(str(one))
+
+    def result(a: Any, b: Any, *more: Any) -> Any:
+        if not upper:
+            return (a << shift & WORD) + b + sum(more)
+        if extended:
+            return (((a ^ SIGN) - SIGN) << shift >> 32 & WORD) + b + sum(more)
+        c, *carry = more
+        return ((c << shift | a >> 32 - shift) & WORD) + b + sum(carry)
+
+    if carries:
+        return assign_all((to, *carries), sources, lambda *v: ((r := result(*v)) & WORD, r > WORD))
+    return assign(to, sources, lambda *values: result(*values) & WORD)
+
+
+def shift(one: Instruction) -> Meaning:
+    """SHF.L/.R[.W].type[.HI] d, low, count, high: a word of the pair, shifted."""
+    to, (low, count, high) = destination(one.operands[0]), (source(text) for text in one.operands[1:4])
+    left, wraps, upper = "L" in one.modifiers, "W" in one.modifiers, "HI" in one.modifiers
+    signs = any(kind in one.modifiers for kind in ("S32", "S64"))
+    most = 63 if {"S64", "U64"} & set(one.modifiers) else 32
+    if count.name.startswith("#") and not wraps and low.change is high.change is None:
+        by = min(int(count.name[1:]), most)
+        if left and not upper and by < 32:
+            return assign(to, (low,), lambda a: a << by & WORD)
+        if not left and upper and not signs:
+            return assign(to, (high,), lambda a: _settled(a >> by))
+        if not left and upper:
+            return assign(to, (high,), lambda a: _settled(((a ^ SIGN) - SIGN) >> by & WORD))
+
+    def compute(a: int, by: int, c: int) -> int:
+        by = by & (most | 31 if most == 63 else 31) if wraps else min(by, most)
+        whole = (((c ^ SIGN) - SIGN) if signs else c) << 32 | a
+        whole = whole << by if left else whole >> by
+        if upper or not left or most == 63:
+            return (whole >> 32 if upper else whole) & WORD
+        return whole & WORD
+
+    return assign(to, (low, count, high), _by_lane(compute))
+
+
+def logic(one: Instruction) -> Meaning:
+    """LOP3.LUT [P,] d, a, b, c, table, P: bit by bit, and whether anything is left."""
+    predicate = NOWHERE
+    operands = one.operands
+    if is_predicate(operands[0]):
+        predicate, operands = destination(operands[0]), operands[1:]
+    to = destination(operands[0])
+    table = int(operands[4], 16)
+    texts = operands[1:4]
+    used = tuple(number for number in range(3) if _depends(table, 2 - number))
+    sources = tuple(source(texts[number]) for number in used)
+    function = _of_table(table, used)
+    if predicate == NOWHERE:
+        return (
+            assign(to, sources, function)
+            if used
+            else assign(to, (Source("RZ"),), lambda a: WORD * (table & 1))
+        )
+    either = source(operands[5]) if len(operands) > 5 else Source("PT", lambda a: False)
+
+    def compute(*values: Any) -> tuple[Any, Any]:
+        result = function(*values[:-1])
+        return result, (result != 0) | values[-1]
+
+    return assign_all((to, predicate), (*sources, either), compute)
+
+
+def _depends(table: int, bit: int) -> bool:
+    """Whether the table's result depends on this bit of its index: 2 is a, 1 is b, 0 is c."""
+    return any((table >> index & 1) != (table >> (index ^ 1 << bit) & 1) for index in range(8))
+
+
+@cache
+def _of_table(table: int, used: tuple[int, ...]) -> Callable[..., Any]:
+    """The function of the operands that matter (0 is a) which is 1 where the table is."""
+    known: dict[tuple[int, tuple[int, ...]], Callable[..., Any]] = {
+        (0xC0, (0, 1)): lambda a, b: a & b,
+        (0xFC, (0, 1)): lambda a, b: a | b,
+        (0x3C, (0, 1)): lambda a, b: a ^ b,
+        (0x30, (0, 1)): lambda a, b: a & (b ^ WORD),
+        (0x0C, (0, 1)): lambda a, b: (a ^ WORD) & b,
+        (0x33, (1,)): lambda b: b ^ WORD,
+        (0x0F, (0,)): lambda a: a ^ WORD,
+        (0xF8, (0, 1, 2)): lambda a, b, c: a | b & c,
+        (0xFE, (0, 1, 2)): lambda a, b, c: a | b | c,
+        (0x78, (0, 1, 2)): lambda a, b, c: a ^ b & c,
+        (0x96, (0, 1, 2)): lambda a, b, c: a ^ b ^ c,
+        (0x80, (0, 1, 2)): lambda a, b, c: a & b & c,
+        (0xE2, (0, 1, 2)): lambda a, b, c: a & b | c & (b ^ WORD),
+    }
+    if (table, used) in known:
+        return known[table, used]
+
+    def compute(*values: Any) -> Any:
+        result: Any = 0
+        for index in range(1 << len(used)):
+            chosen = sum(1 << 2 - number for place, number in enumerate(used) if index >> place & 1)
+            if table >> chosen & 1:
+                term: Any = WORD
+                for place, value in enumerate(values):
+                    term = term & (value if index >> place & 1 else value ^ WORD)
+                result = result | term
+        return result
+
+    return compute
+
+
+def permute(one: Instruction) -> Meaning:
+    """PRMT d, a, selector, b: each nibble of the selector chooses a byte of the pair b, a."""
+
+    def compute(a: int, selector: int, b: int) -> int:
+        whole, result = b << 32 | a, 0
+        for place in range(4):
+            nibble = selector >> 4 * place & 15
+            byte = whole >> 8 * (nibble & 7) & 0xFF
+            if nibble & 8:
+                byte = 0xFF * (byte >> 7)
+            result |= byte << 8 * place
+        return result
+
+    if len(one.modifiers):  # F4E, B4E, RC8, ...: nothing compiles to these here
+        raise UnknownOperand(str(one))
+    return assign(destination(one.operands[0]), tuple(map(source, one.operands[1:4])), _by_lane(compute))
+
+
+def minimum_maximum(one: Instruction) -> Meaning:
+    """VIMNMX d, a, b, P: the minimum where P, else the maximum; VIADDMNMX: of a + b and c."""
+    *texts, which = one.operands[1:]
+    flip = 0 if "U32" in one.modifiers else SIGN
+    adds = one.opcode == "VIADDMNMX"
+
+    def compute(*values: Any) -> Any:
+        *numbers, least = values
+        if adds:
+            a, b, c = numbers
+            numbers = [a + b & WORD, c]
+        a, b = ((number & WORD) ^ flip for number in numbers)
+        if isinstance(a, int) and isinstance(b, int) and isinstance(least, bool):
+            return (min(a, b) if least else max(a, b)) ^ flip
+        return np.where(least, np.minimum(a, b), np.maximum(a, b)) ^ flip
+
+    return assign(destination(one.operands[0]), tuple(map(source, (*texts, which))), compute)
+
+
+def absolute(one: Instruction) -> Meaning:
+    return assign(
+        destination(one.operands[0]), (source(one.operands[1]),), lambda a: abs((a ^ SIGN) - SIGN) & WORD
+    )
+
+
+def extend(one: Instruction) -> Meaning:
+    """SGXT d, a, width: the low bits, with their sign; .U32: without."""
+    unsigned = "U32" in one.modifiers
+
+    def compute(a: int, width: int) -> int:
+        if width >= 32:
+            return a
+        low = a & (1 << width) - 1
+        return low if unsigned or not width or not low >> width - 1 else low - (1 << width) & WORD
+
+    return assign(destination(one.operands[0]), tuple(map(source, one.operands[1:3])), _by_lane(compute))
+
+
+def bit_mask(one: Instruction) -> Meaning:
+    """BMSK d, position, width."""
+    return assign(
+        destination(one.operands[0]),
+        tuple(map(source, one.operands[1:3])),
+        _by_lane(lambda at, width: ((1 << min(width, 32)) - 1 << min(at, 32)) & WORD),
+    )
+
+
+def find_leading_one(one: Instruction) -> Meaning:
+    """FLO d, a: its place, all ones for 0; .SH: counted from above."""
+    signs, from_above = "U32" not in one.modifiers, "SH" in one.modifiers
+    to, carries, rest = _results(one)
+
+    def compute(a: int) -> int:
+        if signs and a & SIGN:
+            a ^= WORD
+        place = a.bit_length() - 1
+        return WORD if place < 0 else 31 - place if from_above else place
+
+    if carries:
+        found = _by_lane(compute)
+        return assign_all((to, *carries), (source(rest[0]),), lambda a: ((r := found(a)), r != WORD))
+    return assign(to, (source(rest[0]),), _by_lane(compute))
+
+
+def count_ones(one: Instruction) -> Meaning:
+    return assign(destination(one.operands[0]), (source(one.operands[1]),), _by_lane(int.bit_count))
+
+
+def reverse_bits(one: Instruction) -> Meaning:
+    return assign(
+        destination(one.operands[0]),
+        (source(one.operands[1]),),
+        _by_lane(lambda a: int(f"{a:032b}"[::-1], 2)),
+    )
+
+
+def move(one: Instruction) -> Meaning:
+    """MOV, UMOV, ULDC and LDC at a fixed place; .64: a pair."""
+    count = 2 if "64" in one.modifiers else 1
+    to = destination(one.operands[0])
+    found = source(one.operands[1])
+    return copy(
+        following(to, count)[:count] if count > 1 else (to,),
+        following(found.name, count) if count > 1 else (found.name,),
+    )
+
+
+def clear(one: Instruction) -> Meaning:
+    """CS2R d, SRZ: a pair of zeros; other special registers are clocks."""
+    count = 1 if "32" in one.modifiers else 2
+    to = following(destination(one.operands[0]), 2)[:count]
+    if one.operands[1] == "SRZ":
+        return copy(to, ("RZ",) * count)
+    return Meaning(None, forgets=to)
+
+
+def first_lane(one: Instruction) -> Meaning:
+    """R2UR d, a: what the first active lane has."""
+    to, name = destination(one.operands[-2]), source(one.operands[-1]).name
+
+    def run(state: WarpState) -> None:
+        value = state.registers[name]
+        if value.__class__ is np.ndarray:
+            lane = 0 if state.mask is None else int(state.mask.argmax())
+            value = int(value[lane])
+        state.registers[to] = value
+
+    return Meaning(run, (to,), (name,))
+
+
+def _results(one: Instruction) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The destination, the predicates written beside it, the operands that are read."""
+    operands = one.operands[1:]
+    count = 0
+    while count < len(operands) and is_predicate(operands[count]) and operands[count][0] != "!":
+        count += 1
+    carries = tuple(destination(text) for text in operands[:count])
+    if all(name == NOWHERE for name in carries):
+        carries = ()
+    return destination(one.operands[0]), carries, operands[count:]
+
+
+def _settled(value: Any) -> Any:
+    """A plain int where all lanes agree: a warp's number is found by shifting its threads'."""
+    if value.__class__ is np.ndarray and (value == value[0]).all():
+        return int(value[0])
+    return value
+
+
+def _by_lane(compute: Callable[..., int]) -> Callable[..., Value]:
+    """For what is rare with lanes: one after the other."""
+
+    def run(*values: Any) -> Value:
+        if all(value.__class__ is not np.ndarray for value in values):
+            return compute(*values)
+        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
+        return np.array([compute(*map(int, lane)) for lane in zip(*lanes, strict=True)], dtype=np.int64)
+
+    return run
+
+
+def _by_lane_all(compute: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Value, ...]]:
+    def run(*values: Any) -> tuple[Value, ...]:
+        if all(value.__class__ is not np.ndarray for value in values):
+            return compute(*values)
+        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
+        found = [compute(*map(int, lane)) for lane in zip(*lanes, strict=True)]
+        return tuple(np.array(column) for column in zip(*found, strict=True))
+
+    return run

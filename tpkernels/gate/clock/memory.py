@@ -1,0 +1,275 @@
+"""Loads, stores and copies: what moves, and the few values that pass through memory.
+
+What comes from global memory is unknown. What a warp puts into shared memory in words, or spills, is known
+when it is read back: Gluon tells its warps their roles so.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from tpkernels.gate.clock import effects
+from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.operands import (
+    Meaning,
+    Source,
+    UnknownOperand,
+    address,
+    destination,
+    following,
+    is_predicate,
+    source,
+)
+from tpkernels.gate.clock.values import BANK_ADDRESS, WORD, Constants, Lanes, Mask, Value, WarpState
+
+_SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+def size_of(one: Instruction) -> int:
+    """Bytes a lane."""
+    return next((_SIZES[name] for name in one.modifiers if name in _SIZES), 4)
+
+
+def words_of(one: Instruction) -> int:
+    return max(1, size_of(one) // 4)
+
+
+def global_load(one: Instruction) -> Meaning:
+    """LDG d, desc[UR4][R2.64+0x10]."""
+    place = next(text for text in one.operands if "[" in text)
+    before = one.operands[: one.operands.index(place)]
+    to = next(destination(text) for text in before if not is_predicate(text))
+    forgets = following(to, words_of(one)) + tuple(destination(t) for t in before if is_predicate(t))
+    return _global(one, place, store=False, forgets=forgets)
+
+
+def global_store(one: Instruction) -> Meaning:
+    """STG, RED: desc[UR4][R2.64], R4; ATOMG: p, d, address, R4."""
+    place = next(text for text in one.operands if "[" in text)
+    before = one.operands[: one.operands.index(place)]
+    forgets: tuple[str, ...] = ()
+    for text in before:
+        to = destination(text)
+        forgets += (to,) if is_predicate(text) else following(to, words_of(one))
+    return _global(one, place, store=True, forgets=forgets)
+
+
+def global_to_shared(one: Instruction) -> Meaning:
+    """LDGSTS [R4], desc[UR4][R2.64], P0: copies where P0, else writes zeros."""
+    wanted = source(one.operands[2]) if len(one.operands) > 2 else Source("PT")
+    return _global(one, one.operands[1], store=False, shared=True, wanted=wanted)
+
+
+def _global(
+    one: Instruction,
+    place: str,
+    *,
+    store: bool,
+    forgets: tuple[str, ...] = (),
+    shared: bool = False,
+    wanted: Source | None = None,
+) -> Meaning:
+    where, size = address(place), size_of(one)
+    full = effects.Global(32 * size, size, store, shared, exact=False)
+
+    def run(state: WarpState) -> effects.Global | None:
+        mask = state.mask
+        if wanted is not None:
+            asked = state.registers[wanted.name]
+            if asked is not None:
+                asked = asked if wanted.change is None else wanted.change(asked)
+                mask = _both(mask, asked)
+                if mask is not None and not mask.any():
+                    return None
+        at = where.of(state.registers)
+        if at is None:
+            if mask is None:
+                return full
+            lanes = int(mask.sum())
+            return effects.Global(lanes * size, -(-lanes * size // 32), store, shared, exact=False)
+        if isinstance(at, int):
+            lanes = 32 if mask is None else int(mask.sum())
+            return effects.Global(lanes * size, 1, store, shared)
+        touched = at if mask is None else at[mask]
+        return effects.Global(len(touched) * size, len(set((touched >> 5).tolist())), store, shared)
+
+    reads = where.reads if wanted is None else (*where.reads, wanted.name)
+    return Meaning(run, reads=reads, forgets=forgets, acts=True)
+
+
+def _both(mask: Mask | None, wanted: Any) -> Mask | None:
+    if wanted is True:
+        return mask
+    if wanted is False:
+        return np.zeros(32, dtype=np.bool_)
+    found: Mask = wanted if mask is None else mask & wanted
+    return found
+
+
+def shared_load(one: Instruction) -> Meaning:
+    """LDS d, [address]: what warps have put there, byte by byte."""
+    if set(one.modifiers) - set(_SIZES):
+        return Meaning(None, forgets=following(destination(one.operands[0]), words_of(one)))
+    where, size = address(one.operands[1]), size_of(one)
+    words = following(destination(one.operands[0]), words_of(one))
+    sign = 1 << 8 * size - 1 if {"S8", "S16"} & set(one.modifiers) else 0
+
+    def run(state: WarpState) -> None:
+        memory, registers = state.block.shared, state.registers
+        at = where.of(registers)
+        for number, name in enumerate(words):
+            begin = at if at is None else at + 4 * number
+            if not memory or begin is None:
+                value: Value = None
+            elif isinstance(begin, int):
+                value = _stored(memory, begin, min(size, 4))
+            else:
+                found = [_stored(memory, lane, min(size, 4)) for lane in begin.tolist()]
+                value = None if None in found else np.array(found, dtype=np.int64)
+            if sign and value is not None:
+                value = (value ^ sign) - sign & WORD
+            registers[name] = value
+
+    return Meaning(run, words, where.reads)
+
+
+def _stored(memory: dict[int, int], at: int, size: int) -> int | None:
+    if any(at + number not in memory for number in range(size)):
+        return None
+    return sum(memory[at + number] << 8 * number for number in range(size))
+
+
+def shared_store(one: Instruction) -> Meaning:
+    """STS [address], a: words that are known are kept, for those that read them; others are forgotten."""
+    where, size = address(one.operands[0]), size_of(one)
+    names = following(source(one.operands[1]).name, words_of(one))
+    keeps = size <= 8  # tiles pass through memory 16 bytes at a time, and are unknown
+
+    def run(state: WarpState) -> None:
+        memory, registers = state.block.shared, state.registers
+        at = where.of(registers)
+        if at is None:
+            return
+        for number, name in enumerate(names):
+            value = registers[name] if keeps else None
+            if value is None and not memory:
+                continue
+            begin = at + 4 * number
+            if isinstance(begin, int) and not isinstance(value, np.ndarray):
+                _store(memory, begin, min(size, 4), value)
+                continue
+            lanes = np.broadcast_to(begin, (32,)).tolist()
+            if value is None and memory.keys().isdisjoint(lanes):
+                continue
+            contents = [None] * 32 if value is None else np.broadcast_to(value, (32,)).tolist()
+            for lane in range(32) if state.mask is None else np.flatnonzero(state.mask).tolist():
+                _store(memory, lanes[lane], min(size, 4), contents[lane])
+
+    return Meaning(run, reads=(*where.reads, *names) if keeps else where.reads, acts=True)
+
+
+def _store(memory: dict[int, int], at: int, size: int, value: int | None) -> None:
+    for number in range(size):
+        if value is None:
+            memory.pop(at + number, None)
+        else:
+            memory[at + number] = int(value) >> 8 * number & 0xFF
+
+
+def local_load(one: Instruction) -> Meaning:
+    """LDL d, [R1+0x10]: a spilled register comes back."""
+    where, size = address(one.operands[1]), size_of(one)
+    words = following(destination(one.operands[0]), words_of(one))
+
+    def run(state: WarpState) -> effects.Local:
+        at = where.of(state.registers)
+        for number, name in enumerate(words):
+            state.registers[name] = state.local.get(at + 4 * number) if isinstance(at, int) else None
+        return effects.Local(32 * size, store=False)
+
+    return Meaning(run, words, where.reads, acts=True)
+
+
+def local_store(one: Instruction) -> Meaning:
+    where, size = address(one.operands[0]), size_of(one)
+    names = following(source(one.operands[1]).name, words_of(one))
+
+    def run(state: WarpState) -> effects.Local:
+        at = where.of(state.registers)
+        if isinstance(at, int):
+            for number, name in enumerate(names):
+                state.local[at + 4 * number] = state.registers[name] if size >= 4 else None
+        else:
+            state.local.clear()  # an array that is indexed: whatever was there
+        return effects.Local(32 * size, store=True)
+
+    return Meaning(run, reads=(*where.reads, *names), acts=True)
+
+
+def constant_load(one: Instruction) -> Meaning:
+    """LDC d, c[0x2][R5+0x10]: at a place that a register says."""
+    found = re.fullmatch(r"c\[0x([0-9a-f]+)\](\[.*\])", one.operands[1])
+    if not found:
+        raise UnknownOperand(str(one))
+    bank, where, size = int(found[1], 16), address(found[2]), size_of(one)
+    words = following(destination(one.operands[0]), words_of(one))
+
+    def run(state: WarpState) -> None:
+        at = where.of(state.registers)
+        for number, name in enumerate(words):
+            state.registers[name] = _constant(state.block.constants, bank, at, 4 * number, min(size, 4))
+
+    return Meaning(run, words, where.reads)
+
+
+def _constant(constants: Constants, bank: int, at: Value, more: int, size: int) -> Value:
+    if at is None or isinstance(at, int):
+        return None if at is None else constants.word(bank, at + more, size)
+    found = [constants.word(bank, lane + more, size) for lane in at.tolist()]
+    return None if None in found else np.array(found, dtype=np.int64)
+
+
+def tensor_copy(one: Instruction) -> Meaning:
+    """UTMALDG.2D [UR8], [UR12]: UR8 into shared memory, UR9 the mbarrier, from UR10 the coordinates."""
+    names = following(source(one.operands[0].strip("[]")).name, 2 + _dimensions(one))
+    low, high = following(source(one.operands[1].strip("[]")).name)
+
+    def run(state: WarpState) -> effects.Copy:
+        shared, mbarrier, *coordinates = (_uniform(state.registers[name]) for name in names)
+        return effects.Copy(_descriptor(state, low, high), shared, mbarrier, tuple(coordinates))
+
+    return Meaning(run, reads=(*names, low, high), acts=True)
+
+
+def tensor_put(one: Instruction) -> Meaning:
+    """UTMASTG.2D [UR8], [UR12], UTMAREDG: from UR8 in shared memory, from UR9 the coordinates."""
+    names = following(source(one.operands[0].strip("[]")).name, 1 + _dimensions(one))
+    low, high = following(source(one.operands[1].strip("[]")).name)
+    reduce = one.opcode == "UTMAREDG"
+
+    def run(state: WarpState) -> effects.Put:
+        coordinates = tuple(_uniform(state.registers[name]) for name in names[1:])
+        return effects.Put(_descriptor(state, low, high), reduce, coordinates)
+
+    return Meaning(run, reads=(*names, low, high), acts=True)
+
+
+def _dimensions(one: Instruction) -> int:
+    return int(next(name for name in one.modifiers if re.fullmatch(r"\dD", name))[0])
+
+
+def _descriptor(state: WarpState, low: str, high: str) -> int | None:
+    a, b = _uniform(state.registers[low]), _uniform(state.registers[high])
+    if a is None or b is None:
+        return None
+    return (a | b << 32) - BANK_ADDRESS
+
+
+def _uniform(value: Value) -> int | None:
+    if isinstance(value, np.ndarray):
+        lanes: Lanes = value
+        return int(lanes[0])
+    return value

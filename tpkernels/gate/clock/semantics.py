@@ -1,0 +1,170 @@
+"""A kernel's code as steps that can be executed: what has no bearing on where warps go is left out.
+
+Which integers matter is found backwards: from branches, addresses, barriers and guards to what they are
+computed from, register by register wherever it is written. The rest, all of floating point, has no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpkernels.gate.clock import control
+from tpkernels.gate.clock.cubin import Cubin
+from tpkernels.gate.clock.effects import Effect
+from tpkernels.gate.clock.instructions import BYTES, Instruction
+from tpkernels.gate.clock.meanings import meaning
+from tpkernels.gate.clock.operands import NOWHERE, Meaning, Run
+from tpkernels.gate.clock.values import ALL_LANES, Mask, Value, WarpState
+
+_BRANCHES = ("BRA", "BRX", "BRXU", "EXIT", "RET", "CALL")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    instruction: Instruction
+    execute: Callable[[WarpState], Effect | None] | None  # None: nothing that anybody needs to know
+
+
+def translate(cubin: Cubin) -> list[Step]:
+    """UnknownInstruction for what is not known here."""
+    index_of = {one.address: index for index, one in enumerate(cubin.instructions)}
+    meanings = [meaning(one, index_of, cubin.kernel) for one in cubin.instructions]
+    needed = _needed(cubin.instructions, meanings)
+    meeting = {target for one in cubin.instructions if (target := control.target_of(one)) is not None}
+    return [
+        Step(
+            one,
+            _execute(
+                _Place(one, index, one.address in meeting, _over_rare_code(cubin.instructions, index)),
+                what,
+                needed,
+            ),
+        )
+        for index, (one, what) in enumerate(zip(cubin.instructions, meanings, strict=True))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    instruction: Instruction
+    index: int
+    meeting: bool  # branches lead here
+    over_rare: bool  # a branch over what data seldom asks for
+
+
+def _over_rare_code(code: Sequence[Instruction], index: int) -> bool:
+    """A branch over a call, an atomic, a look at a flag: the long way of a root, a wait that is over."""
+    target = control.target_of(code[index])
+    if target is None or target <= code[index].address:
+        return False
+    between = code[index + 1 : index + (target - code[index].address) // BYTES]
+    return any(
+        one.opcode in ("CALL", "ATOMG") or (one.opcode == "LDG" and "STRONG" in one.modifiers)
+        for one in between
+    )
+
+
+def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning]) -> set[str]:
+    """The registers whose values decide anything."""
+    needed: set[str] = set()
+    rest = list(zip(code, meanings, strict=True))
+    while True:
+        later = []
+        for one, what in rest:
+            if what.acts or not needed.isdisjoint(what.writes) or not needed.isdisjoint(what.forgets):
+                needed.update(what.reads)
+                if one.guard:
+                    needed.add(one.guard.lstrip("!"))
+            else:
+                later.append((one, what))
+        if len(later) == len(rest):
+            return needed
+        rest = later
+
+
+def _execute(place: _Place, what: Meaning, needed: set[str]) -> Run | None:
+    one = place.instruction
+    run = what.run if what.acts or not needed.isdisjoint(what.writes) else None
+    run = _forgetting(run, tuple(name for name in what.forgets if name in needed))
+    if run is not None:
+        kept = tuple(name for name in what.writes if name[0] != "U" and name != NOWHERE and name in needed)
+        run = _guarded(run, place, kept) if one.guard else _on_active_lanes(run, kept)
+    return _meeting(run, place.index) if place.meeting else run
+
+
+def _forgetting(run: Run | None, names: tuple[str, ...]) -> Run | None:
+    if not names:
+        return run
+    unknown: dict[str, Value] = dict.fromkeys(names)
+
+    def forget(state: WarpState) -> Effect | None:
+        effect = None if run is None else run(state)
+        state.registers.update(unknown)
+        return effect
+
+    return forget
+
+
+def _on_active_lanes(run: Run, writes: tuple[str, ...]) -> Run:
+    def execute(state: WarpState) -> Effect | None:
+        return run(state) if state.active is None else _masked(run, state, writes, state.active)
+
+    return execute
+
+
+def _guarded(run: Run, place: _Place, writes: tuple[str, ...]) -> Run:
+    one, over_rare = place.instruction, place.over_rare
+    name, negated = one.guard.lstrip("!"), one.guard[0] == "!"
+    branches = one.opcode in _BRANCHES
+
+    def execute(state: WarpState) -> Effect | None:
+        guard = state.registers[name]
+        if guard is negated:
+            return None
+        if guard is None and branches:  # on data: not taken, which also leaves a loop that waits for it
+            state.guessed += 1
+            return run(state) if over_rare else None
+        if guard is None or guard is (not negated):
+            return run(state) if state.active is None else _masked(run, state, writes, state.active)
+        mask: Mask = np.asarray(guard ^ negated, dtype=np.bool_)
+        return _masked(run, state, writes, mask if state.active is None else mask & state.active)
+
+    return execute
+
+
+def _masked(run: Run, state: WarpState, writes: tuple[str, ...], mask: Mask) -> Effect | None:
+    """Executed by some lanes: the registers of the others stay.
+
+    Where these were unknown they count as what the new ones are: code does not read what it has not written.
+    """
+    if not mask.any():
+        return None
+    if mask.all():
+        return run(state)
+    registers = state.registers
+    before = [registers[name] for name in writes]
+    state.mask = mask
+    effect = run(state)
+    state.mask = None
+    for name, old in zip(writes, before, strict=True):
+        new = registers[name]
+        if old is not None and new is not None and old is not new:
+            registers[name] = np.where(mask, new, old)
+    return effect
+
+
+def _meeting(run: Run | None, index: int) -> Run:
+    """At the target of a branch: lanes that went there wait for the others, which may come now."""
+
+    def execute(state: WarpState) -> Effect | None:
+        while state.pending and state.pending[-1][0] == index:
+            _, waiting = state.pending.pop()
+            active = ALL_LANES if state.active is None else state.active
+            together = active | waiting
+            state.active = None if together.all() else together
+        return None if run is None else run(state)
+
+    return execute

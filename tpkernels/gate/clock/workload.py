@@ -1,0 +1,218 @@
+"""How much of a kernel's work a launch is, and how less of it is launched on one SM to take its cycles.
+
+Launchers are recorded as if the GPU had a single SM: then a persistent kernel gets as many blocks as an SM
+holds, another one a block for each tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+from torch import Tensor
+
+from tpkernels.gate.ahead_of_time import Entry
+from tpkernels.gate.catalog import recipes
+from tpkernels.gate.clock.launch import Built, Launch, WrongLaunch, launch_of
+from tpkernels.gate.recording import Recipe
+from tpkernels.kernels import launch
+
+RANKS = 2  # that `calls.scatter_linear` stores to
+FLOPS_A_CYCLE = 4096  # of an H100's SM, 16-bit operands: 989.4 TFLOP/s over 132 SMs at 1.83 GHz
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a product is cut: tiles of a result, each of them computed in steps of depth."""
+
+    rows: int  # of a tile
+    cols: int
+    depth: int  # of a step
+    itemsize: int = 2  # bytes of an element of the operands
+    weights: int = 1  # 2 for a gated unit, which multiplies a block of rows by two
+    pairs: int = 1  # of matrices whose products are summed
+
+    @property
+    def flops(self) -> int:
+        """Of a step."""
+        return 2 * self.rows * self.cols * self.depth * self.weights * self.pairs
+
+    @property
+    def bytes(self) -> int:
+        """Of the operands of a step."""
+        return (self.rows + self.cols * self.weights) * self.depth * self.itemsize * self.pairs
+
+
+class Workload(Protocol):
+    """A launch on a whole GPU."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def product(self) -> Product | None: ...  # None: no products in steps; then a tile is a block
+    @property
+    def shape(self) -> tuple[int, int, int]: ...  # rows, columns, depth of the product; without one (0, 0, 0)
+    @property
+    def tiles(self) -> int: ...
+    @property
+    def traffic(self) -> int: ...  # bytes of all tensors, each once
+    @property
+    def unit(self) -> int: ...  # tiles that `on_one` takes multiples of
+    @property
+    def persistent(self) -> bool: ...  # whether each block has a fixed share of the tiles
+    @property
+    def group(self) -> int: ...  # tiles of a column that are computed in a row
+
+    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+        """So many tiles of so many steps on one SM."""
+
+
+@dataclass(frozen=True)
+class EntryWorkload:
+    """Of a catalog entry. Without closures: it goes to other processes, and says in full what it is."""
+
+    entry: Entry
+    sizes: tuple[int, int, int] | None = (
+        None  # tokens, out_features, in_features; None: as the catalog has it
+    )
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @cached_property
+    def product(self) -> Product | None:
+        tile = self._recipe.of.tile
+        if tile is None:
+            return None
+        return Product(
+            tile.block_rows,
+            tile.block_cols,
+            tile.block_depth,
+            self._recipe.of.dtype.itemsize,
+            weights=2 if self._kernel == "glu" else 1,
+            pairs=2 if self._kernel == "dgrad_pairs" or "/two" in self.name else 1,
+        )
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        tile, of = self._recipe.of.tile, self._recipe.of
+        if tile is None:
+            return 0, 0, 0
+        if self._kernel == "wgrad":
+            return of.out_features, of.in_features, -(-of.tokens // tile.splits)
+        if self._transposed:
+            return of.tokens, of.in_features, of.out_features
+        return of.tokens, of.out_features, of.in_features
+
+    @cached_property
+    def tiles(self) -> int:
+        tile, (rows, cols, _) = self._recipe.of.tile, self.shape
+        if tile is None:
+            of, (block_rows, block_cols) = self._recipe.of, self._shared or (0, 0)
+            blocks = -(-of.tokens // block_rows) * -(-of.in_features // block_cols) if block_rows else 0
+            return blocks or prod(self._launch.grid)
+        chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
+            self._kernel, 0
+        ) * self._recipe.of.chunks or 1
+        return chunks * -(-rows // chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
+
+    @cached_property
+    def traffic(self) -> int:
+        tensors = (getattr(value, "base", value) for value in self._launch.arguments)
+        return sum({id(one): one.nbytes for one in tensors if isinstance(one, Tensor)}.values())
+
+    @property
+    def unit(self) -> int:
+        tile = self._recipe.of.tile
+        return self._row_tiles * tile.splits if tile else 1
+
+    @cached_property
+    def persistent(self) -> bool:
+        return prod(self._launch.grid) < self.tiles
+
+    @property
+    def group(self) -> int:
+        tile = self._recipe.of.tile
+        return tile.group if tile else 1
+
+    def on_one(self, built: Built, tiles: int, steps: int) -> Launch:
+        recipe, blocks = _on_one(self._recipe), None
+        if self._shared:
+            rows, cols = self._shared
+            recipe = _of_sizes(recipe, tiles * rows, cols, recipe.of.out_features)
+        elif self.product is None:
+            blocks = tiles
+        elif tiles % self.unit:
+            raise WrongLaunch(f"{self.name}: expected a multiple of {self.unit} tiles, got {tiles}")
+        else:
+            tile = recipe.of.tile
+            assert tile is not None
+            cols, depth = tiles // self.unit * tile.block_cols, steps * tile.splits * tile.block_depth
+            if self._kernel == "scatter_linear":
+                recipe = replace(recipe, of=replace(recipe.of, chunks=1))
+            recipe = _of_sizes(recipe, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
+        one, constants = recipe.launch(), self.entry.constants
+        named = dict(zip(one.kernel.arg_names, one.arguments, strict=False))
+        given = {**one.constants, **named, "GROUP": constants.get("GROUP")}  # any order of tiles will do
+        other = [name for name, value in constants.items() if given.get(name) != value]
+        if other:
+            raise WrongLaunch(
+                f"{self.name}: {', '.join(sorted(other))} of this launch are not what was compiled in"
+            )
+        return launch_of(built, [v for name, v in named.items() if name not in constants], one.grid, blocks)
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        recipe = recipes()[self.name]
+        if self.sizes is None:
+            return recipe
+        tokens, out_features, in_features = self.sizes
+        return _of_sizes(recipe, tokens, in_features, out_features)
+
+    @cached_property
+    def _launch(self) -> launch.Launch:
+        return self._recipe.launch()
+
+    @property
+    def _kernel(self) -> str:
+        return self.name.split("/")[0]
+
+    @property
+    def _transposed(self) -> bool:
+        """Whether the product is with the weight as it lies, as in dgrad."""
+        return self._kernel in ("dgrad", "dgrad_pairs", "dglu") or "depth_first" in self.name
+
+    @property
+    def _shared(self) -> tuple[int, int] | None:
+        """Rows and columns of what the blocks of a kernel without products share, if they do."""
+        constants = self.entry.constants
+        shares = self._kernel == "reduce_slots"
+        return (int(constants["BLOCK_ROWS"]), int(constants["BLOCK_COLS"])) if shares else None
+
+    @property
+    def _row_tiles(self) -> int:
+        """The least that can be: rows come, or leave, in chunks, none of which shares a tile with another."""
+        return {"gather_linear": self._recipe.of.chunks, "scatter_linear": RANKS}.get(self._kernel, 1)
+
+    def _layer(self, rows: int, cols: int, depth: int) -> tuple[int, int, int]:
+        """Tokens, in_features and out_features of the layer for which the kernel computes such a product."""
+        if self._kernel == "wgrad":
+            return depth, cols, rows
+        return (rows, cols, depth) if self._transposed else (rows, depth, cols)
+
+
+def of_entry(entry: Entry, sizes: tuple[int, int, int] | None = None) -> EntryWorkload:
+    """sizes: tokens, out_features and in_features of the layer; None: as the catalog has it"""
+    return EntryWorkload(entry, sizes)
+
+
+def _of_sizes(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> Recipe:
+    sized = replace(recipe.of, tokens=tokens, in_features=in_features, out_features=out_features)
+    return replace(recipe, of=sized)
+
+
+def _on_one(recipe: Recipe) -> Recipe:
+    return replace(recipe, target=replace(recipe.target, processors=1))

@@ -1,0 +1,110 @@
+"""Entries compiled, and on sm_90 clocked: what one of the gate's processes does with each.
+
+Compiling and clocking are kept apart in the user's caches: facts and machine code by what is compiled, cycles
+by machine code, launch and the clock's own sources. So an edit of the clock compiles nothing, and an edit of
+a kernel clocks that kernel alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from tpkernels.gate import clock
+from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_or_error, machine_code_of
+from tpkernels.gate.catalog import recipes
+from tpkernels.gate.clock.cost import Cost, cost_of
+from tpkernels.gate.clock.cubin import read
+from tpkernels.gate.clock.launch import Built
+from tpkernels.gate.clock.workload import Workload, of_entry
+from tpkernels.gate.workers import results_of
+from tpkernels.kernels.disk_cache import DiskCache
+
+CYCLES = "cycles"  # of the user's caches
+
+
+class Launching(Protocol):
+    """How a compiled entry is launched. It is sent to processes, and holds nothing that is compiled."""
+
+    def text(self) -> str:
+        """What it depends on, to the last argument: the same text stands for the same launch."""
+
+    def workload(self) -> Workload:
+        """What is clocked."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromCatalog:
+    """As the catalog records it; its cost is one of the kernel, not of a shape."""
+
+    entry: Entry
+
+    def text(self) -> str:
+        recipe = recipes()[self.entry.name]
+        alone = replace(recipe, target=replace(recipe.target, processors=1))
+        return f"{recipe.launch()!r} {alone.launch()!r}"
+
+    def workload(self) -> Workload:
+        return of_entry(self.entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    job: Job
+    launching: Launching | None  # None: it is not clocked
+
+    def __str__(self) -> str:
+        return str(self.job)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What came of a task; a text says in words why there is nothing."""
+
+    facts: Facts | str
+    cost: Cost | str | None = None  # None: not clocked
+
+
+def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], None]) -> list[Examined]:
+    """What came of each task; `report` hears of each as it is done."""
+    return results_of(examine, tasks, processes, report, Examined(DIED))
+
+
+def examine(task: Task) -> Examined:
+    """Work for one of the processes."""
+    facts = facts_or_error(task.job)
+    if isinstance(facts, str) or task.launching is None:
+        return Examined(facts)
+    try:
+        return Examined(facts, clocked(task.job, facts, task.launching))
+    except Exception as error:  # an instruction that the clock does not know, warps that wait for ever
+        return Examined(facts, f"{type(error).__name__}: {error}")
+
+
+def clocked(job: Job, facts: Facts, launching: Launching) -> Cost:
+    """The cost of an entry: from the user's cache, or by the clock and put there."""
+    kept = DiskCache.of_user(CYCLES)
+    key = f"{facts.cubin} {launching.text()} {_clock()}"
+    try:
+        return Cost.from_json(kept.get(key))
+    except TypeError:  # nothing there
+        cost = cost_of(built(job.entry, job.architecture, facts), launching.workload())
+        kept.put(key, cost.as_json())
+        return cost
+
+
+def built(entry: Entry, architecture: str, facts: Facts) -> Built:
+    """What was compiled of an entry, for the clock to launch."""
+    return Built(read(machine_code_of(entry, architecture)), facts.threads // 32, facts.shared)
+
+
+@cache
+def _clock() -> str:
+    """A hash of the clock's sources."""
+    folder = Path(str(clock.__file__)).parent
+    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(sources).hexdigest()

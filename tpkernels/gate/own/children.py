@@ -1,0 +1,95 @@
+"""Processes that run the code of others: what ends one of them is told of one item, and ends nothing of ours.
+
+A program of this folder calls `serve`, and `answers` starts it. Items go there as JSON; answers come back as
+lines of JSON, in the order of the items.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from tpkernels.gate.own.record import ConfigError
+
+LIMIT = 300  # seconds for an item
+
+Item = Mapping[str, Any]
+Answer = dict[str, Any]
+
+
+def answers(
+    program: str, folder: Path, items: Sequence[Item], variables: dict[str, str] | None = None
+) -> Iterator[Answer | str]:
+    """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", program, str(folder)]
+    todo = list(items)
+    while todo:
+        with (
+            TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment | (variables or {}),
+            ) as process,
+        ):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError), process.stdin:  # one that has ended already is told of below
+                process.stdin.write(json.dumps(todo))
+            try:
+                for line in process.stdout:
+                    if line.endswith("\n"):  # else it ended amid the line
+                        todo.pop(0)
+                        yield json.loads(line)
+            except BaseException:  # nobody wants the rest
+                process.kill()
+                raise
+            code = process.wait()
+            if todo:
+                todo.pop(0)
+                errors.seek(0)
+                yield _ending(code, errors.read().strip().splitlines()[-1:])
+
+
+def serve(work: Callable[[Item], Answer]) -> None:
+    """Answer each item that `answers` sent; a ConfigError is an answer, too."""
+    folder = sys.argv[1]
+    items = json.load(sys.stdin)
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever others print does not come between our lines
+    sys.path.insert(0, folder)
+    for item in items:
+        signal.alarm(LIMIT)  # ends the process, also where Python does not get a turn
+        try:
+            answer = work(item)
+        except ConfigError as mistake:
+            answer = {"mistake": str(mistake)}
+        signal.alarm(0)
+        print(json.dumps(answer), file=lines, flush=True)
+
+
+def said(error: BaseException) -> str:
+    """In one line: the first cause, and its last words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+def _ending(code: int, last_words: list[str]) -> str:
+    if code == -signal.SIGALRM:
+        return f"took longer than {LIMIT} s"
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return ": ".join([f"ended its process {how}", *last_words])

@@ -1,0 +1,176 @@
+"""A kernel of others, interpreted, against its oracle in float64: `python -m tpkernels.gate.own.numerics`.
+
+As `gate.numerics` does it for ours: operands lie in NaN, outputs start as NaN, nothing else may be written.
+See `children`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.gate.accuracy import BOUND, relative_error
+from tpkernels.gate.ahead_of_time import undecorated
+from tpkernels.gate.own.children import Answer, Item, said, serve
+from tpkernels.gate.own.entries import meant
+from tpkernels.gate.own.expressions import Expression, whole_number
+from tpkernels.gate.own.found import found
+from tpkernels.gate.own.framed import Framed, outside
+from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, Values
+from tpkernels.gate.own.table import own_kernel
+from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.target import INTERPRETER
+
+SEED = 20261121
+TOLERANCE = {name: BOUND[dtype] for name in DTYPES if (dtype := getattr(torch, DTYPES[name])) in BOUND}
+
+
+def computed(item: Item) -> Answer:
+    """item: "name", "table" and which of its "sizes" """
+    mend()
+    own = own_kernel(item["name"], item["table"])
+    values = own.at(own.computed[item["sizes"]], INTERPRETER.processors)
+    torch.manual_seed(SEED)
+    tensors = {name: _framed(own, name, values) for name in own.tensors}
+    exact = _expected(own, values, tensors)
+    try:
+        _launch(own, values, tensors)
+    except Exception as error:  # a kernel that does not run is a finding
+        return {"error": None, "failure": said(error)}
+    errors, failures = [], []
+    for name, wanted in exact.items():
+        part, flaw = _compared(own, name, tensors[name].view, wanted)
+        errors.append(part)
+        failures += [f"{name} {flaw}"] * bool(flaw)
+    for name, framed in tensors.items():
+        if framed.written_outside():
+            failures.append(f"written outside {name}")
+        if name not in own.outputs and framed.changed():
+            failures.append(f"writes into {name}, which is none of its outputs")
+    known = [part for part in errors if part == part]
+    return {"error": max(known, default=None), "failure": "; ".join(failures)}
+
+
+def _framed(own: OwnKernel, name: str, values: Values) -> Framed:
+    dtype = getattr(torch, DTYPES[own.tensors[name].dtype])
+    shape, fill = values.shapes[name], own.fill.get(name)
+    if fill is None and name in own.outputs:
+        content = torch.full(shape, outside(dtype), dtype=dtype)
+    else:
+        content = _filled(f"fill.{name}", fill or "normal", shape, dtype, values.names)
+    return Framed.around(content, values.strides[name])
+
+
+def _filled(
+    key: str,
+    fill: str | Sequence[Expression],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    names: Mapping[str, float],
+) -> Tensor:
+    if not isinstance(fill, str):
+        try:
+            low, high = (whole_number(one, names, -(2**63)) for one in fill)
+            return torch.randint(low, high, shape).to(dtype)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(key, error) from error
+    if dtype == torch.bool:
+        return torch.rand(shape) < {"zeros": 0, "ones": 2}.get(fill, 0.5)
+    makers = {"normal": torch.randn, "uniform": torch.rand, "zeros": torch.zeros, "ones": torch.ones}
+    return makers[fill](shape).to(dtype)
+
+
+def _expected(own: OwnKernel, values: Values, tensors: Mapping[str, Framed]) -> dict[str, Tensor]:
+    """What the oracle returns, by output."""
+    assert own.oracle is not None
+    oracle = found("oracle", own.oracle)
+    offered = dict(values.names) | {name: meant(value) for name, value in own.constants.items()}
+    offered |= {name: _exactly(framed.view) for name, framed in tensors.items()}
+    try:
+        returned = oracle(**_asked(own.oracle, oracle, offered))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError("oracle", f"{own.oracle} raised {said(error)}") from error
+    return dict(_checked(own, values, _by_output(own, returned)))
+
+
+def _asked(place: str, oracle: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    asked = signature(oracle).parameters.values()
+    if any(one.kind is Parameter.VAR_KEYWORD for one in asked):
+        return dict(offered)
+    for one in asked:
+        if one.name not in offered and one.default is Parameter.empty:
+            raise ConfigError("oracle", f"{place} asks for {one.name!r}; there are {', '.join(offered)}")
+    return {one.name: offered[one.name] for one in asked if one.name in offered}
+
+
+def _by_output(own: OwnKernel, returned: Any) -> dict[str, Any]:
+    if isinstance(returned, Tensor):
+        returned = (returned,)
+    if isinstance(returned, Mapping) and set(returned) == set(own.outputs):
+        return dict(returned)
+    if isinstance(returned, tuple | list) and len(returned) == len(own.outputs):
+        return dict(zip(own.outputs, returned, strict=True))
+    got = f"a {type(returned).__name__}"
+    if isinstance(returned, Mapping):
+        got = f"{', '.join(map(repr, returned)) or 'nothing'}"
+    elif isinstance(returned, tuple | list):
+        got = f"{len(returned)}"
+    raise ConfigError("oracle", f"{own.oracle} returned {got}, expected tensors for {', '.join(own.outputs)}")
+
+
+def _checked(own: OwnKernel, values: Values, returned: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, exact in returned.items():
+        if not isinstance(exact, Tensor):
+            raise ConfigError("oracle", f"{own.oracle} returned {type(exact).__name__} for {name}")
+        if tuple(exact.shape) != values.shapes[name]:
+            told = (
+                f"{own.oracle} returned {name} of shape {tuple(exact.shape)}, expected {values.shapes[name]}"
+            )
+            raise ConfigError("oracle", told)
+        if exact.isnan().any():
+            raise ConfigError("oracle", f"{own.oracle} returned NaN in {name}")
+        yield name, exact
+
+
+def _exactly(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
+
+
+def _launch(own: OwnKernel, values: Values, tensors: Mapping[str, Framed]) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kernel = undecorated(found("kernel", own.kernel))
+    arguments: dict[str, Any] = {name: meant(value) for name, value in own.constants.items()}
+    arguments |= values.numbers
+    for name, kind in own.tensors.items():
+        view = tensors[name].view
+        if kind.block:
+            arguments[name] = TensorDescriptor(view, list(view.shape), list(view.stride()), list(kind.block))
+        else:
+            arguments[name] = view
+    kernel[values.grid](**arguments)
+
+
+def _compared(own: OwnKernel, name: str, actual: Tensor, exact: Tensor) -> tuple[float, str]:
+    """The error as a part of what is allowed, and in words what is wrong."""
+    dtype = own.tensors[name].dtype
+    if not actual.dtype.is_floating_point:
+        wrong = int((actual != exact).sum())
+        return float(wrong > 0), f"differs in {wrong} of {actual.numel()} elements" if wrong else ""
+    bound = own.tolerance.get(dtype) or TOLERANCE.get(dtype)
+    if bound is None:
+        raise ConfigError(f"tolerance.{dtype}", f"is needed for {name}: there is none for {dtype}")
+    error = relative_error(actual, exact) / bound
+    if error < 1:
+        return error, ""
+    return error, f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
+
+
+if __name__ == "__main__":
+    serve(computed)

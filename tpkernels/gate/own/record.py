@@ -1,0 +1,173 @@
+"""A kernel that is not ours, as its owners describe it. Nothing of theirs is imported here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tpkernels.gate.ahead_of_time import Constant
+from tpkernels.gate.own.expressions import Expression, Number, value_of, whole_number
+from tpkernels.gate.own.rules import DEFAULT_RULES
+from tpkernels.kernels.target import H100
+
+# Triton's names of types -> torch's
+DTYPES: Mapping[str, str] = {
+    **{"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"},
+    **{"fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"},
+    **{"i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u8": "uint8", "i1": "bool"},
+}
+_DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[(\d+(?:, ?\d+)*)\](?:,(.*))?>")
+
+
+class ConfigError(ValueError):
+    """What is wrong in a gate.toml, or in what it names: the key, then the reason."""
+
+    def __init__(self, key: str, reason: object) -> None:
+        super().__init__(f"{key}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Of an argument that stands for a tensor."""
+
+    dtype: str  # Triton's name of it
+    block: tuple[int, ...] = ()  # what a descriptor moves; (): a pointer
+
+    @property
+    def bits(self) -> int:
+        """Of an element, as its dtype's name says."""
+        return int(re.findall(r"\d+", self.dtype)[0])
+
+    @staticmethod
+    def of(kind: str) -> TensorType | None:
+        """None for a number."""
+        if kind.startswith("*"):
+            return TensorType(kind.removeprefix("*").removeprefix("k"))
+        if found := _DESCRIPTOR.fullmatch(kind):
+            return TensorType(found[1], tuple(map(int, found[2].split(","))))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a launch passes, at some sizes."""
+
+    grid: tuple[int, ...]
+    shapes: Mapping[str, tuple[int, ...]]  # of each tensor
+    strides: Mapping[str, tuple[int, ...]]
+    numbers: Mapping[str, Number]  # of each other argument
+    names: Mapping[str, Number]  # sizes, constants and numbers: what expressions may use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnKernel:
+    """The keys of a table in gate.toml; `docs/check-your-kernels.md` explains each."""
+
+    name: str  # the table's: in findings and budgets
+    kernel: str  # "module:function"
+    signature: Mapping[str, str]  # run-time argument -> Triton's name of its type
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    aligned: tuple[str, ...] | None = None  # arguments that are multiples of 16; None: as `sizes` make them
+    num_warps: int = 4
+    num_stages: int | None = None
+    architectures: tuple[str, ...] = ("sm_90",)
+    rules: tuple[str, ...] = DEFAULT_RULES
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of a real launch, which is clocked
+    shapes: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
+    strides: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)  # absent: contiguous
+    values: Mapping[str, Expression] = field(default_factory=dict)  # absent: the size of the same name
+    grid: tuple[Expression, ...] = ()
+    tile: Mapping[str, Expression] = field(default_factory=dict)  # of products: size -> what a block computes
+    step: Mapping[str, Expression] = field(default_factory=dict)  # size -> what a turn of the loop takes
+    oracle: str | None = None  # "module:function"
+    oracle_sizes: tuple[Mapping[str, int], ...] = ()  # to compute at; (): `sizes`
+    outputs: tuple[str, ...] = ()
+    fill: Mapping[str, str | tuple[Expression, ...]] = field(default_factory=dict)
+    tolerance: Mapping[str, float] = field(default_factory=dict)  # dtype -> relative error
+
+    @property
+    def tensors(self) -> dict[str, TensorType]:
+        found = {name: TensorType.of(kind) for name, kind in self.signature.items()}
+        return {name: kind for name, kind in found.items() if kind}
+
+    @property
+    def computed(self) -> tuple[Mapping[str, int], ...]:
+        """The sizes to compute at."""
+        return (self.oracle_sizes or (self.sizes,)) if self.oracle else ()
+
+    def as_table(self) -> dict[str, Any]:
+        """What gate.toml says, as `own_kernel` takes it."""
+        return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """What `tile` and `step` say in numbers: two sizes of the result, then depth; {}: no products."""
+        return {
+            name: _told(f"{key}.{name}", whole_number, one, self._constants, 1)
+            for key in ("tile", "step")
+            for name, one in getattr(self, key).items()
+        }
+
+    def of_tiles(self, tiles: int, steps: int) -> dict[str, int]:
+        """Sizes of a result of so many tiles, side by side, each of so many steps."""
+        (rows, block_rows), (cols, block_cols), (depth, block_depth) = self.blocks.items()
+        return {**self.sizes, rows: block_rows, cols: tiles * block_cols, depth: steps * block_depth}
+
+    @property
+    def _constants(self) -> dict[str, Number]:
+        return {
+            name: value
+            for name, value in self.constants.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+    def at(self, sizes: Mapping[str, int], processors: int = H100.processors) -> Values:
+        """What is launched; ConfigError names the key whose expression has no value."""
+        names = {**self._constants, **sizes, "processors": processors}
+        numbers = {}
+        for name, kind in self.signature.items():
+            if name not in self.tensors:
+                given = self.values.get(name, name)
+                number = _told(f"values.{name}", value_of, given, names)
+                numbers[name] = _of_type(f"values.{name}", number, kind)
+        names |= numbers
+        shapes = {name: self._each("shapes", name, names, 1) for name in self.tensors}
+        strides = {
+            name: self._each("strides", name, names, 0) if name in self.strides else _contiguous(shape)
+            for name, shape in shapes.items()
+        }
+        for name, steps in strides.items():
+            if len(steps) != len(shapes[name]):
+                raise ConfigError(f"strides.{name}", f"expected {len(shapes[name])}, got {len(steps)}")
+        grid = tuple(_told("grid", whole_number, one, names, 1) for one in self.grid)
+        return Values(grid, shapes, strides, numbers, names)
+
+    def _each(self, key: str, name: str, names: Mapping[str, Number], least: int) -> tuple[int, ...]:
+        expressions = getattr(self, key)[name]
+        return tuple(_told(f"{key}.{name}", whole_number, one, names, least) for one in expressions)
+
+
+def _told(key: str, function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise ConfigError(key, error) from error
+
+
+def _of_type(key: str, number: Number, kind: str) -> Number:
+    if kind.startswith(("fp", "bf")):
+        return float(number)
+    bits, signed = int(kind[1:]), kind[0] == "i" and kind != "i1"
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
+    if type(number) is not int or not low <= number < high:
+        raise ConfigError(key, f"expected an {kind}, got {number}")
+    return number
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)[: len(shape)]

@@ -1,0 +1,79 @@
+"""Rules that owners of a kernel may hold it to. Budgets cannot excuse what breaks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.gate.expectations import overflow, spilled
+
+Rule = Callable[[str, Facts], Iterator[str]]  # architecture, facts -> what is wrong
+WITH_WGMMA = ("sm_90",)
+WITH_DESCRIPTORS = ("sm_90", "sm_100")
+
+
+def violations(rules: Sequence[str], architecture: str, facts: Facts) -> Iterator[str]:
+    """Each rule that the facts break, in words; that a block can be launched is always one."""
+    yield from overflow(architecture, facts)
+    for rule in rules:
+        yield from RULES[rule](architecture, facts)
+
+
+def _vector_loads(architecture: str, facts: Facts) -> Iterator[str]:
+    yield from _some(architecture, facts, "loads 16 bytes at a time", "LDG.128", "LDGSTS.128", "UTMALDG")
+
+
+def _vector_stores(architecture: str, facts: Facts) -> Iterator[str]:
+    yield from _some(architecture, facts, "stores 16 bytes at a time", "STG.128", "UTMASTG", "UTMAREDG")
+
+
+def _async_loads(architecture: str, facts: Facts) -> Iterator[str]:
+    yield from _some(architecture, facts, "copies to shared memory meanwhile", "LDGSTS.128", "UTMALDG")
+
+
+def _tensor_cores(architecture: str, facts: Facts) -> Iterator[str]:
+    if architecture in WITH_WGMMA:
+        names: tuple[str, ...] = ("HGMMA", "HMMA")
+    else:
+        names = ("v_mfma",) if architecture.startswith("gfx") else ("UTCHMMA", "HMMA")
+    if not any(map(facts.count, names)):
+        yield f"no {' or '.join(names)}: no tensor core is used"
+
+
+def _wgmma(architecture: str, facts: Facts) -> Iterator[str]:
+    if architecture not in WITH_WGMMA:
+        return
+    if not facts.count("HGMMA"):
+        yield "no HGMMA"
+    elif not facts.in_flight:
+        yield "wgmma serialised: no product runs while the next operands are awaited"
+    if facts.count("HMMA"):
+        yield f"{facts.count('HMMA')} HMMA, expected none (the tensor core's older instruction)"
+
+
+def _descriptors(architecture: str, facts: Facts) -> Iterator[str]:
+    if architecture in WITH_DESCRIPTORS and not facts.count("UTMALDG"):
+        yield "no UTMALDG: nothing is loaded through a descriptor"
+
+
+def _wide_offsets(architecture: str, facts: Facts) -> Iterator[str]:
+    for product in facts.narrow_offsets:
+        yield f"32-bit product in an address, wraps past 2**31 elements: {product}"
+
+
+def _some(architecture: str, facts: Facts, what: str, *instructions: str) -> Iterator[str]:
+    if not architecture.startswith("gfx") and not any(map(facts.count, instructions)):
+        yield f"no {' or '.join(instructions)}: nothing {what}"
+
+
+RULES: Mapping[str, Rule] = {
+    "no_spills": spilled,  # on sm_90; elsewhere spills are budgeted
+    "vector_loads": _vector_loads,
+    "vector_stores": _vector_stores,
+    "async_loads": _async_loads,
+    "tensor_cores": _tensor_cores,
+    "wgmma": _wgmma,
+    "descriptors": _descriptors,
+    "wide_offsets": _wide_offsets,
+}
+DEFAULT_RULES = ("no_spills",)

@@ -1,0 +1,188 @@
+"""Reading a table of gate.toml: whether it can mean anything, told by key. Nothing is imported for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from math import prod
+from typing import Any, get_args
+
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, Constant
+from tpkernels.gate.own.record import DTYPES, ConfigError, OwnKernel, TensorType, Values
+from tpkernels.gate.own.rules import RULES
+
+SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
+FILLS = ("normal", "uniform", "zeros", "ones")
+_PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # "module.of.it:function"
+_NAME = re.compile(r"[A-Za-z0-9][\w.+=-]*(/[A-Za-z0-9][\w.+=-]*)*")
+
+
+def own_kernel(name: str, table: Mapping[str, Any]) -> OwnKernel:
+    """What a table of gate.toml says; ConfigError for what it cannot mean."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError("name", f"expected letters, digits and _ . + = - / only, got {name!r}")
+    known = [one.name for one in fields(OwnKernel) if one.name != "name"]
+    for key in table:
+        if key not in known:
+            raise ConfigError(key, f"unknown; known are {', '.join(known)}")
+    for key in ("kernel", "signature"):
+        if key not in table:
+            raise ConfigError(key, "is missing")
+    own = OwnKernel(name=name, **{key: _typed(key, value) for key, value in table.items()})
+    for check in (_check_arguments, _check_choices, _check_launch, _check_oracle):
+        check(own)
+    return own
+
+
+def _check_arguments(own: OwnKernel) -> None:
+    for name, kind in own.signature.items():
+        if kind == "constexpr":
+            raise ConfigError(f"signature.{name}", "is compiled in: give its value in constants")
+        tensor = TensorType.of(kind)
+        if not (tensor.dtype in DTYPES if tensor else kind in SCALARS):
+            examples = '"*bf16", "i32", "fp32", "tensordesc<bf16[128, 64]>"'
+            raise ConfigError(f"signature.{name}", f"expected a type such as {examples}, got {kind!r}")
+        if name in own.constants:
+            raise ConfigError(f"constants.{name}", "is in signature too")
+    for key in ("aligned", "outputs", "shapes", "strides", "values", "fill"):
+        among = own.tensors if key in ("outputs", "shapes", "strides", "fill") else own.signature
+        for name in getattr(own, key) or ():
+            if name not in among:
+                what = "tensor" if among is not own.signature else "argument"
+                raise ConfigError(key, f"{name!r} is no {what} of signature")
+    for name in own.values:
+        if name in own.tensors:
+            raise ConfigError(f"values.{name}", "is a tensor, whose shape is said in shapes")
+
+
+def _check_choices(own: OwnKernel) -> None:
+    for key, known in (("architectures", ARCHITECTURES), ("rules", tuple(RULES))):
+        for one in getattr(own, key):
+            if one not in known:
+                raise ConfigError(key, f"expected some of {', '.join(known)}; got {one!r}")
+    if not own.architectures:
+        raise ConfigError("architectures", "expected at least one")
+    if own.num_warps not in (1, 2, 4, 8, 16, 32):
+        raise ConfigError("num_warps", f"expected a power of two up to 32, got {own.num_warps}")
+    if own.num_stages is not None and own.num_stages < 1:
+        raise ConfigError("num_stages", f"expected 1 or more, got {own.num_stages}")
+    for name, fill in own.fill.items():
+        if fill not in FILLS and not (isinstance(fill, tuple) and len(fill) == 2):
+            expected = f"{', '.join(FILLS)}, or [low, high] of integers below high"
+            raise ConfigError(f"fill.{name}", f"expected {expected}; got {fill!r}")
+    for dtype, bound in own.tolerance.items():
+        if dtype not in DTYPES or not 0 < bound < 1:
+            raise ConfigError(f"tolerance.{dtype}", f"expected a part of 1 for a dtype, got {bound}")
+
+
+def _check_launch(own: OwnKernel) -> None:
+    if not own.sizes and not own.oracle:
+        return
+    for name in own.tensors:
+        if name not in own.shapes:
+            raise ConfigError("shapes", f"lacks {name!r}")
+    if not 1 <= len(own.grid) <= 3:
+        raise ConfigError("grid", f"expected one to three numbers or expressions, got {len(own.grid)}")
+    for sizes in (*([own.sizes] if own.sizes else []), *own.computed):
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError("sizes", f"expected {name} of 1 or more, got {size}")
+        _check_descriptors(own, own.at(sizes))
+    if own.tile or own.step:
+        _check_tile(own)
+
+
+def _check_descriptors(own: OwnKernel, values: Values) -> None:
+    for name, kind in own.tensors.items():
+        if not kind.block:
+            continue
+        if len(kind.block) != len(values.shapes[name]):
+            raise ConfigError(f"shapes.{name}", f"expected {len(kind.block)} sizes, as its descriptor has")
+        *pitches, step = values.strides[name]
+        if step != 1 or any(pitch * kind.bits % 128 for pitch in pitches):
+            told = f"a descriptor wants 16-byte units beside each other, got {(*pitches, step)}"
+            raise ConfigError(f"strides.{name}", told)
+
+
+def _check_tile(own: OwnKernel) -> None:
+    if (len(own.tile), len(own.step)) != (2, 1):
+        example = "tile = { M = 128, N = 128 }, step = { K = 64 }"
+        raise ConfigError("tile", f"expected two sizes of a result, and one of its depth in step: {example}")
+    for name in own.blocks:
+        if name not in own.sizes:
+            raise ConfigError("tile" if name in own.tile else "step", f"{name!r} is none of sizes")
+    if len(own.blocks) < 3:
+        raise ConfigError("step", "expected another size than those of tile")
+    blocks = prod(own.at(own.of_tiles(3, 2), processors=2).grid)
+    if blocks not in (2, 3):
+        told = "expected a block for each, or one a processor (`processors` in grid)"
+        raise ConfigError("tile", f"3 tiles are {blocks} blocks by grid: {told}")
+
+
+def _check_oracle(own: OwnKernel) -> None:
+    if own.oracle is None:
+        for key in ("oracle_sizes", "outputs", "fill", "tolerance"):
+            if getattr(own, key):
+                raise ConfigError(key, "is of use with an oracle only, and there is none")
+        return
+    if not own.outputs:
+        raise ConfigError("outputs", "is missing: name the tensors that the kernel writes")
+    for name, kind in own.tensors.items():
+        fill = own.fill.get(name)
+        if kind.dtype.startswith(("i", "u")) and kind.dtype != "i1" and name not in own.outputs:
+            if not isinstance(fill, tuple) and fill not in ("zeros", "ones"):
+                say = f'say from where to where: fill = {{ {name} = [0, "columns"] }}'
+                raise ConfigError(f"fill.{name}", f"it holds integers: {say}")
+        elif isinstance(fill, tuple):
+            raise ConfigError(f"fill.{name}", f"it holds {kind.dtype}: expected {', '.join(FILLS)}")
+
+
+# key -> what its value is in TOML
+_TYPES: Mapping[str, str] = {
+    **dict.fromkeys(("kernel", "oracle"), "place"),
+    **dict.fromkeys(("num_warps", "num_stages"), "integer"),
+    **dict.fromkeys(("aligned", "architectures", "rules", "outputs"), "list of str"),
+    "grid": "list of expression",
+    "signature": "table of str",
+    "constants": "table of constant",
+    "sizes": "table of integer",
+    "values": "table of expression",
+    "tolerance": "table of float",
+    **dict.fromkeys(("tile", "step"), "table of expression"),
+    **dict.fromkeys(("shapes", "strides"), "table of list of expression"),
+    "fill": "table of fill",
+    "oracle_sizes": "list of table of integer",
+}
+_SIMPLE: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "integer": (int,),
+    "float": (float, int),
+    "expression": (int, float, str),
+    "constant": (bool, *get_args(Constant)),
+}
+
+
+def _typed(key: str, value: Any, kind: str = "") -> Any:
+    """The value with lists as tuples; ConfigError if it is of another type than the key's."""
+    kind = kind or _TYPES[key]
+    if kind.startswith("table of "):
+        if not isinstance(value, Mapping):
+            raise ConfigError(key, f"expected a table, got {value!r}")
+        inner = kind.removeprefix("table of ")
+        return {str(name): _typed(f"{key}.{name}", one, inner) for name, one in value.items()}
+    if kind.startswith("list of "):
+        if not isinstance(value, list | tuple):
+            raise ConfigError(key, f"expected a list, got {value!r}")
+        return tuple(_typed(key, one, kind.removeprefix("list of ")) for one in value)
+    if kind == "fill":
+        return _typed(key, value, "str" if isinstance(value, str) else "list of expression")
+    if kind == "place":
+        if not isinstance(value, str) or not _PLACE.fullmatch(value):
+            raise ConfigError(key, f'expected "module:function", got {value!r}')
+        return value
+    wanted = _SIMPLE[kind]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ConfigError(key, f"expected {article} {kind.replace('str', 'text')}, got {value!r}")
+    return value

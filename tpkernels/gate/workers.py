@@ -1,0 +1,65 @@
+"""Work in processes of its own, where a compiler that dies takes nothing but its own item along."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def results_of(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    processes: int,
+    report: Callable[[Item], None],
+    of_the_dead: Result,
+) -> list[Result]:
+    """What `work` gives of each item, in their order.
+
+    work: a function of a module; what it does with errors is its own business
+    report: hears of each item as it is done
+    of_the_dead: the result of an item whose process died
+    """
+    results: dict[int, Result] = {}
+    lost: list[int] = []
+    with _pool(processes) as pool:
+        futures = {pool.submit(work, item): number for number, item in enumerate(items)}
+        try:
+            for future in as_completed(futures):
+                number = futures[future]
+                try:
+                    results[number] = future.result()
+                    report(items[number])
+                except BrokenProcessPool:
+                    lost.append(number)
+        except BaseException:  # leaving the pool would first do all the rest
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    while lost:  # one died and took the others with it: one at a time shows which
+        with _pool(1) as pool:
+            while lost:
+                number = lost.pop()
+                report(items[number])
+                try:
+                    results[number] = pool.submit(work, items[number]).result()
+                except BrokenProcessPool:
+                    results[number] = of_the_dead
+                    break
+    return [results[number] for number in range(len(items))]
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    # spawned, not forked: Triton reads TRITON_INTERPRET on import, and threads do not survive a fork
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here)
+
+
+def _compile_here() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end without a word, one speaks for all
