@@ -92,7 +92,7 @@ def test_flat_linear_turns_its_barriers_round():
         # elements of a step; products of a warp in a step; boxes stored of a tile
         (BLOCKWISE, (128, 128, 512), (128 + 2 * 128) * 64, 8, 6),
         (BLOCKWISE, (128, 128, 40), (128 + 2 * 128) * 64, 8, 6),
-        (DGLU, (128, 128, 512), (128 + 128) * 64, 4, 12),
+        (DGLU, (128, 512, 128), (128 + 128) * 64, 4, 12),  # goes through its columns
     ],
     ids=["glu", "glu_less_than_a_step", "dglu"],
 )
@@ -100,7 +100,7 @@ def test_products_that_are_not_flat_copy_and_multiply_what_a_tile_needs(
     name: str, shape: tuple[int, int, int], operand_elements: int, products: int, puts: int
 ):
     ran = kernel(name).run(numbers(*shape), blocks=1)
-    steps = ceil(shape[2] / 64)
+    steps = ceil((shape[1] if name == DGLU else shape[2]) / 64)
     loaded_in_the_epilogue = 2 * 128 * 128 * BF16 if name == DGLU else 0  # gate and up
     assert {counts["HGMMA"] for counts in ran.by_warp.values()} == {steps * products}
     expected = sum(one.expected_bytes for one in ran.of(Arrive))
@@ -121,7 +121,7 @@ def test_gather_linear_looks_at_its_flag_and_goes_on():
     ran = kernel(GATHER).run(numbers(128, 256, 512), blocks=1)
     assert len(ran.of(Copy)) == 8 * 2
     assert {counts["HGMMA"] for counts in ran.by_warp.values()} == {8 * 4}
-    assert ran.guessed == 16 and ran.exits == set(range(8))  # the wait is over, and the warps agree
+    assert ran.guessed == 8 and ran.exits == set(range(8))  # the wait is over, and the warps agree
     assert not ran.executed["ATOMG"]
 
 
@@ -142,11 +142,11 @@ def test_pointer_linear_loads_in_whole_sectors(depth: int):
 @pytest.mark.parametrize("width", [8192, 4104, 1024])
 def test_norm_reads_and_writes_a_row_once(width: int):
     ran = kernel(NORM).run(numbers(64, width, width) | {"K": width, "T": 64}, blocks=64, block=7)
-    rows = [one for one in ran.of(Global) if one.bytes > 16]
+    rows = [one for one in ran.of(Global) if one.bytes >= 16]  # and one reciprocal
     loaded = sum(one.bytes for one in rows if not one.store)
     stored = sum(one.bytes for one in rows if one.store)
     assert (loaded, stored) == (3 * width * BF16, 2 * width * BF16)  # x, residual, weight; sum and y
-    assert sum(one.sectors for one in rows) * 32 == loaded + stored
+    assert all(one.sectors == ceil(one.bytes / 32) for one in rows)
     assert all(one.exact for one in rows) and ran.exits == set(range(16))
 
 

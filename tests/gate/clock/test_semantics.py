@@ -80,8 +80,8 @@ CASES = {
     "SHF.L.W.U32.HI R0, R4, 0x9, R4": lambda a, b, c, d, p: a << 9 | a >> 23,
     "LOP3.LUT R0, R4, R5, RZ, 0xc0, !PT": lambda a, b, c, d, p: a & b,
     "LOP3.LUT R0, RZ, R5, RZ, 0x33, !PT": lambda a, b, c, d, p: ~b,
-    "LOP3.LUT R0, R4, R5, R6, 0x78, !PT": lambda a, b, c, d, p: a & b ^ c,
-    "LOP3.LUT R0, R4, R5, R6, 0xf8, !PT": lambda a, b, c, d, p: a & b | c,
+    "LOP3.LUT R0, R4, R5, R6, 0x78, !PT": lambda a, b, c, d, p: a ^ b & c,
+    "LOP3.LUT R0, R4, R5, R6, 0xf8, !PT": lambda a, b, c, d, p: a | b & c,
     "LOP3.LUT R0, R4, R5, R6, 0xca, !PT": lambda a, b, c, d, p: a & b | ~a & c,
     "LOP3.LUT R0, R4, 0x1, RZ, 0xc, !PT": lambda a, b, c, d, p: ~a & 1,
     "PRMT R0, R4, 0x5432, R6": lambda a, b, c, d, p: wide(a, c) >> 16,
@@ -149,6 +149,12 @@ def both(text: str, names: tuple[str, ...]) -> tuple[list, list]:
 def test_integer_instruction_computes(text: str):
     expected = [[CASES[text](*sample) & M] for sample in samples()]
     assert both(text, ("R0",)) == (expected, expected)
+
+
+@pytest.mark.parametrize("table", range(256))
+def test_logic_is_what_its_table_says_of_each_bit(table: int):
+    found = execute(f"LOP3.LUT R0, R4, R5, R6, {table:#x}, !PT", R4=0xF0, R5=0xCC, R6=0xAA)["R0"]
+    assert found & 0xFF == table
 
 
 @pytest.mark.parametrize("text", PAIRS)
