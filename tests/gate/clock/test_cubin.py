@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 
 import pytest
 
@@ -38,7 +39,10 @@ def test_cubin_of_another_architecture_is_refused(content: bytes, told: str):
 
 
 def test_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", "/nowhere/cuobjdump")
+    def run(command: list[str], **_: object) -> None:
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(NoDisassembler, match="cuobjdump, which Triton brings along, is missing"):
         disassemble(b"")
 

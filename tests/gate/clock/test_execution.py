@@ -141,7 +141,7 @@ def test_pointer_linear_loads_in_whole_sectors(depth: int):
 
 @pytest.mark.parametrize("width", [8192, 4104, 1024])
 def test_norm_reads_and_writes_a_row_once(width: int):
-    ran = kernel(NORM).run(numbers(64, width, width) | {"K": width, "T": 64}, blocks=64, block=7)
+    ran = kernel(NORM).run(numbers(64, width, width) | {"K": width, "T": 64}, blocks=64, block=8)
     rows = [one for one in ran.of(Global) if one.bytes >= 16]  # and one reciprocal
     loaded = sum(one.bytes for one in rows if not one.store)
     stored = sum(one.bytes for one in rows if one.store)
