@@ -73,7 +73,9 @@ def test_control_fields_hold_together():
     """Facts that only hold if fields are read from the right bits."""
     for name in (FLAT, ROLES):
         code = kernel(name).cubin.instructions
-        fixed = [one for one in code if one.opcode in ("FFMA", "IADD3", "LOP3", "ISETP", "UIADD3", "MOV", "UMOV")]
+        fixed = [
+            one for one in code if one.opcode in ("FFMA", "IADD3", "LOP3", "ISETP", "UIADD3", "MOV", "UMOV")
+        ]
         loads = [one for one in code if one.opcode in ("LDG", "LDS", "S2R", "MUFU")]
         assert len(fixed) > 100 and all(one.writes is None for one in fixed)
         assert sum(one.writes is not None for one in loads) > len(loads) / 2

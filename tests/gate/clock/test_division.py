@@ -82,7 +82,11 @@ def test_quotient_is_exact(kind: str, bits: int, count: int, tmp_path: Path):
     wrong = []
     for x, y in pairs(bits, count, kind != "u32"):
         words = stored(cubin, x, y)
-        found = None if any(word is None for word in words) else sum(int(np.max(word)) << 32 * at for at, word in enumerate(words))
+        found = (
+            None
+            if any(word is None for word in words)
+            else sum(int(np.max(word)) << 32 * at for at, word in enumerate(words))
+        )
         if found != truncated(x, y) & mask:
             wrong.append((x, y, found, truncated(x, y) & mask))
     assert wrong == []

@@ -153,10 +153,16 @@ def test_norm_reads_and_writes_a_row_once(width: int):
 def by_role(name: str, shape: tuple[int, int, int], blocks: int) -> tuple[dict, Counter, object]:
     ran = kernel(name).run(numbers(*shape), blocks=blocks)
     assert ran.exits == set(range(kernel(name).warps))
-    return {warp: counts for warp, counts in ran.by_warp.items()}, Counter(type(e) for _, e in ran.effects), ran
+    return (
+        {warp: counts for warp, counts in ran.by_warp.items()},
+        Counter(type(e) for _, e in ran.effects),
+        ran,
+    )
 
 
-@pytest.mark.parametrize("shape", [(128, 256, 512), (256, 512, 64), (200, 300, 100)], ids=["one", "four", "ragged"])
+@pytest.mark.parametrize(
+    "shape", [(128, 256, 512), (256, 512, 64), (200, 300, 100)], ids=["one", "four", "ragged"]
+)
 def test_roles_of_one_consumer_go_their_own_ways(shape: tuple[int, int, int]):
     warps, effects, ran = by_role(ONE_CONSUMER, shape, 1)
     tiles, steps = ceil(shape[0] / 128) * ceil(shape[1] / 256), ceil(shape[2] / 64)

@@ -93,6 +93,8 @@ def multiply_add(one: Instruction) -> Meaning:
         return result & WORD, result >> 32 & WORD
 
     sources = (a, b, Source(low), Source(top), *taken)
+    if high and carries:
+        return assign_all((to, *carries), sources, _by_lane_all(lambda *values: compute(*values)[1:]))
     if high:
         return assign(to, sources, lambda *values: compute(*values)[1])
     if carries:
