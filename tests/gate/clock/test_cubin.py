@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from tests.gate.clock.compiled import kernel
+from tpkernels.gate.clock import cubin
 from tpkernels.gate.clock.cubin import NoDisassembler, Parameter, WrongArchitecture, disassemble, read
 from tpkernels.gate.clock.values import Constants
 
@@ -38,7 +39,7 @@ def test_cubin_of_another_architecture_is_refused(content: bytes, told: str):
 
 
 def test_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", "/nowhere/cuobjdump")
+    monkeypatch.setattr(cubin, "_cuobjdump", lambda: "/nowhere/cuobjdump")
     with pytest.raises(NoDisassembler, match="cuobjdump, which Triton brings along, is missing"):
         disassemble(b"")
 
@@ -49,15 +50,15 @@ def test_what_the_disassembler_says_of_nonsense_is_passed_on():
 
 
 def test_parameters_have_their_places_in_the_constant_bank():
-    cubin = kernel(FLAT).cubin
-    assert cubin.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
-    assert (cubin.parameters_at, len(cubin.parameters), cubin.registers) == (0x210, 28, 200)
+    code = kernel(FLAT).cubin
+    assert code.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
+    assert (code.parameters_at, len(code.parameters), code.registers) == (0x210, 28, 200)
 
 
 def test_jumps_of_roles_are_in_a_constant_bank():
-    cubin = kernel(ROLES).cubin
-    targets = struct.unpack("<4I", cubin.banks[2])
-    assert {cubin.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
+    code = kernel(ROLES).cubin
+    targets = struct.unpack("<4I", code.banks[2])
+    assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
 
 
 def test_wrong_number_of_arguments_is_refused():
@@ -69,8 +70,11 @@ def test_control_fields_hold_together():
     """Facts that only hold if fields are read from the right bits."""
     for name in (FLAT, ROLES):
         code = kernel(name).cubin.instructions
-        fixed = [one for one in code if one.opcode in ("FFMA", "IADD3", "LOP3", "ISETP", "UIADD3", "MOV", "UMOV")]
+        fixed = [
+            one for one in code if one.opcode in ("FFMA", "IADD3", "LOP3", "ISETP", "UIADD3", "MOV", "UMOV")
+        ]
         loads = [one for one in code if one.opcode in ("LDG", "LDS", "S2R", "MUFU")]
-        assert len(fixed) > 100 and all(one.writes is None for one in fixed)
+        assert len(fixed) > 100
+        assert all(one.writes is None for one in fixed)
         assert sum(one.writes is not None for one in loads) > len(loads) / 2
         assert all(one.writes != 6 and one.reads != 6 for one in code)

@@ -1,4 +1,4 @@
-"""Kernels of the catalog, executed warp by warp: what they copy, multiply and store is what their shape asks for."""
+"""Kernels of the catalog, executed warp by warp: they copy, multiply and store what their shapes ask for."""
 
 from __future__ import annotations
 
@@ -114,14 +114,16 @@ def test_wgrad_walks_over_the_tokens_and_adds_by_the_copy_engine():
     steps = 512 // 64
     assert {counts["HGMMA"] for counts in ran.by_warp.values()} == {steps * 4}
     assert sum(one.expected_bytes for one in ran.of(Arrive)) == steps * (128 + 256) * 64 * BF16
-    assert len(ran.of(Put)) == 128 * 256 // (128 * 32) and all(one.reduce for one in ran.of(Put))
+    assert len(ran.of(Put)) == 128 * 256 // (128 * 32)
+    assert all(one.reduce for one in ran.of(Put))
 
 
 def test_gather_linear_looks_at_its_flag_and_goes_on():
     ran = kernel(GATHER).run(numbers(128, 256, 512), blocks=1)
     assert len(ran.of(Copy)) == 8 * 2
     assert {counts["HGMMA"] for counts in ran.by_warp.values()} == {8 * 4}
-    assert ran.guessed == 8 and ran.exits == set(range(8))  # the wait is over, and the warps agree
+    assert ran.guessed == 8
+    assert ran.exits == set(range(8))  # the wait is over, and the warps agree
     assert not ran.executed["ATOMG"]
 
 
@@ -141,22 +143,29 @@ def test_pointer_linear_loads_in_whole_sectors(depth: int):
 
 @pytest.mark.parametrize("width", [8192, 4104, 1024])
 def test_norm_reads_and_writes_a_row_once(width: int):
-    ran = kernel(NORM).run(numbers(64, width, width) | {"K": width, "T": 64}, blocks=64, block=7)
+    ran = kernel(NORM).run(numbers(64, width, width) | {"K": width, "T": 64}, blocks=64, block=8)
     rows = [one for one in ran.of(Global) if one.bytes >= 16]  # and one reciprocal
     loaded = sum(one.bytes for one in rows if not one.store)
     stored = sum(one.bytes for one in rows if one.store)
     assert (loaded, stored) == (3 * width * BF16, 2 * width * BF16)  # x, residual, weight; sum and y
     assert all(one.sectors == ceil(one.bytes / 32) for one in rows)
-    assert all(one.exact for one in rows) and ran.exits == set(range(16))
+    assert all(one.exact for one in rows)
+    assert ran.exits == set(range(16))
 
 
 def by_role(name: str, shape: tuple[int, int, int], blocks: int) -> tuple[dict, Counter, object]:
     ran = kernel(name).run(numbers(*shape), blocks=blocks)
     assert ran.exits == set(range(kernel(name).warps))
-    return {warp: counts for warp, counts in ran.by_warp.items()}, Counter(type(e) for _, e in ran.effects), ran
+    return (
+        {warp: counts for warp, counts in ran.by_warp.items()},
+        Counter(type(e) for _, e in ran.effects),
+        ran,
+    )
 
 
-@pytest.mark.parametrize("shape", [(128, 256, 512), (256, 512, 64), (200, 300, 100)], ids=["one", "four", "ragged"])
+@pytest.mark.parametrize(
+    "shape", [(128, 256, 512), (256, 512, 64), (200, 300, 100)], ids=["one", "four", "ragged"]
+)
 def test_roles_of_one_consumer_go_their_own_ways(shape: tuple[int, int, int]):
     warps, effects, ran = by_role(ONE_CONSUMER, shape, 1)
     tiles, steps = ceil(shape[0] / 128) * ceil(shape[1] / 256), ceil(shape[2] / 64)
@@ -179,7 +188,8 @@ def test_two_consumers_take_turns_at_tiles():
     tiles, steps = 4, 4
     multiplying = {warp: counts["HGMMA"] for warp, counts in warps.items() if counts["HGMMA"]}
     assert list(multiplying) == [0, 1, 2, 3, *(warp for warp in multiplying if warp > 3)]
-    assert len(multiplying) == 8 and set(multiplying.values()) == {tiles // 2 * steps * 8}
+    assert len(multiplying) == 8
+    assert set(multiplying.values()) == {tiles // 2 * steps * 8}
     assert effects[Copy] == tiles * steps * 2
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tpkernels.gate.clock.instructions import parse
 
 LISTING = """
-        /*0190*/                   BRX R2 -0x1a0 ;                                          /* 0xfffffffc02987949 */
-                                                                                            /* 0x000fea000383ffff */
-        /*01a0*/              @!P0 LDG.E.128 R4, desc[UR6][R2.64.reuse+0x10] ;              /* 0x0000000402047981 */
-                                                                                            /* 0x008ea2000c1e1d00 */
-        /*01b0*/                   IADD3 R2, P6, R7.reuse, c[0x0][0x210], RZ ;              /* 0x0000000402047981 */
-                                                                                            /* 0x000fc40007ffe0ff */
-        /*01c0*/               @PT NOP;                                                     /* 0x0000000000007918 */
-                                                                                            /* 0x000fc00000000000 */
+        /*0190*/                   BRX R2 -0x1a0 ;    /* 0xfffffffc02987949 */
+            /* 0x000fea000383ffff */
+        /*01a0*/              @!P0 LDG.E.128 R4, desc[UR6][R2.64.reuse+0x10] ;    /* 0x0000000402047981 */
+            /* 0x008ea2000c1e1d00 */
+        /*01b0*/                   IADD3 R2, P6, R7.reuse, c[0x0][0x210], RZ ;    /* 0x0000000402047981 */
+            /* 0x000fc40007ffe0ff */
+        /*01c0*/               @PT NOP;    /* 0x0000000000007918 */
+            /* 0x000fc00000000000 */
 """
 
 

@@ -273,4 +273,5 @@ def test_sectors_are_those_that_the_active_lanes_touch():
         found[name] = effect.bytes, effect.sectors, effect.exact
     assert found == {"row": (512, 16, True), "column": (512, 32, True), "same": (512, 1, True)}
     program, state = warp("@P1 LDG.E.128 R8, desc[UR4][R2.64]", R2=lanes.row, R3=1, P1=np.arange(32) < 3)
-    assert (effect := program[0].execute(state)) and (effect.bytes, effect.sectors) == (48, 2)
+    effect = program[0].execute(state)
+    assert (effect.bytes, effect.sectors) == (48, 2)
