@@ -33,7 +33,9 @@ def test_the_page_shows_what_the_clock_says(found):
 def test_the_page_has_every_figure():
     text = PAGE.read_text()
     shown = re.findall(r"^\| (fitted|kept back) \| (.*?) \| (\d+) \|", text, re.MULTILINE)
-    assert shown == [("fitted" if one.fitted else "kept back", one.name, f"{one.tflops:.0f}") for one in measured()]
+    assert shown == [
+        ("fitted" if one.fitted else "kept back", one.name, f"{one.tflops:.0f}") for one in measured()
+    ]
 
 
 def test_summary_and_order_are_of_the_errors(found):

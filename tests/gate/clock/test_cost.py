@@ -80,6 +80,6 @@ def test_rows_are_costed_by_the_block_whoever_computes_it(process):
     shared, alone = process.submit(clocked, SHARED).result(), process.submit(clocked, ALONE).result()
     three_slots_and_the_sum, bias = 4 * 16 * 128 * 2, 128 * 2
     assert (shared.step, shared.resident, shared.bytes) == (None, 8, three_slots_and_the_sum + bias)
-    assert list(shared.edge.waits)[0] == "scoreboard: LDG"
+    assert next(iter(shared.edge.waits)) == "scoreboard: LDG"
     assert alone.edge.cycles > 1000  # two loads, one after the other
     assert alone.start == 0
