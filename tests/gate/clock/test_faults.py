@@ -72,8 +72,17 @@ def test_registers_given_back_that_a_warp_does_not_have():
 
 
 def test_a_scoreboard_that_nothing_sets():
-    with pytest.raises(faults.ScoreboardNeverSet, match="FADD at 0x0: nothing before it sets scoreboard 3"):
+    with pytest.raises(faults.ScoreboardNeverSet, match="FADD at 0x0: nothing sets scoreboard 3"):
         timed(program(("FADD R0, R1, R2", None, 3)))
+
+
+def test_a_warp_may_jump_over_what_sets_a_scoreboard():
+    skipping = Assembly()
+    skipping("BRA", effects.Jump(2))
+    skipping("LDG.E R0, [R2]", effects.Global(128, 4, store=False, shared=False), writes=3)
+    skipping("FADD R0, R1, R2", waits=(3,))
+    skipping.end()
+    assert timed(skipping).cycles < 100
 
 
 @pytest.mark.parametrize(
