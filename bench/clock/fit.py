@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 
-from bench.clock.published import measured
+from bench.clock.published import Measured, measured
 from bench.clock.validation import Costs, judged
 from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.model import Board
@@ -27,10 +27,12 @@ def fitted(machine: Machine, costs: Costs) -> tuple[float, Board]:
     """The least root mean square of the errors over `Board.full`, and the board it is at."""
     figures = [one for one in measured() if one.fitted]
     boards = (replace(Board(), full=full) for full in CLOCKS)
-    return min(((_rms(figures, machine, board, costs), board) for board in boards), key=lambda found: found[0])
+    return min(
+        ((_rms(figures, machine, board, costs), board) for board in boards), key=lambda found: found[0]
+    )
 
 
-def _rms(figures: list, machine: Machine, board: Board, costs: Costs) -> float:  # type: ignore[type-arg]
+def _rms(figures: list[Measured], machine: Machine, board: Board, costs: Costs) -> float:
     errors = [one.error for one in judged(figures, machine, board, costs)]
     return math.sqrt(sum(error * error for error in errors) / len(errors))
 
@@ -42,7 +44,7 @@ def main() -> None:
     assert set(TRIED) <= {field.name for field in fields(Machine)}
     for name in (*TRIED, "fetch"):
         for value in TRIED[name]:
-            tried = replace(machine, **{name: value})
+            tried = replace(machine, **{name: value})  # type: ignore[arg-type]  # products_queued has whole ones
             if tried == machine:
                 continue
             found, at = fitted(tried, costs)

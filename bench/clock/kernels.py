@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def awaited_kernel(a, b, c, MMA: gl.constexpr, BUFFERS: gl.constexpr, num_warps: gl.constexpr):
-    """One tile a block; each copy is awaited at once. With two buffers a product runs beside the next copy."""
+    """One tile a block; each copy is awaited at once. With two buffers products run beside the next copy."""
     ROWS: gl.constexpr = c.block_type.shape[0]
     COLS: gl.constexpr = c.block_type.shape[1]
     DEPTH: gl.constexpr = a.block_type.shape[1]
@@ -81,9 +81,16 @@ def _tile(number, row_tiles, col_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def ring_kernel(
-    a, b, c, MMA: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr
-):  # fmt: skip
-    """Copies run ahead in a ring of buffers. One tile a block; or a share of all tiles, in a row or by groups."""
+    a,
+    b,
+    c,
+    MMA: gl.constexpr,
+    STAGES: gl.constexpr,
+    PERSISTENT: gl.constexpr,
+    GROUP: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Copies run ahead in a ring of buffers. One tile a block; or a share of all, in a row or by groups."""
     ROWS: gl.constexpr = c.block_type.shape[0]
     COLS: gl.constexpr = c.block_type.shape[1]
     DEPTH: gl.constexpr = a.block_type.shape[1]

@@ -1,4 +1,4 @@
-"""Timings of products that others have published, of one H100 SXM, and the kernels they are of, compiled here.
+"""Timings of products that others have published, of one H100, and the kernels they are of, compiled here.
 
 Triton's Gluon tutorials 05-wgmma.py and 07-persistence.py (triton-lang/triton, commit 020989b9): fp16, by
 `do_bench` and `do_bench_cudagraph`. `kernels` has the structures they describe, written anew. TFLOP/s.
@@ -120,7 +120,11 @@ class Measured:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         m, n, k = shape
-        sides = (((m, k), (self.rows, self.depth)), ((k, n), (self.depth, self.cols)), ((m, n), (self.rows, self.cols)))
+        sides = (
+            ((m, k), (self.rows, self.depth)),
+            ((k, n), (self.depth, self.cols)),
+            ((m, n), (self.rows, self.cols)),
+        )
         return [
             TensorDescriptor.from_tensor(
                 torch.empty(sizes, dtype=torch.float16, device="meta"),
@@ -161,7 +165,7 @@ class Measured:
 
 
 def _layout(of: Measured) -> Any:
-    """Warps are laid over 64 rows, then over more of them, then over columns; products are as wide as fits."""
+    """Warps lie over 64 rows, then over more of them, then over columns; products are as wide as fits."""
     from triton.experimental.gluon import language as gl
 
     down = 4
@@ -173,7 +177,7 @@ def _layout(of: Measured) -> Any:
 
 
 def measured() -> Iterator[Measured]:
-    """All figures. Fitted are all of tutorial 05 and two of 07 at the least depth; the others are kept back."""
+    """All figures. Fitted are those of tutorial 05, and two of 07 at the least depth."""
     for (buffers, rows, cols, depth, warps), tflops in AWAITED.items():
         name = f"awaited, {buffers} buffer{'s' * (buffers > 1)}, {rows}x{cols}x{depth}, {warps} warps"
         yield Measured(name, "awaited_kernel", rows, cols, depth, warps, buffers, SHAPE, tflops, True)
@@ -185,7 +189,9 @@ def measured() -> Iterator[Measured]:
     for depth, (single, persistent, rotated) in DEPTHS.items():
         tile, shape, least = (128, 256, 64, 8, 3), (8192, 8192, depth), depth == min(DEPTHS)
         yield Measured(f"ring, depth {depth}", "ring_kernel", *tile, shape, single, least, one)
-        yield Measured(f"ring, persistent, depth {depth}", "ring_kernel", *tile, shape, persistent, least, many)
+        yield Measured(
+            f"ring, persistent, depth {depth}", "ring_kernel", *tile, shape, persistent, least, many
+        )
         yield Measured(f"rotated, depth {depth}", "rotated_kernel", *tile, shape, rotated)
     for group, tflops in GROUPS.items():
         options = {"PERSISTENT": True, "GROUP": group}

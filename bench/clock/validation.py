@@ -42,7 +42,10 @@ class Costs:
 
 
 def judged(
-    figures: Iterable[Measured], machine: Machine | None = None, board: Board | None = None, costs: Costs | None = None
+    figures: Iterable[Measured],
+    machine: Machine | None = None,
+    board: Board | None = None,
+    costs: Costs | None = None,
 ) -> Iterator[Judged]:
     costs = costs or Costs()
     for one in figures:
@@ -80,7 +83,7 @@ def summary(found: Sequence[Judged]) -> Summary:
 
 
 def pairs_in_order(found: Sequence[Judged], apart: float = 0.05) -> tuple[int, int]:
-    """Of pairs measured further apart than this: how many are predicted in that order, and how many there are."""
+    """Of pairs measured further apart than this: how many are predicted in that order, and all."""
     right = total = 0
     for number, one in enumerate(found):
         for other in found[:number]:
@@ -100,8 +103,9 @@ def table(found: Sequence[Judged]) -> Iterator[str]:
         assert step is not None, "all of them are products"
         p = one.prediction
         yield (
-            f"| {'fitted' if one.of.fitted else 'kept back'} | {one.of.name} | {one.of.tflops:.0f} | {p.tflops:.0f} "
-            f"| {100 * one.error:+.1f} % | {step.cycles:,.0f} / {one.cost.ideal:,.0f} | {one.cost.edge.cycles:,.0f} "
+            f"| {'fitted' if one.of.fitted else 'kept back'} | {one.of.name} "
+            f"| {one.of.tflops:.0f} | {p.tflops:.0f} | {100 * one.error:+.1f} % "
+            f"| {step.cycles:,.0f} / {one.cost.ideal:,.0f} | {one.cost.edge.cycles:,.0f} "
             f"| {p.busy:.2f} | {p.clock / 1e9:.2f} |"
         )
 

@@ -25,9 +25,13 @@ SOUND = "linear/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+bias+z"
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A folder with a copy of the package, to plant faults in."""
+    return copied(tmp_path)
+
+
+def copied(folder: Path) -> Path:
     package = Path(tpkernels.__file__).parent
-    shutil.copytree(package, tmp_path / "tpkernels", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    return tmp_path
+    shutil.copytree(package, folder / "tpkernels", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return folder
 
 
 def command(folder: Path, *arguments: str) -> dict[str, object]:

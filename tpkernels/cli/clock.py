@@ -1,7 +1,7 @@
 """`python -m tpkernels clock KERNEL --shape 8192x4096x3584`: how long kernels take on an H100, by a model.
 
-Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them. Nothing is
-measured, and no GPU is needed. The name of an op instead of a kernel's is handed on to `clock_ops`.
+Cycles are those of the machine code, run by `gate.clock` on a model of one SM; times follow from them.
+Nothing is measured, and no GPU is needed. The name of an op is handed on to `clock_ops`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpkernels.cli import OneLineParser, Progress, written_to
+from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 
 if TYPE_CHECKING:
     from tpkernels.cli.clock_kernel import Clocked
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"{package} is not installed, and the clock needs it")
     if missing := _missing_tool():
         parser.error(missing)
+    if options.picture and not can_draw():
+        parser.error(NO_MATPLOTLIB)
 
     from tpkernels.cli.clock_kernel import DIED, Request, clock_kernel
     from tpkernels.gate.workers import results_of
@@ -62,7 +65,7 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "kernel",
         metavar="KERNEL",
-        help="those with KERNEL between slashes in their names, as `check --only`; or an op, see clock OP --help",
+        help="those with KERNEL between slashes in their names, as in `check --only`; or the name of an op",
     )
     parser.add_argument(
         "--shape",
@@ -82,12 +85,9 @@ def _parser() -> OneLineParser:
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    sizes = [int(size) for size in re.findall(r"[0-9]{1,9}", text)]
-    if (
-        not re.fullmatch(r"\d+x\d+x\d+", text)
-        or len(sizes) != 3
-        or not all(0 < size <= MOST for size in sizes)
-    ):
+    found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", text)
+    sizes = [int(size) for size in found.groups()] if found else []
+    if not sizes or not all(0 < size <= MOST for size in sizes):
         raise ArgumentTypeError(
             f"expected tokens x out_features x in_features, each from 1 to {MOST:,}, such as 8192x4096x3584; "
             f"got {text!r}"
@@ -121,9 +121,8 @@ def _entries(parser: OneLineParser, wanted: str) -> list[Entry]:
 
     named = [entry for entry in catalog() if has_parts(entry.name, wanted)]
     if not named:
-        parser.error(
-            f"no kernel has {wanted!r} between slashes in its name, such as linear/descriptor; see check"
-        )
+        known = f"one is {catalog()[0].name}; ops are {', '.join(_ops())}"
+        parser.error(f"no kernel has {wanted!r} between slashes in its name; {known}")
     clocked = [entry for entry in named if set(entry.architectures) & set(CLOCKED)]
     if not clocked:
         known = ", ".join(sorted({name for entry in named for name in entry.architectures}))
@@ -136,31 +135,27 @@ def _tell(
 ) -> int:
     from tpkernels.cli.clock_kernel import as_json, table
 
-    found = [(entry, one) for entry, one in zip(entries, results, strict=True) if not isinstance(one, str)]
+    found = [one for one in results if not isinstance(one, str)]
+    pairs = zip(entries, results, strict=True)
+    failures = [f"{entry.name}: {one}" for entry, one in pairs if isinstance(one, str)]
     if found:
-        print(table(options.shape, [one for _, one in found]))
-    failures = [
-        f"{entry.name}: {one}" for entry, one in zip(entries, results, strict=True) if isinstance(one, str)
-    ]
+        print(table(options.shape, found))
     if options.json:
-        report = as_json(options.shape, [one for _, one in found], failures)
+        report = as_json(options.shape, found, failures)
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if options.picture and found:
-        print(_draw(options.picture, options.shape, found[0][1]))
+        print(_draw(options.picture, found[0]))
     for failure in failures:
         print(failure)
     return 1 if failures else 0
 
 
 def _draw(path: Path, one: Clocked) -> str:
-    """A line about what was drawn, or why nothing was."""
+    """The path of what was drawn."""
     from tpkernels.cli.clock_picture import time_line
-    from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
 
     assert one.drawn is not None, "asked for with --picture"
     run, tiles, steps = one.drawn
-    if not can_draw():
-        return NO_MATPLOTLIB
     of_steps = f" of {steps} of {one.steps} steps" if one.steps else ""
     what = f"{tiles} {'tile' if one.steps else 'block'}{'s' * (tiles > 1)}{of_steps} on one SM, by a model"
     picture = time_line(one.name, run, note=what)

@@ -113,7 +113,7 @@ def awaited(stretch: Stretch) -> str:
 
 def _explanations(found: Sequence[Clocked]) -> Iterator[str]:
     yield "step: cycles of a step of the main loop, of all blocks on an SM; edge: of a tile beyond its steps"
-    yield "busy: share of the time in which tensor cores multiply; time: +- as far as the model was off elsewhere"
+    yield "busy: share of the time in which tensor cores multiply; +-: what the model is off by as a rule"
     without = [one.name for one in found if one.cost.step is None]
     if without:
         some = f"{len(without)} kernels" if len(without) > 1 else without[0]

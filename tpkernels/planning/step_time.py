@@ -1,16 +1,18 @@
 """Seconds of a step: products at a share of the peak rate, and what of the transfers they cannot hide.
 
-Where some of the transfers have nothing computed beside them, and some of the products nothing that travels,
+Of blocks whose tensor group lies in one node that is what the model of single calls says (`exposed.py`). For
+others, and beside blocks, it is a formula. Where some of the transfers have nothing computed beside them,
+and some of the products nothing that travels,
 
     exposed = max(transfers alone, transfers - products that something travels beside)
 
-A gather over collectives in C rounds of R / C ranks begins with a round of which only the rank's own rows are
-there, and the products of the last round wait for all others: R / C - 1 of the R - 1 shards and 1 / C of the
-products are alone. So it is with a reduce-scatter, the other way round. In one round all is alone, but what
-another product hides as a whole. An all-reduce gathers its sums when all are there: half of its transfers
-are alone at least. Gradients travel in buckets during the last backward, the last bucket after it. A pipeline
-of p stages that alternates one forward and one backward computes m microbatches in m + p - 1 turns of its
-slowest stage.
+A gather over collectives in C rounds of R / C ranks begins with a round of which only the rank's own rows
+are there, and the products of the last round wait for all others: R / C - 1 of the R - 1 shards and 1 / C
+of the products are alone. So it is with a reduce-scatter, the other way round. In one round all is alone,
+but what another product hides as a whole. An all-reduce gathers its sums when all are there: half of its
+transfers are alone at least. Gradients travel in buckets during the last backward, the last bucket after
+it. A pipeline of p stages that alternates one forward and one backward computes m microbatches in m + p - 1
+turns of its slowest stage.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tpkernels.buckets.layout import DEFAULT_BUCKET_BYTES
+from tpkernels.planning.exposed import block_exposed
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
 from tpkernels.planning.memory import GRADIENT
@@ -30,6 +33,7 @@ from tpkernels.planning.work import (
     embedding_work,
     head_work,
     message_between_stages,
+    shared_heads,
 )
 
 
@@ -70,6 +74,10 @@ def _turn(job: Job, layout: Layout, machine: Machine, stage: int) -> tuple[float
     processors = machine.gpu.processors
     block = block_forward(job, tensor, processors) + block_backward(job, tensor, processors)
     compute, waiting = _seconds(block, machine, tensor)
+    if tensor <= machine.gpus_per_node:  # else over the network, which the model of calls does not know
+        times = 3 if job.recompute == "full" else 2
+        _, shared = _seconds(times * shared_heads(job, tensor), machine, tensor)
+        waiting = block_exposed(job, tensor, machine.gpu) + shared
     blocks = job.model.num_layers // stages
     ends = (embedding_work(job, tensor) if stage == 0 else []) + (
         head_work(job, tensor) if stage == stages - 1 else []

@@ -94,7 +94,7 @@ def block_forward(job: Job, tensor: int, processors: int) -> list[Work]:
     keys, hidden = job.kv_heads * job.head_size // tensor, job.model.hidden_size
     return [
         moving.gathers(flops.qkv, features=keys),  # the narrowest of three products
-        *_shared_heads(job, tensor),
+        *shared_heads(job, tensor),
         Work(flops.attention),
         moving.sums(flops.output, features=hidden),
         moving.gathers(flops.up, features=job.ffn // tensor),
@@ -119,7 +119,7 @@ def block_backward(job: Job, tensor: int, processors: int) -> list[Work]:
         moving.gathers(flops.output, features=job.model.num_heads * job.head_size // tensor),
         Work(flops.output),
         Work(2.5 * flops.attention),
-        *_shared_heads(job, tensor),
+        *shared_heads(job, tensor),
         moving.gathers(flops.qkv, beside=True),  # x, beside dgrad
         moving.sums(flops.qkv, beside=True),  # dx, beside wgrad
     ]
@@ -167,7 +167,7 @@ class FlopsOfBlock:
         )
 
 
-def _shared_heads(job: Job, tensor: int) -> list[Work]:
+def shared_heads(job: Job, tensor: int) -> list[Work]:
     """Keys and values, where a rank has computed a shard of a head only. Nothing hides it."""
     if job.kv_heads >= tensor:
         return []

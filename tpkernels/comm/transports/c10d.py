@@ -71,8 +71,11 @@ class Transfers:
         if not outgoing and not incoming:
             return []
         tag = self._call.tag
-        starts = [_sending(rows, to, tag) for to, rows in outgoing]
-        starts += [_receiving(rows, source, tag) for source, rows in incoming]
+        # gloo tells a peer what it may send over the socket that it sends rows on: said behind these rows,
+        # the
+        # peer's begin when they have gone, and a swap takes twice as long
+        starts = [_receiving(rows, source, tag) for source, rows in incoming]
+        starts += [_sending(rows, to, tag) for to, rows in outgoing]
         device = (outgoing or incoming)[0][1].device
         try:
             works = start_together(self._call.group, device, starts)
@@ -81,8 +84,9 @@ class Transfers:
             raise self._unreachable(sorted(peers), device, error) from error
         if len(works) < len(starts):
             works *= len(starts)  # one launch, hence one to wait for
-        self._sends += [(work, [to], rows) for work, (to, rows) in zip(works, outgoing, strict=False)]
-        return works[len(outgoing) :]
+        received, sent = works[: len(incoming)], works[len(incoming) :]
+        self._sends += [(work, [to], rows) for work, (to, rows) in zip(sent, outgoing, strict=True)]
+        return received
 
     def collective(self, start: Start, peers: list[int], outgoing: Tensor) -> Work:
         """One in which all ranks send and receive.

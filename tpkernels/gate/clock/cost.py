@@ -1,4 +1,4 @@
-"""What a kernel costs in cycles: of a step of depth, of a tile beyond its steps, of a launch beyond its tiles.
+"""What a kernel costs in cycles: a step of depth, a tile beyond its steps, a launch beyond its tiles.
 
 A few tiles of a few steps are run on one SM, then more tiles, then deeper ones. The differences are costs of
 the kernel, not of a shape.
@@ -66,24 +66,26 @@ def cost_of(built: Built, workload: Workload, machine: Machine | None = None) ->
     def ran(tiles: int, steps: int) -> Run:
         return run(program, workload.on_one(built, tiles, steps), machine, drawing=False)
 
-    resident = workload.on_one(built, 64 * workload.unit, SHORT).resident
-    together = lcm(resident, workload.unit)
+    resident = workload.on_one(built, 64 * workload.unit, 1).resident
     # roles of warps may take tiles in turn
     turns = 2 if any(one.opcode == "USETMAXREG" for one in built.code.instructions) else 1
-    few, more = 2 * together, (2 + turns) * together
+    together = lcm(resident * turns, workload.unit)
+    few = -(-2 * resident // together) * together
+    more = few + together
     if workload.product is None:
         return _of_blocks(ran(few, 0), ran(more, 0), few, more, resident)
-    small, wide, deep = ran(few, SHORT), ran(more, SHORT), ran(more, LONG)
-    deeper = more * (LONG - SHORT)
+    short, long = (steps // workload.product.pairs for steps in (SHORT, LONG))
+    small, wide, deep = ran(few, short), ran(more, short), ran(more, long)
+    deeper = more * (long - short)
 
     def step(amount: Callable[[Run], float]) -> float:
         return (amount(deep) - amount(wide)) / deeper
 
     def edge(amount: Callable[[Run], float]) -> float:
-        return (amount(wide) - amount(small)) / (more - few) - SHORT * step(amount)
+        return (amount(wide) - amount(small)) / (more - few) - short * step(amount)
 
     _check(workload, step, built)
-    start = small.cycles - few * (edge(_cycles) + SHORT * step(_cycles))
+    start = small.cycles - few * (edge(_cycles) + short * step(_cycles))
     return Cost(
         _stretch(step, deep, resident),
         _stretch(edge, deep, resident),
@@ -110,7 +112,9 @@ def _stretch(part: Callable[[Callable[[Run], float]], float], one: Run, resident
     causes = {cause for warp in warps for cause in one.stalls[warp]}
 
     def spent(cause: str) -> float:
-        return part(lambda run: sum(run.stalls[warp].get(cause, 0.0) for warp in warps)) / len(warps) / resident
+        return (
+            part(lambda run: sum(run.stalls[warp].get(cause, 0.0) for warp in warps)) / len(warps) / resident
+        )
 
     waits = {cause: cycles for cause in causes if (cycles := round(spent(cause), 1)) >= 1.0}
     serial = part(lambda run: max(_serial_loads(run, warp) for warp in warps))
@@ -128,10 +132,14 @@ def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], 
     tensor, fetched = step(lambda one: one.tensor), step(lambda one: one.fetched)
     due = product.flops / FLOPS_A_CYCLE * (product.itemsize / 2)
     if tensor and abs(tensor - due) > 1e-3 * due:
-        raise WrongAmount(f"{workload.name}: products of a step take {tensor:,.1f} cycles, its shape says {due:,.1f}")
+        raise WrongAmount(
+            f"{workload.name}: products of a step take {tensor:,.1f} cycles, its shape says {due:,.1f}"
+        )
     copies = any(one.opcode == "UTMALDG" for one in built.code.instructions)
     if fetched < product.bytes - 0.5 or (copies and fetched > product.bytes + 0.5):
-        raise WrongAmount(f"{workload.name}: a step loads {fetched:,.1f} bytes, its operands have {product.bytes:,}")
+        raise WrongAmount(
+            f"{workload.name}: a step loads {fetched:,.1f} bytes, its operands have {product.bytes:,}"
+        )
 
 
 def _ideal(product: Product, tensor: float) -> float:

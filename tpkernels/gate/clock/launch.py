@@ -107,7 +107,7 @@ def launch_of(built: Built, values: Sequence[Any], grid: Sequence[int], blocks: 
     arguments += [0] * SCRATCH
     if len(arguments) != len(parameters):
         raise WrongLaunch(
-            f"{built.code.kernel}: expected {len(parameters)} parameters, as it is compiled, got {len(arguments)}"
+            f"{built.code.kernel}: expected {len(parameters)} parameters, as compiled, got {len(arguments)}"
         )
     x, y, z = (*grid, 1, 1)[:3]
     constants = Constants.of(built.code, arguments, (x, y, z), WARP * built.warps)
@@ -124,4 +124,4 @@ def box_bytes(descriptor: Any) -> int:
     *outer, inner = descriptor.block_shape
     dtype: torch.dtype = descriptor.base.dtype
     rows = [min(side, BOX_ROWS) for side in outer]
-    return prod(rows) * min(inner * dtype.itemsize, SWIZZLE)
+    return prod(rows) * int(min(inner * dtype.itemsize, SWIZZLE))

@@ -27,7 +27,7 @@ class Board:
 
     def clock(self, busy: float) -> float:
         """Hertz at this busy share of the tensor cores."""
-        return min(self.boost, self.full * max(busy, 0.05) ** -self.cube)
+        return min(self.boost, self.full * float(max(busy, 0.05) ** -self.cube))
 
 
 @dataclass(frozen=True, slots=True)

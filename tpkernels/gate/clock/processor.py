@@ -67,6 +67,8 @@ class _Processor:
     ) -> None:
         self.launch, self.machine, self.budget = launch, machine, budget
         self.operations = operations(program, machine)
+        # what sets a scoreboard may lie on a way that this warp does not take
+        self.boards = {one.writes for one in self.operations} | {one.reads for one in self.operations}
         self.recorder = Recorder(drawing)
         self.events = Events(self.recorder)
         self.bandwidth = Bandwidth(machine)
@@ -156,10 +158,8 @@ class _Processor:
                 done = done_at[board]
                 if done > due:
                     due, slow = done, board
-                elif done < 0.0:
-                    raise ScoreboardNeverSet(
-                        self._at(warp, operation, f"nothing before it sets scoreboard {board}")
-                    )
+                elif done < 0.0 and board not in self.boards:
+                    raise ScoreboardNeverSet(self._at(warp, operation, f"nothing sets scoreboard {board}"))
             here = not operation.guard or active(operation.guard, state.registers)
             kind, pipe = operation.kind, operation.pipe
             if here:

@@ -19,6 +19,7 @@ from tpkernels.gate.clock.launch import Built, Launch, WrongLaunch, launch_of
 from tpkernels.gate.recording import Recipe
 from tpkernels.kernels import launch
 
+RANKS = 2  # that `calls.scatter_linear` stores to
 FLOPS_A_CYCLE = 4096  # of an H100's SM, 16-bit operands: 989.4 TFLOP/s over 132 SMs at 1.83 GHz
 
 
@@ -73,7 +74,9 @@ class EntryWorkload:
     """Of a catalog entry. Without closures: it goes to other processes, and says in full what it is."""
 
     entry: Entry
-    sizes: tuple[int, int, int] | None = None  # tokens, out_features, in_features; None: as the catalog has it
+    sizes: tuple[int, int, int] | None = (
+        None  # tokens, out_features, in_features; None: as the catalog has it
+    )
 
     @property
     def name(self) -> str:
@@ -109,7 +112,10 @@ class EntryWorkload:
         tile, (rows, cols, _) = self._recipe.of.tile, self.shape
         if tile is None:
             return prod(self._launch.grid)
-        return self._chunks * -(-rows // self._chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
+        chunks = {"gather_linear": 1, "scatter_linear": RANKS}.get(
+            self._kernel, 0
+        ) * self._recipe.of.chunks or 1
+        return chunks * -(-rows // chunks // tile.block_rows) * -(-cols // tile.block_cols) * tile.splits
 
     @cached_property
     def traffic(self) -> int:
@@ -119,7 +125,7 @@ class EntryWorkload:
     @property
     def unit(self) -> int:
         tile = self._recipe.of.tile
-        return self._chunks * tile.splits if tile else 1
+        return self._row_tiles * tile.splits if tile else 1
 
     @cached_property
     def persistent(self) -> bool:
@@ -140,10 +146,13 @@ class EntryWorkload:
             tile = recipe.of.tile
             assert tile is not None
             cols, depth = tiles // self.unit * tile.block_cols, steps * tile.splits * tile.block_depth
-            recipe = _of_sizes(recipe, *self._layer(self._chunks * tile.block_rows, cols, depth))
+            if self._kernel == "scatter_linear":
+                recipe = replace(recipe, of=replace(recipe.of, chunks=1))
+            recipe = _of_sizes(recipe, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
         one, constants = recipe.launch(), self.entry.constants
         named = dict(zip(one.kernel.arg_names, one.arguments, strict=False))
-        other = [name for name in constants.keys() & named.keys() if named[name] != constants[name]]
+        given = {**one.constants, **named, "GROUP": constants.get("GROUP")}  # any order of tiles will do
+        other = [name for name, value in constants.items() if given.get(name) != value]
         if other:
             raise WrongLaunch(
                 f"{self.name}: {', '.join(sorted(other))} of this launch are not what was compiled in"
@@ -172,9 +181,9 @@ class EntryWorkload:
         return self._kernel in ("dgrad", "dgrad_pairs", "dglu") or "depth_first" in self.name
 
     @property
-    def _chunks(self) -> int:
-        """In which rows come, or leave for two ranks; none shares a tile with another."""
-        return {"gather_linear": 1, "scatter_linear": 2}.get(self._kernel, 0) * self._recipe.of.chunks or 1
+    def _row_tiles(self) -> int:
+        """The least that can be: rows come, or leave, in chunks, none of which shares a tile with another."""
+        return {"gather_linear": self._recipe.of.chunks, "scatter_linear": RANKS}.get(self._kernel, 1)
 
     def _layer(self, rows: int, cols: int, depth: int) -> tuple[int, int, int]:
         """Tokens, in_features and out_features of the layer for which the kernel computes such a product."""
@@ -189,8 +198,8 @@ def of_entry(entry: Entry, sizes: tuple[int, int, int] | None = None) -> EntryWo
 
 
 def _of_sizes(recipe: Recipe, tokens: int, in_features: int, out_features: int) -> Recipe:
-    sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
-    return replace(recipe, of=replace(recipe.of, **sizes))
+    sized = replace(recipe.of, tokens=tokens, in_features=in_features, out_features=out_features)
+    return replace(recipe, of=sized)
 
 
 def _on_one(recipe: Recipe) -> Recipe:

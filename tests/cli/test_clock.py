@@ -1,0 +1,190 @@
+"""`python -m tpkernels clock`: what it says of kernels, and that it refuses bad input in one line."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.gate.test_budgets import COST
+from tpkernels.cli import clock, clock_kernel, main
+from tpkernels.cli.clock_kernel import Clocked, table
+from tpkernels.cli.clock_picture import time_line
+from tpkernels.gate import workers
+from tpkernels.gate.clock.model import Prediction
+from tpkernels.gate.clock.timeline import Run, Span
+
+NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
+PREDICTED = Prediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
+SMALL = "linear/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+bias+z"
+SPANS = (
+    Span(0, 0, "products", 100.0, 300.0, "64x256x16"),
+    Span(0, 4, "products", 200.0, 400.0, "64x256x16"),
+    Span(0, 0, "copies", 0.0, 250.0, "16384 bytes"),
+    Span(0, 0, "waits", 0.0, 100.0, "copies"),
+    Span(0, 0, "waits", 500.0, 540.0, "scoreboard: LDG"),
+    Span(0, 0, "epilogue", 400.0, 800.0, ""),
+    Span(0, 8, "waits", 0.0, 900.0, "mbarrier"),
+)
+RUN = Run(1000.0, 300.0, ({"copies": 100.0},) * 9, ((0.0, 1000.0),), 5000, 0, 16384, 8192, (), (), SPANS)
+CLOCKED = Clocked(NAME, COST, 64, 7.76, PREDICTED, (RUN, 1, 12))
+ROWS = replace(
+    CLOCKED, name="norm_fwd", cost=replace(COST, step=None, ideal=0.0, guessed=2), steps=0, waves=15.9
+)
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """What each kernel's process answers."""
+
+    def answering(with_what):
+        monkeypatch.setattr(workers, "results_of", lambda work, requests, *_: [with_what] * len(requests))
+
+    answering(CLOCKED)
+    return answering
+
+
+def test_table_says_what_bounds_a_kernel_and_that_it_is_a_model(answer, capsys):
+    assert main(["clock", NAME, "--shape", "8192x4096x3584"]) == 0
+    said = capsys.readouterr().out
+    first, _, heading, row, *_ = said.splitlines()
+    assert first == (
+        "8,192 x 4,096 x 3,584 tokens, out_features and in_features, by a model of an H100 SXM; nothing here "
+        "was measured, see docs/clock.md"
+    )
+    assert "time (model)" in heading
+    assert row.split() == [
+        *(NAME, "1,040", "copies", "5,950", "stores", "75%", "7.76", "418", "us", "+-8%", "576", "58%"),
+        *("main", "loop"),
+    ]
+    assert "measured" not in said.replace("nothing here was measured", "")
+
+
+def test_a_kernel_without_a_main_loop_is_told_of():
+    said = table((8192, 4096, 4096), [replace(ROWS, predicted=replace(PREDICTED, tflops=0.0, seconds=2e-3))])
+    row = next(line for line in said.splitlines() if line.startswith("norm_fwd"))
+    assert row.split()[1:3] == ["-", "-"]
+    assert "2 ms +-8%" in row
+    assert "without a main loop of products: norm_fwd; edge is of a block, and waves are of blocks" in said
+    assert "branches that depend on data were guessed in norm_fwd" in said
+
+
+def test_json_has_the_cost_and_the_models_error(answer, tmp_path):
+    path = tmp_path / "clock.json"
+    assert main(["clock", NAME, "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["shape"] == {"tokens": 8192, "out_features": 4096, "in_features": 4096}
+    (kernel,) = written["kernels"]
+    assert kernel["cost"]["edge"]["cycles"] == 5950.0
+    assert kernel["model"]["error"] == 0.08
+    assert kernel["model"]["of_peak"] == pytest.approx(576 / 989.4)
+    assert "nothing here was measured" in written["note"]
+
+
+def test_what_cannot_be_clocked_is_named_and_exit_code_1(answer, capsys):
+    answer("UnknownInstruction: FROB at 0x40")
+    assert main(["clock", NAME]) == 1
+    assert capsys.readouterr().out == f"{NAME}: UnknownInstruction: FROB at 0x40\n"
+
+
+def test_picture_shows_engines_and_groups_of_warps(answer, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
+    for name, start in (("tile.png", b"\x89PNG"), ("tile.svg", b"<svg")):
+        assert main(["clock", NAME, "--picture", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+    svg = (tmp_path / "tile.svg").read_text()
+    for words in (
+        "tensor cores, products: 300 cycles of 300",  # of both groups, counted once
+        "warps 0-3, waits: 140 cycles of 1,000",
+        "warps 0-3, epilogue: 400 cycles",
+        "waits 14%: copies",
+        "warp 8",
+        "1 tile of 12 of 64 steps on one SM, by a model",
+    ):
+        assert words in svg, words
+
+
+def test_groups_past_what_fits_are_counted():
+    many = replace(RUN, stalls=({},) * 64, spans=())
+    assert time_line("many", many, note="a note").note == "a note; 4 more groups of warps are not shown"
+
+
+def test_name_of_an_op_is_handed_on(monkeypatch):
+    monkeypatch.setattr(clock, "_ops", lambda: {"column_linear": lambda argv: len(argv)})
+    assert main(["clock", "column_linear", "--tokens", "8192"]) == 3
+
+
+BAD = {
+    "no_kernel": (["linea"], "no kernel has 'linea' between slashes in its name"),
+    "other_architecture": (
+        ["gfx942/linear"],
+        "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
+    ),
+    "shape_of_two": ([NAME, "--shape", "8192x4096"], "expected tokens x out_features x in_features"),
+    "shape_of_words": ([NAME, "--shape", "axbxc"], "got 'axbxc'"),
+    "shape_of_nothing": ([NAME, "--shape", "0x4096x4096"], "each from 1 to"),
+    "shape_too_large": ([NAME, "--shape", "8192x4096x99999999"], "each from 1 to 16,777,216"),
+    "picture_of_many": (["linear/descriptor", "--picture", "x.png"], "--picture is of one kernel, and"),
+    "json_nowhere": ([NAME, "--json", "/nowhere/x.json"], "cannot write to"),
+    "nothing": ([], "required: KERNEL"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_in_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["clock", *arguments])
+    assert exit_.value.code == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("python -m tpkernels clock: error: ")
+    assert said in refusal
+    assert refusal.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", ["ptxas", "cuobjdump"])
+def test_a_missing_tool_is_named(tool, monkeypatch, capsys):
+    import triton
+
+    class Knobs:
+        def __getattr__(self, name):
+            if name == tool:
+                raise RuntimeError("Cannot find it")
+            return SimpleNamespace(path="somewhere")
+
+    monkeypatch.setattr(triton.knobs, "nvidia", Knobs())
+    with pytest.raises(SystemExit) as exit_:
+        main(["clock", NAME])
+    assert exit_.value.code == 2
+    assert f"{tool}, which Triton brings along, is missing: Cannot find it" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(clock, "can_draw", lambda: False)
+    with pytest.raises(SystemExit):
+        main(["clock", NAME, "--picture", "x.png"])
+    assert "expected matplotlib" in capsys.readouterr().err
+
+
+def test_a_kernel_is_clocked_from_end_to_end(tmp_path):
+    """In a process of its own, whose kernels are compiled."""
+    report = tmp_path / "clock.json"
+    command = [sys.executable, "-m", "tpkernels", "clock", SMALL, "--json", str(report)]
+    ran = subprocess.run(
+        [*command, "--shape", "4096x2048x1024"],
+        cwd=Path(clock.__file__).parents[2],
+        env=os.environ | {"TPKERNELS_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (one,) = json.loads(report.read_text())["kernels"]
+    assert one["entry"] == SMALL
+    assert one["steps"] == 16  # 1024 by 64
+    assert 0 < one["model"]["seconds"] < 1e-2
+    assert 0 < one["model"]["tflops"] < clock_kernel.PEAK

@@ -1,0 +1,70 @@
+"""Costs of compiled entries: what must hold of each, and what is refused."""
+
+import json
+
+import pytest
+
+from tests.gate.clock.edits import compiling
+from tests.gate.clock.examined import examined
+from tpkernels.gate.clock.cost import Cost
+
+TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
+ROLES = "linear/descriptor/bf16/128x128x64-w4-s5-p4-c2/none"
+ROWS = "add_slots/pointer/fp32/16x128/=bf16"
+
+
+@pytest.fixture(scope="module")
+def found():
+    with compiling() as process:
+        results = {name: process.submit(examined, name) for name in (TWO_BLOCKS, ROLES)}
+        yield {name: result.result() for name, result in results.items()}
+
+
+def test_two_blocks_of_an_sm_share_it(found):
+    two = found[TWO_BLOCKS]
+    assert (two.grid, two.resident, two.cost.resident) == ((2, 1, 1), 2, 2)
+    assert two.cost.ideal == 2 * 64 * 128 * 64 / 4096  # of one tile: the tensor cores are shared
+    assert two.cost.step.cycles >= two.cost.ideal
+
+
+def test_four_tiles_move_and_multiply_what_their_shape_says(found):
+    two, roles = found[TWO_BLOCKS], found[ROLES]
+    assert two.tensor == 4 * 6 * two.cost.ideal
+    operands, bias = 4 * 6 * (64 + 128) * 64 * 2, 4 * 128 * 2
+    assert operands < two.fetched <= operands + 32 * bias  # each warp reads the bias anew, by sectors
+    assert two.stored == 4 * 2 * 64 * 128 * 2  # y and z
+    assert roles.tensor == 4 * 6 * roles.cost.ideal
+    assert (roles.fetched, roles.stored) == (4 * 6 * (128 + 128) * 64 * 2, 4 * 128 * 128 * 2)
+
+
+def test_every_warp_ends(found):
+    assert found[TWO_BLOCKS].exits == 2 * 4
+    assert found[ROLES].exits == 12
+
+
+def test_what_two_roles_take_in_turn_hides_the_edge(found):
+    one, two = found[TWO_BLOCKS].cost, found[ROLES].cost
+    assert two.edge.cycles < 0.1 * one.edge.cycles + 100
+
+
+def test_boxes_are_as_triton_compiles_them(found):
+    for name, one in found.items():
+        assert one.boxes == one.compiled_boxes != (), name
+
+
+@pytest.mark.parametrize("name", [TWO_BLOCKS, ROLES])
+def test_what_does_not_fit_the_launch_is_refused(found, name):
+    words = {what: error.split(":")[0] for what, error in found[name].faults.items()}
+    assert words == {
+        "a step half as deep as the launch says": "WrongAmount",
+        "one weight of two": "WrongAmount",
+        "an argument too many": "WrongLaunch",
+        "no room for a block": "WrongLaunch",
+    }
+
+
+def test_costs_survive_json(found):
+    for name, one in found.items():
+        assert Cost.from_json(json.loads(json.dumps(one.cost.as_json()))) == one.cost, name
+    with pytest.raises(TypeError, match="fields of Cost"):
+        Cost.from_json({"edge": 1})

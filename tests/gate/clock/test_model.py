@@ -1,0 +1,96 @@
+"""From cycles to time: waves, clock, memory; and that the error it states is the validation's."""
+
+import re
+from dataclasses import dataclass, replace
+from math import hypot, log
+from pathlib import Path
+
+import pytest
+
+from tpkernels.gate.catalog import recipes
+from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.gate.clock.model import ERROR, Board, predict
+from tpkernels.gate.clock.workload import Product, of_entry
+
+PAGE = Path(__file__).parents[3] / "docs" / "clock.md"
+
+
+PRODUCT = Product(128, 256, 64)
+
+
+@dataclass(frozen=True)
+class Work:
+    """132 tiles of 128x256, 16 steps each, unless said."""
+
+    name: str = "work"
+    product: Product | None = PRODUCT
+    shape: tuple[int, int, int] = (128 * 12, 256 * 11, 64 * 16)
+    tiles: int = 132
+    traffic: int = 10**6
+    unit: int = 1
+    persistent: bool = True
+    group: int = 8
+
+
+COST = Cost(Stretch(1100.0, {}, 0), Stretch(4000.0, {}, 0), 1024.0, 500.0, 1, 65_536, 0)
+BOARD = Board(overhead=0.0)
+
+
+def test_a_wave_takes_what_its_cycles_take_at_the_clock_that_power_allows():
+    found = predict(COST, Work(), BOARD)
+    cycles = 500 + 16 * 1100 + 4000
+    assert found.busy == pytest.approx(16 * 1024 / cycles)
+    assert found.clock == pytest.approx(1.30e9 * found.busy ** (-1 / 3))
+    assert found.seconds == pytest.approx(cycles / found.clock)
+    assert found.tflops == pytest.approx(132 * 16 * 2 * 128 * 256 * 64 / found.seconds / 1e12)
+    assert (found.idle, found.error) == (0, ERROR)
+
+
+def test_a_tile_more_than_a_wave_takes_nearly_another():
+    one, two = (predict(COST, replace(Work(), tiles=tiles), BOARD) for tiles in (132, 133))
+    assert two.seconds > 1.4 * one.seconds
+    assert two.idle == pytest.approx(1 - 133 / 264)
+    assert two.bound == "last wave"
+
+
+def test_fixed_shares_of_two_blocks_wait_for_the_longer_one():
+    cost = replace(COST, resident=2)
+    shared = predict(cost, replace(Work(), tiles=3 * 132), BOARD)  # two blocks of an SM: two tiles and one
+    taken = predict(cost, replace(Work(), tiles=3 * 132, persistent=False), BOARD)
+    assert shared.seconds > 1.1 * taken.seconds
+
+
+def test_clock_never_exceeds_boost():
+    assert Board().clock(0.01) == Board().clock(0.2) == 1.98e9
+
+
+def test_rows_are_bound_by_memory_or_by_what_their_blocks_wait_for():
+    blocks = replace(Work(), product=None, tiles=10**5, traffic=10**10)
+    cost = Cost(None, Stretch(100.0, {"scoreboard: LDG": 80.0}, 1), 0.0, 0.0, 4, 10**5, 0)
+    assert predict(cost, blocks, BOARD).bound == "memory"
+    assert predict(cost, blocks, BOARD).seconds == pytest.approx(10**10 / BOARD.memory)
+    slow = replace(cost, edge=replace(cost.edge, cycles=10**5))
+    assert predict(slow, blocks, BOARD).bound == "scoreboard: LDG"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tiles"),
+    [
+        ("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none", (8192, 4096, 3584), 64 * 16),
+        ("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", (8192, 4096, 3584), 64 * 32),
+        ("dgrad/descriptor/bf16/128x256x64-w8-s3-p4-flat/none", (8192, 3584, 4096), 64 * 14),
+        ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat-k2/+=fp32", (4096, 3584, 4096), 2 * 32 * 14),
+    ],
+)
+def test_layers_are_products_as_each_kernel_computes_them(name, shape, tiles):
+    work = of_entry(recipes()[name].entry(), (8192, 4096, 3584))
+    assert (work.shape, work.tiles, work.persistent) == (shape, tiles, True)
+
+
+def test_the_stated_error_is_that_of_what_was_kept_back():
+    rows = re.findall(r"^\| kept back \| .*? \| (\d+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    errors = [log(int(model) / int(measured)) for measured, model in rows]
+    assert len(errors) == 25
+    mean = sum(errors) / len(errors)
+    spread = (sum((error - mean) ** 2 for error in errors) / len(errors)) ** 0.5
+    assert pytest.approx(hypot(mean, spread), abs=0.005) == ERROR

@@ -1,0 +1,169 @@
+"""What ways enqueue, and that it is what the operators enqueue."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tpkernels.comm import schedule
+from tpkernels.gpus import gpu_named
+from tpkernels.planning.timeline import symmetric, ways
+from tpkernels.planning.timeline.node import GRAPH, Node
+from tpkernels.planning.timeline.operators import OPERATORS, Sizes
+from tpkernels.planning.timeline.prediction import CALLS, WAYS, predict, record
+from tpkernels.planning.timeline.recording import COMPUTE, HOST, LAUNCH, TRANSFER
+
+NODE = Node.of(gpu_named("h100"))
+SIZES = Sizes(8192, 4096, 14336, 8)
+LAUNCHES = Path(__file__).parents[3] / "docs" / "launches.md"
+CASES = [(operator, direction) for operator in OPERATORS for direction in ("forward", "backward")]
+
+
+def counted_in_docs():
+    """Of docs/launches.md, which counts the operators themselves."""
+    pattern = (
+        r"\| (column|row) (forward|backward) \| (\d+) \| (\d) \| (\d+) \| [^|]* \| ([^|]*) \| ([^|]*) \|"
+    )
+    for kind, direction, tokens, ranks, width, *cells in re.findall(pattern, LAUNCHES.read_text()):
+        for way, cell in zip(("c10d", "symmetric"), cells, strict=True):
+            collectives, kernels, copies, _ = map(int, cell.split(","))
+            yield kind, direction, int(tokens), int(ranks), int(width), way, (collectives, kernels, copies)
+
+
+@pytest.mark.parametrize(
+    ("kind", "direction", "tokens", "ranks", "width", "way", "counts"), list(counted_in_docs())
+)
+def test_a_model_enqueues_what_the_operators_do(kind, direction, tokens, ranks, width, way, counts):
+    wide = {4096: 14336, 8192: 28672}[width]
+    sizes = Sizes(tokens, width, wide, ranks) if kind == "column" else Sizes(tokens, wide, width, ranks)
+    tasks = record(f"{kind}_linear", direction, way, sizes, NODE)
+    ours = [task for task in tasks if task.key[:2] == (ranks // 2, CALLS - 1)]
+    cost = Counter(round(1e6 * task.seconds) for task in ours if task.queue[1] == HOST)
+    host = NODE.host
+    assert (cost[host.collective], cost[host.kernel], cost[host.copy]) == counts
+
+
+def test_docs_have_rows_to_compare_with():
+    assert len(list(counted_in_docs())) == 2 * 4 * 3 * 3 * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("operator", "direction"), CASES)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_rank_alone_moves_nothing(operator, direction, way, sequence_parallel):
+    found = predict(operator, direction, way, Sizes(512, 1024, 4096, 1, sequence_parallel), NODE)
+    assert found.transfers == 0
+    assert found.seconds >= 0.999 * found.products > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("operator", "direction"), CASES)
+def test_more_of_the_link_is_never_slower(operator, direction, way):
+    sizes = Sizes(4096, 4096, 14336, 4)
+    seconds = [
+        predict(operator, direction, way, sizes, replace(node, gpu=replace(node.gpu, nvlink=rate))).seconds
+        for node in (replace(NODE, host=GRAPH),)
+        for rate in (50e9, 450e9, 1800e9)
+    ]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(seconds))
+    assert seconds[0] > seconds[-1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_is_faster_than_its_products(way):
+    for operator, direction in CASES:
+        found = predict(operator, direction, way, SIZES, NODE)
+        assert found.seconds >= found.products * 0.999
+        assert found.exposed == pytest.approx(found.seconds - found.products)
+
+
+def transfers(way, operator="row_linear", direction="forward", sizes=SIZES):
+    found = predict(operator, direction, way, sizes, NODE)
+    return [ran for ran in found.ran if ran.task.kind == TRANSFER and ran.task.queue[0] == 0]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_rounds_are_those_of_the_schedule(rounds):
+    with patch.object(ways, "collective_rounds", lambda *_: rounds):
+        assert len(transfers("c10d")) == rounds
+    sizes = Sizes(8192, 14336, 4096, 8)
+    assert len(transfers("c10d", sizes=sizes)) == schedule.collective_rounds(8192, 4096, 8, 132)
+
+
+def test_chunks_are_those_of_the_schedule():
+    usual = len(transfers("symmetric", "column_linear"))
+    with patch.object(symmetric, "pushed_chunks", lambda *_: 2):
+        assert len(transfers("symmetric", "column_linear")) == 2 * usual
+
+
+def test_the_order_of_a_gather_is_that_of_the_schedule():
+    """Planted: all ranks push to the nearest last, so that what is multiplied first arrives last."""
+    usual = predict("column_linear", "forward", "symmetric", SIZES, replace(NODE, host=GRAPH))
+    plan = schedule.pushing_gather_plan
+
+    def backwards(*sizes):
+        planned = plan(*sizes)
+        own, *others = planned.rounds
+        return replace(planned, rounds=(replace(own, swaps=own.swaps[::-1]), *others))
+
+    with patch.object(symmetric, "pushing_gather_plan", backwards):
+        planted = predict("column_linear", "forward", "symmetric", SIZES, replace(NODE, host=GRAPH))
+    assert planted.seconds > 1.2 * usual.seconds
+
+
+def test_what_hides_what_is_told():
+    backward = predict("column_linear", "backward", "c10d", SIZES, NODE)
+    assert list(backward.hidden) == ["x", "dx"]
+    assert max(backward.hidden["x"], key=backward.hidden["x"].get) == "dgrad"
+    assert max(backward.hidden["dx"], key=backward.hidden["dx"].get) == "wgrad"
+    naive = predict("column_linear", "backward", "naive", SIZES, NODE)
+    assert naive.hidden == {"x": {}, "dx": {}}
+    assert naive.seconds == pytest.approx(naive.products + naive.transfers, rel=0.02)
+
+
+def test_collectives_take_processors_from_the_product_beside():
+    backward = predict("column_linear", "backward", "c10d", SIZES, NODE)
+    dgrad = next(ran for ran in backward.ran if ran.task.name == "dgrad" and ran.task.queue == (0, COMPUTE))
+    slowed = (dgrad.stop - dgrad.start) / dgrad.task.seconds
+    assert 1.05 < slowed <= 132 / (132 - NODE.nccl.channels) + 1e-9
+
+
+def test_the_host_bounds_small_calls_and_a_graph_frees_them():
+    small = Sizes(512, 4096, 14336, 8)
+    eager = predict("column_linear", "forward", "symmetric", small, NODE)
+    graph = predict("column_linear", "forward", "symmetric", small, replace(NODE, host=GRAPH))
+    assert eager.seconds == pytest.approx(eager.host)
+    assert graph.seconds < 0.5 * eager.seconds
+    launches = [ran for ran in graph.ran if ran.task.kind == LAUNCH]
+    assert sum(ran.task.seconds for ran in launches) == pytest.approx(8 * GRAPH.call * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 4096, 14336, 8), "tokens: expected at least 1, got 0"),
+        ((8192, 4096, 14336, 0), "ranks: expected at least 1, got 0"),
+        ((8190, 4096, 14336, 8), "tokens: expected a multiple of the 8 ranks .* got 8190"),
+        ((8192, 4096, 14337, 8), "features_out: expected a multiple of the 8 ranks, got 14337"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        predict("column_linear", "forward", "c10d", Sizes(*sizes), NODE)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("linear", "forward", "c10d"), "operator: expected one of column_linear.* got 'linear'"),
+        (("mlp", "sideways", "c10d"), "direction: expected one of forward, backward, got 'sideways'"),
+        (("mlp", "forward", "nccl"), "way: expected one of naive.* got 'nccl'"),
+    ],
+)
+def test_names_that_nobody_has_are_told(names, message):
+    with pytest.raises(ValueError, match=message):
+        predict(*names, SIZES, NODE)

@@ -1,0 +1,174 @@
+"""`python -m tpkernels clock column_linear ...`: what a tensor-parallel call takes on R GPUs in each way,
+modelled.
+
+Naive is `F.linear` behind a blocking collective; c10d and symmetric are ours; decomposed has the shape of
+what others do. Needs no GPU and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tpkernels.cli import OneLineParser, written_to
+from tpkernels.gpus import gpu_named
+from tpkernels.pictures.figure import NO_MATPLOTLIB, can_draw
+from tpkernels.pictures.lanes import Span, lanes
+from tpkernels.planning.timeline.node import GRAPH, Node
+from tpkernels.planning.timeline.operators import OPERATORS, Sizes
+from tpkernels.planning.timeline.prediction import MOST_RANKS, PUBLISHED, WAYS, Predicted, predict
+from tpkernels.planning.timeline.recording import COMPUTE, COPIES, HOST, NCCL, TRANSFER
+
+OPS = tuple(OPERATORS)
+_LANES = {
+    HOST: "host, launches",
+    COMPUTE: "computes",
+    NCCL: "transfers",
+    COPIES: "transfers",
+}
+_COLUMNS = 72  # of a time line in text
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        node, sizes = _node(options), _sizes(options)
+        found = [
+            predict(options.op, direction, way, sizes, node)
+            for direction in options.directions
+            for way in options.ways
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    if options.picture is not None and not can_draw():
+        parser.error(NO_MATPLOTLIB)
+    print("\n".join(_text(options, sizes, found)))
+    if options.json is not None:
+        predictions = [each.as_json() for each in found]
+        said = {"model": True, "op": options.op, "gpu": node.gpu.name, "ways": predictions}
+        options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    if options.picture is not None:
+        _draw(options, sizes, found)
+    return 0
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="python -m tpkernels clock",
+        description="Predict by a model what a tensor-parallel call takes, what hides what. Needs no GPU.",
+    )
+    parser.add_argument("op", choices=OPS, metavar="OP", help=", ".join(OPS))
+    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of all ranks")
+    parser.add_argument("--in", dest="features_in", type=int, required=True, metavar="N", help="in_features")
+    parser.add_argument(
+        "--out", dest="features_out", type=int, required=True, metavar="N",
+        help="out_features of all ranks; of an MLP the width between",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tp", type=int, required=True, metavar="R", help="tensor-parallel ranks of one machine"
+    )
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
+    parser.add_argument(
+        "--directions", nargs="+", choices=("forward", "backward"), default=("forward", "backward"),
+        metavar="NAME", help="forward, backward (default both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), metavar="WAY", help=", ".join(WAYS)
+    )
+    parser.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false")
+    parser.add_argument("--graph", action="store_true", help="launched by a CUDA graph, not by the host")
+    parser.add_argument("--json", type=written_to, metavar="FILE", help="write all numbers into FILE")
+    parser.add_argument("--picture", type=written_to, metavar="FILE", help="draw time lines, as SVG or PNG")
+    return parser
+
+
+def _node(options: Namespace) -> Node:
+    node = Node.of(gpu_named(options.gpu))
+    return node.with_host(GRAPH) if options.graph else node
+
+
+def _sizes(options: Namespace) -> Sizes:
+    if options.tp > MOST_RANKS:
+        raise ValueError(f"--tp: expected at most {MOST_RANKS} ranks of one machine, got {options.tp}")
+    return Sizes(
+        options.tokens, options.features_in, options.features_out, options.tp, options.sequence_parallel
+    )
+
+
+def _text(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> Iterator[str]:
+    split = "with" if sizes.sequence_parallel else "without"
+    yield (
+        f"{options.op}, {sizes.tokens} tokens, {sizes.features_in} -> {sizes.features_out} features, bf16, "
+        f"on {sizes.ranks} x {gpu_named(options.gpu).name}, {split} sequence parallelism"
+    )
+    yield "model: microseconds of a call among many like it; nothing here was measured on a GPU"
+    for direction in options.directions:
+        here = [each for each in found if each.direction == direction]
+        first = here[0].seconds
+        yield ""
+        yield (
+            f"{direction:11}{'call':>7}{'products':>10}{'transfers':>11}{'exposed':>9}{'host':>7}   "
+            f"against {here[0].way}"
+        )
+        for each in here:
+            times = each.seconds, each.products, each.transfers, each.exposed, each.host
+            columns = [
+                f"{1e6 * seconds:{width}.0f}" for seconds, width in zip(times, (7, 10, 11, 9, 7), strict=True)
+            ]
+            yield f"{each.way:11}{''.join(columns)}   {first / each.seconds:.2f}x{_said(each.way)}"
+        for each in here:
+            yield from _hiding(each)
+            yield from _time_line(each)
+
+
+def _said(way: str) -> str:
+    if way not in PUBLISHED:
+        return "   no time of this way is published"
+    low, high = PUBLISHED[way]
+    whose = "" if way == "naive" else " of others' kernels"
+    return f"   published times{whose}: {low:g} to {high:g} of the model's"
+
+
+def _hiding(each: Predicted) -> Iterator[str]:
+    """What each transfer has beside it."""
+    yield f"\n{each.way}, {each.direction}:"
+    for name, beside in each.hidden.items():
+        behind = ", ".join(f"{1e6 * seconds:.0f} behind {other}" for other, seconds in beside.items())
+        yield f"  {name}: {behind or 'nothing beside it'}"
+
+
+def _time_line(each: Predicted) -> Iterator[str]:
+    """Rank 0, a line a queue: # computes, = moves, | launches."""
+    ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
+    start = min((ran.start for ran in ours if ran.task.queue[1] != HOST), default=0.0)
+    stop = max((ran.stop for ran in ours), default=0.0)
+    scale = _COLUMNS / max(stop - start, 1e-9)
+    for queue, mark in ((COMPUTE, "#"), (NCCL, "="), (COPIES, "=")):
+        line = [" "] * _COLUMNS
+        here = [ran for ran in ours if ran.task.queue[1] == queue]
+        for ran in here:
+            first, last = int((ran.start - start) * scale), int((ran.stop - start) * scale)
+            line[first : max(first + 1, last)] = mark * (max(first + 1, last) - first)
+        if here:
+            yield f"  {queue:8}|{''.join(line[:_COLUMNS])}|"
+
+
+def _draw(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> None:
+    panels = {}
+    for each in found:
+        ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
+        panels[f"{each.way}, {each.direction}"] = [
+            Span(0, _LANES[str(ran.task.queue[1])], ran.task.name, ran.start, ran.stop)
+            for ran in ours
+            if ran.task.kind == TRANSFER or ran.task.queue[1] in (COMPUTE, HOST)
+        ]
+    heading = f"{options.op}, {sizes.tokens} tokens on {sizes.ranks} GPUs: model"
+    picture = lanes(heading, panels, note="rank 0; nothing here was measured")
+    path: Path = options.picture
+    if path.suffix == ".svg":
+        path.write_text(picture.svg, encoding="utf-8")
+    else:
+        path.write_bytes(picture.png)

@@ -1,0 +1,86 @@
+"""What one rank enqueues: its host thread launches, its streams run. As CUDA orders it, so the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from tpkernels.planning.timeline.simulation import Key, Resource, Task
+
+COMPUTE, NCCL, COPIES, HOST = "compute", "NCCL", "copies", "host"  # queues of a rank
+PRODUCT, KERNEL, TRANSFER, LAUNCH, READY = "product", "kernel", "transfer", "launch", "ready"  # kinds
+US = 1e-6
+
+
+class Rank:
+    """Records tasks of one rank into a list that all ranks share."""
+
+    def __init__(self, number: int, ranks: int, tasks: list[Task]) -> None:
+        self.number, self.ranks = number, ranks
+        self.call = 0  # the one being recorded
+        self._transfers = 0  # so far: as many on all ranks, so that keys meet
+        self._tasks, self._count = tasks, 0
+        self._awaited: list[Key] = []  # what the compute stream waits for next
+        self.last: Key | None = None  # on the compute stream
+
+    def key(self, *what: Hashable) -> Key:
+        """Of a task that other ranks may wait for."""
+        return (self.number, self.call, *what)
+
+    def next_transfer(self) -> int:
+        """Its number in the call."""
+        self._transfers += 1
+        return self._transfers
+
+    def add(
+        self,
+        queue: Hashable,
+        name: str,
+        seconds: float,
+        after: Sequence[Key] = (),
+        *,
+        kind: str,
+        uses: Mapping[Resource, float] | None = None,
+        key: Key | None = None,
+    ) -> Key:
+        if key is None:
+            self._count += 1
+            key = self.key(queue, self._count)
+        self._tasks.append(Task(key, (self.number, queue), seconds, tuple(after), uses or {}, name, kind))
+        return key
+
+    def host(self, name: str, microseconds: float) -> Key:
+        return self.add(HOST, name, US * microseconds, kind=LAUNCH)
+
+    def compute(
+        self,
+        name: str,
+        seconds: float,
+        launched: Key | None,
+        after: Sequence[Key] = (),
+        *,
+        kind: str = PRODUCT,
+        key: Key | None = None,
+        uses: Mapping[Resource, float] | None = None,
+    ) -> Key:
+        """On the compute stream, which has waited for what `wait` was told."""
+        waits = [*self._awaited, *after, *([launched] if launched else [])]
+        self._awaited.clear()
+        used = {self.processors: 1.0, **(uses or {})}
+        self.last = self.add(COMPUTE, name, seconds, waits, kind=kind, key=key, uses=used)
+        return self.last
+
+    def wait(self, keys: Sequence[Key]) -> None:
+        """The compute stream goes on when these have ended."""
+        self._awaited += keys
+
+    def so_far(self) -> list[Key]:
+        """What another stream waits for that waits for the compute stream."""
+        return [*self._awaited, *([self.last] if self.last else [])]
+
+    @property
+    def processors(self) -> Resource:
+        return self.number, "processors"
+
+    def sends(self, to: int | None = None) -> dict[Resource, float]:
+        """All of the link, out of this rank and into `to` (by default itself, whose peers send as much)."""
+        return {(self.number, "out"): 1.0, (self.number if to is None else to, "in"): 1.0}

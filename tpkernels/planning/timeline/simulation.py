@@ -1,0 +1,144 @@
+"""Tasks in queues that share resources, run event by event.
+
+    queue      tasks start in the order in which they were given, one after the other: a stream, a host
+    thread line       likewise, but first come first served: the socket to a peer
+    resource   tasks that run at once share it: the processors of a GPU, one direction of a link
+
+A task that is alone takes its `seconds`. Of a resource it then uses a share. Where tasks want more than all
+of a resource, none gets less than an equal part unless it wants less; a task is as fast as its scarcest
+resource.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Key = tuple[Hashable, ...]
+Queue = tuple[Hashable, ...]  # (rank, what it is)
+Resource = tuple[Hashable, ...]
+
+_DONE = 1e-12  # seconds: what is left of a task by rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something that takes time on a queue."""
+
+    key: Key
+    queue: Queue
+    seconds: float  # if nothing else runs
+    after: tuple[Key, ...] = ()  # tasks that end before it starts
+    uses: Mapping[Resource, float] = field(default_factory=dict)  # shares, of 1, while it runs at full speed
+    name: str = ""
+    kind: str = ""  # what it does, for those who read the result
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A task, and when it ran."""
+
+    task: Task
+    start: float
+    stop: float
+
+
+def run(tasks: Sequence[Task], lines: Collection[Queue] = ()) -> dict[Key, Ran]:
+    """When each task ran, in seconds from the start of the first.
+
+    lines: queues whose tasks start in the order in which they become ready
+    """
+    return _Run(tasks, lines).all()
+
+
+class _Run:
+    def __init__(self, tasks: Sequence[Task], lines: Collection[Queue]) -> None:
+        self._tasks = {task.key: task for task in tasks}
+        if len(self._tasks) < len(tasks):
+            raise ValueError("two tasks have the same key")
+        self._followers: dict[Key, list[Key]] = defaultdict(list)
+        self._missing: dict[Key, int] = {}  # how many tasks it still waits for
+        self._queues: dict[Queue, deque[Key]] = defaultdict(deque)
+        self._ready: set[Key] = set()
+        self._lines = lines
+        for task in tasks:
+            after = set(task.after)
+            if unknown := after - self._tasks.keys():
+                raise ValueError(f"{task.key} waits for {sorted(map(str, unknown))}, which nobody does")
+            for key in after:
+                self._followers[key].append(task.key)
+            self._missing[task.key] = len(after)
+            if task.queue not in lines:
+                self._queues[task.queue].append(task.key)
+        self._busy: set[Queue] = set()
+        self._left: dict[Key, float] = {}  # seconds at full speed, of what runs
+        self._began: dict[Key, float] = {}
+        self._ran: dict[Key, Ran] = {}
+        self._now = 0.0
+
+    def all(self) -> dict[Key, Ran]:
+        for key in [key for key, missing in self._missing.items() if not missing]:
+            self._become_ready(key)
+        self._start(list(self._queues))
+        while self._left:
+            speeds = _speeds([self._tasks[key] for key in self._left])
+            step = min(left / speeds[key] for key, left in self._left.items())
+            self._now += step
+            ended = []
+            for key in list(self._left):
+                self._left[key] -= step * speeds[key]
+                if self._left[key] <= _DONE:
+                    ended.append(key)
+            self._end(ended)
+        if waiting := self._tasks.keys() - self._ran.keys():
+            raise RuntimeError(f"these wait for each other: {sorted(map(str, waiting))[:8]}")
+        return self._ran
+
+    def _end(self, keys: Iterable[Key]) -> None:
+        touched = []
+        for key in keys:
+            task = self._tasks[key]
+            del self._left[key]
+            self._ran[key] = Ran(task, self._began[key], self._now)
+            self._busy.discard(task.queue)
+            touched.append(task.queue)
+            for follower in self._followers[key]:
+                self._missing[follower] -= 1
+                if not self._missing[follower]:
+                    self._become_ready(follower)
+                    touched.append(self._tasks[follower].queue)
+        self._start(touched)
+
+    def _become_ready(self, key: Key) -> None:
+        self._ready.add(key)
+        queue = self._tasks[key].queue
+        if queue in self._lines:
+            self._queues[queue].append(key)
+
+    def _start(self, queues: Iterable[Queue]) -> None:
+        for queue in dict.fromkeys(queues):
+            waiting = self._queues[queue]
+            if queue not in self._busy and waiting and waiting[0] in self._ready:
+                key = waiting.popleft()
+                self._busy.add(queue)
+                self._left[key], self._began[key] = max(0.0, self._tasks[key].seconds), self._now
+
+
+def _speeds(running: Sequence[Task]) -> dict[Key, float]:
+    wanting: dict[Resource, list[Task]] = defaultdict(list)
+    for task in running:
+        for resource in task.uses:
+            wanting[resource].append(task)
+    speeds = {task.key: 1.0 for task in running}
+    for resource, tasks in wanting.items():
+        if sum(task.uses[resource] for task in tasks) <= 1.0:
+            continue
+        there = 1.0
+        tasks.sort(key=lambda task: task.uses[resource])
+        for number, task in enumerate(tasks):
+            wanted = task.uses[resource]
+            given = min(wanted, there / (len(tasks) - number))
+            there -= given
+            speeds[task.key] = min(speeds[task.key], given / wanted)
+    return speeds
