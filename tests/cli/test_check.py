@@ -87,7 +87,7 @@ PLANTED_CATALOG = """
 from dataclasses import replace
 
 def catalog():
-    entries = {entry.name: entry for entry in (*_matmul_entries(), *_row_entries())}
+    entries = {name: recipe.entry() for name, recipe in recipes().items()}
     linear = entries["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
     dgrad = entries["dgrad/descriptor/bf16/128x128x64-w8-s4-p2-flat/gelu_tanh+db"]
     pointer = entries["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
