@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from bench.cases.predicted_link import CASES, IN, OUT_SHARD, TOKENS, Constants, measure
+from bench.cases.predicted_link import CASES, IN, OUT_SHARD, TOKENS, Constants, measure, paused
 from bench.published_overlap import PUBLISHED, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import OneLineParser
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--megabits", type=float, nargs="+", default=[100, 150, 200, 300], metavar="RATE")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, metavar="CASE")
     parser.add_argument(
-        "--priority", type=int, default=0, metavar="N", help="nice value of the ranks, -10 on a busy machine"
+        "--pauses", action="store_true", help="products wait instead of multiplying: for a busy machine"
     )
     options = parser.parse_args(argv)
     if options.what == "published":
@@ -141,7 +141,9 @@ def _link(options: Namespace) -> tuple[list[dict[str, Any]], str]:
     with SlowLink(bits_per_second=1e9) as link:
         for case in options.cases:
             for megabits in options.megabits:
-                by_rank = link.run(measure, case, megabits, options.rounds, options.priority, timeout=600)
+                by_rank = link.run(
+                    paused if options.pauses else measure, case, megabits, options.rounds, timeout=600
+                )
                 constants, measured = by_rank[0]
                 compared.append(Compared(case, megabits, constants, predict_link(case, constants), measured))
                 model, seen = compared[-1].efficiencies
@@ -185,6 +187,7 @@ def machine_of(constants: Constants) -> Machine:
     return Machine(
         product=lambda kernel, rows: _between(constants.products[kernel], rows),
         sum=constants.sum,
+        zeros=constants.zeros,
         bytes_a_second=shard_bytes / (constants.message - constants.notice / 2),
         notice=constants.notice / 2,
         stolen=constants.stolen,

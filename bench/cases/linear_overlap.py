@@ -71,8 +71,13 @@ def measure(case: str, megabits: float, rounds: int = ROUNDS) -> tuple[Work, Sec
     return work, interleave(ways, rounds, _seconds)
 
 
-def _ways(case: str) -> tuple[dict[str, tuple[Way, Callable[[], Sequence[Tensor]]]], int]:
-    """Each way with what is done before it without being timed, and the bytes that a rank sends."""
+def _ways(
+    case: str, multiply: Callable[[], Sequence[Tensor]] | None = None
+) -> tuple[dict[str, tuple[Way, Callable[[], Sequence[Tensor]]]], int]:
+    """Each way with what is done before it without being timed, and the bytes that a rank sends.
+
+    multiply: in place of the products that the floor takes
+    """
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -97,6 +102,8 @@ def _ways(case: str) -> tuple[dict[str, tuple[Way, Callable[[], Sequence[Tensor]
     all_x, all_dy, fixed = (x, h, weight.detach()) if kind == "column" else (h, x, weight.detach())
 
     def products() -> Sequence[Tensor]:
+        if multiply is not None:
+            return multiply()
         if direction == "forward":
             return [all_x @ fixed.T]
         return [all_dy @ fixed, all_dy.T @ all_x]

@@ -6,9 +6,8 @@ beside unrelated messages; none is of an operator.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS, _ways, low
+from bench.cases.paused_products import pause, paused_products
 from bench.measure import WARM_UPS
 from bench.slow_link import throttle
 from tpkernels.comm.calls import begin
@@ -34,21 +34,35 @@ class Constants:
 
     products: Mapping[str, Mapping[int, float]]  # kernel -> rows -> seconds
     sum: float
+    zeros: float  # that weight gradients are added to
     message: float  # a shard one way
     notice: float  # a message of a row each way
     stolen: float  # of a core that multiplies, while messages go both ways
     skew: float  # between the ranks' times of one product, as a part of it
 
 
-def measure(case: str, megabits: float, rounds: int, priority: int = 0) -> tuple[Constants, dict[str, float]]:
-    """The second-lowest of so many rounds each; of operators by the slowest rank.
+def measure(case: str, megabits: float, rounds: int) -> tuple[Constants, dict[str, float]]:
+    """The second-lowest of so many rounds each; of operators by the slowest rank."""
+    return _measured(case, megabits, rounds, None)
 
-    priority: of this rank's threads; below zero before others', which needs root
-    """
-    for thread in os.listdir("/proc/self/task"):
-        os.setpriority(os.PRIO_PROCESS, int(thread), priority)
+
+def paused(case: str, megabits: float, rounds: int) -> tuple[Constants, dict[str, float]]:
+    """The same with products that wait for as long as they would take."""
+    rows = TOKENS * len(_kernels(case))
+
+    def floor() -> Sequence[Tensor]:
+        pause(rows)
+        return []
+
+    with paused_products():
+        return _measured(case, megabits, rounds, floor)
+
+
+def _measured(
+    case: str, megabits: float, rounds: int, multiply: Callable[[], Sequence[Tensor]] | None
+) -> tuple[Constants, dict[str, float]]:
     throttle(1e6 * megabits)
-    ways, _ = _ways(case)
+    ways, _ = _ways(case, multiply)
     kernels = _kernels(case)
     timed: dict[str, Callable[[], float]] = {name: _slowest(ways[name]) for name in TIMED}
     for kernel, multiply in kernels.items():
@@ -57,11 +71,12 @@ def measure(case: str, megabits: float, rounds: int, priority: int = 0) -> tuple
     slots = torch.randn(2, TOKENS // 2, IN)
     shard = torch.randn(TOKENS // 2, IN)
     timed["sum"] = _alone(lambda: sum_of_slots(slots, None))
+    timed["zeros"] = _alone(lambda: slots.new_zeros(IN, OUT_SHARD))
     timed["message"] = _slowest((_nothing, lambda: _one_way(shard)))
     timed["notice"] = _slowest((_nothing, lambda: _gather(shard[:1])))
-    multiply = kernels[next(iter(kernels))]
-    timed["alone"] = _alone(lambda: _repeated(multiply))
-    timed["beside"] = lambda: _beside(shard, lambda: _repeated(multiply))
+    first_kernel = kernels[next(iter(kernels))]
+    timed["alone"] = _alone(lambda: _repeated(first_kernel))
+    timed["beside"] = lambda: _beside(shard, lambda: _repeated(first_kernel))
     found: dict[str, list[float]] = {name: [] for name in timed}
     names = list(timed)
     for number in range(WARM_UPS + rounds):
@@ -75,7 +90,8 @@ def measure(case: str, megabits: float, rounds: int, priority: int = 0) -> tuple
     skew = (both[1] / both[0] - 1).abs().median().item()
     products = {kernel: {rows: low(kept[f"{kernel} {rows}"]) for rows in PIECES} for kernel in kernels}
     stolen = max(0.0, 1 - low(kept["alone"]) / low(kept["beside"]))
-    constants = Constants(products, low(kept["sum"]), low(kept["message"]), low(kept["notice"]), stolen, skew)
+    names_of_constants = ("sum", "zeros", "message", "notice")
+    constants = Constants(products, *(low(kept[name]) for name in names_of_constants), stolen, skew)
     return constants, {name: low(kept[name]) for name in TIMED}
 
 

@@ -41,7 +41,7 @@ def test_a_link_without_noise_hides_what_tapering_leaves(case):
     """Products and messages of equal length: 5 % of the products are never hidden."""
     kernels = ("linear",) if "forward" in case else ("dgrad", "wgrad")
     products = {kernel: {128: 0.01, 1024: 0.08, 2048: 0.16} for kernel in kernels}
-    seconds = predict_link(case, Constants(products, 0.001, 0.16, 0.0005, 0.02, 0.01))
+    seconds = predict_link(case, Constants(products, 0.001, 0.005, 0.16, 0.0005, 0.02, 0.01))
     assert seconds["floor"] < seconds["ours"] < seconds["naive"]
     assert 0.85 < efficiency(seconds) <= 1
 

@@ -13,7 +13,13 @@ from tpkernels.planning.timeline.simulation import Task, run
 ROWS, COLS = 2048, 1024
 SHARD = ROWS // 2 * COLS * 4
 MACHINE = Machine(
-    product=lambda kernel, rows: rows / ROWS, sum=0.0, bytes_a_second=SHARD, notice=0.0, stolen=0.0, skew=0.0
+    product=lambda kernel, rows: rows / ROWS,
+    sum=0.0,
+    zeros=0.0,
+    bytes_a_second=SHARD,
+    notice=0.0,
+    stolen=0.0,
+    skew=0.0,
 )
 
 

@@ -25,6 +25,7 @@ class Machine:
 
     product: Callable[[str, int], float]  # seconds of a kernel with so many rows, or so many deep for wgrad
     sum: float  # seconds of the sum of all slots
+    zeros: float  # seconds of zeros that weight gradients of batches of rows are added to
     bytes_a_second: float  # of each direction of a link
     notice: float  # seconds until a rank knows that its peer waits for a message
     stolen: float  # the part of a core that a rank loses while messages go both ways
@@ -72,6 +73,7 @@ class PointToPoint(Way):
             super().gradients(moving, dgrad, wgrad, weight_rows)
             return
         batch, upto = 0, moving.plan.own.start if moving.plan else 0
+        self.rank.add(HOST, "zeros", self.machine.zeros, kind=KERNEL, uses=self._core)
         for at, round in enumerate(self._rounds(moving)):
             self._await(moving.arrivals.get(at, []))
             if round.rows.start != upto and batch:
