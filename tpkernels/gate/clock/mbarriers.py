@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tpkernels.gate.clock.faults import MbarrierNotMade, TooManyArrivals, UnexpectedBytes, UnknownPlace
-
-if TYPE_CHECKING:
-    from tpkernels.gate.clock.blocks import Warp
 
 
 class Mbarrier:
@@ -18,7 +13,6 @@ class Mbarrier:
         self.pending = count
         self.bytes = 0  # expected and not here yet
         self.phase = 0  # phases that are over
-        self.waiting: list[Warp] = []
         self.copied = -1.0  # when the copy was issued that ended the last phase; -1: an arrival ended it
 
     def over(self, parity: int) -> bool:

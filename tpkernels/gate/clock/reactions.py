@@ -5,6 +5,7 @@ Each method returns when the instruction's scoreboard is released; NOBODY_KNOWS 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ SECTOR = 32  # bytes
 class Reactions:
     def __init__(self, events: Events, bandwidth: Bandwidth, boxes: Mapping[int, int]) -> None:
         self.events, self.bandwidth, self.machine, self.boxes = events, bandwidth, bandwidth.machine, boxes
+        self.waiting: defaultdict[Mbarrier, list[Warp]] = defaultdict(list)  # until its phase is over
         self.of: dict[type, Callable[[Warp, Operation, Any, float], float]] = {
             effects.Jump: self._jump,
             effects.BarrierSync: self._sync,
@@ -85,18 +87,17 @@ class Reactions:
             raise UnknownPlace("a phase is awaited of which the parity is unknown")
         if mbarrier.over(effect.parity):
             return now + operation.latency
-        mbarrier.waiting.append(warp)
+        self.waiting[mbarrier].append(warp)
         return self.events.park(warp, operation, now, "mbarrier", mbarrier)
 
     def _over(self, mbarrier: Mbarrier, now: float) -> None:
         """A phase is over: those who waited for it go on, as if they asked only now."""
         when = now + self.machine.poll
-        for warp in mbarrier.waiting:
+        for warp in self.waiting.pop(mbarrier, ()):
             if mbarrier.copied >= 0.0:
                 warp.parked = "copies"
                 self.events.loaded(warp, warp.since, when, "UTMALDG", warp.at - 1, mbarrier.copied)
             self._resume(warp, when, max(warp.ready, when))
-        mbarrier.waiting.clear()
 
     def _resume(self, warp: Warp, issued: float, when: float) -> None:
         """A parked warp goes on then; its instruction counts as issued now."""

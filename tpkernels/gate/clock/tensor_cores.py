@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.machine import Machine
-
-if TYPE_CHECKING:
-    from tpkernels.gate.clock.blocks import Warp
 
 GROUP = 4  # warps
 
@@ -20,7 +15,6 @@ class WarpGroup:
         self.issued = [0] * GROUP
         self.begins: list[float] = []
         self.ends: list[float] = []
-        self.waiting: list[Warp] = []  # warps that wait until a product starts, and so is known to end
 
 
 class TensorCores:

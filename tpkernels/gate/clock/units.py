@@ -5,11 +5,13 @@ Of these instructions the code alone says what they do; what others do depends o
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.blocks import Warp
 from tpkernels.gate.clock.events import Events
 from tpkernels.gate.clock.operations import Kind, Operation
-from tpkernels.gate.clock.tensor_cores import GROUP, TensorCores
+from tpkernels.gate.clock.tensor_cores import GROUP, TensorCores, WarpGroup
 
 _STORES = {"STG", "ST", "RED", "REDG"}
 
@@ -18,6 +20,8 @@ class Units:
     def __init__(self, events: Events, bandwidth: Bandwidth) -> None:
         self.events, self.bandwidth, self.machine = events, bandwidth, bandwidth.machine
         self.tensor_cores = TensorCores(bandwidth.machine, bandwidth)
+        # warps that wait until a product of their group starts, and so is known to end
+        self.waiting: defaultdict[WarpGroup, list[Warp]] = defaultdict(list)
 
     def limit(self, warp: Warp, operation: Operation, now: float) -> tuple[float, str]:
         """When the instruction may issue, and what it waits for; it is not issued yet."""
@@ -76,7 +80,7 @@ class Units:
         return self._park(warp, operation, now, last)
 
     def _park(self, warp: Warp, operation: Operation, now: float, product: int) -> tuple[float, str]:
-        warp.group.waiting.append(warp)
+        self.waiting[warp.group].append(warp)
         awaits = f"product {product}, which not all {GROUP} warps of its group have issued"
         return self.events.park(warp, operation, now, "products", awaits), "products"
 
@@ -101,6 +105,5 @@ class Units:
             what = operation.step.instruction.modifiers[0]
             first = warp.number - warp.member
             events.recorder.span(warp.block.number, first, "products", group.begins[-1], group.ends[-1], what)
-            for waiting in group.waiting:
+            for waiting in self.waiting.pop(group, ()):
                 events.wake(waiting, now)
-            group.waiting.clear()

@@ -188,9 +188,11 @@ class EntryWorkload:
     @property
     def _shared(self) -> tuple[int, int] | None:
         """Rows and columns of what the blocks of a kernel without products share, if they do."""
-        constants = self.entry.constants
-        shares = self._kernel == "reduce_slots"
-        return (int(constants["BLOCK_ROWS"]), int(constants["BLOCK_COLS"])) if shares else None
+        if self._kernel != "reduce_slots":
+            return None
+        rows, cols = (self.entry.constants[name] for name in ("BLOCK_ROWS", "BLOCK_COLS"))
+        assert isinstance(rows, int) and isinstance(cols, int)
+        return rows, cols
 
     @property
     def _row_tiles(self) -> int:
