@@ -191,7 +191,8 @@ class EntryWorkload:
         if self._kernel != "reduce_slots":
             return None
         rows, cols = (self.entry.constants[name] for name in ("BLOCK_ROWS", "BLOCK_COLS"))
-        assert isinstance(rows, int) and isinstance(cols, int)
+        assert isinstance(rows, int)
+        assert isinstance(cols, int)
         return rows, cols
 
     @property
