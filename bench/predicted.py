@@ -17,7 +17,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from bench.cases.predicted_link import CASES, IN, OUT_SHARD, TOKENS, Constants, measure, paused
+from bench.cases.linear_overlap import IN, OUT_SHARD, TOKENS
+from bench.cases.predicted_link import CASES, Constants, measure, paused
 from bench.published_overlap import PUBLISHED, Published
 from bench.slow_link import SlowLink, why_not
 from tpkernels.cli import OneLineParser

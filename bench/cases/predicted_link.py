@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -59,15 +60,14 @@ def paused(case: str, megabits: float, rounds: int) -> tuple[Constants, dict[str
 
 
 def _measured(
-    case: str, megabits: float, rounds: int, multiply: Callable[[], Sequence[Tensor]] | None
+    case: str, megabits: float, rounds: int, floor: Callable[[], Sequence[Tensor]] | None
 ) -> tuple[Constants, dict[str, float]]:
     throttle(1e6 * megabits)
-    ways, _ = _ways(case, multiply)
+    ways, _ = _ways(case, floor)
     kernels = _kernels(case)
     timed: dict[str, Callable[[], float]] = {name: _slowest(ways[name]) for name in TIMED}
     for kernel, multiply in kernels.items():
-        for rows in PIECES:
-            timed[f"{kernel} {rows}"] = _alone(lambda multiply=multiply, rows=rows: multiply(rows))
+        timed |= {f"{kernel} {rows}": _alone(partial(multiply, rows)) for rows in PIECES}
     slots = torch.randn(2, TOKENS // 2, IN)
     shard = torch.randn(TOKENS // 2, IN)
     timed["sum"] = _alone(lambda: sum_of_slots(slots, None))
@@ -90,8 +90,8 @@ def _measured(
     skew = (both[1] / both[0] - 1).abs().median().item()
     products = {kernel: {rows: low(kept[f"{kernel} {rows}"]) for rows in PIECES} for kernel in kernels}
     stolen = max(0.0, 1 - low(kept["alone"]) / low(kept["beside"]))
-    names_of_constants = ("sum", "zeros", "message", "notice")
-    constants = Constants(products, *(low(kept[name]) for name in names_of_constants), stolen, skew)
+    total, zeros, message, notice = (low(kept[name]) for name in ("sum", "zeros", "message", "notice"))
+    constants = Constants(products, total, zeros, message, notice, stolen, skew)
     return constants, {name: low(kept[name]) for name in TIMED}
 
 

@@ -160,10 +160,11 @@ def _draw(options: Namespace, sizes: Sizes, found: Sequence[Predicted]) -> None:
     panels = {}
     for each in found:
         ours = [ran for ran in each.ran if ran.task.queue[0] == 0 and ran.stop > ran.start]
+        first = min(ran.start for ran in ours if ran.task.queue[1] != HOST)  # the host may be calls ahead
         panels[f"{each.way}, {each.direction}"] = [
-            Span(0, _LANES[str(ran.task.queue[1])], ran.task.name, ran.start, ran.stop)
+            Span(0, _LANES[str(ran.task.queue[1])], ran.task.name, max(first, ran.start), ran.stop)
             for ran in ours
-            if ran.task.kind == TRANSFER or ran.task.queue[1] in (COMPUTE, HOST)
+            if ran.stop > first and (ran.task.kind == TRANSFER or ran.task.queue[1] in (COMPUTE, HOST))
         ]
     heading = f"{options.op}, {sizes.tokens} tokens on {sizes.ranks} GPUs: model"
     picture = lanes(heading, panels, note="rank 0; nothing here was measured")
