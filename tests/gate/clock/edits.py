@@ -35,13 +35,14 @@ def edited(entry: Entry, folder: Path, edits: Sequence[Edit] = (), **changes: An
     changed = replace(entry, constants=constants, **fields)
     if not edits:
         return changed
-    texts = {entry.module: (SOURCES / f"{entry.module}.py").read_text()}
+    own = entry.module.removeprefix("tpkernels.kernels.")
+    texts = {own: (SOURCES / f"{own}.py").read_text()}
     for module, old, new in edits:
         text = texts.get(module) or (SOURCES / f"{module}.py").read_text()
         assert text.count(old) == 1, f"{module} has {text.count(old)} times: {old}"
         texts[module] = text.replace(old, new)
     stem = folder.name.replace("-", "_")
-    for module in sorted(texts, key=lambda one: one == entry.module):  # what imports the others comes last
+    for module in sorted(texts, key=lambda one: one == own):  # what imports the others comes last
         text = texts[module]
         for other in texts:
             text = text.replace(f"tpkernels.kernels.{other} ", f"tpkernels.kernels.{stem}_{other} ")
@@ -53,7 +54,7 @@ def edited(entry: Entry, folder: Path, edits: Sequence[Edit] = (), **changes: An
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    return replace(changed, module=f"{stem}_{entry.module}")
+    return replace(changed, module=f"tpkernels.kernels.{stem}_{own}")
 
 
 def clocked(name: str, edits: Sequence[Edit] = (), changes: Mapping[str, Any] | None = None) -> Cost:

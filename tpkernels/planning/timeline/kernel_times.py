@@ -72,9 +72,8 @@ class TiledTimes:
     """Products in waves, at the clock that power allows.
 
     power_clock: Hz with all tensor cores busy. Power goes with f V², and V with f, so that a kernel which
-    keeps
-        them busy for a part of the time runs at power_clock * part^(-1/3), up to `boost`. Boards differ:
-        published times of one product lie 20 % apart.
+        keeps them busy for a part of the time runs at power_clock * part^(-1/3), up to `boost`. Boards
+        differ: published times of one product lie 20 % apart.
     """
 
     gpu: RatedGpu
