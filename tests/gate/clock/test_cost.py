@@ -4,20 +4,26 @@ import json
 
 import pytest
 
-from tests.gate.clock.edits import compiling
+from tests.gate.clock.edits import clocked, compiling
 from tests.gate.clock.examined import examined
 from tpkernels.gate.clock.cost import Cost
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
 ROLES = "linear/descriptor/bf16/128x128x64-w4-s5-p4-c2/none"
-ROWS = "add_slots/pointer/fp32/16x128/=bf16"
+SHARED = "reduce_slots/pointer/bf16/16x128/bias"  # a grid of blocks that share all tiles
+ALONE = "publish/pointer/bf16/one"  # a grid of one block
 
 
 @pytest.fixture(scope="module")
-def found():
-    with compiling() as process:
-        results = {name: process.submit(examined, name) for name in (TWO_BLOCKS, ROLES)}
-        yield {name: result.result() for name, result in results.items()}
+def process():
+    with compiling() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def found(process):
+    results = {name: process.submit(examined, name) for name in (TWO_BLOCKS, ROLES)}
+    return {name: result.result() for name, result in results.items()}
 
 
 def test_two_blocks_of_an_sm_share_it(found):
@@ -68,3 +74,12 @@ def test_costs_survive_json(found):
         assert Cost.from_json(json.loads(json.dumps(one.cost.as_json()))) == one.cost, name
     with pytest.raises(TypeError, match="fields of Cost"):
         Cost.from_json({"edge": 1})
+
+
+def test_rows_are_costed_by_the_block_whoever_computes_it(process):
+    shared, alone = process.submit(clocked, SHARED).result(), process.submit(clocked, ALONE).result()
+    three_slots_and_the_sum, bias = 4 * 16 * 128 * 2, 128 * 2
+    assert (shared.step, shared.resident, shared.bytes) == (None, 8, three_slots_and_the_sum + bias)
+    assert next(iter(shared.edge.waits)) == "scoreboard: LDG"
+    assert alone.edge.cycles > 1000  # two loads, one after the other
+    assert alone.start == 0

@@ -79,10 +79,8 @@ def read(cubin: bytes) -> Cubin:
 
 def disassemble(cubin: bytes) -> str:
     """The listing that Triton's cuobjdump prints, with control fields and a line of resource usage."""
-    import triton
-
     try:
-        tool = str(triton.knobs.nvidia.cuobjdump.path)  # as brought along, or TRITON_CUOBJDUMP_PATH
+        tool = _cuobjdump()
         with NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(cubin)
             command = [tool, "-res-usage", "-sass", file.name]
@@ -91,6 +89,12 @@ def disassemble(cubin: bytes) -> str:
         raise NoDisassembler(f"{tool} failed: {error.stderr.strip()}") from error
     except (OSError, RuntimeError) as error:
         raise NoDisassembler(f"cuobjdump, which Triton brings along, is missing: {error}") from error
+
+
+def _cuobjdump() -> str:
+    import triton
+
+    return str(triton.knobs.nvidia.cuobjdump.path)  # as brought along, or TRITON_CUOBJDUMP_PATH
 
 
 def _check_architecture(cubin: bytes) -> None:

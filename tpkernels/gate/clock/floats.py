@@ -6,12 +6,12 @@ ptxas divides integers through a reciprocal in fp32, then mends the quotient. Re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 
 from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.lanes import by_lane, by_lane_all
 from tpkernels.gate.clock.operands import (
     Meaning,
     Source,
@@ -22,12 +22,12 @@ from tpkernels.gate.clock.operands import (
     pair,
     source,
 )
-from tpkernels.gate.clock.values import WORD, Value
+from tpkernels.gate.clock.values import WORD
 
 
 def reciprocal(one: Instruction) -> Meaning:
     """MUFU.RCP; the hardware is off by one in the last place at most, which the callers allow for."""
-    return assign(destination(one.operands[0]), (source(one.operands[1]),), _each(_reciprocal))
+    return assign(destination(one.operands[0]), (source(one.operands[1]),), by_lane(_reciprocal))
 
 
 def from_integer(one: Instruction) -> Meaning:
@@ -43,7 +43,7 @@ def from_integer(one: Instruction) -> Meaning:
         return _bits(_round_up(number))
 
     names = pair(one.operands[1]) if wide else (source(one.operands[1]).name,)
-    return assign(destination(one.operands[0]), tuple(map(Source, names)), _each(compute))
+    return assign(destination(one.operands[0]), tuple(map(Source, names)), by_lane(compute))
 
 
 def to_integer(one: Instruction) -> Meaning:
@@ -60,9 +60,11 @@ def to_integer(one: Instruction) -> Meaning:
     to = destination(one.operands[0])
     if wide:
         return assign_all(
-            following(to), (source(one.operands[1]),), lambda a: ((v := compute(int(a))) & WORD, v >> 32)
+            following(to),
+            (source(one.operands[1]),),
+            by_lane_all(lambda a: ((v := compute(a)) & WORD, v >> 32)),
         )
-    return assign(to, (source(one.operands[1]),), _each(compute))
+    return assign(to, (source(one.operands[1]),), by_lane(compute))
 
 
 def half_constant(one: Instruction) -> Meaning | None:
@@ -97,13 +99,3 @@ def _float(bits: int) -> float:
 
 def _bits(number: np.float32) -> int:
     return int(np.float32(number).view(np.uint32))
-
-
-def _each(compute: Callable[..., int]) -> Callable[..., Value]:
-    def run(*values: Value) -> Value:
-        if all(isinstance(value, int) for value in values):
-            return compute(*values)
-        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]  # type: ignore[arg-type]
-        return np.array([compute(*map(int, lane)) for lane in zip(*lanes, strict=True)], dtype=np.int64)
-
-    return run

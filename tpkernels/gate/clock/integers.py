@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tpkernels.gate.clock.instructions import Instruction
+from tpkernels.gate.clock.lanes import by_lane, by_lane_all, settled
 from tpkernels.gate.clock.operands import (
     NOWHERE,
     Meaning,
@@ -21,9 +22,10 @@ from tpkernels.gate.clock.operands import (
     following,
     is_predicate,
     pair,
+    results,
     source,
 )
-from tpkernels.gate.clock.values import WORD, Value, WarpState
+from tpkernels.gate.clock.values import WORD, WarpState
 
 SIGN = 0x80000000
 
@@ -32,7 +34,7 @@ def add(one: Instruction) -> Meaning:
     """IADD3 d, [carry out, [carry out,]] a, b, c [, carry in [, carry in]]; .64: of pairs."""
     if "64" in one.modifiers:
         return _add_pairs(one)
-    to, carries, rest = _results(one)
+    to, carries, rest = results(one)
     count = 2 if one.opcode in ("IADD", "VIADD", "UIADD") else 3
     sources = tuple(source(text) for text in rest[:count])
     taken = tuple(source(text) for text in rest[count:] if text not in ("!PT", "!UPT"))
@@ -71,7 +73,7 @@ def _add_pairs(one: Instruction) -> Meaning:
 
 def multiply_add(one: Instruction) -> Meaning:
     """IMAD d, a, b, c; .WIDE and .HI take a pair c; .X a carry in."""
-    to, carries, rest = _results(one)
+    to, carries, rest = results(one)
     a, b = source(rest[0]), source(rest[1])
     taken = tuple(source(text) for text in rest[3:] if text not in ("!PT", "!UPT"))
     wide, high = "WIDE" in one.modifiers, "HI" in one.modifiers
@@ -93,10 +95,12 @@ def multiply_add(one: Instruction) -> Meaning:
         return result & WORD, result >> 32 & WORD
 
     sources = (a, b, Source(low), Source(top), *taken)
+    if high and carries:
+        return assign_all((to, *carries), sources, by_lane_all(lambda *values: compute(*values)[1:]))
     if high:
         return assign(to, sources, lambda *values: compute(*values)[1])
     if carries:
-        return assign_all((*following(to), *carries), sources, _by_lane_all(compute))
+        return assign_all((*following(to), *carries), sources, by_lane_all(compute))
     return assign_all(following(to), sources, compute)
 
 
@@ -113,7 +117,7 @@ def _multiply_low(to: str, a: Source, b: Source, c: Source, taken: tuple[Source,
 
 def shift_add(one: Instruction) -> Meaning:
     """LEA d, [carry,] a, b, shift: (a << shift) + b; .HI: the high word of c, a; .SX32: c is a's sign."""
-    to, carries, rest = _results(one)
+    to, carries, rest = results(one)
     upper, extended = "HI" in one.modifiers, "SX32" in one.modifiers
     inputs = 3 if upper and not extended else 2
     shift = int(rest[inputs], 16)
@@ -146,9 +150,9 @@ def shift(one: Instruction) -> Meaning:
         if left and not upper and by < 32:
             return assign(to, (low,), lambda a: a << by & WORD)
         if not left and upper and not signs:
-            return assign(to, (high,), lambda a: _settled(a >> by))
+            return assign(to, (high,), lambda a: settled(a >> by))
         if not left and upper:
-            return assign(to, (high,), lambda a: _settled(((a ^ SIGN) - SIGN) >> by & WORD))
+            return assign(to, (high,), lambda a: settled(((a ^ SIGN) - SIGN) >> by & WORD))
 
     def compute(a: int, by: int, c: int) -> int:
         by = by & (most | 31 if most == 63 else 31) if wraps else min(by, most)
@@ -158,7 +162,7 @@ def shift(one: Instruction) -> Meaning:
             return (whole >> 32 if upper else whole) & WORD
         return whole & WORD
 
-    return assign(to, (low, count, high), _by_lane(compute))
+    return assign(to, (low, count, high), by_lane(compute))
 
 
 def logic(one: Instruction) -> Meaning:
@@ -228,24 +232,6 @@ def _of_table(table: int, used: tuple[int, ...]) -> Callable[..., Any]:
     return compute
 
 
-def permute(one: Instruction) -> Meaning:
-    """PRMT d, a, selector, b: each nibble of the selector chooses a byte of the pair b, a."""
-
-    def compute(a: int, selector: int, b: int) -> int:
-        whole, result = b << 32 | a, 0
-        for place in range(4):
-            nibble = selector >> 4 * place & 15
-            byte = whole >> 8 * (nibble & 7) & 0xFF
-            if nibble & 8:
-                byte = 0xFF * (byte >> 7)
-            result |= byte << 8 * place
-        return result
-
-    if len(one.modifiers):  # F4E, B4E, RC8, ...: nothing compiles to these here
-        raise UnknownOperand(str(one))
-    return assign(destination(one.operands[0]), tuple(map(source, one.operands[1:4])), _by_lane(compute))
-
-
 def minimum_maximum(one: Instruction) -> Meaning:
     """VIMNMX d, a, b, P: the minimum where P, else the maximum; VIADDMNMX: of a + b and c."""
     *texts, which = one.operands[1:]
@@ -268,57 +254,6 @@ def minimum_maximum(one: Instruction) -> Meaning:
 def absolute(one: Instruction) -> Meaning:
     return assign(
         destination(one.operands[0]), (source(one.operands[1]),), lambda a: abs((a ^ SIGN) - SIGN) & WORD
-    )
-
-
-def extend(one: Instruction) -> Meaning:
-    """SGXT d, a, width: the low bits, with their sign; .U32: without."""
-    unsigned = "U32" in one.modifiers
-
-    def compute(a: int, width: int) -> int:
-        if width >= 32:
-            return a
-        low = a & (1 << width) - 1
-        return low if unsigned or not width or not low >> width - 1 else low - (1 << width) & WORD
-
-    return assign(destination(one.operands[0]), tuple(map(source, one.operands[1:3])), _by_lane(compute))
-
-
-def bit_mask(one: Instruction) -> Meaning:
-    """BMSK d, position, width."""
-    return assign(
-        destination(one.operands[0]),
-        tuple(map(source, one.operands[1:3])),
-        _by_lane(lambda at, width: ((1 << min(width, 32)) - 1 << min(at, 32)) & WORD),
-    )
-
-
-def find_leading_one(one: Instruction) -> Meaning:
-    """FLO d, a: its place, all ones for 0; .SH: counted from above."""
-    signs, from_above = "U32" not in one.modifiers, "SH" in one.modifiers
-    to, carries, rest = _results(one)
-
-    def compute(a: int) -> int:
-        if signs and a & SIGN:
-            a ^= WORD
-        place = a.bit_length() - 1
-        return WORD if place < 0 else 31 - place if from_above else place
-
-    if carries:
-        found = _by_lane(compute)
-        return assign_all((to, *carries), (source(rest[0]),), lambda a: ((r := found(a)), r != WORD))
-    return assign(to, (source(rest[0]),), _by_lane(compute))
-
-
-def count_ones(one: Instruction) -> Meaning:
-    return assign(destination(one.operands[0]), (source(one.operands[1]),), _by_lane(int.bit_count))
-
-
-def reverse_bits(one: Instruction) -> Meaning:
-    return assign(
-        destination(one.operands[0]),
-        (source(one.operands[1]),),
-        _by_lane(lambda a: int(f"{a:032b}"[::-1], 2)),
     )
 
 
@@ -354,45 +289,3 @@ def first_lane(one: Instruction) -> Meaning:
         state.registers[to] = value
 
     return Meaning(run, (to,), (name,))
-
-
-def _results(one: Instruction) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """The destination, the predicates written beside it, the operands that are read."""
-    operands = one.operands[1:]
-    count = 0
-    while count < len(operands) and is_predicate(operands[count]) and operands[count][0] != "!":
-        count += 1
-    carries = tuple(destination(text) for text in operands[:count])
-    if all(name == NOWHERE for name in carries):
-        carries = ()
-    return destination(one.operands[0]), carries, operands[count:]
-
-
-def _settled(value: Any) -> Any:
-    """A plain int where all lanes agree: a warp's number is found by shifting its threads'."""
-    if value.__class__ is np.ndarray and (value == value[0]).all():
-        return int(value[0])
-    return value
-
-
-def _by_lane(compute: Callable[..., int]) -> Callable[..., Value]:
-    """For what is rare with lanes: one after the other."""
-
-    def run(*values: Any) -> Value:
-        if all(value.__class__ is not np.ndarray for value in values):
-            return compute(*values)
-        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
-        return np.array([compute(*map(int, lane)) for lane in zip(*lanes, strict=True)], dtype=np.int64)
-
-    return run
-
-
-def _by_lane_all(compute: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Value, ...]]:
-    def run(*values: Any) -> tuple[Value, ...]:
-        if all(value.__class__ is not np.ndarray for value in values):
-            return compute(*values)
-        lanes = np.broadcast_arrays(*values, np.empty(32))[:-1]
-        found = [compute(*map(int, lane)) for lane in zip(*lanes, strict=True)]
-        return tuple(np.array(column) for column in zip(*found, strict=True))
-
-    return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from tpkernels.gate.clock import control, floats, integers, memory, predicates, special
+from tpkernels.gate.clock import bits, control, floats, integers, memory, predicates, special
 from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.operands import Meaning, UnknownOperand, destination, following, is_predicate
 
@@ -64,14 +64,14 @@ _PLAIN: Mapping[str, Callable[[Instruction], Meaning]] = {
     **dict.fromkeys(("LEA", "ULEA"), integers.shift_add),
     **dict.fromkeys(("SHF", "USHF"), integers.shift),
     **dict.fromkeys(("LOP3", "ULOP3"), integers.logic),
-    **dict.fromkeys(("PRMT", "UPRMT"), integers.permute),
+    **dict.fromkeys(("PRMT", "UPRMT"), bits.permute),
     **dict.fromkeys(("VIMNMX", "VIADDMNMX", "IMNMX", "UIMNMX", "UVIMNMX"), integers.minimum_maximum),
     **dict.fromkeys(("IABS", "UIABS"), integers.absolute),
-    **dict.fromkeys(("SGXT", "USGXT"), integers.extend),
-    **dict.fromkeys(("BMSK", "UBMSK"), integers.bit_mask),
-    **dict.fromkeys(("FLO", "UFLO"), integers.find_leading_one),
-    **dict.fromkeys(("POPC", "UPOPC"), integers.count_ones),
-    **dict.fromkeys(("BREV", "UBREV"), integers.reverse_bits),
+    **dict.fromkeys(("SGXT", "USGXT"), bits.extend),
+    **dict.fromkeys(("BMSK", "UBMSK"), bits.bit_mask),
+    **dict.fromkeys(("FLO", "UFLO"), bits.find_leading_one),
+    **dict.fromkeys(("POPC", "UPOPC"), bits.count_ones),
+    **dict.fromkeys(("BREV", "UBREV"), bits.reverse_bits),
     **dict.fromkeys(("MOV", "UMOV", "MOV32I"), integers.move),
     "CS2R": integers.clear,
     "R2UR": integers.first_lane,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tpkernels.gate.clock.effects import Effect
+from tpkernels.gate.clock.instructions import Instruction
 from tpkernels.gate.clock.values import WORD, Value, WarpState
 
 Run = Callable[[WarpState], Effect | None]
@@ -93,6 +94,18 @@ def pair(text: str) -> tuple[str, str]:
         return source(text).name, f"#{WORD}"
     low, high = following(source(text).name)
     return low, high
+
+
+def results(one: Instruction) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The destination, the predicates written beside it, the operands that are read."""
+    operands = one.operands[1:]
+    count = 0
+    while count < len(operands) and is_predicate(operands[count]) and operands[count][0] != "!":
+        count += 1
+    carries = tuple(destination(text) for text in operands[:count])
+    if all(name == NOWHERE for name in carries):
+        carries = ()
+    return destination(one.operands[0]), carries, operands[count:]
 
 
 def assign(to: str, sources: tuple[Source, ...], compute: Callable[..., Value]) -> Meaning:

@@ -16,7 +16,7 @@ from tpkernels.gate.clock.blocks import Block, Warp
 from tpkernels.gate.clock.events import NOBODY_KNOWS, Events
 from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
 from tpkernels.gate.clock.machine import Machine
-from tpkernels.gate.clock.operations import PIPES, Operation, active, operations
+from tpkernels.gate.clock.operations import PIPES, Kind, Operation, active, operations
 from tpkernels.gate.clock.reactions import Reactions
 from tpkernels.gate.clock.semantics import Step
 from tpkernels.gate.clock.timeline import Recorder, Run
@@ -199,7 +199,10 @@ class _Processor:
                     done = units.issue(warp, operation, now)
             effect = None if operation.execute is None else operation.execute(state)
             warp.at += 1
-            if effect is not None:
+            if effect is None:
+                if kind == Kind.GLOBAL:
+                    done = now + INACTIVE
+            else:
                 if effect.__class__ is effects.Exit:
                     events.mark(warp, "EXIT", now, warp.at - 1)
                     self._exit(warp, now)

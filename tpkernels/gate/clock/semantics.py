@@ -6,7 +6,7 @@ computed from, register by register wherever it is written. The rest, all of flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,14 @@ class Step:
     execute: Callable[[WarpState], Effect | None] | None  # None: nothing that anybody needs to know
 
 
-def translate(cubin: Cubin) -> list[Step]:
-    """UnknownInstruction for what is not known here."""
+def translate(cubin: Cubin, wanted: Iterable[str] = ()) -> list[Step]:
+    """UnknownInstruction for what is not known here.
+
+    wanted: registers whose values are asked for, beside those that decide something
+    """
     index_of = {one.address: index for index, one in enumerate(cubin.instructions)}
     meanings = [meaning(one, index_of, cubin.kernel) for one in cubin.instructions]
-    needed = _needed(cubin.instructions, meanings)
+    needed = _needed(cubin.instructions, meanings, set(wanted))
     meeting = {target for one in cubin.instructions if (target := control.target_of(one)) is not None}
     return [
         Step(
@@ -67,9 +70,8 @@ def _over_rare_code(code: Sequence[Instruction], index: int) -> bool:
     )
 
 
-def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning]) -> set[str]:
+def _needed(code: Sequence[Instruction], meanings: Sequence[Meaning], needed: set[str]) -> set[str]:
     """The registers whose values decide anything."""
-    needed: set[str] = set()
     rest = list(zip(code, meanings, strict=True))
     while True:
         later = []

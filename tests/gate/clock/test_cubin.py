@@ -1,0 +1,80 @@
+"""What is read of a cubin, and which are refused."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from tests.gate.clock.compiled import kernel
+from tpkernels.gate.clock import cubin
+from tpkernels.gate.clock.cubin import NoDisassembler, Parameter, WrongArchitecture, disassemble, read
+from tpkernels.gate.clock.values import Constants
+
+FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
+ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
+
+
+def elf(machine: int, flags: int) -> bytes:
+    header = bytearray(64)
+    header[:8] = b"\x7fELF\x02\x01\x01\x33"
+    struct.pack_into("<H", header, 18, machine)
+    struct.pack_into("<I", header, 48, flags)
+    return bytes(header)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no ELF file"),
+        (b"not a cubin" * 9, "no ELF file"),
+        (elf(62, 0), "ELF machine 62"),
+        (elf(190, 0x500050), "one of sm_80"),
+        (elf(190, 0x640064), "one of sm_100"),
+    ],
+)
+def test_cubin_of_another_architecture_is_refused(content: bytes, told: str):
+    with pytest.raises(WrongArchitecture, match=told):
+        read(content)
+
+
+def test_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cubin, "_cuobjdump", lambda: "/nowhere/cuobjdump")
+    with pytest.raises(NoDisassembler, match="cuobjdump, which Triton brings along, is missing"):
+        disassemble(b"")
+
+
+def test_what_the_disassembler_says_of_nonsense_is_passed_on():
+    with pytest.raises(NoDisassembler, match="cuobjdump"):
+        disassemble(elf(190, 0x5A005A))
+
+
+def test_parameters_have_their_places_in_the_constant_bank():
+    code = kernel(FLAT).cubin
+    assert code.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
+    assert (code.parameters_at, len(code.parameters), code.registers) == (0x210, 28, 200)
+
+
+def test_jumps_of_roles_are_in_a_constant_bank():
+    code = kernel(ROLES).cubin
+    targets = struct.unpack("<4I", code.banks[2])
+    assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
+
+
+def test_wrong_number_of_arguments_is_refused():
+    with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
+        Constants.of(kernel(FLAT).cubin, [0], (1, 1, 1), 256)
+
+
+def test_control_fields_hold_together():
+    """Facts that only hold if fields are read from the right bits."""
+    for name in (FLAT, ROLES):
+        code = kernel(name).cubin.instructions
+        fixed = [
+            one for one in code if one.opcode in ("FFMA", "IADD3", "LOP3", "ISETP", "UIADD3", "MOV", "UMOV")
+        ]
+        loads = [one for one in code if one.opcode in ("LDG", "LDS", "S2R", "MUFU")]
+        assert len(fixed) > 100
+        assert all(one.writes is None for one in fixed)
+        assert sum(one.writes is not None for one in loads) > len(loads) / 2
+        assert all(one.writes != 6 and one.reads != 6 for one in code)

@@ -1,0 +1,127 @@
+"""Each fault that the clock's SM must find, planted."""
+
+import pytest
+
+from tests.gate.clock.assembler import Assembly, Launch, ring, timed
+from tpkernels.gate.clock import effects, faults
+from tpkernels.gate.clock.machine import UnknownTiming
+from tpkernels.gate.clock.semantics import Step
+
+
+def program(*instructions):
+    built = Assembly()
+    for text, does, *waits in instructions:
+        built(text, does, waits=tuple(waits))
+    built.end()
+    return built
+
+
+MAKE = ("SYNCS.EXCH.64", effects.InitMbarrier(64, 1))
+
+
+def test_a_loop_without_end():
+    endless = Assembly()
+    endless("BRA", effects.Jump(0))
+    with pytest.raises(faults.NeverEnds, match=r"block 0 warp 0, BRA at 0x0: no end after 1000"):
+        timed(endless, budget=1000)
+
+
+def test_a_path_past_the_last_instruction():
+    short = Assembly()
+    short("NOP")
+    with pytest.raises(faults.NeverEnds, match="past the last instruction"):
+        timed(short)
+
+
+def test_a_slot_that_is_never_freed():
+    stuck, launch = ring(2, 6)
+    stuck.steps = [
+        Step(step.instruction, None) if step.instruction.modifiers == ("ARRIVE", "A1T0") else step
+        for step in stuck.steps
+    ]
+    with pytest.raises(faults.Deadlock, match=r"warp 4, SYNCS at .* waits for mbarrier 0x100, whose phase 0"):
+        timed(stuck, launch)
+
+
+def test_a_barrier_that_one_warp_never_reaches():
+    lonely = Assembly()
+    lonely("BAR.SYNC", effects.BarrierSync(1, 64), warps=[0])
+    lonely.end()
+    with pytest.raises(faults.Deadlock, match=r"warp 0, BAR at 0x0: waits for barrier 1 \(1 of 2 warps"):
+        timed(lonely, Launch(warps=2))
+
+
+def test_a_product_that_one_warp_of_the_group_does_not_issue():
+    lonely = Assembly()
+    lonely("BRA", effects.Jump(3), warps=[3])
+    lonely("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0")
+    lonely("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    lonely.end()
+    with pytest.raises(faults.Deadlock, match="not all 4 warps"):
+        timed(lonely, Launch(warps=4))
+
+
+def test_registers_that_nobody_gives_back():
+    with pytest.raises(faults.Deadlock, match="waits for 200 registers"):
+        timed(program(("USETMAXREG.TRY_ALLOC", effects.SetRegisters(200, acquire=True))))
+
+
+def test_registers_given_back_that_a_warp_does_not_have():
+    with pytest.raises(faults.UnfitRegisters, match="gives registers back to have 200, but has 128"):
+        timed(program(("USETMAXREG.DEALLOC", effects.SetRegisters(200, acquire=False))))
+
+
+def test_a_scoreboard_that_nothing_sets():
+    with pytest.raises(faults.ScoreboardNeverSet, match="FADD at 0x0: nothing sets scoreboard 3"):
+        timed(program(("FADD R0, R1, R2", None, 3)))
+
+
+def test_a_warp_may_jump_over_what_sets_a_scoreboard():
+    skipping = Assembly()
+    skipping("BRA", effects.Jump(2))
+    skipping("LDG.E R0, [R2]", effects.Global(128, 4, store=False, shared=False), writes=3)
+    skipping("FADD R0, R1, R2", waits=(3,))
+    skipping.end()
+    assert timed(skipping).cycles < 100
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        effects.Arrive(72, 1, 0),
+        effects.AwaitPhase(72, 0),
+        effects.Copy(576, 0, 72, (0, 0)),
+    ],
+    ids=["arrive", "await", "copy"],
+)
+def test_an_mbarrier_that_was_not_made(effect):
+    with pytest.raises(faults.MbarrierNotMade, match="no mbarrier at 0x48; there are: 0x40"):
+        timed(program(MAKE, ("SYNCS", effect)), Launch(boxes={576: 4096}))
+
+
+def test_an_mbarrier_whose_address_is_unknown():
+    with pytest.raises(faults.UnknownPlace, match="address is unknown"):
+        timed(program(MAKE, ("SYNCS", effects.Arrive(None, 1, 0))))
+
+
+def test_bytes_that_nobody_expects():
+    few = program(MAKE, ("SYNCS", effects.Arrive(64, 1, 2048)), ("UTMALDG", effects.Copy(576, 0, 64, (0, 0))))
+    with pytest.raises(faults.UnexpectedBytes, match="a copy brings 4096 bytes to mbarrier 0x40"):
+        timed(few, Launch(boxes={576: 4096}))
+
+
+def test_more_arrivals_than_awaited():
+    twice = program(MAKE, ("SYNCS", effects.Arrive(64, 1, 64)), ("SYNCS", effects.Arrive(64, 1, 64)))
+    with pytest.raises(faults.TooManyArrivals, match="1 more arrivals at mbarrier 0x40"):
+        timed(twice)
+
+
+def test_a_copy_of_unknown_size():
+    copy = program(MAKE, ("UTMALDG", effects.Copy(None, 0, 64, (0, 0))))
+    with pytest.raises(faults.UnknownBox, match="descriptor is unknown; boxes are known of: 0x240"):
+        timed(copy, Launch(boxes={576: 4096}))
+
+
+def test_an_opcode_without_a_known_pipe_is_named():
+    with pytest.raises(UnknownTiming, match="FROBNICATE"):
+        timed(program(("FROBNICATE R0", None)))
