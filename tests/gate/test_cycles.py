@@ -77,6 +77,16 @@ def test_within_three_percent_nothing_is_said(failures):
         assert failures(changed("edge", factor * 5950)) == ()
 
 
+def test_a_hidden_edge_may_change_by_a_few_cycles(failures):
+    hidden = replace(COST, edge=Stretch(-0.4, {}, 0))
+    assert as_text(hidden.edge) == "0 cycles"
+    for edge in (-0.4, 0.0, 12.0):
+        assert failures(replace(hidden, edge=Stretch(edge, {}, 0)), before=hidden) == ()
+    assert failures(replace(hidden, edge=Stretch(40.0, {"stores": 30.0}, 0)), before=hidden) == (
+        "edge 0 -> 40 cycles: waits for stores",
+    )
+
+
 def test_faster_asks_for_an_update(failures):
     assert failures(changed("step", 900.0)) == ("faster: step 1,040 -> 900 cycles; record it with --update",)
     other = replace(FACTS, instructions={"HGMMA": 8})

@@ -12,6 +12,7 @@ from tpkernels.gate.clock.cost import Cost, Stretch
 
 NAMES = ("step", "edge")  # of stretches
 TOLERANCE = 0.03
+LEAST_CHANGE = {"step": 1.0, "edge": 16.0}  # cycles: where other warps hide it, an edge is next to nothing
 LEAST = 0.01  # of a stretch: causes of less are not kept
 
 
@@ -20,7 +21,7 @@ def as_text(stretch: Stretch) -> str:
     serial = f", {stretch.serial_loads} serial loads" if stretch.serial_loads else ""
     least = LEAST * stretch.cycles
     large = [f"{cause} {spent:.0f}" for cause, spent in stretch.waits.items() if spent >= least]
-    return "; ".join([f"{stretch.cycles:.0f} cycles{serial}", *large])
+    return "; ".join([f"{round(stretch.cycles)} cycles{serial}", *large])
 
 
 def from_text(text: str) -> Stretch:
@@ -35,14 +36,14 @@ def from_text(text: str) -> Stretch:
 def slower(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
     """Each stretch that takes longer, and why: "step 1,040 -> 1,460 cycles: waits for copies"."""
     for name, was, now in _pairs(before, cost):
-        if now.cycles > (1 + TOLERANCE) * was.cycles:
+        if now.cycles - was.cycles > max(TOLERANCE * was.cycles, LEAST_CHANGE[name]):
             yield f"{_change(name, was, now)}: {_cause(was, now)}"
 
 
 def faster(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
     """Each stretch that takes less, as "step 1,040 -> 900 cycles"."""
     for name, was, now in _pairs(before, cost):
-        if now.cycles < (1 - TOLERANCE) * was.cycles:
+        if was.cycles - now.cycles > max(TOLERANCE * was.cycles, LEAST_CHANGE[name]):
             yield _change(name, was, now)
 
 

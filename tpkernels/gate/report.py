@@ -133,5 +133,5 @@ def _numbers(one: Compiled) -> str:
 def _cycles(cost: Cost | None) -> str:
     """Of a step of the main loop, and of a tile beyond its steps."""
     known = {} if cost is None else stretches(cost)
-    step, edge = (f"{known[name].cycles:,.0f}" if name in known else "-" for name in NAMES)
+    step, edge = (f"{round(known[name].cycles):,}" if name in known else "-" for name in NAMES)
     return f"{step:>5}  {edge:>7}"

@@ -150,7 +150,9 @@ class EntryWorkload:
         else:
             tile = recipe.of.tile
             assert tile is not None
-            cols, depth = tiles // self.unit * tile.block_cols, steps * tile.splits * tile.block_depth
+            # rows of a ragged result start at multiples of nothing
+            cols = tiles // self.unit * tile.block_cols - recipe.of.ragged
+            depth = steps * tile.splits * tile.block_depth
             if self._kernel == "scatter_linear":
                 recipe = replace(recipe, of=replace(recipe.of, chunks=1))
             recipe = _of_sizes(recipe, *self._layer(self._row_tiles * tile.block_rows, cols, depth))
