@@ -151,7 +151,7 @@ def _results(one: Instruction) -> tuple[str, ...]:
         if not is_predicate(text):
             break
         found.append(destination(text))
-    if len(found) == len(one.operands) or one.opcode.endswith("SETP") or one.opcode == "FCHK":
+    if len(found) == len(one.operands) or "SETP" in one.opcode or one.opcode == "FCHK":
         return tuple(found)  # what follows is only read
     text = one.operands[len(found)]
     if not text.startswith(("R", "UR")):
