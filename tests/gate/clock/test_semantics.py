@@ -196,6 +196,19 @@ def test_value_goes_to_the_uniform_registers_from_the_first_active_lane():
     assert execute("@P1 R2UR UR0, R4", R4=lanes, P1=np.arange(32) == 9)["UR0"] == 14
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FSETP.GEU.AND P4, PT, R27, RZ, PT",
+        "HSETP2.BF16_V2.GEU.AND P4, PT, R27.H1_H1, RZ.H0_H0, PT",
+        "FCHK P4, R27, R3",
+    ],
+)
+def test_comparison_of_floats_forgets_its_predicate_and_keeps_what_it_reads(text: str):
+    found = execute(text, P4=True, R27=5)
+    assert (found["P4"], found["R27"]) == (None, 5)
+
+
 def test_half_precision_constant_is_a_move():
     assert execute("HFMA2.MMA R0, -RZ, RZ, 1.875, 0")["R0"] == 0x3F800000
     assert execute("HFMA2.MMA R0, -RZ, RZ, 0, 5.9604644775390625e-08")["R0"] == 1

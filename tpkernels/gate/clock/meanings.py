@@ -151,8 +151,8 @@ def _results(one: Instruction) -> tuple[str, ...]:
         if not is_predicate(text):
             break
         found.append(destination(text))
-    if len(found) == len(one.operands):
-        return tuple(found)
+    if len(found) == len(one.operands) or "SETP" in one.opcode or one.opcode == "FCHK":
+        return tuple(found)  # what follows is only read
     text = one.operands[len(found)]
     if not text.startswith(("R", "UR")):
         return tuple(found)
