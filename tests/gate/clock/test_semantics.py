@@ -288,3 +288,13 @@ def test_sectors_are_those_that_the_active_lanes_touch():
     program, state = warp("@P1 LDG.E.128 R8, desc[UR4][R2.64]", R2=lanes.row, R3=1, P1=np.arange(32) < 3)
     effect = program[0].execute(state)
     assert (effect.bytes, effect.sectors) == (48, 2)
+
+
+def test_predicates_are_kept_as_bits_of_a_register_that_nobody_has_cleared():
+    registers = execute(
+        "LOP3.LUT R9, R9, 0xffffdfff, RZ, 0xc0, !PT",
+        "@P1 LOP3.LUT R9, R9, 0x2000, RZ, 0xfc, !PT",
+        "LOP3.LUT P2, RZ, R9, 0x2000, RZ, 0xc0, !PT",
+        P1=True,
+    )
+    assert registers["P2"] is True

@@ -112,9 +112,13 @@ class WarpState:
 
 
 def initial_values(cubin: Cubin, constants: Constants) -> dict[str, Value]:
-    """The registers of a warp that starts: zeros, immediates and constants are known."""
-    found: dict[str, Value] = {f"R{number}": None for number in range(255)}
-    found |= {f"UR{number}": None for number in range(63)}
+    """The registers of a warp that starts: zeros, immediates and constants are known.
+
+    What nobody has written may hold anything, so 0 will do: predicates are kept as bits of a register that is
+    never cleared as a whole.
+    """
+    found: dict[str, Value] = {f"R{number}": 0 for number in range(255)}
+    found |= {f"UR{number}": 0 for number in range(63)}
     found |= {f"P{number}": False for number in range(7)} | {f"UP{number}": False for number in range(7)}
     found |= {"RZ": 0, "URZ": 0, "SRZ": 0, "PT": True, "UPT": True, "#0": 0, f"#{WORD}": WORD}
     for operand in {text for one in cubin.instructions for text in one.operands}:
