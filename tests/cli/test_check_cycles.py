@@ -16,9 +16,14 @@ DGRAD = "dgrad/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+db"
 PLANTED_CATALOG = f"""
 from dataclasses import replace
 
+def recipes(shipped=recipes):
+    linear, dgrad = (shipped()[name] for name in {(POINTER, DGRAD)})
+    parted = replace(dgrad.of, tile=replace(dgrad.of.tile, parts=1))
+    return {{linear.name: linear, dgrad.name: replace(dgrad, of=parted)}}
+
 def catalog():
-    linear, dgrad = (recipes()[name].entry() for name in {(POINTER, DGRAD)})
-    return replace(linear, num_stages=3), replace(dgrad, constants=dgrad.constants | {{"PARTS": 1}})
+    linear, dgrad = (recipe.entry() for recipe in recipes().values())
+    return replace(linear, num_stages=3), dgrad
 """
 
 
@@ -50,7 +55,7 @@ def test_check_is_red_on_a_stage_less_on_loads_one_after_the_other_and_on_the_un
             assert round(row["cost"][name]["cycles"]) == before[row["entry"]][name].cycles
 
     # parts are stored before the next one's z is loaded
-    plant(recorded, "gate/catalog.py", '"PARTS": 1', '"PARTS": 4')
+    plant(recorded, "gate/catalog.py", "parts=1)", "parts=4)")
     plant(recorded, "gate/catalog.py", "num_stages=3)", "num_stages=2)")
     ran = of_hopper(recorded)
     assert ran.returncode == 1
