@@ -71,8 +71,8 @@ class Transfers:
         if not outgoing and not incoming:
             return []
         tag = self._call.tag
-        # gloo tells a peer what it may send over the socket that it sends rows on. Said behind these rows, the
-        # peer's begin when they have gone, and a swap takes twice as long.
+        # gloo tells a peer what it may send over the socket that it sends rows on. Said behind these rows,
+        # the peer's begin when they have gone, and a swap takes twice as long.
         starts = [_receiving(rows, source, tag) for source, rows in incoming]
         starts += [_sending(rows, to, tag) for to, rows in outgoing]
         device = (outgoing or incoming)[0][1].device
