@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.topology.plan import GroupPlan as GroupPlan
     from tpkernels.topology.plan import plan_groups as plan_groups
     from tpkernels.topology.sizes import InvalidSizes as InvalidSizes
+    from tpkernels.tp_invariance import tp_invariant as tp_invariant
 
 _HOME = {
     "interop": "tpkernels",
@@ -121,6 +122,7 @@ _HOME = {
     "GroupPlan": "tpkernels.topology.plan",
     "plan_groups": "tpkernels.topology.plan",
     "InvalidSizes": "tpkernels.topology.sizes",
+    "tp_invariant": "tpkernels.tp_invariance",
 }
 
 __all__ = list(_HOME)
