@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.segments import tp_invariance
+from tpkernels import clip_grad_norm_
 from tpkernels.layers import exact_norm as unit
+from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.exact_norm import exact_norm
 
 CPU = torch.device("cpu")
@@ -94,3 +97,34 @@ def test_magnitudes_at_the_ends_are_kept(value, dtype):
 
 def test_a_norm_beyond_float64_is_infinite():
     assert norm(torch.full((5,), FLOAT64_MAX, dtype=torch.float64)) == math.inf
+
+
+def clipped(values, segments):
+    """The norm, and full gradients after clipping: of a parameter that is split, and of a replicated one."""
+    own = values.tensor_split(dist.get_world_size())[dist.get_rank()]
+    split, copy = (torch.nn.Parameter(torch.zeros_like(each)) for each in (own, values))
+    Attributes(True, 0, 1).put_on(split)
+    split.grad = own.clone()
+    copy.grad = values.flip(0)
+    with tp_invariance(segments):
+        norm = clip_grad_norm_([split, copy], 1.0, state=dist.group.WORLD)
+    parts = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(parts, split.grad)
+    return norm.item(), torch.cat(parts).tolist(), copy.grad.tolist()
+
+
+def test_clipping_does_not_depend_on_the_ranks(ranks1, ranks2, ranks4):
+    values = of_seed(2, elements=1001)
+    expected = ranks1.run(clipped, values, 4)[0]
+    assert expected[0] == pytest.approx(math.sqrt(2) * norm(values), rel=1e-7)
+    for pool in (ranks2, ranks4):
+        assert pool.run(clipped, values, 4) == [expected] * pool.world_size
+
+
+def test_clipping_otherwise_does(ranks1, ranks2, ranks4):
+    """Of some seed at least: each norm is added in the order of the ranks."""
+    norms = [
+        {pool.run(clipped, of_seed(seed, elements=1001), 0)[0][0] for pool in (ranks1, ranks2, ranks4)}
+        for seed in range(8)
+    ]
+    assert max(map(len, norms)) > 1
