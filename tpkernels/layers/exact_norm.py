@@ -1,8 +1,8 @@
 """A norm whose bits depend neither on the order of elements nor on which rank holds which of them.
 
-Elements are scaled by a power of two, so that the largest lies in [1/2, 1). Their squares in float64, which are
-exact for fp32 and narrower, are cut into limbs of 22 bits. Limbs are whole numbers, whose sums are exact in
-any order. What lies below the last limb, 2**-88, is dropped: for 2**40 elements less than 2**-46 of the sum.
+Elements are scaled by a power of two, so that the largest lies in [1/2, 1). Their squares in float64, exact
+for fp32 and narrower, are cut into limbs of 22 bits. Limbs are whole numbers, whose sums are exact in any
+order. What lies below the last limb, 2**-88, is dropped: for 2**40 elements less than 2**-46 of the sum.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ LIMBS = 4
 LIMB_BITS = 22  # sums of 2**41 limbs fit into an int64
 CHUNK = 2**24  # elements: a chunk's sums fit into the 53 bits of a float64
 CHUNK_ON_CPU = 2**16  # its copies fit into a cache, too
-LEAST_EXPONENT = (
-    -1023
-)  # below, 2.0**-exponent is no float64, and squares of float64 subnormals may become zero
+LEAST_EXPONENT = -1023  # below, 2.0**-exponent is no float64; only subnormals of float64 are so small
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 
 @torch.no_grad()
 def exact_step(adam: torch.optim.AdamW) -> None:
-    """As `adam.step()` of an optimizer without weight decay, amsgrad and maximize; its states have the same names."""
+    """As `adam.step()`, with the same states: of an optimizer without weight decay, amsgrad and maximize."""
     for group in adam.param_groups:
         (beta1, beta2), eps, rate = group["betas"], group["eps"], group["lr"]
         for parameter in group["params"]:
