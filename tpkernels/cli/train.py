@@ -22,7 +22,7 @@ from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import prepare
 from tpkernels.training.launch import hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step
-from tpkernels.training.session import Session, is_first_to_say, shown
+from tpkernels.training.session import Session, is_first_to_say, require_sizes, shown
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
         return _as_rank(parser, options)
     try:
         config = _config(options)
+        require_sizes(config, options.tp)
         if not torch.cuda.is_available():  # ranks look at GPUs, which this process leaves alone
             local = options.tp * options.dp
             require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))

@@ -21,6 +21,7 @@ from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
+from tpkernels.tp_invariance import mode, tp_invariant
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import opened_after, set_aside_after
@@ -54,6 +55,14 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def require_sizes(config: TrainConfig, tensor: int) -> None:
+    """Turn TP-invariance on if the run asks for it; an error if so many tensor-parallel ranks cannot be so."""
+    if config.tp_invariant:
+        tp_invariant(config.tp_invariant)
+    if mode.segments:
+        mode.own_segments("--tp", tensor)
+
+
 class Session:
     """One rank of a run."""
 
@@ -64,6 +73,7 @@ class Session:
         saves: SIGTERM ends the run after the step at hand, when it has been saved
         timeout: seconds until a rank that does not come to a collective is given up
         """
+        require_sizes(config, tensor)
         self.config, self.tensor = config, tensor
         self.rank = int(os.environ["RANK"])
         on_gpu = torch.cuda.is_available()
@@ -96,7 +106,7 @@ class Session:
         return (
             f"{parameters / 1e6:.1f} million parameters in {dtype} over {self.tensor} tensor-parallel x "
             f"{data_ranks} data-parallel ranks on {self.device.type}; {config.steps} steps of "
-            f"{config.batch} x {config.tokens} tokens from {config.data}"
+            f"{config.batch} x {config.tokens} tokens from {config.data}{_invariance()}"
         )
 
     def resume(self, folder: Path) -> None:
@@ -243,3 +253,9 @@ class Session:
     def _whole_elements(self, parameter: torch.Tensor) -> int:
         ranks = self.tensor if getattr(parameter, "tensor_model_parallel", False) else 1
         return parameter.numel() * ranks
+
+
+def _invariance() -> str:
+    if not mode.segments:
+        return ""
+    return f"; the same bits at every tensor-parallel size that divides {mode.segments}"

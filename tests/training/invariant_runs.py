@@ -1,0 +1,130 @@
+"""What ranks run to compare tensor-parallel sizes to the bit: runs, and one step's gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.segments import tp_invariance
+from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
+from tpkernels.interop import dcp
+from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.layers.replicas import gradient_of
+from tpkernels.models.config import GPTConfig
+from tpkernels.runtime.state import use
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.optimizer import MASTER, STATES
+from tpkernels.training.trainer import StepReport, Trainer
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a run: a sum over all its bits, and what helps to see where these part."""
+
+    sum: str  # of losses, norms, weights, fp32 weights and Adam's states
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    seconds: tuple[float, ...]  # of each step
+
+
+def trained(
+    config: TrainConfig,
+    segments: int,
+    *,
+    tensor: int | None = None,
+    save: Path | None = None,
+    until: int | None = None,
+    resume: Path | None = None,
+) -> Outcome | None:
+    """Train; the outcome on rank 0.
+
+    segments: of TP-invariance; 0: plain
+    tensor: tensor-parallel ranks, by default all; the others are data-parallel
+    until: a step to stop after, and to save at where there is a folder; resume: one to go on from
+    """
+    with tp_invariance(segments):
+        world = dist.get_world_size()
+        state = create_parallel_state(plan_groups(world_size=world, tensor=tensor or world))
+        trainer = Trainer(config, state, CPU)
+        if resume is not None:
+            found = dcp.latest(resume)
+            assert found is not None
+            trainer.resume(found)
+        reports = []
+        while trainer.done < (until or config.steps):
+            reports.append(trainer.step())
+        if save is not None:
+            trainer.save(save)
+        return _outcome(trainer, reports)
+
+
+def _outcome(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
+    full = {f"weight {name}": tensor for name, tensor in full_state_dict(trainer.model).items()}
+    kept = trainer.optimizer.unsharded()
+    for key in (MASTER, *STATES):
+        values = [kept.state[parameter][key] for parameter in trainer.model.parameters()]
+        full |= {f"{key} {name}": tensor for name, tensor in _full(trainer, values).items()}
+    if dist.get_rank():
+        return None
+    losses, norms = (tuple(getattr(report, name) for report in reports) for name in ("loss", "norm"))
+    seconds = tuple(report.seconds for report in reports)
+    return Outcome(bits_of([*losses, *norms], full), losses, norms, seconds)
+
+
+def _full(trainer: Trainer, values: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Full tensors of shards in the order of parameters, as a model of fp32 holds them."""
+    holder = GPT(trainer.config.model, state=trainer.state, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter, value in zip(holder.parameters(), values, strict=True):
+            parameter.copy_(value)
+    return full_state_dict(holder)
+
+
+def bits_of(numbers: Iterable[float], tensors: Mapping[str, Tensor]) -> str:
+    """Twelve digits of a sum that any bit changes."""
+    total = hashlib.sha256(b"".join(struct.pack("<d", number) for number in numbers))
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:12]
+
+
+def gradients(
+    model: GPTConfig, segments: int, ids: Tensor, *, dtype: torch.dtype = torch.float32, **options: object
+) -> dict[str, Tensor]:
+    """The loss, the outputs of blocks, and full gradients of one step, by name, on rank 0; all ranks split.
+
+    options: of `GPT`
+    """
+    with tp_invariance(segments):
+        world = dist.get_world_size()
+        state = create_parallel_state(plan_groups(world_size=world, tensor=world))
+        with use(state):
+            manual_seed(3)
+        built = GPT(model, state=state, dtype=dtype, **options)  # type: ignore[arg-type]
+        found: dict[str, Tensor] = {}
+        for name, module in built.named_modules():
+            module.register_forward_hook(
+                lambda _, inputs, output, name=name: found.setdefault(f"output of {name}", output)
+            )
+        loss = built(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        loss.backward()
+        found = {name: output.detach() for name, output in found.items() if isinstance(output, Tensor)}
+        found["loss"] = loss.detach()
+        holder: nn.Module = GPT(model, state=state, dtype=dtype)
+        with torch.no_grad():
+            for parameter, own in zip(holder.parameters(), built.parameters(), strict=True):
+                gradient = gradient_of(own)
+                assert gradient is not None
+                parameter.copy_(gradient)
+        found |= {f"gradient of {name}": tensor for name, tensor in full_state_dict(holder).items()}
+        return found
