@@ -114,7 +114,7 @@ def gradients(
         found: dict[str, Tensor] = {}
         for name, module in built.named_modules():
             module.register_forward_hook(
-                lambda _, inputs, output, name=name: found.setdefault(f"output of {name}", output)
+                lambda _, inputs, output, name=name: found.update({f"output of {name}": output})
             )
         loss = built(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
@@ -124,7 +124,7 @@ def gradients(
         with torch.no_grad():
             for parameter, own in zip(holder.parameters(), built.parameters(), strict=True):
                 gradient = gradient_of(own)
-                assert gradient is not None
+                assert gradient is not None, [n for n, p in built.named_parameters() if gradient_of(p) is None]
                 parameter.copy_(gradient)
         found |= {f"gradient of {name}": tensor for name, tensor in full_state_dict(holder).items()}
         return found
