@@ -52,6 +52,12 @@ def _as_rank(port: int, program: Callable[[list[str]], int], command: list[str])
     told = patch.dict(os.environ, {name: str(value) for name, value in environment.items()})
     hook = patch.object(sys, "excepthook", sys.excepthook)  # torch wraps it when a run makes its world
     as_new = tp_invariance(0)  # the process has computed with one number of segments or another before
-    with told, hook, as_new, redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
+    with (
+        told,
+        hook,
+        as_new,
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(io.StringIO()) as errors,
+    ):
         code = program(command)
     return code, printed.getvalue(), errors.getvalue()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from tests.segments import tp_invariance
 from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict
-from tpkernels.layers.replicas import gradient_of
 from tpkernels.models.config import GPTConfig
 from tpkernels.runtime.state import use
 from tpkernels.training.config import TrainConfig
@@ -28,12 +28,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a run: a sum over all its bits, and what helps to see where these part."""
+    """Of a run, by bits."""
 
-    sum: str  # of losses, norms, weights, fp32 weights and Adam's states
     losses: tuple[float, ...]
     norms: tuple[float, ...]
-    seconds: tuple[float, ...]  # of each step
+    state: str  # a sum of weights, fp32 weights and Adam's states
+    seconds: tuple[float, ...] = field(compare=False)  # of each step
+
+    @property
+    def sum(self) -> str:
+        """Twelve digits that any bit of it changes."""
+        return hashlib.sha256(f"{self.losses} {self.norms} {self.state}".encode()).hexdigest()[:12]
 
 
 def trained(
@@ -77,7 +82,7 @@ def _outcome(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
         return None
     losses, norms = (tuple(getattr(report, name) for report in reports) for name in ("loss", "norm"))
     seconds = tuple(report.seconds for report in reports)
-    return Outcome(bits_of([*losses, *norms], full), losses, norms, seconds)
+    return Outcome(losses, norms, bits_of(full), seconds)
 
 
 def _full(trainer: Trainer, values: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -89,42 +94,46 @@ def _full(trainer: Trainer, values: Iterable[Tensor]) -> dict[str, Tensor]:
     return full_state_dict(holder)
 
 
-def bits_of(numbers: Iterable[float], tensors: Mapping[str, Tensor]) -> str:
-    """Twelve digits of a sum that any bit changes."""
-    total = hashlib.sha256(b"".join(struct.pack("<d", number) for number in numbers))
+def bits_of(tensors: Mapping[str, Tensor]) -> str:
+    total = hashlib.sha256()
     for name in sorted(tensors):
         total.update(name.encode())
         total.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:12]
+    return total.hexdigest()
 
 
 def gradients(
-    model: GPTConfig, segments: int, ids: Tensor, *, dtype: torch.dtype = torch.float32, **options: object
+    model: GPTConfig, segments: int, ids: Tensor, *, dtype: torch.dtype = torch.float32, **options: Any
 ) -> dict[str, Tensor]:
-    """The loss, the outputs of blocks, and full gradients of one step, by name, on rank 0; all ranks split.
+    """The loss, outputs of modules, and full gradients of one step, by name, on rank 0.
 
-    options: of `GPT`
+    options: of `GPT`, over all ranks
     """
     with tp_invariance(segments):
         world = dist.get_world_size()
         state = create_parallel_state(plan_groups(world_size=world, tensor=world))
         with use(state):
             manual_seed(3)
-        built = GPT(model, state=state, dtype=dtype, **options)  # type: ignore[arg-type]
+        built = GPT(model, state=state, dtype=dtype, **options)
+        if options.get("gradient_accumulation_fusion"):
+            for parameter in built.parameters():
+                vars(parameter)["main_grad"] = torch.zeros_like(parameter, dtype=torch.float32)
         found: dict[str, Tensor] = {}
         for name, module in built.named_modules():
-            module.register_forward_hook(
-                lambda _, inputs, output, name=name: found.update({f"output of {name}": output})
-            )
+            module.register_forward_hook(partial(_keep, found, f"output of {name}"))
         loss = built(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
-        found = {name: output.detach() for name, output in found.items() if isinstance(output, Tensor)}
-        found["loss"] = loss.detach()
-        holder: nn.Module = GPT(model, state=state, dtype=dtype)
+        holder = GPT(model, state=state, dtype=torch.float32)
         with torch.no_grad():
             for parameter, own in zip(holder.parameters(), built.parameters(), strict=True):
-                gradient = gradient_of(own)
-                assert gradient is not None, [n for n, p in built.named_parameters() if gradient_of(p) is None]
-                parameter.copy_(gradient)
-        found |= {f"gradient of {name}": tensor for name, tensor in full_state_dict(holder).items()}
-        return found
+                halves = [own.grad, getattr(own, "main_grad", None)]  # some layers fill either
+                parameter.copy_(sum(each.float() for each in halves if each is not None))
+        full = full_state_dict(holder)
+        return (
+            found | {f"gradient of {name}": tensor for name, tensor in full.items()} | {"loss": loss.detach()}
+        )
+
+
+def _keep(found: dict[str, Tensor], name: str, module: nn.Module, inputs: object, output: object) -> None:
+    if isinstance(output, Tensor):
+        found[name] = output.detach()

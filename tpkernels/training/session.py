@@ -56,7 +56,7 @@ def shown(text: str) -> str:
 
 
 def require_sizes(config: TrainConfig, tensor: int) -> None:
-    """Turn TP-invariance on if the run asks for it; an error if so many tensor-parallel ranks cannot be so."""
+    """Turn TP-invariance on where the run asks for it; an error if these tensor-parallel ranks cannot be."""
     if config.tp_invariant:
         tp_invariant(config.tp_invariant)
     if mode.segments:

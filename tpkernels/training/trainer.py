@@ -45,8 +45,7 @@ class Trainer:
         if config.tp_invariant not in (0, mode.segments):
             raise ValueError(
                 f"tp_invariant: expected the {mode.segments} segments that this process computes with, got "
-                f"{config.tp_invariant}; call tpkernels.tp_invariant({config.tp_invariant}) before groups are "
-                "made"
+                f"{config.tp_invariant}; call tp_invariant(segments={config.tp_invariant}) before groups are made"
             )
         self.config, self.state, self.device = config, state, device
         file = TokenFile(config.data)
@@ -164,8 +163,8 @@ class Trainer:
         segments = extra.get("segments", 0)
         if segments != mode.segments:
             warnings.warn(
-                f"{path} was computed with {segments} segments of TP-invariance (0: off), this run goes on with "
-                f"{mode.segments}: its losses agree within rounding, not to the bit",
+                f"{path} was computed with {segments} segments of TP-invariance (0: off), and this run goes on "
+                f"with {mode.segments}: losses agree within rounding, not to the bit",
                 stacklevel=2,
             )
         self.done = extra["done"]
