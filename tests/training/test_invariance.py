@@ -1,5 +1,6 @@
 """Under TP-invariance a run is the same to the bit at every tensor-parallel size; otherwise it is not."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -83,8 +84,22 @@ def test_a_run_goes_on_at_another_size(config, tmp_path, ranks1, ranks2, ranks4)
     assert (last.losses, last.norms, last.state) == (expected.losses[2:], expected.norms[2:], expected.state)
 
 
-def _until(config, step, resume, save):
-    return trained(config, SEGMENTS, until=step, resume=resume, save=save)
+def _until(config, step, resume, save, segments=SEGMENTS):
+    return trained(config, segments, until=step, resume=resume, save=save)
+
+
+def test_going_on_otherwise_is_warned_of(config, tmp_path, ranks1):
+    ranks1.run(_until, config, 1, None, tmp_path / "kept")
+    assert ranks1.run(_warned, config, tmp_path / "kept", SEGMENTS) == [""]
+    (said,) = ranks1.run(_warned, config, tmp_path / "kept", 0)
+    assert "was computed with 8 segments of TP-invariance (0: off); this run, with 0, goes on" in said
+
+
+def _warned(config, kept, segments):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _until(config, 1, kept, None, segments)
+    return " ".join(str(each.message) for each in told)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence_parallel"])

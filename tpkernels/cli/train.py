@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tpkernels.cli import OneLineParser, Progress, size_of
 from tpkernels.files import parsed
 from tpkernels.models.config import SMALL, model_config
+from tpkernels.topology.sizes import InvalidSizes
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import prepare
@@ -207,8 +208,8 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
         text = shown(f"{type(error).__name__}: {error}")
         if is_first_to_say(text):  # often all ranks find the same
             sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
-        of_user = not is_prepared and not isinstance(error, RuntimeError | MemoryError)
-        return 2 if of_user else 1
+        ours = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, InvalidSizes)
+        return 1 if is_prepared or ours else 2
     finally:
         if session is not None:
             session.close()

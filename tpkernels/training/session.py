@@ -181,6 +181,11 @@ class Session:
     def require_proof(self) -> None:
         """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
         ranks, config = dist.get_world_size(), self.config
+        if mode.segments and ranks > 2:
+            raise ValueError(
+                f"prove: expected at most 2 ranks under TP-invariance, got {ranks}: all of the unsharded run's "
+                "are data-parallel"
+            )
         if config.batch % ranks or config.batch // ranks % config.accumulate:
             raise ValueError(
                 f"prove: expected a batch that {ranks} data-parallel ranks and {config.accumulate} parts "

@@ -45,7 +45,7 @@ class Trainer:
         if config.tp_invariant not in (0, mode.segments):
             raise ValueError(
                 f"tp_invariant: expected the {mode.segments} segments that this process computes with, got "
-                f"{config.tp_invariant}; call tp_invariant(segments={config.tp_invariant}) before groups are made"
+                f"{config.tp_invariant}; call tpkernels.tp_invariant before groups are made"
             )
         self.config, self.state, self.device = config, state, device
         file = TokenFile(config.data)
@@ -66,6 +66,11 @@ class Trainer:
         if config.sequence_parallel and config.tokens % state.size("tp"):
             raise ValueError(
                 f"tokens: expected a number that the {state.size('tp')} tensor-parallel ranks divide, got "
+                f"{config.tokens}"
+            )
+        if config.sequence_parallel and mode.segments and config.tokens % mode.segments:
+            raise ValueError(
+                f"tokens: expected a number that the {mode.segments} segments of TP-invariance divide, got "
                 f"{config.tokens}"
             )
         with use(state):
@@ -163,8 +168,8 @@ class Trainer:
         segments = extra.get("segments", 0)
         if segments != mode.segments:
             warnings.warn(
-                f"{path} was computed with {segments} segments of TP-invariance (0: off), and this run goes on "
-                f"with {mode.segments}: losses agree within rounding, not to the bit",
+                f"{path} was computed with {segments} segments of TP-invariance (0: off); this run, with "
+                f"{mode.segments}, goes on with equal losses within rounding, not to the bit",
                 stacklevel=2,
             )
         self.done = extra["done"]
