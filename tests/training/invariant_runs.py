@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -69,10 +69,11 @@ def trained(
             reports.append(trainer.step())
         if save is not None:
             trainer.save(save)
-        return _outcome(trainer, reports)
+        return outcome_of(trainer, reports)
 
 
-def _outcome(trainer: Trainer, reports: list[StepReport]) -> Outcome | None:
+def outcome_of(trainer: Trainer, reports: Sequence[StepReport]) -> Outcome | None:
+    """On rank 0; called by all ranks."""
     full = {f"weight {name}": tensor for name, tensor in full_state_dict(trainer.model).items()}
     kept = trainer.optimizer.unsharded()
     for key in (MASTER, *STATES):
