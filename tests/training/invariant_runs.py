@@ -128,7 +128,7 @@ def gradients(
         with torch.no_grad():
             for parameter, own in zip(holder.parameters(), built.parameters(), strict=True):
                 halves = [own.grad, getattr(own, "main_grad", None)]  # some layers fill either
-                parameter.copy_(sum(each.float() for each in halves if each is not None))
+                parameter.copy_(sum((each.float() for each in halves if each is not None), torch.zeros(())))
         full = full_state_dict(holder)
         return (
             found | {f"gradient of {name}": tensor for name, tensor in full.items()} | {"loss": loss.detach()}
