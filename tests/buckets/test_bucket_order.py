@@ -59,6 +59,6 @@ def test_marked_parameters_are_refused(ranks2):
     for kind, message in ranks2.run(refused, True):
         assert kind == "ValueError"
         assert (
-            "'weight' is marked sequence_parallel: under TP-invariance its gradient has to be summed"
+            "'weight' is marked sequence_parallel: its gradient would be added over tensor-parallel ranks"
             in message
         )

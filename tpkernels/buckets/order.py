@@ -28,7 +28,7 @@ def problem_of_order(
     for (name, _), is_marked in zip(named, marked, strict=True):
         if is_marked:
             return "ValueError", (
-                f"'{name}' is marked sequence_parallel: under TP-invariance its gradient has to be summed in "
-                "backward, as layers of tpkernels do, and not by the backend over tensor-parallel ranks"
+                f"'{name}' is marked sequence_parallel: its gradient would be added over tensor-parallel "
+                "ranks in an order that TP-invariance does not know; give ops the group, as norms do"
             )
     return None
