@@ -5,6 +5,7 @@ With the first steps under TP-invariance those of a plain run are interleaved: w
 
 from __future__ import annotations
 
+import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Row:
-    """A run, and the seconds of a step beside a plain one: the lower quartile, of the slowest rank."""
+    """A run, and the CPU time of a step beside a plain one: the lower quartile, of the slowest rank."""
 
     ranks: int
     sequence_parallel: bool
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     options = parser.parse_args(argv)
-    print("| model | dtype | TP | sequence parallel | bits | loss | s a step | to plain |")
+    print("| model | dtype | TP | sequence parallel | bits | loss | CPU s a step | to plain |")
     print("|---|---|---|---|---|---|---|---|")
     differing = 0
     for model in options.models:
@@ -72,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if differing else 0
 
 
-def _rows(model: GPTConfig, dtype: torch.dtype, sizes: Sequence[int], steps: int, name: str) -> list[Row]:
-    config = TrainConfig(
+def config_of(model: GPTConfig, dtype: torch.dtype, steps: int) -> TrainConfig:
+    return TrainConfig(
         model=model,
         data=str(TEXT),
         steps=steps,
@@ -84,6 +85,10 @@ def _rows(model: GPTConfig, dtype: torch.dtype, sizes: Sequence[int], steps: int
         max_norm=0.5,
         dtype=dtype,
     )
+
+
+def _rows(model: GPTConfig, dtype: torch.dtype, sizes: Sequence[int], steps: int, name: str) -> list[Row]:
+    config = config_of(model, dtype, steps)
     rows = []
     for ranks in sizes:
         with RankPool(ranks) as pool:
@@ -109,10 +114,11 @@ def _row(pool: RankPool, config: TrainConfig) -> Row:
 
 
 def run_beside_plain(config: TrainConfig) -> tuple[Outcome | None, Seconds]:
-    """The run, and seconds of the first steps, which a plain run's were interleaved with."""
+    """The run, and CPU time of the first steps, which a plain run's were interleaved with."""
     plan = plan_groups(world_size=dist.get_world_size(), tensor=dist.get_world_size())
     reports: dict[str, list[StepReport]] = {"ours": [], "plain": []}
     segments = {"ours": SEGMENTS, "plain": 0}
+    seconds: Seconds = {way: [] for way in reports}
     trainers = {}
     for way in reports:
         with tp_invariance(segments[way]):
@@ -120,9 +126,9 @@ def run_beside_plain(config: TrainConfig) -> tuple[Outcome | None, Seconds]:
     for step in range(config.steps):
         for way in reports if step < PLAIN_STEPS else ("ours",):
             with tp_invariance(segments[way]):
+                began = time.process_time()
                 reports[way].append(trainers[way].step())
+                seconds[way].append(time.process_time() - began)
     with tp_invariance(SEGMENTS):
         outcome = outcome_of(trainers["ours"], reports["ours"])
-    return outcome, {
-        way: [report.seconds for report in taken[2:PLAIN_STEPS]] for way, taken in reports.items()
-    }
+    return outcome, {way: taken[2:PLAIN_STEPS] for way, taken in seconds.items()}
