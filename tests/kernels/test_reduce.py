@@ -129,9 +129,7 @@ def test_reduce_slots_has_the_same_bits_whatever_arrives_first(order, splits, de
     assert torch.equal(y, reduce_slots_ref(source))
 
 
-def _write(
-    slots: torch.Tensor, source: torch.Tensor, here: Arrivals, order: list[int], splits: int
-) -> None:
+def _write(slots: torch.Tensor, source: torch.Tensor, here: Arrivals, order: list[int], splits: int) -> None:
     rows = slots.shape[1] // splits
     for slot in order:
         for part in reversed(range(splits)):
