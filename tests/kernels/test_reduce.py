@@ -12,7 +12,7 @@ from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import SlotSumTile
-from tpkernels.kernels.waits import spins_in
+from tpkernels.kernels.waits import Arrivals, spins_in
 
 TILE = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
 SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}
@@ -76,6 +76,44 @@ def test_slots_are_added_into_a_matrix_of_any_dtype_and_strides(shape, dtype, ac
     assert wide[:, 1::2].isnan().all()
 
 
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["into_fp32", "into_bf16"])
+@pytest.mark.parametrize("slots", [1, 2, 4, 8, 16])
+def test_a_tree_adds_neighbours_first_to_the_bit(slots, out, device):
+    values, bias = random_slots((slots, 45, 37), torch.float32, device), torch.randn(37, device=device)
+    for b in (None, bias):
+        y = reduce_slots(values, b, dtype=out, tree=True, tile=TILE)
+        assert torch.equal(y, reduce_slots_ref(values, b, out, tree=True))
+    if slots > 2:
+        assert not torch.equal(reduce_slots(values), reduce_slots_ref(values, tree=True)), "orders differ"
+
+
+def test_a_tree_of_one_slot_is_a_copy_with_its_signs(device):
+    """What is added to nothing keeps -0, as at other numbers of slots."""
+    slots = torch.full((1, 4, 8), -0.0, device=device)
+    assert reduce_slots(slots, tree=True).signbit().all()
+    assert reduce_slots(slots.expand(4, 4, 8), tree=True).signbit().all()
+
+
+@pytest.mark.parametrize("slots", [3, 6])
+def test_a_tree_of_other_numbers_is_refused(slots, device):
+    with pytest.raises(ValueError, match=f"expected a power of two of slots to add in a tree, got {slots}"):
+        reduce_slots(torch.zeros(slots, 4, 8, device=device), tree=True)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]], ids=str)
+def test_a_tree_has_the_same_bits_whatever_arrives_first(order, splits, device):
+    source = random_slots((4, 48, 40), torch.float32, device)
+    slots, here = torch.full_like(source, float("nan")), arrivals(device, *[EPOCH - 1] * (4 * splits))
+    writer = threading.Thread(target=_write, args=(slots, source, here, order, splits))
+    writer.start()
+    y = reduce_slots(slots, arrivals=here, tree=True, tile=TILE)
+    writer.join()
+    raise_if_late(here, rank=0)
+    assert torch.equal(y, reduce_slots_ref(source, tree=True))
+
+
 @interpreted
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
@@ -83,16 +121,7 @@ def test_reduce_slots_has_the_same_bits_whatever_arrives_first(order, splits, de
     source = random_slots((3, 48, 40), torch.bfloat16, device)
     slots = torch.full_like(source, float("nan"))
     here = arrivals(device, *[EPOCH - 1] * (3 * splits))
-
-    def write() -> None:
-        rows = 48 // splits
-        for slot in order:
-            for part in reversed(range(splits)):
-                time.sleep(0.02)
-                slots[slot, part * rows : (part + 1) * rows] = source[slot, part * rows : (part + 1) * rows]
-                here.flags[slot * splits + part] = EPOCH
-
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=_write, args=(slots, source, here, order, splits))
     writer.start()
     y = reduce_slots(slots, arrivals=here, tile=TILE)
     writer.join()
@@ -100,11 +129,21 @@ def test_reduce_slots_has_the_same_bits_whatever_arrives_first(order, splits, de
     assert torch.equal(y, reduce_slots_ref(source))
 
 
+def _write(slots: torch.Tensor, source: torch.Tensor, here: Arrivals, order: list[int], splits: int) -> None:
+    rows = slots.shape[1] // splits
+    for slot in order:
+        for part in reversed(range(splits)):
+            time.sleep(0.02)
+            slots[slot, part * rows : (part + 1) * rows] = source[slot, part * rows : (part + 1) * rows]
+            here.flags[slot * splits + part] = EPOCH
+
+
 @pytest.mark.parametrize("late", range(6))
-def test_a_slot_that_never_comes_is_an_error_that_names_it(late, device):
+@pytest.mark.parametrize(("slots", "tree"), [(3, False), (2, True)], ids=["in_order", "tree"])
+def test_a_slot_that_never_comes_is_an_error_that_names_it(slots, tree, late, device):
     flags = [EPOCH - (chunk == late) for chunk in range(6)]
     here = arrivals(device, *flags, spin_limit=PATIENCE)
-    reduce_slots(torch.zeros(3, 40, 8, device=device), arrivals=here)
+    reduce_slots(torch.zeros(slots, 48, 8, device=device), arrivals=here, tree=tree)
     with pytest.raises(RuntimeError, match=f"reduce_slots on rank 1: chunk {late} had not arrived"):
         raise_if_late(here, rank=1)
 

@@ -6,8 +6,9 @@ TPKERNELS_BACKEND, read when this module is imported, says which:
     torch     torch everywhere
     triton    Triton everywhere: on the CPU only in its interpreter (TRITON_INTERPRET=1)
 
-With TPKERNELS_BATCH_INVARIANT=1 `auto` is Triton on a GPU: torch's libraries choose their kernels by the
-number of rows, and a timed choice would depend on the batch that came first.
+With TPKERNELS_BATCH_INVARIANT=1 or TPKERNELS_TP_INVARIANT `auto` is Triton on a GPU: torch's libraries choose
+their kernels by sizes, and a timed choice would depend on the batch that came first. On the CPU torch keeps
+the promise of TP-invariance, as it is called for each segment alike (`segments`), but not that of the batch.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ Resolved = Literal["torch", "triton", "fastest", "invariant"]
 
 def resolve_backend(device: torch.device) -> Resolved:
     """Who computes on `device`. An explicit choice never falls back silently."""
-    return _resolved(backend, device, invariance.batch_invariant)
+    return _resolved(backend, device, invariance.batch_invariant, bool(invariance.why_fixed()))
 
 
 @cache
-def _resolved(backend: str, device: torch.device, batch_invariant: bool) -> Resolved:
+def _resolved(backend: str, device: torch.device, batch_invariant: bool, fixed: bool) -> Resolved:
+    """fixed: no choice may depend on sizes, or on times"""
     if backend not in BACKENDS:
         raise ValueError(f"TPKERNELS_BACKEND is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "triton":
         return "triton"
     if backend == "auto" and device.type == "cuda":
         if find_spec("triton") is not None:
-            return "invariant" if batch_invariant else "fastest"
+            return "invariant" if fixed else "fastest"
         log.warnings.warning("torch computes on %s: Triton is not installed", device)
     if batch_invariant:
         log.warnings.warning(

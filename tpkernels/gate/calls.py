@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,14 +22,18 @@ from tpkernels.kernels import launch, reference
 from tpkernels.kernels.activations import Activation, Glu
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
+from tpkernels.kernels.dgrad import dgrad
+from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.embedding import embedding_bwd, embedding_fwd
 from tpkernels.kernels.flags import advance as count_call
 from tpkernels.kernels.flags import publish as raise_flags
 from tpkernels.kernels.gather_linear import gather_linear_fwd
+from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear as store_product
+from tpkernels.kernels.segments import segment_sum
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
 from tpkernels.kernels.waits import Arrivals, Departures
 
@@ -152,6 +157,31 @@ def primitive(of: Operands, name: str) -> Results:
     return {f"result {i}": pair for i, pair in enumerate(zip(ours, truth, strict=True))}
 
 
+def product_in_fp32(of: Operands, name: str) -> Results:
+    """A product of 16-bit operands that is written in fp32, to be added to others."""
+    T, K, N = of.sizes
+    (cols, depth), pairs = (N, K) if name == "linear" else (K, N), 2 if name == "dgrad_pairs" else 1
+    given = [(of.matrix(T, depth), of.weight()) for _ in range(pairs)]
+    out = launch.empty((T, cols), torch.float32, given[0][0].device)
+    launcher = {"linear": linear_fwd, "dgrad": dgrad, "dgrad_pairs": dgrad_pairs}[name]
+    launcher(*chain(*given), out=out, tile=of.tile, form=of.form)
+    exact = [a.double() @ (w.double().t() if name == "linear" else w.double()) for a, w in given]
+    return {"sum": (out, torch.stack(exact).sum(0))}
+
+
+def segments(of: Operands, transposed: bool, pairs: int) -> Results:
+    """A product of a rank whose depth is two segments."""
+    T, K, N = of.sizes
+    depth, cols = K // 16 * 16, N  # half of it lies in whole 16-byte units
+    given = [
+        (of.matrix(T, depth), of.matrix(*(cols, depth) if transposed else (depth, cols)))
+        for _ in range(pairs)
+    ]
+    ours = segment_sum(given, transposed=transposed, segments=2)
+    exact = [a.double() @ (w.double().t() if transposed else w.double()) for a, w in given]
+    return {"sum": (ours, torch.stack(exact).sum(0))}
+
+
 def gather_linear(of: Operands, activation: Activation) -> Results:
     T, K, N = of.sizes
     chunk_rows = T // of.chunks
@@ -232,14 +262,14 @@ def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> 
     return {"db": (launcher(dy), reference.bias_grad_ref(dy.double()))}
 
 
-def slot_sums(of: Operands, wait: bool = True) -> Results:
-    """Three slots, each of which arrives in two parts; the flags before theirs are of others."""
+def slot_sums(of: Operands, wait: bool = True, slots: int = 3, tree: bool = False) -> Results:
+    """So many slots, each of which arrives in two parts; the flags before theirs are of others."""
     rows = of.tokens // 2 * 2
-    slots = of.matrix(3 * rows, of.in_features).unflatten(0, (3, rows))
+    given = of.matrix(slots * rows, of.in_features).unflatten(0, (slots, rows))
     bias = of.vector(of.in_features)
-    arrivals, chunks = (of.arrivals(5 + 6), range(5, 5 + 6)) if wait else (None, None)
-    y = reduce_slots(slots, bias, arrivals=arrivals, chunks=chunks)
-    return {"y": (y, reference.reduce_slots_ref(slots.double(), bias.double()))}
+    arrivals, chunks = (of.arrivals(5 + 2 * slots), range(5, 5 + 2 * slots)) if wait else (None, None)
+    y = reduce_slots(given, bias, arrivals=arrivals, chunks=chunks, tree=tree)
+    return {"y": (y, reference.reduce_slots_ref(given.double(), bias.double(), tree=tree))}
 
 
 def added_slots(of: Operands, into: torch.dtype, accumulate: bool) -> Results:

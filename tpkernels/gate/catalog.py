@@ -32,6 +32,7 @@ from tpkernels.kernels.tiles import (
     candidates,
     default_tiles,
     serves,
+    sum_tile,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -103,6 +104,7 @@ def _matmul_recipes() -> Iterator[Recipe]:
         yield from _recipes(case)
     largest = candidates("linear", "pointer", FP32, A100)[0]
     yield from _recipes(_Case("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
+    yield from _sum_recipes()
 
 
 def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
@@ -132,6 +134,24 @@ def _recipes(case: _Case, tf32: bool = False) -> Iterator[Recipe]:
                 case.architectures,
                 precision="tf32" if tf32 else "ieee",
             )
+
+
+def _sum_recipes() -> Iterator[Recipe]:
+    """Products of 16-bit operands that are written in fp32: what each segment of a split depth adds."""
+    ways: tuple[tuple[Form, Target, tuple[str, ...]], ...] = (
+        ("descriptor", H100, ("sm_90",)),
+        ("descriptor", B200, ("sm_100",)),
+        ("pointer", A100, NVIDIA),
+        ("pointer", MI300, ("gfx942",)),
+    )
+    for name in ("linear", "dgrad", "dgrad_pairs"):
+        for form, target, architectures in ways:
+            tile = sum_tile(form, BF16, target)
+            prefix = f"{architectures[0]}/" if target in (B200, MI300) else ""
+            of = MetaOperands(BF16, T, K, N, 2, form, tile)
+            call = partial(calls.product_in_fp32, name=name)
+            entry = f"{prefix}{stem_of(name, form, BF16, tile)}/=fp32"
+            yield Recipe(entry, call, of, target, architectures)
 
 
 UNTIMED = ("gather_linear", "scatter_linear")  # no tile is chosen for them by timing: they take defaults
@@ -198,6 +218,9 @@ def _row_recipes() -> Iterator[Recipe]:
             yield _row_recipe(
                 "reduce_slots", f"{block}/{epilogue}", dtype, partial(calls.slot_sums, wait=wait)
             )
+    for epilogue, wait in (("bias+tree8", False), ("bias+tree8+wait", True)):
+        call = partial(calls.slot_sums, wait=wait, slots=8, tree=True)
+        yield _row_recipe("reduce_slots", f"{block}/{epilogue}", FP32, call)
     for epilogue, into in (("=bf16", BF16), ("+=bf16", BF16), ("+=fp32", FP32)):
         call = partial(calls.added_slots, into=into, accumulate=epilogue.startswith("+"))
         yield _row_recipe("add_slots", f"{block}/{epilogue}", FP32, call)

@@ -187,6 +187,12 @@ def _matmuls(of: Operands) -> Iterator[Case]:
     for activation in ACTIVATIONS:
         yield Case(f"gather_linear_fwd/{way}/{activation}", partial(calls.gather_linear, of, activation))
     yield Case(f"gather_linear_fwd/{way}/depth_first", partial(calls.gather_dgrad, of))
+    for name in ("linear", "dgrad", "dgrad_pairs"):
+        launcher = LAUNCHERS.get(name, name)
+        yield Case(f"{launcher}/{way}/=fp32", partial(calls.product_in_fp32, of, name))
+    for transposed, pairs in ((True, 1), (False, 1), (False, 2)):
+        case = f"segment_sum/{way}/{'transposed' if transposed else 'none'}/{('one', 'two')[pairs - 1]}"
+        yield Case(case, partial(calls.segments, of, transposed, pairs))
     for pairs, depth_first in ((1, False), (2, False), (2, True)):
         case = f"scatter_linear/{way}/{('one', 'two')[pairs - 1]}{'+depth_first' * depth_first}"
         yield Case(case, partial(calls.scatter_linear, of, pairs, depth_first))
@@ -204,6 +210,7 @@ def _rows(of: Operands) -> Iterator[Case]:
             yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
     yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
+    yield Case(f"reduce_slots/{way}/tree", partial(calls.slot_sums, of, slots=4, tree=True))
     yield Case(f"publish/{way}", partial(calls.publish, of))
     yield Case(f"advance/{way}", partial(calls.advance, of))
     yield Case(f"embedding_fwd/embedding_bwd/{way}", partial(calls.embedding, of))

@@ -106,7 +106,7 @@ def dgrad(
 
     dy: (tokens, out_features)
     weight: (out_features, in_features)
-    out: where the result is written; rows of a larger matrix, say
+    out: where the result is written; rows of a larger matrix, say. It may be in fp32
     returns: (tokens, in_features)
     """
     return _dgrad("dgrad", dy, weight, None, "none", False, out, tile, form).dz
@@ -152,7 +152,8 @@ def _dgrad(
     target = target_of(dy.device)
     wanted: dict[str, tuple[int, ...]] = {"dx" if z is None else "dz": (T, K)}
     wanted |= {"db": (K,)} if bias_grad else {}
-    dx, *db = launch.results(launcher, out, wanted, (("dy", dy), ("weight", weight), ("z", z)))
+    inputs = (("dy", dy), ("weight", weight), ("z", z))
+    dx, *db = launch.results(launcher, out, wanted, inputs, sums=z is None)
     z = dx if z is None else z  # unread: there is no activation then
     form, tile = launch.choose(
         launcher,

@@ -82,7 +82,7 @@ def dgrad_pairs(
 
     dy, dy2: (tokens, out_features), each of its weight
     weight, weight2: (out_features, in_features)
-    out: where the result is written; rows of a larger matrix, say
+    out: where the result is written; rows of a larger matrix, say. It may be in fp32
     returns: (tokens, in_features)
     """
     name = "dgrad_pairs"
@@ -92,7 +92,7 @@ def dgrad_pairs(
     require_shape(name, "dy2", dy2, (T, M), "(tokens of dy, out_features of weight2)")
     target = target_of(dy.device)
     operands = (("dy", dy), ("weight", weight), ("dy2", dy2), ("weight2", weight2))
-    (dx,) = launch.results(name, out, {"dx": (T, K)}, operands)
+    (dx,) = launch.results(name, out, {"dx": (T, K)}, operands, sums=True)
     form, tile = launch.choose(name, "dgrad", target, (*operands, ("the result", dx)), (T, K), tile, form)
     if dx.numel() and tile.consumers:
         gluon.multiply("dgrad", target, form, tile, (dy, weight, dy2, weight2), (dx,))

@@ -1,35 +1,73 @@
-"""Batch invariance: a row of tokens gets the same bits whatever other rows are computed with it.
+"""What the choice of a form and a tile may not depend on, where bits must not depend on it.
 
+Batch invariance: a row of tokens gets the same bits whatever other rows are computed with it.
 TPKERNELS_BATCH_INVARIANT=1, read when this module is imported, asks for it. A row's bits depend on the form
 and the tile of the kernel, so neither may be chosen by the number of rows: the tile is the one that suits
 USUAL_ROWS, and a matrix of one row is judged as if more rows followed. Sums over tokens (weight and bias
 gradients) have no rows to keep apart, and choose as ever.
+
+TP-invariance, see `tp_invariance`, asks for more: shards are narrower the more ranks there are, so that the
+number of columns says nothing either, and weight gradients choose likewise. The form would change where rows
+are whole 16-byte units at some tensor-parallel sizes only, such as rows of 12 elements, cut into 3 at another
+size. A launcher knows its shard alone, so it refuses every 16-bit product of which a matrix could not be
+described at this size: what passes at all sizes has one form at all sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from tpkernels import tp_invariance
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.operands import Layout
+from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import Kernel
 
 USUAL_ROWS = 4096
+USUAL_COLS = 4096
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
 batch_invariant = env_flag("TPKERNELS_BATCH_INVARIANT", default=False)
 
 
-def judged_rows(kernel: Kernel, rows: int) -> int:
-    """How many rows of the result the choice of a tile may know of."""
-    return USUAL_ROWS if batch_invariant and kernel != "wgrad" else rows
+def why_fixed() -> str:
+    """What forbids choices by batch, or by timing: the variable that asks for it, or "" if none does."""
+    if tp_invariance.mode.segments:
+        return f"{tp_invariance.VARIABLE}={tp_invariance.mode.segments}"
+    return "TPKERNELS_BATCH_INVARIANT=1" if batch_invariant else ""
+
+
+def judged_size(kernel: Kernel, rows: int, cols: int) -> tuple[int, int]:
+    """What the choice of a tile may know of the rows and columns of the result."""
+    if tp_invariance.mode.segments:
+        return USUAL_ROWS, USUAL_COLS
+    return (USUAL_ROWS, cols) if batch_invariant and kernel != "wgrad" else (rows, cols)
 
 
 def judged_layouts(kernel: Kernel, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     """The layouts that the choice of a form may know of."""
-    if not batch_invariant or kernel == "wgrad":
-        return layouts
-    return tuple(_among_others(layout) for layout in layouts)
+    if tp_invariance.mode.segments or (batch_invariant and kernel != "wgrad"):
+        return tuple(_among_others(layout) for layout in layouts)
+    return layouts
+
+
+def require_one_form(launcher: str, target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> None:
+    """TP-invariance: 16-bit matrices must be such that the form is the same at every tensor-parallel size.
+
+    fp32 has one form and one list of tiles. So has the interpreter, and empty matrices are empty at any size.
+    """
+    segments = tp_invariance.mode.segments
+    if not segments or dtype.itemsize != 2 or target.backend == "interpreter":
+        return
+    filled = (layout for layout in layouts if layout.rows and layout.cols)
+    if obstacle := next((found for layout in filled if (found := layout.tma_obstacle())), None):
+        raise ValueError(
+            f"{launcher}: TP-invariance expected rows of whole, aligned 16-byte units, so that the kernel is "
+            f"the same at every tensor-parallel size, but {obstacle}: make it contiguous, or choose features "
+            f"of which each of {segments} segments is a multiple of 8"
+        )
 
 
 def _among_others(layout: Layout) -> Layout:

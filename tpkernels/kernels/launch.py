@@ -14,10 +14,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.kernels.invariance import judged_layouts, judged_rows
+from tpkernels.kernels.invariance import judged_layouts, judged_size, require_one_form
 from tpkernels.kernels.operands import Form, Layout, Named, choose_form, require_form, require_results
 from tpkernels.kernels.target import Target, emulated_target, recorded_target
-from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile
+from tpkernels.kernels.tiles import Kernel, MatmulTile, default_tile, sum_tile
 
 Out = Tensor | Sequence[Tensor] | None  # of a launcher: what it writes into, one for each result asked for
 
@@ -89,12 +89,20 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def results(
-    launcher: str, out: Out, wanted: Mapping[str, tuple[int, ...]], inputs: Sequence[Named]
+    launcher: str,
+    out: Out,
+    wanted: Mapping[str, tuple[int, ...]],
+    inputs: Sequence[Named],
+    *,
+    sums: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Where a kernel writes: into `out`, if that has what `require_results` says, else into new tensors."""
+    """Where a kernel writes: into `out`, if that has what `require_results` says, else into new tensors.
+
+    sums: a matrix may be in fp32, too: what is added to others before it is rounded
+    """
     if out is not None:
         given = (out,) if isinstance(out, Tensor) else tuple(out)
-        require_results(launcher, wanted, given, inputs)
+        require_results(launcher, wanted, given, inputs, sums)
         return given
     like = inputs[0][1]
     assert like is not None, "the first input is always there"
@@ -115,26 +123,30 @@ def choose(
 ) -> tuple[Form, MatmulTile]:
     """The form and tile of a launch: what the caller asked for, or what fits.
 
-    matrices: all that the kernel reads or writes, the first being one that is multiplied
+    matrices: all that the kernel reads or writes, the first being one that is multiplied, the last a result
     result: (rows, cols) of the product
     """
     if tile is not None and tile.splits > 1 and kernel != "wgrad":
         raise ValueError(
             f"{launcher}: expected a tile with splits=1, got {tile.splits}: only wgrad adds them"
         )
-    if 0 in result:
-        return "pointer", tile or default_tile(
-            kernel, "pointer", matrices[0][1].dtype, target, *result
-        )  # unused
-    layouts = judged_layouts(kernel, tuple(Layout.of(name, tensor) for name, tensor in matrices))
     dtype = matrices[0][1].dtype
+    if 0 in result:
+        return "pointer", tile or default_tile(kernel, "pointer", dtype, target, *result)  # unused
+    layouts = judged_layouts(kernel, tuple(Layout.of(name, tensor) for name, tensor in matrices))
+    require_one_form(launcher, target, dtype, layouts)
     if form is None:
         form = choose_form(target, dtype, layouts)
     else:
         require_form(launcher, form, target, dtype, layouts)
     ragged = any(layout.tma_obstacle() for layout in layouts)
-    rows, cols = result
-    return form, tile or default_tile(kernel, form, dtype, target, judged_rows(kernel, rows), cols, ragged)
+    if kernel != "wgrad" and matrices[-1][1].dtype != dtype:
+        if tile is not None and tile.consumers:
+            raise ValueError(
+                f"{launcher}: expected a tile without consumers for a result in fp32, got {tile}"
+            )
+        tile = tile or sum_tile(form, dtype, target, ragged)
+    return form, tile or default_tile(kernel, form, dtype, target, *judged_size(kernel, *result), ragged)
 
 
 def operand(tensor: Tensor, block: tuple[int, int], form: Form) -> Tensor | TensorDescriptor:

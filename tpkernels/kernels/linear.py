@@ -100,7 +100,8 @@ def linear_fwd(
     x: (tokens, in_features)
     weight: (out_features, in_features)
     bias: (out_features,)
-    out: where y is written, and z if it is kept and not y; rows of larger matrices, say
+    out: where y is written, and z if it is kept and not y; rows of larger matrices, say. Without activation
+        it may be in fp32
     """
     require_matrices("linear_fwd", ("x", x), ("weight", weight))
     require_tensors("linear_fwd", ("x", x), ("bias", bias))
@@ -114,7 +115,8 @@ def linear_fwd(
     separate_z = keep_z and activation != "none"
     wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
     inputs = (("x", x), ("weight", weight))
-    written = launch.results("linear_fwd", out, wanted, (*inputs, ("bias", bias)))
+    plain = activation == "none"
+    written = launch.results("linear_fwd", out, wanted, (*inputs, ("bias", bias)), sums=plain)
     y, z = written[0], written[-1]
     matrices = (*inputs, ("y", y), ("z", z))
     form, tile = launch.choose("linear_fwd", "linear", target, matrices, (T, N), tile, form)

@@ -157,12 +157,16 @@ def require_writable(launcher: str, name: str, tensor: Tensor, device: torch.dev
 
 
 def require_results(
-    launcher: str, wanted: Mapping[str, tuple[int, ...]], given: Sequence[Tensor], inputs: Sequence[Named]
+    launcher: str,
+    wanted: Mapping[str, tuple[int, ...]],
+    given: Sequence[Tensor],
+    inputs: Sequence[Named],
+    sums: bool = False,
 ) -> None:
     """What a kernel is to write into: of these shapes, contiguous, apart from each other and the inputs.
 
-    Matrices have the dtype of the first input, vectors are sums in fp32. Rows of a larger contiguous matrix
-    are contiguous.
+    Matrices have the dtype of the first input, or fp32 if they may be `sums`; vectors are sums in fp32. Rows
+    of a larger contiguous matrix are contiguous.
     """
     words = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
     if len(given) != len(wanted):
@@ -171,15 +175,17 @@ def require_results(
     assert like is not None, "the first input is always there"
     taken = [(name, *_addresses(tensor)) for name, tensor in inputs if tensor is not None]
     for (name, shape), tensor in zip(wanted.items(), given, strict=True):
-        dtype = like.dtype if len(shape) == 2 else torch.float32
+        dtypes = {like.dtype} if len(shape) == 2 else {torch.float32}
+        dtypes |= {torch.float32} if sums else set()
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(
                 f"{launcher}: expected {name} of out contiguous and of shape {shape}, got "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}: give rows of a contiguous matrix"
             )
-        if tensor.dtype != dtype or tensor.device != like.device:
+        if tensor.dtype not in dtypes or tensor.device != like.device:
+            words = " or ".join(sorted(map(str, dtypes)))
             raise TypeError(
-                f"{launcher}: expected {name} of out in {dtype} on {like.device}, got {tensor.dtype} on "
+                f"{launcher}: expected {name} of out in {words} on {like.device}, got {tensor.dtype} on "
                 f"{tensor.device}"
             )
         start, stop = _addresses(tensor)

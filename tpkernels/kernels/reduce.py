@@ -5,8 +5,8 @@ R slots, T tokens, N features:
     y  = Σ over r of slots[r] + b    (T, N)    `reduce_slots`: what each rank contributed, whenever it arrived
     y += Σ over r of slots[r]        (T, N)    `add_slots`: what each part of a product's depth did
 
-Slots are added in the order of r, and the sum is rounded once. The bias lands here, once, and not in the R
-products that are summed.
+Slots are added in the order of r, or on request in a binary tree, as `tp_invariance.tree_sum` adds, and the
+sum is rounded once. The bias lands here, once, and not in the R products that are summed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,74 @@ from tpkernels.kernels.operands import DTYPES, require_tensors
 from tpkernels.kernels.target import resident_programs, target_of
 from tpkernels.kernels.tiles import INTERPRETED_SLOT_SUM, SLOT_SUM, SlotSumTile
 from tpkernels.kernels.waits import Arrivals, require_arrivals, wait_for
+
+
+@triton.jit
+def _wait_for_rows(
+    t,
+    T,
+    slot_chunk,  # the first flag of the slot
+    splits,
+    flags_ptr,
+    awaited_ptr,
+    status_ptr,
+    spin_limit,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Until the flags of all parts of a slot are up that a block of rows reaches into."""
+    part_rows = T // splits
+    first_part = t // part_rows
+    last_part = (tl.minimum(t + BLOCK_ROWS, T) - 1) // part_rows
+    # the last by itself: a loop alone would leave the code, and the gate, a way around the wait
+    for part in tl.range(first_part, last_part, num_stages=1):
+        chunk = slot_chunk + part
+        wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
+    chunk = slot_chunk + last_part
+    wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
+
+
+@triton.jit
+def _tree_sum(
+    slot_ptr,  # of the first of SLOTS slots
+    t,
+    n,
+    T,
+    N,
+    stride_sr,
+    stride_st,
+    stride_sn,
+    slot_chunk,
+    splits,
+    flags_ptr,
+    awaited_ptr,
+    status_ptr,
+    spin_limit,
+    WAIT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """A block of the sum of SLOTS slots: of the left half of them, plus that of the right half."""
+    if SLOTS == 1:
+        if WAIT:
+            _wait_for_rows(
+                t, T, slot_chunk, splits, flags_ptr, awaited_ptr, status_ptr, spin_limit, BLOCK_ROWS
+            )
+        block = load_block(slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False)
+        return block.to(tl.float32)
+    else:
+        HALF: tl.constexpr = SLOTS // 2
+        left = _tree_sum(
+            *(slot_ptr, t, n, T, N, stride_sr, stride_st, stride_sn, slot_chunk, splits),
+            *(flags_ptr, awaited_ptr, status_ptr, spin_limit, WAIT, HALF, BLOCK_ROWS, BLOCK_COLS),
+        )
+        slot_ptr += HALF * tl.cast(stride_sr, tl.int64)
+        slot_chunk += HALF * splits
+        right = _tree_sum(
+            *(slot_ptr, t, n, T, N, stride_sr, stride_st, stride_sn, slot_chunk, splits),
+            *(flags_ptr, awaited_ptr, status_ptr, spin_limit, WAIT, HALF, BLOCK_ROWS, BLOCK_COLS),
+        )
+        return left + right
 
 
 @triton.jit
@@ -44,6 +112,7 @@ def _reduce_slots_kernel(
     spin_limit,
     HAS_BIAS: tl.constexpr,
     WAIT: tl.constexpr,
+    TREE: tl.constexpr,  # slots that are added in a tree; 0: R of them, one after the other
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -52,25 +121,25 @@ def _reduce_slots_kernel(
     for index in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_ROWS) * col_tiles, tl.num_programs(0)):
         t = index // col_tiles * BLOCK_ROWS
         n = index % col_tiles * BLOCK_COLS
-        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-        slot_ptr = slots_ptr
-        slot_chunk = first_chunk
-        for _ in tl.range(0, R, num_stages=1):
-            if WAIT:
-                part_rows = T // splits
-                first_part = t // part_rows
-                last_part = (tl.minimum(t + BLOCK_ROWS, T) - 1) // part_rows
-                # the last by itself: a loop alone would leave the code, and the gate, a way around the wait
-                for part in tl.range(first_part, last_part, num_stages=1):
-                    chunk = slot_chunk + part
-                    wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
-                chunk = slot_chunk + last_part
-                wait_for(chunk, flags_ptr, awaited_ptr, status_ptr, spin_limit, OP=2, ASYNC_PROXY=False)
-            acc += load_block(
-                slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
-            ).to(tl.float32)
-            slot_ptr += stride_sr
-            slot_chunk += splits
+        if TREE:
+            acc = _tree_sum(
+                *(slots_ptr, t, n, T, N, stride_sr, stride_st, stride_sn, first_chunk, splits),
+                *(flags_ptr, awaited_ptr, status_ptr, spin_limit, WAIT, TREE, BLOCK_ROWS, BLOCK_COLS),
+            )
+        else:
+            acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+            slot_ptr = slots_ptr
+            slot_chunk = first_chunk
+            for _ in tl.range(0, R, num_stages=1):
+                if WAIT:
+                    _wait_for_rows(
+                        t, T, slot_chunk, splits, flags_ptr, awaited_ptr, status_ptr, spin_limit, BLOCK_ROWS
+                    )
+                acc += load_block(
+                    slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
+                ).to(tl.float32)
+                slot_ptr += stride_sr
+                slot_chunk += splits
         if HAS_BIAS:
             acc += load_vector(b_ptr, n, N, stride_bn, BLOCK_COLS)[None, :]
         store_block(y_ptr, acc, t, n, T, N, N, 1, TMA=False)
@@ -84,6 +153,7 @@ def reduce_slots(
     arrivals: Arrivals | None = None,
     chunks: range | None = None,
     margin: int = 0,
+    tree: bool = False,
     tile: SlotSumTile | None = None,
 ) -> Tensor:
     """The sum of the slots, plus the bias once, rounded once.
@@ -94,6 +164,7 @@ def reduce_slots(
     arrivals: a flag for each slot, or for each of its equal parts of rows; by default all is here
     chunks: the flags that belong to the slots; by default all
     margin: processors that are left to those who write the slots
+    tree: neighbours are added first, then neighbours of these sums, and so on
     returns: (tokens, features)
     """
     require_tensors("reduce_slots", ("slots", slots), ("bias", bias))
@@ -102,6 +173,8 @@ def reduce_slots(
             f"reduce_slots: expected slots of (ranks, tokens, features), got {tuple(slots.shape)}"
         )
     R, T, N = slots.shape
+    if tree and R & (R - 1):
+        raise ValueError(f"reduce_slots: expected a power of two of slots to add in a tree, got {R}")
     if bias is not None and tuple(bias.shape) != (N,):
         raise ValueError(f"reduce_slots: expected bias of {(N,)} for {N} features, got {tuple(bias.shape)}")
     if dtype not in (None, *DTYPES):
@@ -131,6 +204,7 @@ def reduce_slots(
             0 if arrivals is None else arrivals.limit(target),
             HAS_BIAS=bias is not None,
             WAIT=arrivals is not None,
+            TREE=R if tree else 0,
             BLOCK_ROWS=tile.block_rows,
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_grad_ref, act_ref
+from tpkernels.tp_invariance import tree_sum
 
 CACHED = 2**17  # numbers that a CPU's cache holds, beside as many others
 
@@ -33,10 +34,13 @@ def gather_linear_ref(
     return linear_ref(x, weight, bias, activation)
 
 
-def reduce_slots_ref(slots: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """y of `reduce_slots`: summed slot by slot in fp32 or wider, rounded once."""
-    total = torch.zeros_like(slots[0], dtype=torch.promote_types(slots.dtype, torch.float32))
-    for slot in slots:
+def reduce_slots_ref(
+    slots: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, *, tree: bool = False
+) -> Tensor:
+    """y of `reduce_slots`: summed slot by slot, or in a tree, in fp32 or wider, rounded once."""
+    wide = torch.promote_types(slots.dtype, torch.float32)
+    total = tree_sum(slots.to(wide).unbind()) if tree else torch.zeros_like(slots[0], dtype=wide)
+    for slot in () if tree else slots:
         total += slot
     return (total if bias is None else total + bias).to(dtype or slots.dtype)
 

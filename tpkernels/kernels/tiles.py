@@ -257,6 +257,14 @@ def default_tile(
     return next(filling, max(tiles, key=lambda tile: tile.tiles(rows, cols)))
 
 
+def sum_tile(form: Form, dtype: torch.dtype, target: Target, ragged: bool = False) -> MatmulTile:
+    """The tile of products whose results are fp32 sums: wgrad's, which has the shared memory for them.
+
+    One for all sizes: such results are added to those of other ranks, whose sizes may be others.
+    """
+    return default_tiles("wgrad", form, dtype, target, ragged)[0]
+
+
 def waiting_tile(tile: MatmulTile, chunk_rows: int) -> MatmulTile:
     """A tile of `linear` for rows that arrive in chunks: what is computed at once wants the same chunk."""
     group = min(tile.group, max(1, chunk_rows // tile.block_rows))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from tpkernels import tp_invariance
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import Collectives
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
@@ -100,7 +101,9 @@ class KernelWaits:
         delivery = cast("MailboxDelivery", delivery)
         exchange, arrivals = delivery.exchange, _arrivals(delivery)
         chunks = exchange.chunk_numbers(rows)
-        total = reduce_slots(slots, bias, arrivals=arrivals, chunks=chunks, margin=exchange.margin)
+        total = reduce_slots(
+            slots, bias, arrivals=arrivals, chunks=chunks, margin=exchange.margin, tree=_in_tree()
+        )
         _raise_if_late(delivery)
         return total
 
@@ -116,7 +119,12 @@ class KernelSums(HostWaits):
         ranks, rows, cols = slots.shape
         if bias is None:  # any rows will do; the kernel wants wide ones, and a region's may have one column
             slots = slots.view(ranks, -1, gcd(rows * cols, _WIDE_ROW))
-        return reduce_slots(slots, bias).view(rows, cols)
+        return reduce_slots(slots, bias, tree=_in_tree()).view(rows, cols)
+
+
+def _in_tree() -> bool:
+    """Whether slots, which are of ranks in order, are added as `tp_invariance` asks."""
+    return tp_invariance.mode.segments > 0
 
 
 KERNEL_WAITS = KernelWaits()
@@ -198,7 +206,8 @@ def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
 def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
     """Whether one kernel computes partial sums and stores them in the slots of all ranks.
 
-    It chooses its tiles by the size of chunks, hence not where bits must not depend on the batch.
+    It chooses its tiles by the size of chunks, hence not where bits must not depend on the batch. And it adds
+    up the whole depth of this rank, hence not in TP-invariance, where its segments are added in a tree.
     """
     return (
         isinstance(exchange, MailboxExchange)
@@ -206,7 +215,7 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
         and isinstance(partial_of, ProductSum)
         and len(partial_of.pairs) <= 2
         and all(tensor.dtype == exchange.dtype for pair in partial_of.pairs for tensor in pair)
-        and not invariance.batch_invariant
+        and not invariance.why_fixed()
     )
 
 

@@ -8,9 +8,9 @@ shape (`way_chooser`), on scratch and with the product that hides the transfer:
     symmetric        where all ranks are on one machine and kernels compute
 
 Nothing is timed while a CUDA graph is captured or torch.compile traces; with TPKERNELS_TUNE=0; with
-TPKERNELS_BATCH_INVARIANT=1, as the way would depend on the batch that came first; without overlap, where one
-collective moves all; nor beyond MOST_TIMED shapes of a group, for lengths that change from batch to batch.
-Then collectives move the rows, as many as arithmetic says. Not run on a GPU yet.
+TPKERNELS_BATCH_INVARIANT=1 or TPKERNELS_TP_INVARIANT, as the way would depend on the batch that came first;
+without overlap, where one collective moves all; nor beyond MOST_TIMED shapes of a group, for lengths that
+change from batch to batch. Then collectives move the rows, as many as arithmetic says. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _name(exchange: Exchange) -> str:
 def _why_not_timed() -> str:
     if not env_flag("TPKERNELS_TUNE", default=True):
         return "TPKERNELS_TUNE=0"
-    return "TPKERNELS_BATCH_INVARIANT=1" if invariance.batch_invariant else ""
+    return invariance.why_fixed()
 
 
 class _Ways:
