@@ -1,6 +1,6 @@
 """`python -m bench invariance`: runs at several tensor-parallel sizes, compared to the bit.
 
-With the first steps under TP-invariance those of a plain run are interleaved: what it costs.
+With the first steps with TP-invariance those of a plain run are interleaved: what it costs.
 """
 
 from __future__ import annotations

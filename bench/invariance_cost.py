@@ -1,4 +1,4 @@
-"""`python -m bench invariance_cost`: CPU time of products under TP-invariance, and bytes that ranks send."""
+"""`python -m bench invariance_cost`: CPU time of products with TP-invariance, and bytes that ranks send."""
 
 from __future__ import annotations
 

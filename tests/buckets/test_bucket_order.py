@@ -1,4 +1,4 @@
-"""Under TP-invariance buckets refuse what would be added in an order that depends on ranks or places."""
+"""With TP-invariance buckets refuse what would be added in an order that depends on ranks or places."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_more_than_two_data_ranks_are_refused(ranks2, ranks4):
     for kind, message in ranks4.run(refused, False):
         assert kind == "ValueError"
         assert (
-            "expected 1 or 2 data-parallel ranks under TP-invariance, got 4: with more, backends add"
+            "expected 1 or 2 data-parallel ranks with TP-invariance, got 4: with more, backends add"
             in message
         )
 

@@ -59,7 +59,7 @@ def test_a_run_goes_on_at_another_size(lines, tmp_path, ranks1, ranks2, ranks4):
             "--tp-invariant 4 --tokens 18 --sequence-parallel",
             "tokens: expected a number that the 4 segments of TP-invariance divide, got 18",
         ),
-        ("--tp-invariant 4 --dropout 0.1", "dropout: expected 0 under TP-invariance, got 0.1"),
+        ("--tp-invariant 4 --dropout 0.1", "dropout: expected 0 with TP-invariance, got 0.1"),
     ],
 )
 def test_what_segments_do_not_divide_is_refused(options, message, ranks2):
@@ -72,8 +72,8 @@ def test_what_segments_do_not_divide_is_refused(options, message, ranks2):
 
 def test_more_than_two_data_parallel_ranks_are_refused(ranks4):
     for options, message in (
-        (["--dp", "4"], "expected 1 or 2 data-parallel ranks under TP-invariance, got 4"),
-        (["--tp", "4", "--prove", "1"], "prove: expected at most 2 ranks under TP-invariance, got 4"),
+        (["--dp", "4"], "expected 1 or 2 data-parallel ranks with TP-invariance, got 4"),
+        (["--tp", "4", "--prove", "1"], "prove: expected at most 2 ranks with TP-invariance, got 4"),
     ):
         run = train_on(ranks4, "--tp-invariant", "4", *options)
         assert run.returncode == 2

@@ -1,4 +1,4 @@
-"""Under TP-invariance a run is the same to the bit at every tensor-parallel size; otherwise it is not."""
+"""With TP-invariance a run is the same to the bit at every tensor-parallel size; otherwise it is not."""
 
 import warnings
 from dataclasses import replace

@@ -22,7 +22,7 @@ def problem_of_order(
         return None
     if group.size() > 2:
         return "ValueError", (
-            f"group: expected 1 or 2 data-parallel ranks under TP-invariance, got {group.size()}: with more, "
+            f"group: expected 1 or 2 data-parallel ranks with TP-invariance, got {group.size()}: with more, "
             "backends add a gradient in an order that depends on where in its bucket it lies"
         )
     for (name, _), is_marked in zip(named, marked, strict=True):

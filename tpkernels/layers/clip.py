@@ -5,7 +5,7 @@ pipeline stages   their norms are added; parameters with Megatron's attribute `s
                   replica of the embedding, are not counted
 data ranks        have the same gradients: nothing is added
 
-Under TP-invariance the norm that is returned, and clips, is added exactly (`exact_norm`).
+With TP-invariance the norm that is returned, and clips, is added exactly (`exact_norm`).
 """
 
 from __future__ import annotations

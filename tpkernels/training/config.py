@@ -52,7 +52,7 @@ class TrainConfig:
             raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
         if self.dropout and (self.tp_invariant or mode.segments):
             raise ValueError(
-                f"dropout: expected 0 under TP-invariance, got {self.dropout}: ranks draw each for itself"
+                f"dropout: expected 0 with TP-invariance, got {self.dropout}: ranks draw each for itself"
             )
 
 

@@ -183,7 +183,7 @@ class Session:
         ranks, config = dist.get_world_size(), self.config
         if mode.segments and ranks > 2:
             raise ValueError(
-                f"prove: expected at most 2 ranks under TP-invariance, got {ranks}, which are all "
+                f"prove: expected at most 2 ranks with TP-invariance, got {ranks}, which are all "
                 "data-parallel in the unsharded run"
             )
         if config.batch % ranks or config.batch // ranks % config.accumulate:
