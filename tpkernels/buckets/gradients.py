@@ -37,6 +37,7 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
+from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
@@ -47,7 +48,6 @@ from tpkernels.comm.groups import (
     start_broadcast,
 )
 from tpkernels.comm.supported import FLOATING, Problem, problem_of, problem_over
-from tpkernels.tp_invariance import mode
 
 LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 
@@ -121,8 +121,8 @@ class GradientBuckets:
             problem_with_extension()
             or problem
             or problem_of(named, FLOATING, written=True)
-            or _marks_problem(self._names, self._marked)
             or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
+            or problem_of_order(group, named, self._marked)
             or problem_over(
                 named,
                 dist.get_process_group_ranks(group),
@@ -359,16 +359,6 @@ def _at(view: Tensor, flat: Tensor) -> Tensor:
 
 def _size(group: LiveGroup | None) -> str:
     return "None" if group is None else f"of {group.size} ranks"
-
-
-def _marks_problem(names: Sequence[str], marked: Sequence[bool]) -> Problem | None:
-    """With TP-invariance layers sum gradients of such parameters themselves, before they are rounded."""
-    if not any(marked) or not mode.segments:
-        return None
-    return "ValueError", (
-        f"'{names[list(marked).index(True)]}' is marked sequence_parallel: its gradient would be added over "
-        "tensor-parallel ranks in an order that TP-invariance does not know; give ops the group, as norms do"
-    )
 
 
 def _option_problem(
