@@ -32,10 +32,11 @@ from tpkernels.runtime.state import ParallelState
 TOKENS = 8  # of a rank, where tokens are split
 FEATURES = 24
 SPLIT = 8  # of a rank, of what is split: features between two layers, rows of a vocabulary
-CHUNK_BYTES = 64  # instead of 128 KiB: four chunks a shard
+CHUNK_BYTES, USUAL_CHUNK_BYTES = 64, schedule.LEAST_BYTES  # four chunks a shard, instead of one
 BUCKET_BYTES = 1024
 POWERS = 5  # magnitudes from 2**-5 to 2**5 times a normal number
 
+REDUCTIONS: tuple[Literal["mean", "none"], ...] = ("mean", "none")
 FORMS: dict[str, tuple[torch.dtype, bool]] = {  # the dtype, and whether tokens are split
     "fp32": (torch.float32, False),
     "fp32 sequence-parallel": (torch.float32, True),
@@ -85,8 +86,8 @@ def column(place: Place) -> Results:
     for form, (dtype, split) in FORMS.items():
         operands = {
             "x": place.tokens("x", split),
-            "w": place.own("w", SPLIT, FEATURES),
-            "b": place.own("b", SPLIT),
+            "w": place.own("w", SPLIT, FEATURES) / 1024,
+            "b": place.own("b", SPLIT) / 32,
         }
 
         def run(x: Tensor, w: Tensor, b: Tensor, split: bool = split) -> Tensor:
@@ -110,7 +111,7 @@ def row(place: Place) -> Results:
 
     for form, (dtype, split) in FORMS.items():
         yield from results(form, dtype, split, TOKENS * place.ranks)
-    with _chunks_of(schedule_default):  # so little that all ranks swap their full partial sums
+    with _chunks_of(USUAL_CHUNK_BYTES):  # so little that all ranks swap their full partial sums
         yield from results("fp32 swapped", torch.float32, False, place.ranks)
 
 
@@ -118,9 +119,9 @@ def mlp(place: Place) -> Results:
     for form, (dtype, split) in FORMS.items():
         operands = {
             "x": place.tokens("x", split),
-            "up": place.own("up", SPLIT, FEATURES) / 8,
-            "gate": place.own("gate", SPLIT, FEATURES) / 8,
-            "down": place.own("down", FEATURES, SPLIT) / 8,
+            "up": place.own("up", SPLIT, FEATURES) / 64,
+            "gate": place.own("gate", SPLIT, FEATURES) / 64,
+            "down": place.own("down", FEATURES, SPLIT),
         }
 
         def run(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, split: bool = split) -> Tensor:
@@ -159,13 +160,13 @@ def linear_cross_entropy_(place: Place) -> Results:
             "hidden": place.tokens("hidden", split) / 32,
             "w": place.own("w", SPLIT, FEATURES) / 32,
         }
-        for reduction in ("mean", "none"):
+        for reduction in REDUCTIONS:
 
             def run(
                 hidden: Tensor,
                 w: Tensor,
                 split: bool = split,
-                reduction: Literal["mean", "none"] = reduction,  # type: ignore[assignment]
+                reduction: Literal["mean", "none"] = reduction,
             ) -> Tensor:
                 return linear_cross_entropy(
                     hidden,
@@ -200,8 +201,6 @@ PROGRAMS: dict[str, Program] = {
 }
 OF_TRANSPORTS = [name for name in PROGRAMS if not name.endswith("buckets")]  # the others are the backend's
 
-schedule_default = schedule.LEAST_BYTES
-
 
 @contextmanager
 def _chunks_of(least_bytes: int) -> Iterator[None]:
@@ -234,7 +233,10 @@ def _with_gradients(
 def _gradient_buckets(place: Place, reduce: Literal["all_reduce", "reduce_scatter"]) -> Results:
     """Two steps, of which the first learns the order of buckets; two microbatches each."""
     grid = place.grid
-    groups = {"one group": (place.group, None), "two groups": (grid.process_group("dp"), grid.process_group("tp"))}
+    groups = {
+        "one group": (place.group, None),
+        "two groups": (grid.process_group("dp"), grid.process_group("tp")),
+    }
     for form, (group, tensor_parallel_group) in groups.items():
         model = _model(place)
         if tensor_parallel_group is not None:

@@ -1,6 +1,6 @@
 """One rank of `check --bits`: a process that computes what it is told by a pipe, and answers with hashes.
 
-    python -m tpkernels.cli.bits_rank DESCRIPTOR [MODULE ...]      in the environment of a rank
+python -m tpkernels.cli.bits_rank DESCRIPTOR [MODULE:FAULT ...]      in the environment of a rank
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def main(argv: Sequence[str]) -> None:
     connection = Connection(int(argv[0]))
     if sys.platform == "linux":  # a rank that is stopped would not see the pipe end
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    for module in argv[1:]:
-        import_module(module)
+    for fault in argv[1:]:
+        module, _, name = fault.partition(":")
+        getattr(import_module(module), name)()
     rank = _Rank()
+    connection.send({})  # ready
     while True:
         try:
             task = Task(*connection.recv())

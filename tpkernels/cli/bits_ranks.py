@@ -14,7 +14,8 @@ from typing import NamedTuple, NoReturn
 from tpkernels.cli.bits_schedule import Stop, drawn
 from tpkernels.training.launch import environment_of_ranks, loopback_store
 
-PATIENCE = 120.0  # seconds for one program under one schedule, the first with the start of the ranks
+PATIENCE = 120.0  # seconds for one program under one schedule
+START_SECONDS = 120.0  # to import torch, and to meet
 PROGRAM = "tpkernels.cli.bits_rank"
 
 Digests = dict[str, str]  # of each tensor of a rank, by name
@@ -42,7 +43,7 @@ class Ranks:
     """So many processes, started by the first task, and by the first after a failure."""
 
     def __init__(self, count: int, planted: Sequence[str] = (), patience: float = PATIENCE) -> None:
-        """planted: modules that each rank imports first: so tests plant faults"""
+        """planted: `module:function` that each rank calls first, so that tests can plant faults"""
         self.count, self._planted, self._patience = count, tuple(planted), patience
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -64,7 +65,7 @@ class Ranks:
                     connection.send(tuple(task))
                 except OSError:  # the rank has died, which is found and told below
                     self._died(rank)
-            return self._answers(_events(stops))
+            return self._answers(_events(stops), self._patience)
         except BaseException:
             self.end()
             raise
@@ -93,20 +94,21 @@ class Ranks:
                 )
             )
             theirs.close()  # the rank now holds the only copy: its death is an end of file
+        self._answers([], START_SECONDS)
 
-    def _answers(self, events: list[_Event]) -> list[Digests]:
+    def _answers(self, events: list[_Event], patience: float) -> list[Digests]:
         answers: dict[int, Digests] = {}
         began = time.monotonic()
         try:
             while silent := [rank for rank in range(self.count) if rank not in answers]:
                 now = time.monotonic() - began
-                if now > self._patience:
+                if now > patience:
                     names = " and ".join(map(str, silent))
-                    raise RankFailure(f"hang: rank {names} did not end within {self._patience:g} s")
+                    raise RankFailure(f"hang: rank {names} did not end within {patience:g} s")
                 while events and events[0].at <= now:
                     event = events.pop(0)
                     self._processes[event.rank].send_signal(event.signal)
-                until = min(events[0].at if events else self._patience, self._patience)
+                until = min(events[0].at if events else patience, patience)
                 ready = wait([self._connections[rank] for rank in silent], max(0.0, until - now) + 1e-3)
                 for rank in silent:
                     if self._connections[rank] in ready:

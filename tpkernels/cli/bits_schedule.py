@@ -131,9 +131,7 @@ class _Adversary:
             atomic = builder.create_atomic_rmw
             yield builder, "create_atomic_rmw", self._before(atomic, share=ATOMICS_SHARE)
 
-    def _before(
-        self, function: Callable[..., T], late: float = 0.0, share: float = 1.0
-    ) -> Callable[..., T]:
+    def _before(self, function: Callable[..., T], late: float = 0.0, share: float = 1.0) -> Callable[..., T]:
         def paused(*args: Any, **options: Any) -> T:
             if late:
                 time.sleep(late / 10)
@@ -180,8 +178,8 @@ class _Adversary:
                 # messages from one rank to another bear one tag: they keep their order
                 turn = swap.to if isinstance(delivery, c10d._C10dDelivery) else number
                 by_turn.setdefault(turn, []).append((swap, outgoing))
-            for turn in self.ordered(by_turn.values(), self._schedule.sends):
-                for swap, outgoing in turn:
+            for messages in self.ordered(by_turn.values(), self._schedule.sends):
+                for swap, outgoing in messages:
                     self.pause()
                     delivery.swap(swap, outgoing)
             keep(delivery, rows)
