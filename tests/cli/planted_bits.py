@@ -10,7 +10,9 @@ from unittest.mock import patch
 from torch import Tensor
 
 from tpkernels.cli.bits_programs import PROGRAMS, Place, Results
+from tpkernels.comm.transports import host
 from tpkernels.comm.transports.base import Delivery
+from tpkernels.comm.transports.host import HostDelivery, HostExchange
 from tpkernels.comm.transports.rows import HostWaits, sum_of_slots
 
 
@@ -41,6 +43,15 @@ def order_of_arrival() -> Iterator[None]:
 
 def sums_in_order_of_arrival() -> None:
     HostWaits.total = total_by_arrival  # type: ignore[method-assign]
+
+
+def flags_come_before_their_rows() -> None:
+    def put(self: HostExchange, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
+        landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
+        landing.flags[chunks.start : chunks.stop].fill_(delivery.flag)
+        host._copy(landing.rows_of(chunks), rows)
+
+    HostExchange.put = put  # type: ignore[method-assign]
 
 
 def a_rank_hangs() -> None:

@@ -50,6 +50,12 @@ def test_a_sum_in_the_order_of_arrival_is_caught():
         )
 
 
+def test_a_flag_that_comes_before_its_rows_is_caught():
+    (found,) = certified(["shared/2/row"], MUTANT_SCHEDULES, "flags_come_before_their_rows", ranks=2)
+    assert len(found.failures) == 1
+    assert len(found.hashes["row"]) > 1
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
