@@ -28,6 +28,11 @@ class Mode:
     segments: int = 0
     used_by: str = ""
 
+    @property
+    def described(self) -> str:
+        """What ranks compare, beside what else they ask for."""
+        return f" and {VARIABLE}={self.segments}" if self.segments else ""
+
     def fix(self, user: str) -> int:
         """The segments, which stay from now on."""
         self.used_by = self.used_by or user

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from tpkernels.dispatch import backends
 from tpkernels.dispatch.products import sums_dtype
+from tpkernels.dispatch.record import launcher
 from tpkernels.tp_invariance import tree_sum
 
 Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
+_by_kernel = launcher("segments", "segment_sum", "transposed", "segments")
 _LINE = 64  # bytes: libraries may add in another order where memory begins elsewhere
 
 
@@ -24,20 +26,24 @@ def torch_computes(device: torch.device) -> bool:
     return backends.resolve_backend(device) == "torch"
 
 
+def canonical(tensor: Tensor) -> Tensor:
+    """The tensor as libraries find it at every number of ranks: contiguous and aligned."""
+    whole = tensor.contiguous()
+    return whole.clone() if whole.data_ptr() % _LINE else whole
+
+
 def segment_of(tensor: Tensor, dim: int, segment: int, segments: int) -> Tensor:
-    """One of `segments` equal parts along `dim`: contiguous and aligned, as at every number of ranks."""
+    """One of `segments` equal parts along `dim`."""
     width = tensor.shape[dim] // segments
-    part = tensor.narrow(dim, segment * width, width).contiguous()
-    return part.clone() if part.data_ptr() % _LINE else part
+    return canonical(tensor.narrow(dim, segment * width, width))
 
 
 def segment_sum(pairs: Sequence[Pair], *, transposed: bool, segments: int) -> Tensor:
     """Σ a wᵀ if transposed, else Σ a w, in fp32 or wider: of each segment of the depth, added in a tree."""
     if torch_computes(pairs[0][0].device):
         return tree_sum([_product(pairs, transposed, each, segments) for each in range(segments)])
-    from tpkernels.kernels.segments import segment_sum as by_kernel
-
-    return by_kernel(pairs, transposed=transposed, segments=segments)
+    total: Tensor = _by_kernel(pairs, transposed, segments)
+    return total
 
 
 def _product(pairs: Sequence[Pair], transposed: bool, segment: int, segments: int) -> Tensor:

@@ -17,6 +17,7 @@ from tpkernels.layers.qkv import ParallelQKV
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.runtime.random import get_rng_tracker
 from tpkernels.topology.shard import head_size_of, require_heads
+from tpkernels.tp_invariance import mode
 
 
 class ParallelAttention(nn.Module):
@@ -60,7 +61,14 @@ class ParallelAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size_of(hidden_size, num_heads, head_size, rotary=rotary)
-        require_heads(num_heads, num_kv_heads, self.head_size, tensor_world(state).size)
+        world = tensor_world(state)
+        require_heads(num_heads, num_kv_heads, self.head_size, world.size)
+        if segments := world.segments:
+            require_heads(
+                num_heads, num_kv_heads, self.head_size, segments * world.size, "segments of TP-invariance"
+            )
+            refuse_dropout(dropout)
+        self.segments = segments
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.rotary_base = rotary_base if rotary else None
         self.causal = causal
@@ -134,8 +142,19 @@ class ParallelAttention(nn.Module):
         if mask is not None and self.causal:
             mask = _and_before(mask, tokens)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if not self.segments:
+            return self._mixed(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
+        count = self.segments  # a call each: libraries may choose their way by the number of heads
+        heads = [[part.contiguous() for part in x.chunk(count, 1)] for x in (query, key, value)]
+        by_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
+        masks = mask.chunk(count, -3) if mask is not None and by_head else [mask] * count
+        mixed = torch.cat(list(map(self._mixed, *heads, masks)), 1)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Each (batch, heads, tokens, features of a head)"""
         with own_stream(self._drops and self.qkv.world.size > 1):
-            mixed = F.scaled_dot_product_attention(
+            return F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
@@ -144,7 +163,6 @@ class ParallelAttention(nn.Module):
                 is_causal=self.causal and mask is None,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
 
     @property
     def _drops(self) -> bool:
@@ -213,6 +231,8 @@ class ParallelDropout(nn.Module):
     def __init__(self, p: float, *, is_split: bool) -> None:
         super().__init__()
         self.p = require_probability("p", p)
+        if mode.fix("dropout"):
+            refuse_dropout(p)
         self.is_split = is_split
 
     def forward(self, x: Tensor) -> Tensor:
@@ -223,6 +243,15 @@ class ParallelDropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}, is_split={self.is_split}"
+
+
+def refuse_dropout(p: float) -> None:
+    """With TP-invariance."""
+    if p:
+        raise ValueError(
+            f"dropout: expected 0 with TP-invariance, got {p}: ranks draw for what they hold, so that what "
+            "is dropped depends on their number"
+        )
 
 
 def require_probability(name: str, p: float) -> float:

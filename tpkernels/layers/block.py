@@ -94,7 +94,13 @@ class TransformerBlock(nn.Module):
         )
         is_split = sequence_parallel and self.mlp.world.size > 1
         normed = partial(
-            _NORMS[norm], hidden_size, norm_eps, sequence_parallel=is_split, device=device, dtype=dtype
+            _NORMS[norm],
+            hidden_size,
+            norm_eps,
+            sequence_parallel=is_split,
+            state=state,
+            device=device,
+            dtype=dtype,
         )
         self.attention_norm, self.mlp_norm = normed(), normed()
         self.dropout = ParallelDropout(dropout, is_split=is_split)

@@ -46,7 +46,10 @@ class VocabParallelEmbedding(ParallelModule):
                 f"VocabParallelEmbedding: expected a padding_idx from {-num_embeddings} to "
                 f"{num_embeddings - 1}, got {padding_idx}"
             )
-        self.split = split_vocabulary(num_embeddings, ranks=self.world.size, divisible_by=divisible_by)
+        segments = max(1, self.world.segments)  # as many rows each
+        self.split = split_vocabulary(
+            num_embeddings, ranks=self.world.size, divisible_by=divisible_by * segments
+        )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.num_embeddings_per_partition = self.split.shard_size

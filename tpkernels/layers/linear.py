@@ -22,7 +22,7 @@ from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
 from tpkernels.topology.shard import ranges_of, shard_size
-from tpkernels.topology.sizes import positive
+from tpkernels.topology.sizes import InvalidSizes, positive
 
 
 class _ParallelLinear(ParallelModule):
@@ -49,6 +49,18 @@ class _ParallelLinear(ParallelModule):
         super().__init__(state)
         self.input_size = positive(input_size, "input_size")
         self.output_size = positive(output_size, "output_size")
+        if segments := self.world.segments:
+            if stride > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: expected stride 1 with TP-invariance, got {stride}: segments of "
+                    "several weights in one would hold other rows at other sizes; use a layer for each"
+                )
+            name, size = (("output_size", output_size), ("input_size", input_size))[dim]
+            if size % (all_segments := segments * self.world.size):
+                raise InvalidSizes(
+                    f"{name} ({size}) is not divisible by the {all_segments} segments of TP-invariance; "
+                    f"choose a multiple of {all_segments}, or fewer segments"
+                )
         self.stride = stride
         self.init_method = init_method
         self.keep_master_weight_for_test = keep_master_weight_for_test
@@ -253,6 +265,11 @@ class RowParallelLinear(_ParallelLinear):
             raise ValueError(
                 "RowParallelLinear: expected input_is_parallel=True with sequence_parallel, for what comes "
                 "in has all tokens and this rank's features; pass input_is_parallel=True"
+            )
+        if sequence_parallel and skip_bias_add and bias and self.world.segments:
+            raise ValueError(
+                "RowParallelLinear: expected no skip_bias_add with sequence_parallel and TP-invariance: the "
+                "gradient of a bias that the caller adds depends on the split of tokens; let the layer add it"
             )
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = shard_size(input_size, self.world.size, "input_size", stride)

@@ -1,7 +1,8 @@
 """Norms whose parameters are replicated on every rank.
 
 Under sequence parallelism each rank normalises its own tokens, so that its gradients are partial: the
-parameters' attribute `sequence_parallel` says so, and `finalize_gradients` sums them.
+parameters' attribute `sequence_parallel` says so, and `finalize_gradients` sums them. With TP-invariance the
+norm itself sums them in backward, before they are rounded, and the parameters are not marked.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from tpkernels import ops
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import MarkedModule
+from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.topology.sizes import positive
+from tpkernels.tp_invariance import mode
 
 
 class RMSNorm(MarkedModule):
     """x / rms(x) * weight, over the last dimension.
 
     sequence_parallel: x is this rank's tokens
+    state: whose tensor group has the others, looked up with TP-invariance only; None: the current state
     """
 
     weight: nn.Parameter
@@ -31,6 +36,7 @@ class RMSNorm(MarkedModule):
         eps: float = 1e-5,
         *,
         sequence_parallel: bool = False,
+        state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -38,7 +44,8 @@ class RMSNorm(MarkedModule):
         self.hidden_size = positive(hidden_size, "hidden_size")
         self.eps = _require_eps(eps)
         self.sequence_parallel = sequence_parallel
-        marked = Attributes(sequence_parallel=sequence_parallel)
+        self.world = tensor_world(state) if sequence_parallel and mode.fix("a norm") else None
+        marked = Attributes(sequence_parallel=sequence_parallel and self.world is None)
         self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -47,7 +54,7 @@ class RMSNorm(MarkedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden_size)"""
-        return ops.rms_norm(x, self.weight, eps=self.eps)
+        return ops.rms_norm(x, self.weight, eps=self.eps, group=_group(self.world))
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
@@ -56,7 +63,7 @@ class RMSNorm(MarkedModule):
 class LayerNorm(MarkedModule):
     """x, centred and scaled to unit variance, times weight plus bias, over the last dimension.
 
-    sequence_parallel: x is this rank's tokens
+    sequence_parallel, state: as in `RMSNorm`
     """
 
     weight: nn.Parameter
@@ -69,6 +76,7 @@ class LayerNorm(MarkedModule):
         *,
         bias: bool = True,
         sequence_parallel: bool = False,
+        state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -76,7 +84,8 @@ class LayerNorm(MarkedModule):
         self.hidden_size = positive(hidden_size, "hidden_size")
         self.eps = _require_eps(eps)
         self.sequence_parallel = sequence_parallel
-        marked = Attributes(sequence_parallel=sequence_parallel)
+        self.world = tensor_world(state) if sequence_parallel and mode.fix("a norm") else None
+        marked = Attributes(sequence_parallel=sequence_parallel and self.world is None)
         self.add_parameter("weight", (hidden_size,), marked, device=device, dtype=dtype)
         self.add_parameter("bias", (hidden_size,) if bias else None, marked, device=device, dtype=dtype)
         self.reset_parameters()
@@ -88,13 +97,17 @@ class LayerNorm(MarkedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden_size)"""
-        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, group=_group(self.world))
 
     def extra_repr(self) -> str:
         return (
             f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}, "
             f"sequence_parallel={self.sequence_parallel}"
         )
+
+
+def _group(world: TensorWorld | None) -> ProcessGroup | None:
+    return None if world is None else world.group
 
 
 def _require_eps(eps: float) -> float:

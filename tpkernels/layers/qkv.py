@@ -8,7 +8,7 @@ R ranks, H query heads, G heads of keys and values (G divides H; each serves H /
 
 In the last case weights are still sharded, not replicated: each rank computes a shard of the features of all
 keys, shards are gathered, and each rank takes its head. In backward the gradients of ranks that share a head
-are summed.
+are summed. With TP-invariance the same holds of its segments, see `ops/tensor_parallel/segment_heads.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tpkernels import ops
 from tpkernels.layers.linear import ColumnParallelLinear
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
+from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 
 
 class ParallelQKV(nn.Module):
@@ -44,8 +45,14 @@ class ParallelQKV(nn.Module):
         self.num_kv_heads = num_kv_heads
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, batch, heads of this rank, head_size) of each"""
+        """(tokens, batch, heads of this rank, head_size) of each
+
+        With TP-invariance, where segments share heads of keys and values: that of each segment.
+        """
         query, key, value = columns_of(hidden, self.query, self.key, self.value)
+        if self.num_kv_heads < self.world.segments * self.world.size:
+            key, value = (segment_heads(x, self.world.group, self.num_kv_heads) for x in (key, value))
+            return query.view(*query.shape[:-1], -1, self.head_size), key, value
         if self.num_kv_heads < self.world.size:
             key, value = self._own_head(key), self._own_head(value)
         query, key, value = (

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelState, ParallelStateError, current, current_or_none, on_the_fly
+from tpkernels.tp_invariance import mode
 
 # None: the current parallel state. A mesh needs one dimension, or one that is called "tp".
 State = ParallelState | ProcessGroup | DeviceMesh | None
@@ -57,6 +58,11 @@ class TensorWorld:
                 "it; start processes by spawn, and build layers in each"
             )
         return group
+
+    @property
+    def segments(self) -> int:
+        """How many of TP-invariance each rank has; 0 without; an error if ranks do not divide them."""
+        return mode.own_segments("tensor-parallel layers", self.size)
 
     @property
     def ranks(self) -> tuple[int, ...]:

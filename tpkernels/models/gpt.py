@@ -23,7 +23,11 @@ from tpkernels.layers.norm import LayerNorm, RMSNorm
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
-from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
+from tpkernels.ops.tensor_parallel.mappings import (
+    gather_from_sequence_region,
+    scatter_to_sequence_region,
+)
+from tpkernels.tp_invariance import mode
 
 INITIAL_SPREAD = (
     0.02  # standard deviation of weights; of those that add to the residual 1 / sqrt(2 layers) of it
@@ -47,7 +51,8 @@ class PositionEmbedding(ParallelModule):
     ) -> None:
         super().__init__(state)
         self.sequence_parallel = sequence_parallel and self.world.size > 1
-        marked = Attributes(sequence_parallel=self.sequence_parallel)
+        self.is_gathered = bool(mode.segments) and self.sequence_parallel
+        marked = Attributes(sequence_parallel=self.sequence_parallel and not self.is_gathered)
         self.add_parameter("weight", (max_positions, hidden_size), marked, device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -62,6 +67,8 @@ class PositionEmbedding(ParallelModule):
             raise ValueError(
                 f"expected at most {self.weight.shape[0]} tokens, as many as positions, got {tokens}"
             )
+        if self.is_gathered:  # in backward: the gradient of all tokens is added up on every rank alike
+            return scatter_to_sequence_region(self.weight[:tokens, None], self.world.group)
         first, count = 0, tokens
         if self.sequence_parallel:
             count = tokens // self.world.size
@@ -145,7 +152,11 @@ class GPT(nn.Module):
         )
         norm = RMSNorm if config.norm == "rms_norm" else LayerNorm
         self.norm = norm(
-            config.hidden_size, config.norm_eps, sequence_parallel=self.sequence_parallel, **where
+            config.hidden_size,
+            config.norm_eps,
+            sequence_parallel=self.sequence_parallel,
+            state=state,
+            **where,
         )
         self.head = (
             None if config.tied else table()

@@ -94,7 +94,12 @@ _zeros_for_marked = Operator("say_it_was_added", _zeros_once_marked, torch.empty
 
 def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
     """The shape and dtype of dyᵀ x as an operator returns it."""
-    return x.new_empty(dy.shape[1], x.shape[1], dtype=x.dtype if into is None else _dtype_of_sums(x))
+    return x.new_empty(dy.shape[1], x.shape[1], dtype=dtype_of_gradient(x, into))
+
+
+def dtype_of_gradient(x: Tensor, into: Into) -> torch.dtype:
+    """Of what autograd gets, or of what is added to a main_grad."""
+    return x.dtype if into is None else _dtype_of_sums(x)
 
 
 def _dtype_of_sums(x: Tensor) -> torch.dtype:

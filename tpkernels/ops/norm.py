@@ -15,10 +15,9 @@ x, in autocast regions too, where nothing is cast: the sums are wide anyway.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.reference import (
@@ -35,29 +34,40 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.token_norm import Kind, token_norm
+from tpkernels.tp_invariance import mode
 
-Kind = Literal["rms_norm", "layer_norm"]
 
-
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, group: ProcessGroup | None = None) -> Tensor:
     """x / rms(x) * weight.
 
     x: (..., features)
     weight: (features,), in the dtype of x or fp32
+    group: whose ranks have the other tokens (dimension 0): the gradient of weight is summed over them
     """
-    return _norm("rms_norm", x, weight, None, eps)
+    return _norm("rms_norm", x, weight, None, eps, group)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    group: ProcessGroup | None = None,
+) -> Tensor:
     """x, centred and scaled to unit variance, times weight plus bias.
 
     x: (..., features)
     weight, bias: (features,), in the dtype of x or fp32
+    group: whose ranks have the other tokens (dimension 0): gradients of weight and bias are summed over them
     """
-    return _norm("layer_norm", x, weight, bias, eps)
+    return _norm("layer_norm", x, weight, bias, eps, group)
 
 
-def _norm(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _norm(
+    kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup | None
+) -> Tensor:
     features = features_of(kind, x)
     if not x.is_floating_point():
         raise TypeError(f"{kind}: expected floating-point tensors, got x in {x.dtype}")
@@ -65,7 +75,9 @@ def _norm(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
         if parameter is not None:
             _check_parameter(kind, name, parameter, x, features)
     tokens, recorded = tokens_of(x), torch.is_grad_enabled() or in_forward_mode()
-    if kind == "rms_norm":
+    if recorded and (group is not None or mode.segments):
+        y = token_norm(kind, x, tokens, weight, bias, eps, group)
+    elif kind == "rms_norm":
         y = apply(_RmsNorm, tokens, weight, eps) if recorded else primitives.rms_norm(tokens, weight, eps)[0]
     elif recorded:
         y = apply(_LayerNorm, tokens, weight, bias, eps)

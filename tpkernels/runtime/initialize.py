@@ -24,6 +24,7 @@ from tpkernels.runtime.state import (
 )
 from tpkernels.topology.plan import KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
+from tpkernels.tp_invariance import mode
 
 _FAKE_CALLS = count(1)
 
@@ -136,9 +137,10 @@ def _agree(request: str, timeout: timedelta | None) -> int:
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
         )
+    mode.fix("a parallel state")
     if dist.get_backend() == "fake":  # a single process
         return next(_FAKE_CALLS)
-    return _world(timeout).agree(request)
+    return _world(timeout).agree(request + mode.described)
 
 
 def _meet(request: str, call: int, problem: str, timeout: timedelta | None) -> None:

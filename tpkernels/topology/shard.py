@@ -119,21 +119,23 @@ def head_size_of(
     return head_size
 
 
-def require_heads(num_heads: int, num_kv_heads: int, head_size: int, ranks: int) -> None:
-    """Ranks divide the query heads, and hold one or more heads of keys and values each, or share one."""
+def require_heads(
+    num_heads: int, num_kv_heads: int, head_size: int, ranks: int, holders: str = "tensor-parallel ranks"
+) -> None:
+    """Ranks divide the query heads, and hold one or more heads of keys and values each, or share one.
+
+    holders: what `ranks` counts, for errors
+    """
     if num_heads % ranks:
-        raise ValueError(
-            f"num_heads: expected a multiple of the {ranks} tensor-parallel ranks, got {num_heads}"
-        )
+        raise ValueError(f"num_heads: expected a multiple of the {ranks} {holders}, got {num_heads}")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads: expected a divisor of num_heads {num_heads}, got {num_kv_heads}")
     if num_kv_heads % ranks and ranks % num_kv_heads:
         raise ValueError(
-            f"num_kv_heads: expected a multiple or a divisor of the {ranks} tensor-parallel ranks, got "
-            f"{num_kv_heads}"
+            f"num_kv_heads: expected a multiple or a divisor of the {ranks} {holders}, got {num_kv_heads}"
         )
     if num_kv_heads * head_size % ranks:
         raise ValueError(
-            f"num_kv_heads: expected features that the {ranks} tensor-parallel ranks divide, got "
+            f"num_kv_heads: expected features that the {ranks} {holders} divide, got "
             f"{num_kv_heads} heads of {head_size}"
         )

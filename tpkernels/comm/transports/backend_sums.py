@@ -15,6 +15,7 @@ from tpkernels.comm.calls import Call
 from tpkernels.comm.groups import start_all_reduce, start_reduce_scatter
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.env_flag import env_flag
+from tpkernels.tp_invariance import mode
 
 # Read once. Ranks that differ in it begin calls of other names, which they compare.
 backend_sums = env_flag("TPKERNELS_BACKEND_SUMS", default=False)
@@ -27,6 +28,11 @@ def require_backend_sums(op: str, device: torch.device, transport: str) -> None:
         raise ValueError(
             f"{op}: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors on GPUs to NCCL, got {device.type} and "
             f"TPKERNELS_TRANSPORT={transport}; unset one of them"
+        )
+    if mode.segments:
+        raise ValueError(
+            f"{op}: TPKERNELS_BACKEND_SUMS=1 adds in an order of its own{mode.described} asks for one order; "
+            "unset one of them"
         )
 
 

@@ -9,7 +9,8 @@
 Without overlap it moves in as few messages as it can.
 
 Sums are taken here and not by a backend: in fp32 (or wider) and in the order of ranks, so that they depend
-neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfloat16.
+neither on who came first nor on how the backend adds. gloo adds bfloat16 in bfloat16. For TP-invariance the
+order is a tree, see `tp_invariance`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tpkernels.comm.groups import start_all_gather
 from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
 from tpkernels.comm.transports.base import Delivery, Exchange
 from tpkernels.comm.transports.c10d import C10D, Collectives
+from tpkernels.tp_invariance import mode, tree_sum
 
 PartialOf = Callable[[slice], Tensor]
 
@@ -79,9 +81,12 @@ def sum_of_slots(slots: Tensor, bias: Tensor | None) -> Tensor:
     wide = slots.dtype
     if wide.is_floating_point:
         wide = torch.promote_types(wide, torch.float32)
-    total = slots[0].to(wide) + slots[1]
-    for slot in slots[2:]:
-        total += slot
+    if mode.segments:
+        total = tree_sum(slots.to(wide).unbind())
+    else:
+        total = slots[0].to(wide) + slots[1]
+        for slot in slots[2:]:
+            total += slot
     if bias is not None:
         total += bias
     return total.to(slots.dtype)

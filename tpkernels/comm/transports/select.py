@@ -41,6 +41,7 @@ from tpkernels.comm.transports.c10d import c10d_for
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.shared import open_shared
 from tpkernels.comm.transports.symmetric import open_symmetric
+from tpkernels.tp_invariance import mode
 
 TRANSPORTS = ("auto", "c10d", "shared", "symmetric")
 MOST_OPEN = 16  # the ops of one layer need about six
@@ -211,7 +212,8 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
             "ValueError",
             f"TPKERNELS_TRANSPORT is {requested_transport!r}; expected one of {', '.join(TRANSPORTS)}",
         )
-    agree(Claim(f"{op} with TPKERNELS_TRANSPORT={requested_transport}", (), problem), group)
+    asked = f"TPKERNELS_TRANSPORT={requested_transport}" + mode.described
+    agree(Claim(f"{op} with {asked}", (), problem), group)
     machines = 1
     if requested_transport == "auto":
         against_sharing, machines = _where_ranks_run(op, group, against_sharing)

@@ -22,6 +22,7 @@ Saved for backward: x_shard (with save_gathered: x), the weights, and z_shard wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import overload
 
 import torch
@@ -39,7 +40,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     check_main_grad,
     empty_weight_gradient,
-    weight_gradient,
 )
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
@@ -50,6 +50,13 @@ from tpkernels.ops.tensor_parallel.operands import (
     shaped_like,
 )
 from tpkernels.ops.tensor_parallel.parallel import Done, compare_in_backward, multiplying
+from tpkernels.ops.tensor_parallel.segments import (
+    Along,
+    by_segment,
+    map_segments,
+    require_segments,
+    segmented_weight_gradient,
+)
 
 
 @overload
@@ -128,6 +135,7 @@ def column_linear(
     for weight, bias, into in zip(weights, biases, main_grads, strict=True):
         check_linear(op, x, features, weight, bias, ("weight_shard", "bias_shard"))
         check_main_grad(op, into, weight)
+        require_segments(op, layout.segments, [("rows of weight_shard", weight.shape[0])])
     ys: Sequence[Tensor]
     if recorded(x, *weights, *biases):
         keep_rows = save_gathered and layout.token_shards > 1
@@ -199,11 +207,13 @@ def _column_forward(
         products = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
         results = _ys_and_zs(products)
     else:
+        calls = layout.calls(x.device)
 
         def multiply(_: slice, chunk: Tensor, ys_and_zs: list[Tensor]) -> None:
             for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-                y_and_z = ys_and_zs[i :: len(weights)]
-                primitives.into(primitives.linear, y_and_z, chunk, weight, bias, activation, keep_z)
+                y_and_z = [Along(each, 1) for each in ys_and_zs[i :: len(weights)]]
+                split = Along(weight, 0), Along(bias, 0)
+                by_segment(calls, primitives.linear, y_and_z, chunk, *split, activation, keep_z)
 
         widths = [weight.shape[0] for weight in weights] * (2 if keep_z else 1)
         results = layout.rowwise(gathering, x.shape[0] * layout.token_shards, widths, multiply)
@@ -249,17 +259,18 @@ def _column_gradients(
     needs_dx, needs_dws, needs_dbs = needs[0], needs[1 : 1 + count], needs[1 + count :]
     compare_in_backward(op, layout.group, needs)
     gathering = layout.gather(op, "gather of x", x, wanted=not kept_rows and any(needs_dws))
-    dzs = [act_grad_ref(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
+    calls, slope = layout.calls(x.device), partial(act_grad_ref, activation=activation)
+    dzs = [map_segments(calls, slope, dy, z) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     summing = None
     if needs_dx:
         pairs = list(zip(dzs, weights, strict=True))
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_dws))
         if not layout.overlap:
             summing = Done(summing.wait())
-    dbs = [bias_gradient(dz) if need else None for dz, need in zip(dzs, needs_dbs, strict=True)]
+    dbs = [bias_gradient(dz, calls) if need else None for dz, need in zip(dzs, needs_dbs, strict=True)]
     full_x = gathering.wait()
     dws = [
-        weight_gradient(dz, full_x, into) if need else None
+        segmented_weight_gradient(dz, full_x, into, calls, dim=0) if need else None
         for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
     ]
     return [None if summing is None else summing.wait(), *dws, *dbs]

@@ -40,6 +40,7 @@ from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.tensor_parallel.flag_waits import waits_for
 from tpkernels.ops.tensor_parallel.operands import Group
 from tpkernels.ops.tensor_parallel.parallel import begin_call, checked_group
+from tpkernels.tp_invariance import mode
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
@@ -93,6 +94,12 @@ def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Mo
     group = checked_group(
         group, op, dtype=x.dtype, rows=x.shape[:-1], width=x.shape[-1], tensors=[x], options=options
     )
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if mode.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
+        raise ValueError(
+            f"{op}: expected no sum of what ranks computed by themselves with TP-invariance, for nobody "
+            "knows how that depends on their number; use the parallel layers, or turn TP-invariance off"
+        )
     if group.size() == 1:
         return x
     moved: Tensor = apply(_Region, op, x, group, forward, backward)

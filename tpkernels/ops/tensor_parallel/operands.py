@@ -15,6 +15,7 @@ from tpkernels.dispatch.operators import Packed
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
+    Rounded,
     Rows,
     arrivals,
     checked_group,
@@ -24,6 +25,15 @@ from tpkernels.ops.tensor_parallel.parallel import (
     start_sum,
 )
 from tpkernels.ops.tensor_parallel.product_sum import Pair, ProductSum, rows_of
+from tpkernels.ops.tensor_parallel.segments import (
+    SegmentSum,
+    calls_of,
+    canonical,
+    in_blocks,
+    map_segments,
+    segments_of,
+)
+from tpkernels.tp_invariance import mode
 
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
@@ -34,6 +44,15 @@ class Layout(NamedTuple):
     group: Group
     sequence_parallel: bool
     overlap: bool
+
+    @property
+    def segments(self) -> int:
+        """How many this rank has of what ranks share; 0 without TP-invariance."""
+        return mode.segments // self.group.size()
+
+    def calls(self, device: torch.device) -> int:
+        """How many calls of one segment each compute what a rank shares; 0: one call for all."""
+        return calls_of(self.segments, device)
 
     @property
     def token_shards(self) -> int:
@@ -63,21 +82,16 @@ class Layout(NamedTuple):
         """
         (activations, weight), group = pairs[0], self.group
         rows, cols = activations.shape[0], weight.shape[0 if transposed else 1]
+        sharing: Any = {"scatter": self.sequence_parallel, "overlap": self.overlap, "bias": bias}
+        sharing["features"] = 0 if hidden else cols
+        if segments := self.segments:
+            terms = SegmentSum(pairs, transposed, segments)
+            total = start_sum(op, terms, rows, cols, terms.like, group, **sharing)
+            return Rounded(total, activations.dtype)
         if group.size() == 1 and transposed:  # the product adds the bias
             return Done(primitives.linear(activations, weight, bias, "none", False)[0])
 
-        return start_sum(
-            op,
-            ProductSum(pairs, transposed),
-            rows,
-            cols,
-            activations,
-            group,
-            scatter=self.sequence_parallel,
-            overlap=self.overlap,
-            bias=bias,
-            features=0 if hidden else cols,
-        )
+        return start_sum(op, ProductSum(pairs, transposed), rows, cols, activations, group, **sharing)
 
     def rowwise(
         self,
@@ -91,7 +105,8 @@ class Layout(NamedTuple):
         compute: of which rows, these rows, and where its results belong
         """
         full: list[Tensor] = []
-        for rows, chunk in arrivals(gathering, self.overlap):
+        arriving = arrivals(gathering, self.overlap)
+        for rows, chunk in in_blocks(arriving, tokens) if self.segments else arriving:
             full = full or [chunk.new_empty(tokens, width) for width in widths]
             compute(rows, chunk, [rows_of(matrix, rows) for matrix in full])
         return full
@@ -126,6 +141,7 @@ def checked_layout(
         raise ValueError(
             f"{op}: expected {name} (tokens, ..., in_features) with sequence_parallel, got {x.ndim}-D"
         )
+    segments_of(op, group)  # or an error
     return Layout(group, sequence_parallel, overlap)
 
 
@@ -151,6 +167,10 @@ def apply_distinct(
     return apply(function, *args, *tensors)
 
 
-def bias_gradient(dz: Tensor) -> Tensor:
-    """The sum over tokens, in the dtype of the bias, which is that of dz."""
-    return as_dtype(primitives.bias_grad(dz), dz.dtype)
+def bias_gradient(dz: Tensor, segments: int = 0) -> Tensor:
+    """The sum over tokens, in the dtype of the bias, which is that of dz.
+
+    segments: of this rank's features, see `Layout.calls`; 0: dz has all features, or all are summed at once
+    """
+    sums = map_segments(segments, primitives.bias_grad, canonical(dz) if mode.segments else dz, dim=0)
+    return as_dtype(sums, dz.dtype)

@@ -23,6 +23,7 @@ from tpkernels.comm.transports.backend_sums import (
 )
 from tpkernels.comm.transports.rows import Gathering, Pending, Reducing, all_reducing, gather_small
 from tpkernels.env_flag import env_flag
+from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.tensor_parallel.choices import agree_choices
 from tpkernels.ops.tensor_parallel.flag_waits import (
     KERNEL_WAITS,
@@ -124,6 +125,16 @@ def require_divisible(op: str, x: Tensor, group: ProcessGroup) -> None:
             f"{op}: expected dimension 0 of x divisible by the {group.size()} ranks of the group, got "
             f"{tuple(x.shape)}; pad the sequence to a multiple of {group.size()}"
         )
+
+
+class Rounded:
+    """A sum that travels in fp32, for who wants it narrower."""
+
+    def __init__(self, pending: Pending, dtype: torch.dtype) -> None:
+        self._pending, self._dtype = pending, dtype
+
+    def wait(self) -> Tensor:
+        return as_dtype(self._pending.wait(), self._dtype)
 
 
 class Done:

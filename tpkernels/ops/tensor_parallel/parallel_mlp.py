@@ -23,6 +23,7 @@ Saved for backward: x_shard, z (or g and u) and the weights; h is computed again
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -33,7 +34,14 @@ from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
-from tpkernels.kernels.activations import Activation, Glu, act_into, require_activation, require_glu
+from tpkernels.kernels.activations import (
+    Activation,
+    Glu,
+    act_into,
+    act_ref,
+    require_activation,
+    require_glu,
+)
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
@@ -50,7 +58,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     check_main_grad,
     empty_weight_gradient,
-    weight_gradient,
 )
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
@@ -61,6 +68,13 @@ from tpkernels.ops.tensor_parallel.operands import (
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying
 from tpkernels.ops.tensor_parallel.product_sum import rows_of
+from tpkernels.ops.tensor_parallel.segments import (
+    Along,
+    by_segment,
+    map_segments,
+    require_segments,
+    segmented_weight_gradient,
+)
 
 
 def parallel_mlp(
@@ -127,6 +141,7 @@ def parallel_mlp(
     weights = [w_up, w_down] if w_gate is None else [w_up, w_gate, w_down]
     for main_grad, weight in zip(into, weights, strict=True):
         check_main_grad(op, main_grad, weight)
+    require_segments(op, layout.segments, [("rows of w_up_shard", w_up.shape[0])])
     y: Tensor
     if recorded(x, b_up, b_down, *weights):
         options, tensors = (layout, activation, glu), [tokens_of(x), b_up, b_down, *weights]
@@ -184,12 +199,14 @@ def _mlp_forward(
         ((h, z),) = gathering.products(ups, [b_up], activation, apart, keep_rows=False)
         kept = [] if z is None else [z]
     else:
+        calls, up = layout.calls(x.device), Along(ups[0], 0)
 
         def multiply(_: slice, chunk: Tensor, h_and_kept: list[Tensor]) -> None:
+            out = [Along(each, 1) for each in h_and_kept]
             if glu is None:
-                primitives.into(primitives.linear, h_and_kept, chunk, ups[0], b_up, activation, apart)
+                by_segment(calls, primitives.linear, out, chunk, up, Along(b_up, 0), activation, apart)
             else:
-                primitives.into(primitives.glu, h_and_kept, chunk, ups[1], ups[0], glu, apart)
+                by_segment(calls, primitives.glu, out, chunk, Along(ups[1], 0), up, glu, apart)
 
         widths = [w_down.shape[1]] * (1 + len(ups) * apart)
         h, *kept = layout.rowwise(gathering, x.shape[0] * layout.token_shards, widths, multiply)
@@ -238,33 +255,42 @@ def _mlp_gradients(
     gathering_x = layout.gather(op, "gather of x", x, wanted=any(needs_ups))
     tokens = kept[0].shape[0]
     dbs_up: list[Tensor] = []
+    calls, down = layout.calls(x.device), Along(w_down, 1)
+    sums_as_they_come = needs_db_up and not layout.segments  # else in one order of tokens
 
     def multiply(rows: slice, dy_chunk: Tensor, h_and_dzs: list[Tensor]) -> None:
         """h, and dz of each weight but the last."""
-        h, *dzs = h_and_dzs
+        h, *dzs = (Along(each, 1) for each in h_and_dzs)
+        saved = [rows_of(tensor, rows) for tensor in kept]
         if glu is not None:
-            g, u = (rows_of(tensor, rows) for tensor in kept)
-            primitives.into(primitives.dglu, (*reversed(dzs), h), dy_chunk, w_down, g, u, glu)
+            g_and_u = (Along(tensor, 1) for tensor in saved)
+            by_segment(calls, primitives.dglu, (*reversed(dzs), h), dy_chunk, down, *g_and_u, glu)
             return
-        z = rows_of(kept[0], rows)
-        if needs_db_up:
-            dbs_up.append(z.new_empty(z.shape[1], dtype=sums_dtype(z.dtype)))
-        dz_and_db = (*dzs, *dbs_up[-1:])
-        primitives.into(primitives.dgrad_act, dz_and_db, dy_chunk, w_down, z, activation, needs_db_up)
-        act_into(h, z, activation)
+        (z,) = saved
+        if sums_as_they_come:
+            dbs_up.append(h_and_dzs[0].new_empty(w_down.shape[1], dtype=sums_dtype(x.dtype)))
+        dz_and_db = (*dzs, *(Along(db, 0) for db in dbs_up[-1:]))
+        undone = Along(z, 1), activation, sums_as_they_come
+        by_segment(calls, primitives.dgrad_act, dz_and_db, dy_chunk, down, *undone)
+        if calls:
+            h_and_dzs[0].copy_(map_segments(calls, partial(act_ref, activation=activation), z))
+        else:
+            act_into(h_and_dzs[0], z, activation)
 
     h, *dzs = layout.rowwise(gathering_dy, tokens, [w_down.shape[1]] * (1 + len(ups)), multiply)
     dy = gathering_dy.wait()
-    dw_down = weight_gradient(dy, h, into_down) if needs_down else None
+    dw_down = segmented_weight_gradient(dy, h, into_down, calls, dim=1) if needs_down else None
     db_down = bias_gradient(dy) if needs_db_down else None
     db_up = as_dtype(sum(dbs_up[1:], dbs_up[0]), dy.dtype) if dbs_up else None
+    if needs_db_up and not dbs_up:
+        db_up = bias_gradient(dzs[0], calls)
     full_x = gathering_x.wait()
     summing = None
     if needs_dx:
         pairs = list(zip(dzs, ups, strict=True))
         summing = layout.sum_of_products(op, pairs, transposed=False, hidden=any(needs_ups))
     dws = [
-        weight_gradient(dz, full_x, into) if need else None
+        segmented_weight_gradient(dz, full_x, into, calls, dim=0) if need else None
         for dz, into, need in zip(dzs, into_ups, needs_ups, strict=True)
     ]
     return [None if summing is None else summing.wait(), db_up, db_down, *dws, dw_down]

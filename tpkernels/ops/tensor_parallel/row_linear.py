@@ -48,6 +48,12 @@ from tpkernels.ops.tensor_parallel.operands import (
     shaped_like,
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying, require_divisible
+from tpkernels.ops.tensor_parallel.segments import (
+    Along,
+    by_segment,
+    require_segments,
+    segmented_weight_gradient,
+)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -86,6 +92,7 @@ def row_linear(
         x_shard, weight_shard, bias = autocast(x_shard, weight_shard, bias)
     check_linear(op, x_shard, features_of(op, x_shard), weight_shard, bias, ("weight_shard", "bias"))
     check_main_grad(op, main_grad, weight_shard)
+    require_segments(op, layout.segments, [("columns of weight_shard", weight_shard.shape[1])])
     if sequence_parallel:
         require_divisible(op, x_shard, layout.group)
     tokens = tokens_of(x_shard)
@@ -140,7 +147,9 @@ def _row_gradients(
     op, (into,) = "row_linear backward", main_grads
     if layout.sequence_parallel:
         compare_in_backward(op, layout.group, needs)
-    if layout.token_shards == 1:
+    like = x if weight is None else weight
+    calls = 0 if like is None else layout.calls(like.device)
+    if layout.token_shards == 1 and not layout.segments:
         dx = None if weight is None else primitives.dgrad(dy_shard, weight)
         dw = None if x is None else weight_gradient(dy_shard, x, into)
         return dx, dw, bias_gradient(dy_shard) if needs[2] else None
@@ -151,14 +160,17 @@ def _row_gradients(
         dw = None if x is None else weight_gradient(dy, x, into)
     else:
         tokens = dy_shard.shape[0] * layout.token_shards
-        # a GPU takes all rows at once: dgrad hides the transfers
-        batches = _Batches(x, into, tokens) if x is not None and layout.overlap and x.is_cpu else None
+        # a GPU takes all rows at once: dgrad hides the transfers; and one order of tokens needs them all
+        as_they_arrive = layout.overlap and not layout.segments
+        batches = _Batches(x, into, tokens) if x is not None and as_they_arrive and x.is_cpu else None
 
         def multiply(rows: slice, dy_chunk: Tensor, dx: list[Tensor]) -> None:
             if batches is not None:
                 batches.add(rows, dy_chunk)
             if weight is not None:
-                primitives.into(primitives.dgrad, dx, dy_chunk, weight)
+                by_segment(
+                    calls, primitives.dgrad, [Along(each, 1) for each in dx], dy_chunk, Along(weight, 1)
+                )
 
         widths = [] if weight is None else [weight.shape[1]]
         results = layout.rowwise(gathering, tokens, widths, multiply)
@@ -167,7 +179,7 @@ def _row_gradients(
         if batches is not None:
             dw = batches.get()
         else:
-            dw = None if x is None else weight_gradient(dy, x, into)
+            dw = None if x is None else segmented_weight_gradient(dy, x, into, calls, dim=1)
     return dx, dw, bias_gradient(dy) if needs[2] else None
 
 

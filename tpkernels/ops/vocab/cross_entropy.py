@@ -36,12 +36,14 @@ from tpkernels.ops.tensor_parallel.parallel import (
 )
 from tpkernels.ops.vocab.vocabulary import (
     Group,
+    VocabSegment,
     VocabShard,
     require_ids,
     require_in_vocabulary,
     require_logits,
     vocab_shard,
 )
+from tpkernels.tp_invariance import mode
 
 OP = "vocab_cross_entropy"
 IGNORED = -1  # what an ignored target is from here on, whatever the caller calls it
@@ -167,12 +169,15 @@ class ShardedLoss:
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, maximum, total) of each row."""
         shard, s = self.shard, self.smoothing
-        ours = primitives.softmax_statistics(logits, target, shard.columns, shard.first_id)
-        # an unsmoothed loss needs no Σ x
+        count = 4 if s else 3  # an unsmoothed loss needs no Σ x
+        found = [
+            primitives.softmax_statistics(part.of(logits, 1), target, part.columns, part.first_id)[:count]
+            for part in shard.segments
+        ]
+        ours = found[0] if len(found) == 1 else torch.cat(found)
         what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids)"
-        maxima, totals, picked, *summed = gather_numbers(
-            self.op, what, ours if s else ours[:3], shard.group
-        ).unbind(1)
+        everybody = gather_numbers(self.op, what, ours, shard.group)
+        maxima, totals, picked, *summed = everybody.view(-1, count, len(target)).unbind(1)
         maximum = maxima.amax(0)
         total = (totals * (maxima - maximum).exp()).sum(0)
         log_total = total.log()
@@ -185,19 +190,19 @@ class ShardedLoss:
         self, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor, *, in_place: bool
     ) -> Tensor:
         """Of the logits; in their memory if `in_place`."""
-        shard, s = self.shard, self.smoothing
-        return primitives.cross_entropy_grad(
-            logits,
-            target,
-            maximum,
-            total,
-            dloss.to(total.dtype).contiguous(),
-            shard.columns,
-            shard.first_id,
-            1 - s,
-            s / shard.size,
-            in_place,
-        )
+        size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
+        known, weights = (target, maximum, total, dloss), (1 - s, s / size)
+
+        def of_part(part: VocabSegment, x: Tensor, in_place: bool) -> Tensor:
+            return primitives.cross_entropy_grad(x, *known, part.columns, part.first_id, *weights, in_place)
+
+        if not mode.segments:
+            (whole,) = self.shard.segments
+            return of_part(whole, logits, in_place)
+        dlogits = logits if in_place else torch.empty_like(logits)
+        for part in self.shard.segments:
+            part.view_of(dlogits, 1).copy_(of_part(part, part.of(logits, 1), False))
+        return dlogits
 
 
 def sharded_loss(op: str, options: LossOptions, width: int) -> ShardedLoss:

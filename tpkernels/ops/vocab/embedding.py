@@ -36,10 +36,11 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.vocab.vocabulary import (
     Group,
     VocabShard,
-    checked_size,
     require_ids,
     require_in_vocabulary,
+    vocab_shard,
 )
+from tpkernels.tp_invariance import mode
 
 OP = "vocab_embedding"
 
@@ -76,7 +77,7 @@ def vocab_embedding(
         tensors=[weight_shard],
         options=(sequence_parallel, padding_idx, vocab_size),
     )
-    size = checked_size(OP, group, width, vocab_size)
+    size = vocab_shard(OP, group, width, vocab_size).size
     if padding_idx is not None:
         if not -size <= padding_idx < size:
             raise ValueError(f"{OP}: expected a padding_idx from {-size} to {size - 1}, got {padding_idx}")
@@ -126,7 +127,8 @@ def _rows(ids: Tensor, weight: Tensor, group: Group, vocab_size: int, sequence_p
     require_in_vocabulary(OP, "ids", ids, shard)
     first_id = shard.first_id
     if group.size() == 1:
-        return primitives.lookup(ids, weight, 0)
+        rows = primitives.lookup(ids, weight, 0)
+        return rows.add_(0) if mode.segments else rows  # elsewhere zeros of others make +0 of -0
     return start_sum(
         OP,
         lambda rows: primitives.lookup(ids[rows], weight, first_id),
@@ -159,7 +161,9 @@ def _gradient(
     first_id = group.rank() * rows
     if sequence_parallel:
         dy = start_rows(f"{OP} backward", "gather of dy", dy, group).wait()
-    dweight = primitives.lookup_grad(dy, ids, rows, first_id, dtype)
+    parts = VocabShard(group, rows, group.size() * rows).segments
+    found = [primitives.lookup_grad(dy, ids, rows // len(parts), part.first_id, dtype) for part in parts]
+    dweight = found[0] if len(found) == 1 else torch.cat(found)
     if padding_idx is not None and 0 <= padding_idx - first_id < rows:
         dweight[padding_idx - first_id] = 0
     return dweight

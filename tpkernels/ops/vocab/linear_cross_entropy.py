@@ -146,7 +146,7 @@ class _ReducedLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         share, dhidden, dweight = ctx.saved_tensors
         dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
-        dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, dtype, ctx.options)
+        dhidden, dweight = reduced_gradients(dloss * share, dhidden, dweight, ctx.dtype, dtype, ctx.options)
         return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.dispatch.operators import Packed
+from tpkernels.dispatch.segments import segment_of
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import group_named, name_of
+from tpkernels.ops.tensor_parallel.segments import require_segments, segments_of
+from tpkernels.tp_invariance import mode
 
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
 
@@ -38,11 +41,39 @@ class VocabShard:
     @property
     def columns(self) -> int:
         """How many of ours are no padding; they come first."""
-        return min(max(self.size - self.first_id, 0), self.width)
+        return self._columns(self.first_id, self.width)
+
+    @property
+    def segments(self) -> list[VocabSegment]:
+        """What one call takes: all of it, or with TP-invariance a segment."""
+        parts = max(1, segments_of("vocabulary", self.group))
+        width = self.width // parts
+        firsts = [self.first_id + number * width for number in range(parts)]
+        return [VocabSegment(n, parts, first, self._columns(first, width)) for n, first in enumerate(firsts)]
+
+    def _columns(self, first_id: int, width: int) -> int:
+        return min(max(self.size - first_id, 0), width)
+
+
+class VocabSegment(NamedTuple):
+    """One of `parts` equal parts of a rank's rows or columns."""
+
+    number: int
+    parts: int
+    first_id: int
+    columns: int  # that are no padding
+
+    def of(self, shard: Tensor, dim: int) -> Tensor:
+        """This part of a rank's shard; the shard itself without TP-invariance."""
+        return segment_of(shard, dim, self.number, self.parts) if mode.segments else shard
+
+    def view_of(self, shard: Tensor, dim: int) -> Tensor:
+        return shard.tensor_split(self.parts, dim)[self.number]
 
 
 def vocab_shard(op: str, group: ProcessGroup, width: int, vocab_size: int | None) -> VocabShard:
     """vocab_size: ids of the full vocabulary; None: there is no padding"""
+    require_segments(op, segments_of(op, group), [("a shard of the vocabulary", width)])
     return VocabShard(group, width, checked_size(op, group, width, vocab_size))
 
 

@@ -1,0 +1,274 @@
+"""What ranks run in tests of TP-invariance: ops on shards of one problem, and hashes of the whole results."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpkernels import ops, tp_invariance
+from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
+
+Whole = tuple[
+    Tensor | None, int | None
+]  # this rank's result, and the dimension along which ranks have others
+TOKENS, BATCH, K, N, VOCABULARY = 16, 3, 48, 80, 72
+
+
+@dataclass(frozen=True)
+class Setting:
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    overlap: bool = True
+    tokens: int = TOKENS
+    option: str = ""
+
+
+@contextmanager
+def segments(count: int) -> Iterator[None]:
+    """TP-invariance of a few calls; the mode is the process's, and other tests use the process."""
+    mode = tp_invariance.mode
+    before = mode.segments, mode.used_by
+    mode.segments, mode.used_by = count, ""
+    try:
+        yield
+    finally:
+        mode.segments, mode.used_by = before
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    """Numbers of many magnitudes: another order of adding shows."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(shape, generator=generator).mul(2).exp()
+    return torch.randn(shape, generator=generator) * spread
+
+
+def leaf(whole: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
+    """This rank's shard."""
+    if dim is not None:
+        whole = whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return whole.to(dtype).clone().requires_grad_()
+
+
+def whole_of(result: Whole) -> Tensor | None:
+    tensor, dim = result
+    if tensor is None or dim is None:
+        return tensor
+    parts = [torch.empty_like(tensor.contiguous()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def _column(s: Setting) -> dict[str, Whole]:
+    group, activation = dist.group.WORLD, "gelu" if s.option == "gelu" else None
+    tokens = 0 if s.sequence_parallel else None
+    x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
+    weights = [leaf(drawn(2 + i, width, K), 0, s.dtype) for i, width in enumerate((N, 16, 32))]
+    biases = [leaf(drawn(5, N), 0, s.dtype), None, leaf(drawn(6, 32), 0, s.dtype)]
+    main_grads = [drawn(7, *w.shape) if s.option == "main_grad" else None for w in weights]
+    ys = ops.column_linear(
+        x,
+        weights,
+        biases,
+        group,
+        activation=activation,
+        sequence_parallel=s.sequence_parallel,
+        overlap=s.overlap,
+        main_grad=main_grads,
+        save_gathered=s.option == "save_gathered",
+    )
+    dys = [drawn(9 + i, s.tokens, BATCH, w) for i, w in enumerate((N, 16, 32))]
+    torch.autograd.backward(ys, [leaf(dy, 2, s.dtype).detach() for dy in dys])
+    found: dict[str, Whole] = {"dx": (x.grad, tokens)}
+    for i, y in enumerate(ys):
+        bias = biases[i]
+        found[f"y{i}"] = y.detach(), 2
+        found[f"dw{i}"] = (None if s.option == "main_grad" else weights[i].grad), 0
+        found[f"db{i}"] = (None if bias is None else bias.grad), 0
+    return found
+
+
+def _row(s: Setting) -> dict[str, Whole]:
+    tokens = 0 if s.sequence_parallel else None
+    x = leaf(drawn(1, s.tokens, BATCH, K), 2, s.dtype)
+    weight, bias = leaf(drawn(2, N, K), 1, s.dtype), leaf(drawn(3, N), None, s.dtype)
+    main_grad = leaf(drawn(4, N, K), 1, torch.float32).detach() if s.option == "main_grad" else None
+    y = ops.row_linear(
+        x,
+        weight,
+        bias,
+        dist.group.WORLD,
+        sequence_parallel=s.sequence_parallel,
+        overlap=s.overlap,
+        main_grad=main_grad,
+    )
+    y.backward(leaf(drawn(5, s.tokens, BATCH, N), tokens, s.dtype).detach())
+    dw = weight.grad if main_grad is None else main_grad
+    return {"y": (y.detach(), tokens), "dx": (x.grad, 2), "dw": (dw, 1), "db": (bias.grad, None)}
+
+
+def _mlp(s: Setting) -> dict[str, Whole]:
+    tokens, gated = 0 if s.sequence_parallel else None, s.option == "swiglu"
+    x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
+    up, down = leaf(drawn(2, N, K) / 9, 0, s.dtype), leaf(drawn(3, K, N), 1, s.dtype)
+    gate = leaf(drawn(4, N, K) / 9, 0, s.dtype) if gated else None
+    b_up, b_down = None if gated else leaf(drawn(5, N), 0, s.dtype), leaf(drawn(6, K), None, s.dtype)
+    y = ops.parallel_mlp(
+        x,
+        up,
+        b_up,
+        down,
+        b_down,
+        dist.group.WORLD,
+        activation=s.option or None,  # type: ignore[arg-type]
+        w_gate_shard=gate,
+        sequence_parallel=s.sequence_parallel,
+        overlap=s.overlap,
+    )
+    y.backward(leaf(drawn(7, s.tokens, BATCH, K), tokens, s.dtype).detach())
+    return {
+        "y": (y.detach(), tokens),
+        "dx": (x.grad, tokens),
+        "dup": (up.grad, 0),
+        "dgate": (None if gate is None else gate.grad, 0),
+        "ddown": (down.grad, 1),
+        "db_up": (None if b_up is None else b_up.grad, 0),
+        "db_down": (b_down.grad, None),
+    }
+
+
+def _ids(s: Setting) -> Tensor:
+    return torch.randint(0, 67, (s.tokens, BATCH), generator=torch.Generator().manual_seed(8))
+
+
+def _embedding(s: Setting) -> dict[str, Whole]:
+    tokens, whole = 0 if s.sequence_parallel else None, drawn(1, VOCABULARY, K)
+    whole[:9] = -0.0  # which zeros of other ranks make +0
+    table = leaf(whole, 0, s.dtype)
+    y = ops.vocab_embedding(
+        _ids(s), table, dist.group.WORLD, sequence_parallel=s.sequence_parallel, vocab_size=67, padding_idx=5
+    )
+    y.backward(leaf(drawn(2, s.tokens, BATCH, K), tokens, s.dtype).detach())
+    return {"y": (y.detach(), tokens), "dtable": (table.grad, 0)}
+
+
+def _cross_entropy(s: Setting) -> dict[str, Whole]:
+    logits = leaf(drawn(1, s.tokens, BATCH, VOCABULARY), 2, s.dtype)
+    target = _ids(s)
+    target[1] = -100
+    loss = ops.vocab_cross_entropy(
+        logits * 1,
+        target,
+        dist.group.WORLD,
+        label_smoothing=0.1 if s.option == "smoothed" else 0.0,
+        vocab_size=67,
+        overwrite_logits=s.option == "overwritten",
+    )
+    loss.backward(drawn(2, s.tokens, BATCH))
+    return {"loss": (loss.detach(), None), "dlogits": (logits.grad, 2)}
+
+
+def _head(s: Setting) -> dict[str, Whole]:
+    tokens = 0 if s.sequence_parallel else None
+    hidden = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
+    weight = leaf(drawn(2, VOCABULARY, K) / 9, 0, s.dtype)
+    main_grad = leaf(drawn(4, VOCABULARY, K), 0, torch.float32).detach() if s.option == "main_grad" else None
+    loss = ops.linear_cross_entropy(
+        hidden,
+        weight,
+        _ids(s),
+        dist.group.WORLD,
+        sequence_parallel=s.sequence_parallel,
+        reduction="none" if s.option == "none" else "mean",
+        vocab_size=67,
+        chunk_tokens=None if s.option == "whole" else 20,
+        main_grad=main_grad,
+    )
+    loss.backward(drawn(3, *loss.shape).float())
+    dweight = weight.grad if main_grad is None else main_grad
+    return {"loss": (loss.detach(), None), "dhidden": (hidden.grad, tokens), "dweight": (dweight, 0)}
+
+
+def _norm(s: Setting) -> dict[str, Whole]:
+    tokens = 0 if s.sequence_parallel else None
+    group = dist.group.WORLD if s.sequence_parallel else None
+    x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
+    weight, bias = leaf(drawn(2, K), None, s.dtype), leaf(drawn(3, K), None, s.dtype)
+    if s.option == "rms_norm":
+        y = ops.rms_norm(x, weight, group=group)
+    else:
+        y = ops.layer_norm(x, weight, bias, group=group)
+    y.backward(leaf(drawn(4, s.tokens, BATCH, K), tokens, s.dtype).detach())
+    return {
+        "y": (y.detach(), tokens),
+        "dx": (x.grad, tokens),
+        "dweight": (weight.grad, None),
+        "dbias": (bias.grad, None),
+    }
+
+
+def _heads(s: Setting) -> dict[str, Whole]:
+    heads = int(s.option)
+    x = leaf(drawn(1, s.tokens, BATCH, heads * 8), 2, s.dtype)
+    y = segment_heads(x, dist.group.WORLD, heads)
+    dy = drawn(2, s.tokens, BATCH, tp_invariance.mode.segments, 8)
+    dy[0] = -0.0
+    y.backward(leaf(dy, 2, s.dtype).detach())
+    return {"y": (y.detach(), 2), "dx": (x.grad, 2)}
+
+
+PROGRAMS: dict[str, Callable[[Setting], dict[str, Whole]]] = {
+    "column": _column,
+    "row": _row,
+    "mlp": _mlp,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    "head": _head,
+    "norm": _norm,
+    "heads": _heads,
+}
+
+
+def hashes(count: int, asked: list[tuple[str, Setting]]) -> list[dict[str, str]]:
+    """Of each program's results as one rank would have them; of any bit."""
+    with segments(count):
+        return [
+            {name: _hash(whole_of(result)) for name, result in PROGRAMS[program](setting).items()}
+            for program, setting in asked
+        ]
+
+
+def _hash(whole: Tensor | None) -> str:
+    if whole is None:
+        return ""
+    assert whole.isfinite().all()
+    return hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+def refusals() -> list[str]:
+    """What ops that TP-invariance cannot serve say, on this rank."""
+    from tpkernels.ops.tensor_parallel import mappings
+
+    group, x = dist.group.WORLD, torch.ones(8, 24, requires_grad=True)
+    refused: list[Callable[[], object]] = [
+        lambda: ops.column_linear(x, torch.ones(9, 24), None, group),
+        lambda: ops.row_linear(torch.ones(8, 22), torch.ones(8, 22), None, group),
+        lambda: ops.vocab_embedding(torch.zeros(8, dtype=torch.int64), torch.ones(9, 24), group),
+        lambda: ops.rms_norm(torch.ones(3, 24, requires_grad=True), torch.ones(24), group=group),
+        lambda: mappings.copy_to_region(x, group),
+        lambda: mappings.reduce_from_region(x, group),
+    ]
+    said = []
+    with segments(8 if dist.get_world_size() < 4 else 2):
+        for call in refused if dist.get_world_size() < 4 else refused[:1]:
+            try:
+                call()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    return said

@@ -1,0 +1,83 @@
+"""The same bits at every tensor-parallel size."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.ops.invariant_cases import Setting, hashes, refusals
+
+DTYPES = (torch.float32, torch.bfloat16)
+OPTIONS = {
+    "column": ("", "gelu", "main_grad", "save_gathered"),
+    "row": ("", "main_grad"),
+    "mlp": ("gelu", "swiglu"),
+    "embedding": ("",),
+    "cross_entropy": ("", "smoothed", "overwritten"),
+    "head": ("", "none", "whole", "main_grad"),
+    "norm": ("rms_norm", "layer_norm"),
+    "heads": ("1", "2", "4"),
+}
+ASKED = [
+    (name, Setting(dtype, sequence_parallel, option=option))
+    for name, options in OPTIONS.items()
+    for option, dtype, sequence_parallel in product(options, DTYPES, (False, True))
+]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_size_gives_the_same_bits(name, ranks1, ranks2, ranks4):
+    asked = [(program, setting) for program, setting in ASKED if program == name]
+    by_size = [ranks.run(hashes, 8, asked)[0] for ranks in (ranks1, ranks2, ranks4)]
+    for number, (_, setting) in enumerate(asked):
+        alone = by_size[0][number]
+        assert len(set(alone.values())) > 1
+        for found in by_size[1:]:
+            assert found[number] == alone, setting
+
+
+@pytest.mark.parametrize("name", ["column", "row", "mlp", "head", "norm"])
+def test_sequence_parallelism_changes_no_bit(name, ranks2):
+    asked = [(program, setting) for program, setting in ASKED if program == name]
+    found = ranks2.run(hashes, 8, asked)[0]
+    for number in range(0, len(asked), 2):
+        assert found[number] == found[number + 1], asked[number][1]
+
+
+def test_rows_in_blocks_give_the_same_bits_with_and_without_overlap(ranks1, ranks4):
+    asked = [
+        (name, Setting(sequence_parallel=True, overlap=overlap, tokens=1024))
+        for name in ("column", "row", "mlp")
+        for overlap in (False, True)
+    ]
+    alone, four = ranks1.run(hashes, 8, asked)[0], ranks4.run(hashes, 8, asked)[0]
+    assert alone == four
+    assert alone[0::2] == alone[1::2]
+
+
+def test_tokens_that_segments_do_not_divide(ranks1, ranks2):
+    asked = [
+        (name, Setting(dtype, option=OPTIONS[name][0], tokens=13)) for name in OPTIONS for dtype in DTYPES
+    ]
+    assert ranks1.run(hashes, 8, asked)[0] == ranks2.run(hashes, 8, asked)[0]
+
+
+def test_without_it_bits_depend_on_the_size(ranks1, ranks4):
+    """So the tests above can fail."""
+    asked = [(name, setting) for name, setting in ASKED if name in ("column", "row", "mlp", "head")]
+    alone, four = ranks1.run(hashes, 0, asked)[0], ranks4.run(hashes, 0, asked)[0]
+    for number, (name, _) in enumerate(asked):
+        assert alone[number] != four[number], name
+
+
+def test_what_it_cannot_serve_is_refused_on_all_ranks(ranks2, ranks4):
+    found = ranks2.run(refusals)
+    assert found[0] == found[1]
+    for text in found[0][:4]:
+        assert "segments of TP-invariance divide, got" in text
+    for text in found[0][4:]:
+        assert "expected no sum of what ranks computed by themselves" in text
+    for (text,) in ranks4.run(refusals):
+        assert "a tensor-parallel size that divides the 2 segments of TP-invariance, got 4" in text

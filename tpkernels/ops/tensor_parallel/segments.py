@@ -1,0 +1,167 @@
+"""What an op does on one rank so that results have the same bits at every number of ranks.
+
+Where torch computes, its libraries choose their way by sizes. So each call takes one segment of what ranks
+share, and one block of rows: sizes that do not depend on the number of ranks. Our kernels compute an element
+alike wherever it lies; they take everything at once. Without TP-invariance all do. See `tp_invariance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.dispatch.segments import Pair, segment_of, segment_sum, torch_computes
+from tpkernels.dispatch.segments import canonical as canonical
+from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
+from tpkernels.ops.tensor_parallel.product_sum import rows_of
+from tpkernels.tp_invariance import mode
+
+LEAST_ROWS = 256  # of a block; fewer cost a product more than what arrives early saves
+
+
+class Along(NamedTuple):
+    """A tensor, cut along a dimension."""
+
+    tensor: Tensor | None
+    dim: int
+
+
+def segments_of(op: str, group: ProcessGroup) -> int:
+    """How many this rank has of what it shares with the others; 0 without TP-invariance."""
+    return mode.own_segments(op, group.size())
+
+
+def require_segments(op: str, segments: int, sizes: Sequence[tuple[str, int]]) -> None:
+    """They divide the sizes, each with its name, of this rank's shards."""
+    for name, size in sizes:
+        if segments and size % segments:
+            raise ValueError(
+                f"{op}: expected {name} that this rank's {segments} of the {mode.segments} segments of "
+                f"TP-invariance divide, got {size}"
+            )
+
+
+def calls_of(segments: int, device: torch.device) -> int:
+    """How many calls of one segment each make a result; 0: one call for all of them."""
+    return segments if segments and torch_computes(device) else 0
+
+
+def by_segment(
+    segments: int, primitive: Callable[..., Any], out: Sequence[Along], *args: Along | object
+) -> None:
+    """`primitives.into(primitive, out, *args)`, in as many calls as `calls_of` says."""
+    if not segments:
+        whole = [arg.tensor if isinstance(arg, Along) else arg for arg in args]
+        primitives.into(primitive, [each.tensor for each in out if each.tensor is not None], *whole)
+        return
+    for segment in range(segments):
+        results = primitive(*(_cut(arg, segment, segments) for arg in args))
+        results = (results,) if isinstance(results, Tensor) else results
+        found = [result for result in results if result is not None]
+        for (tensor, dim), result in zip(out, found, strict=True):
+            assert tensor is not None, "what is written is there"
+            tensor.narrow(dim, segment * result.shape[dim], result.shape[dim]).copy_(result)
+
+
+def _cut(arg: object, segment: int, segments: int) -> object:
+    if isinstance(arg, Along):
+        return None if arg.tensor is None else segment_of(arg.tensor, arg.dim, segment, segments)
+    return canonical(arg) if isinstance(arg, Tensor) else arg
+
+
+def map_segments(
+    segments: int, function: Callable[..., Tensor], *tensors: Tensor, dim: int = 1, cut: int = 1
+) -> Tensor:
+    """function(*tensors), in as many calls as `calls_of` says.
+
+    cut: the dimension of tensors that is cut; dim: that of the result
+    """
+    if not segments:
+        return function(*tensors)
+    parts = [
+        function(*(segment_of(tensor, cut, segment, segments) for tensor in tensors))
+        for segment in range(segments)
+    ]
+    return torch.cat(parts, dim)
+
+
+def segmented_weight_gradient(dy: Tensor, x: Tensor, into: Into, segments: int, *, dim: int) -> Tensor | None:
+    """`weight_gradient`, in as many calls as `calls_of` says.
+
+    dim: 0: dy is split over ranks, and with it the rows of the result; 1: x, and its columns
+    """
+    if not segments:
+        return weight_gradient(dy, x, into)
+    whole = canonical(x if dim == 0 else dy)
+    total = into if isinstance(into, Tensor) else None
+    if total is None:
+        total = x.new_zeros(dy.shape[1], x.shape[1], dtype=dtype_of_gradient(x, into))
+    for segment in range(segments):
+        part = segment_of(dy if dim == 0 else x, 1, segment, segments)
+        product = primitives.wgrad(part, whole) if dim == 0 else primitives.wgrad(whole, part)
+        total.narrow(dim, segment * product.shape[dim], product.shape[dim]).add_(product)
+    return None if isinstance(into, Tensor) else total
+
+
+def row_blocks(rows: int, device: torch.device) -> list[slice]:
+    """Rows that are computed by one call each: the same for every number of ranks, and in no shard twice."""
+    segments = mode.segments
+    if not segments or not torch_computes(device) or rows % segments or rows // segments < LEAST_ROWS:
+        return [slice(0, rows)]
+    size = rows // segments
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def in_blocks(arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows that arrive in pieces of any size, as blocks: each as soon as all of it is there."""
+    whole: Tensor | None = None
+    missing: dict[int, int] = {}
+    blocks: list[slice] = []
+    for here, chunk in arriving:
+        if whole is None:
+            blocks = row_blocks(rows, chunk.device)
+            missing = {number: block.stop - block.start for number, block in enumerate(blocks)}
+            whole = chunk if len(chunk) == rows else chunk.new_empty(rows, chunk.shape[1])
+        if whole is not chunk:
+            whole[here] = chunk
+        for number in list(missing):
+            missing[number] -= max(
+                0, min(here.stop, blocks[number].stop) - max(here.start, blocks[number].start)
+            )
+            if not missing[number]:
+                del missing[number]
+                yield blocks[number], canonical(rows_of(whole, blocks[number]))
+
+
+class SegmentSum:
+    """This rank's terms of a sum over ranks, of any rows: in fp32 or wider, block by block when asked for."""
+
+    def __init__(self, pairs: Sequence[Pair], transposed: bool, segments: int) -> None:
+        self._pairs, self._transposed, self._segments = pairs, transposed, segments
+        activations, weight = pairs[0]
+        self.rows, self.cols = activations.shape[0], weight.shape[0 if transposed else 1]
+        self.like = activations.new_empty(0, dtype=sums_dtype(activations.dtype))
+        self._blocks = row_blocks(self.rows, activations.device)
+        self._any_rows = not torch_computes(activations.device)
+        self._sums: Tensor | None = None
+
+    def __call__(self, rows: slice) -> Tensor:
+        if self._any_rows:
+            return self._computed(rows)
+        if self._sums is None:
+            self._sums = self.like.new_empty(self.rows, self.cols)
+        needed = [block for block in self._blocks if block.start < rows.stop and rows.start < block.stop]
+        for block in needed:
+            self._blocks.remove(block)
+            self._sums[block] = self._computed(block)
+        return rows_of(self._sums, rows)
+
+    def _computed(self, rows: slice) -> Tensor:
+        pairs = [(rows_of(a, rows), w) for a, w in self._pairs]
+        return segment_sum(pairs, transposed=self._transposed, segments=self._segments)

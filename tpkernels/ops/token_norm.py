@@ -1,0 +1,152 @@
+"""Norms whose tokens may be on several ranks, and whose parameters get whole gradients.
+
+R ranks, T tokens, K features:
+
+    x_shard  (T / R, K)   this rank's tokens; or x (T, K) on every rank, without a group
+    dweight  = Σ over tokens of dy * n, dbias = Σ over tokens of dy      (K,)    the same on every rank
+
+The sums of all ranks are gathered, and added in the order of ranks. With TP-invariance tokens are cut into
+segments, whose sums are added in a tree, with a group or without: see `tp_invariance`. They are rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.calls import all_or_fail
+from tpkernels.dispatch import primitives
+from tpkernels.dispatch.operators import Operator
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context, apply, as_dtype
+from tpkernels.ops.tensor_parallel.parallel import (
+    checked_group,
+    gather_numbers,
+    group_named,
+    name_of,
+)
+from tpkernels.ops.tensor_parallel.segments import canonical, segments_of
+from tpkernels.tp_invariance import mode, tree_sum
+
+Kind = Literal["rms_norm", "layer_norm"]
+
+
+def token_norm(
+    kind: Kind,
+    x: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """x: (tokens, ..., features); rows: the same as a matrix; the result is like this"""
+    if group is not None:
+        moved = x.shape[:-1]
+        group = checked_group(group, kind, dtype=x.dtype, rows=moved, width=x.shape[-1], tensors=[weight])
+    parts = _parts(kind, x, group)
+    y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, parts, group)
+    return y
+
+
+def _parts(kind: Kind, x: Tensor, group: ProcessGroup | None) -> int:
+    """Into how many parts the tokens are cut. Without a group any number of tokens will do."""
+    if not mode.segments:
+        return 1
+    parts = mode.fix(kind) if group is None else segments_of(kind, group)
+    tokens = x.shape[0] if x.ndim > 1 else 1
+    if tokens % parts == 0:
+        return parts
+    if group is not None:
+        raise ValueError(
+            f"{kind}: expected tokens (dimension 0) that this rank's {parts} of the {mode.segments} segments "
+            f"of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
+        )
+    return 1
+
+
+class _TokenNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        kind: Kind,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        parts: int,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        if kind == "rms_norm":
+            y, *statistics = primitives.rms_norm(x, weight, eps)
+        else:
+            y, *statistics = primitives.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, *statistics)
+        ctx.options = kind, parts, group
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @first_order("a norm with TP-invariance, or over a group", reads_intermediates=True)
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *statistics = ctx.saved_tensors
+        kind, parts, group = ctx.options
+        _, needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+        summed_over = "" if group is None or not (needs_dweight or needs_dbias) else name_of(group)
+        dx, sums = _gradients(dy, x, weight, statistics, kind, parts, summed_over)
+        return (
+            None,
+            dx if needs_dx else None,
+            as_dtype(sums[0], weight.dtype) if needs_dweight else None,
+            as_dtype(sums[1], ctx.bias_dtype) if needs_dbias else None,
+            None,
+            None,
+            None,
+        )
+
+
+@all_or_fail
+def _of_parts(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Sequence[Tensor],
+    kind: Kind,
+    parts: int,
+    summed_over: str,
+) -> tuple[Tensor, Tensor]:
+    """dx, and the sums over all tokens: (1 or 2, features), for dweight and dbias.
+
+    summed_over: the group whose ranks have the other tokens, by `name_of`; empty: x has all of them
+    """
+    norm_grad: Callable[..., tuple[Tensor, ...]] = (
+        primitives.rms_norm_grad if kind == "rms_norm" else primitives.layer_norm_grad
+    )
+    size = x.shape[0] // parts
+    dxs, terms = [], []
+    for part in range(parts):
+        tensors = [canonical(t[part * size : (part + 1) * size]) for t in (dy, x, *statistics)]
+        dx, *of_parameters = norm_grad(*tensors[:2], weight, *tensors[2:])
+        dxs.append(dx)
+        terms.append(torch.stack(of_parameters))
+    sums = tree_sum(terms)
+    if summed_over:
+        everybody = gather_numbers(kind, "gather of sums over tokens", sums, group_named(summed_over))
+        sums = tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
+    return dxs[0] if parts == 1 else torch.cat(dxs), sums
+
+
+def _of_parts_shape(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Sequence[Tensor], *_: object
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=wide)
+
+
+_gradients = Operator("token_norm_backward", _of_parts, _of_parts_shape)
