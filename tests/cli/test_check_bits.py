@@ -2,9 +2,12 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
+from tests.cli.test_train import await_end_of, children_of
 from tpkernels.cli import check_bits, main
 from tpkernels.cli.bits_programs import OF_TRANSPORTS, PROGRAMS
 from tpkernels.cli.bits_ranks import _events
@@ -99,6 +102,35 @@ def test_a_difference_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(check_bits, "certify", differs)
     assert main(["check", "--bits", "--ranks", "2"]) == 1
     assert capsys.readouterr().out.endswith("row over c10d differs\n")
+
+
+def test_kernels_are_left_out_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr(check_bits, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_bits, "certify", lambda plan, *_: [certificate for certificate, _ in plan])
+    assert main(["check", "--bits", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("waiting kernels are left out: triton is not installed\n")
+    assert [line.split()[0] for line in out.splitlines()[2:-1]] == ["c10d", "shared"]
+
+
+STOPPED = """
+import signal, time
+from tpkernels.cli.bits_ranks import Ranks, Task
+ranks = Ranks(2)
+ranks.run(Task("c10d", "embedding", None))
+ranks._processes[1].send_signal(signal.SIGSTOP)
+print("stopped", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "stopped\n"
+        ranks = children_of(parent.pid)
+        assert len(ranks) == 2
+        parent.kill()
+    await_end_of(ranks)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 def main(argv: Sequence[str]) -> None:
     """Serve until the pipe ends."""
     connection = Connection(int(argv[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; who started us ends us
     if sys.platform == "linux":  # a rank that is stopped would not see the pipe end
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     for fault in argv[1:]:

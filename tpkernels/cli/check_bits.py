@@ -14,6 +14,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,7 +100,12 @@ def run(
     seconds = time.perf_counter() - began
     failures = [failure for certificate in found for failure in certificate.failures]
     if path is not None:
-        told = {"seed": seed, "failures": failures, "certificates": [asdict(each) for each in found]}
+        told = {
+            "versions": {name: import_module(name).__version__ for name in ("tpkernels", "torch")},
+            "seed": seed,
+            "failures": failures,
+            "certificates": [asdict(each) for each in found],
+        }
         path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(f"{'transport':<10}{'ranks':>6}{'programs':>10}{'schedules':>11}{'hashes':>8}{'seconds':>9}")
     for each in found:
