@@ -48,7 +48,7 @@ def test_a_sum_in_the_order_of_arrival_is_caught():
         assert re.fullmatch(
             rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): fp32: \w+ of rank "
             r"\d and \d+ other tensors differ from the undisturbed run; "
-            rf"again: --bits --seed \1 --schedules 1 --ranks 3 --only {name}",
+            rf"again: python -m tpkernels check --bits --seed \1 --schedules 1 --ranks 3 --only {name}",
             failure,
         )
 
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
     what, again = failure.split("; again: ")
     place = "row over c10d on 2 ranks, under the schedule of seed 1: "
     assert re.fullmatch(f"{re.escape(place)}({said})", what)
-    assert again == "--bits --seed 1 --schedules 1 --ranks 2 --only c10d/2/row"
+    assert again == "python -m tpkernels check --bits --seed 1 --schedules 1 --ranks 2 --only c10d/2/row"
     assert [certificate.schedules for certificate in found] == [0, 1]  # the others go on with new ranks
 
 

@@ -221,7 +221,6 @@ def _said(certificate: Certificate, program: str, seed: int | None, what: str) -
     under, option = "undisturbed", ""
     if seed is not None:
         under, option = f"under the schedule of seed {seed}", f" --seed {seed}"
-    return (
-        f"{program} over {transport} on {ranks} ranks, {under}: {what}; again: --bits{option} --schedules 1 "
-        f"--ranks {ranks} --only {transport}/{ranks}/{program}"
-    )
+    again = f"--bits{option} --schedules 1 --ranks {ranks} --only {transport}/{ranks}/{program}"
+    where = f"{program} over {transport} on {ranks} ranks, {under}"
+    return f"{where}: {what}; again: python -m tpkernels check {again}"
