@@ -1,7 +1,7 @@
 """The adversary of `check --bits`: what a seed draws, and how a rank is made to keep to it.
 
-It decides when things happen, and in which order where the transports leave that open. It never touches a
-number. All ranks and the process that started them draw the same from a seed, and each rank its own pauses.
+It decides when things happen, and in which order where the transports leave that open. Memory that rows are
+to arrive in it fills with NaN: what lay there are the same numbers as those of the run before. All ranks and the process that started them draw the same from a seed, and each rank its own pauses.
 
     late      a rank comes to its program, and to each call, so much after the others
     pauses    before a call begins, before a chunk is sent or copied, between a chunk and its flag, before a
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.calls import GroupCalls
-from tpkernels.comm.schedule import Swap
+from tpkernels.comm.schedule import Swap, slot_of
 from tpkernels.comm.transports import c10d, host
 from tpkernels.comm.transports.base import Delivery, rows_sent
 from tpkernels.comm.transports.mailbox import MailboxDelivery
@@ -125,7 +125,8 @@ class _Adversary:
         yield c10d._C10dDelivery, "await_rows", self._awaited_from_c10d(c10d._C10dDelivery.await_rows)
         yield MailboxDelivery, "await_rows", _method(self._awaited_from_mailbox)
         yield host, "_copy", self._around(host._copy)
-        yield host.HostExchange, "released", self._before(host.HostExchange.released)
+        yield host.HostExchange, "released", self._released(host.HostExchange.released)
+        yield c10d.C10dExchange, "begin", _with_new_memory(c10d.C10dExchange.begin)
         if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
             builder = interpreter.InterpreterBuilder
             atomic = builder.create_atomic_rmw
@@ -150,6 +151,16 @@ class _Adversary:
             return result
 
         return paused
+
+    def _released(self, released: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        """Its owner has read a slot; nobody writes there until he says so."""
+
+        def poisoned(exchange: Any, number: int) -> None:
+            _poison(exchange.memories[slot_of(number)])
+            self.pause()
+            released(exchange, number)
+
+        return poisoned
 
     def _started(self, group: Any, device: torch.device, starts: Sequence[Callable[[Any], Any]]) -> list[Any]:
         """A rank may send before it receives, and the other way round."""
@@ -198,6 +209,20 @@ class _Adversary:
         self.pause()
         for chunk in self.ordered(delivery.exchange.chunk_numbers(rows), self._schedule.waits):
             delivery.await_chunk(chunk)
+
+
+def _with_new_memory(begin: Callable[..., Delivery]) -> Callable[..., Delivery]:
+    def begun(*args: Any) -> Delivery:
+        delivery = begin(*args)
+        _poison(delivery.memory)
+        return delivery
+
+    return begun
+
+
+def _poison(memory: Tensor) -> None:
+    if memory.is_floating_point():
+        memory.fill_(float("nan"))
 
 
 def _method(function: Callable[..., T]) -> Callable[..., T]:
