@@ -1,7 +1,8 @@
 """The adversary of `check --bits`: what a seed draws, and how a rank is made to keep to it.
 
 It decides when things happen, and in which order where the transports leave that open. Memory that rows are
-to arrive in it fills with NaN: what lay there are the same numbers as those of the run before. All ranks and the process that started them draw the same from a seed, and each rank its own pauses.
+to arrive in it fills with NaN: what lies there are the same numbers, of the run before. All ranks and the
+process that started them draw the same from a seed, and each rank its own pauses.
 
     late      a rank comes to its program, and to each call, so much after the others
     pauses    before a call begins, before a chunk is sent or copied, between a chunk and its flag, before a
