@@ -20,6 +20,7 @@ from tpkernels.kernels.activations import (
     act_into,
     act_ref,
 )
+from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import (
     bias_grad_ref,
     dglu_ref,
@@ -29,6 +30,7 @@ from tpkernels.kernels.reference import (
     wgrad_ref,
 )
 from tpkernels.kernels.target import Target
+from tpkernels.tp_invariance import mode
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -289,6 +291,8 @@ bias_grad = Primitive(
     bias_grad_ref,
     launcher("bias_grad", "bias_grad"),
     lambda layer: (layer.dy(),),
+    # torch's sum over rows takes an order that depends on how many columns there are
+    takes=lambda dy: bool(mode.segments) and dy.dtype in DTYPES,
 )
 
 PRODUCTS: dict[str, Primitive[..., Any]] = {

@@ -163,8 +163,12 @@ def product_in_fp32(of: Operands, name: str) -> Results:
     (cols, depth), pairs = (N, K) if name == "linear" else (K, N), 2 if name == "dgrad_pairs" else 1
     given = [(of.matrix(T, depth), of.weight()) for _ in range(pairs)]
     out = launch.empty((T, cols), torch.float32, given[0][0].device)
-    launcher = {"linear": linear_fwd, "dgrad": dgrad, "dgrad_pairs": dgrad_pairs}[name]
-    launcher(*chain(*given), out=out, tile=of.tile, form=of.form)
+    launchers: Mapping[str, Callable[..., object]] = {
+        "linear": linear_fwd,
+        "dgrad": dgrad,
+        "dgrad_pairs": dgrad_pairs,
+    }
+    launchers[name](*chain(*given), out=out, tile=of.tile, form=of.form)
     exact = [a.double() @ (w.double().t() if name == "linear" else w.double()) for a, w in given]
     return {"sum": (out, torch.stack(exact).sum(0))}
 

@@ -16,6 +16,7 @@ import torch
 from tpkernels.gate import calls
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
 from tpkernels.gate.recording import MetaOperands, Recipe
+from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import A100, B200, H100, MI300, Target
@@ -25,6 +26,7 @@ from tpkernels.kernels.tiles import (
     KERNELS,
     LOGITS,
     MAX_FEATURES,
+    ORDERED_SUM,
     SLOT_SUM,
     SUM,
     Kernel,
@@ -212,6 +214,9 @@ def _row_recipes() -> Iterator[Recipe]:
             yield _row_recipe("norm_bwd", f"{features}/{kind}+dsummed", BF16, norm, features)
     for dtype in (BF16, FP32):
         yield _row_recipe("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, calls.row_sums)
+        ordered = partial(calls.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))
+        way = f"{ORDERED_SUM.chunk}x{ORDERED_SUM.block_cols}/ordered"
+        yield _row_recipe("sum_rows", way, dtype, ordered)
     block = f"{SLOT_SUM.block_rows}x{SLOT_SUM.block_cols}"
     for epilogue, wait in (("bias", False), ("bias+wait", True)):
         for dtype in (BF16, FP32):

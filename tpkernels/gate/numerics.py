@@ -37,13 +37,13 @@ from tpkernels.gate.catalog import has_parts
 from tpkernels.gate.machine import SCHEDULES, Schedule, emulating
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
-from tpkernels.kernels.bias_grad import sum_partials
+from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.target import H100, INTERPRETER
-from tpkernels.kernels.tiles import candidates
+from tpkernels.kernels.tiles import ORDERED_SUM, candidates
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = ("kernels/*.py", "kernels/gluon/*.py", "dispatch/*.py", "gate/*.py", "gate/machine/*.py")
@@ -209,6 +209,8 @@ def _rows(of: Operands) -> Iterator[Case]:
         ):
             yield Case(f"add_slots/{way}/{word}", partial(calls.added_slots, of, into, accumulate))
     yield Case(f"bias_grad/{way}", partial(calls.row_sums, of))
+    ordered = partial(bias_grad, tile=ORDERED_SUM)
+    yield Case(f"bias_grad/{way}/ordered", partial(calls.row_sums, of, ordered))
     yield Case(f"reduce_slots/{way}", partial(calls.slot_sums, of))
     yield Case(f"reduce_slots/{way}/tree", partial(calls.slot_sums, of, slots=4, tree=True))
     yield Case(f"publish/{way}", partial(calls.publish, of))

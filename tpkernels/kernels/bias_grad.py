@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.invariance import tile_of_sums
 from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import INTERPRETED_SUM, SUM, SumTile
+from tpkernels.kernels.tiles import INTERPRETED_SUM, SumTile
 
 mend()
 
@@ -58,7 +59,7 @@ def bias_grad(dy: Tensor, *, out: Tensor | None = None, tile: SumTile | None = N
     require_matrices("bias_grad", ("dy", dy))
     target = target_of(dy.device)
     (sums,) = launch.results("bias_grad", out, {"db": (dy.shape[1],)}, (("dy", dy),))
-    _sum_rows(dy, sums, tile or (INTERPRETED_SUM if target.backend == "interpreter" else SUM))
+    _sum_rows(dy, sums, tile or (INTERPRETED_SUM if target.backend == "interpreter" else tile_of_sums()))
     return sums
 
 

@@ -23,7 +23,7 @@ from tpkernels import tp_invariance
 from tpkernels.env_flag import env_flag
 from tpkernels.kernels.operands import Layout
 from tpkernels.kernels.target import Target
-from tpkernels.kernels.tiles import Kernel
+from tpkernels.kernels.tiles import ORDERED_SUM, SUM, Kernel, SumTile
 
 USUAL_ROWS = 4096
 USUAL_COLS = 4096
@@ -37,6 +37,11 @@ def why_fixed() -> str:
     if tp_invariance.mode.segments:
         return f"{tp_invariance.VARIABLE}={tp_invariance.mode.segments}"
     return "TPKERNELS_BATCH_INVARIANT=1" if batch_invariant else ""
+
+
+def tile_of_sums() -> SumTile:
+    """Of sums over tokens."""
+    return ORDERED_SUM if tp_invariance.mode.segments else SUM
 
 
 def judged_size(kernel: Kernel, rows: int, cols: int) -> tuple[int, int]:

@@ -38,6 +38,8 @@ class SumTile:
 
 
 SUM = SumTile(chunk=512, block_rows=32, block_cols=128, num_warps=4)
+# Row after row: a sum across threads takes the order of their layout, and that follows from alignment.
+ORDERED_SUM = SumTile(chunk=32, block_rows=1, block_cols=256, num_warps=4)
 INTERPRETED_SUM = SumTile(chunk=32, block_rows=16, block_cols=32, num_warps=4)
 
 
