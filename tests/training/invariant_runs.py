@@ -104,10 +104,17 @@ def bits_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def gradients(
-    model: GPTConfig, segments: int, ids: Tensor, *, dtype: torch.dtype = torch.float32, **options: Any
+    model: GPTConfig,
+    segments: int,
+    ids: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compiler: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """The loss, outputs of modules, and full gradients of one step, by name, on rank 0.
 
+    compiler: a backend of torch.compile; then without the outputs
     options: of `GPT`, over all ranks
     """
     with tp_invariance(segments):
@@ -120,9 +127,10 @@ def gradients(
             for parameter in built.parameters():
                 vars(parameter)["main_grad"] = torch.zeros_like(parameter, dtype=torch.float32)
         found: dict[str, Tensor] = {}
-        for name, module in built.named_modules():
+        called = built if compiler is None else torch.compile(built, backend=compiler)
+        for name, module in built.named_modules() if compiler is None else ():
             module.register_forward_hook(partial(_keep, found, f"output of {name}"))
-        loss = built(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        loss = called(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
         holder = GPT(model, state=state, dtype=torch.float32)
         with torch.no_grad():

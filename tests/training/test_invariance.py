@@ -125,18 +125,28 @@ def test_other_runs_depend_on_the_size(config, ranks1, ranks2, ranks4):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_the_same_where_layers_add_to_main_grad(model, dtype, ranks1, ranks2, ranks4):
-    expected, *others = (
-        ranks.run(_fused, MODELS[model], DTYPES[dtype])[0] for ranks in (ranks1, ranks2, ranks4)
-    )
-    for found in others:
-        differing = [name for name in expected if not torch.equal(expected[name], found[name])]
-        assert differing == []
+    fused = {"dtype": DTYPES[dtype], "gradient_accumulation_fusion": True}
+    _compare([ranks.run(_gradients, MODELS[model], fused)[0] for ranks in (ranks1, ranks2, ranks4)])
 
 
-def _fused(model, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_the_same_where_models_are_compiled(dtype, ranks1, ranks2):
+    model = LLAMA.with_sizes(num_layers=1)
+    compiled = {"dtype": DTYPES[dtype], "compiler": "aot_eager"}
+    runs = ((ranks1, {}), (ranks1, compiled), (ranks2, compiled | {"sequence_parallel": True}))
+    _compare([ranks.run(_gradients, model, {"dtype": DTYPES[dtype]} | options)[0] for ranks, options in runs])
+
+
+def _gradients(model, options):
     ids = torch.randint(251, (2, 17), generator=torch.Generator().manual_seed(1))
-    found = gradients(model, SEGMENTS, ids, dtype=dtype, gradient_accumulation_fusion=True)
+    found = gradients(model, SEGMENTS, ids, **options)
     return {name: value for name, value in found.items() if name == "loss" or name.startswith("gradient")}
+
+
+def _compare(runs):
+    expected, *others = runs
+    for found in others:
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
