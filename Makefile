@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers sdist clean
+.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench: $(READY) ## benchmarks, with ratios against the naive way
 
 bench-gate: $(READY) ## compare a small set of benchmarks with this device's baseline
 	$(BIN)/python -m bench gate --skip kernels
+
+invariance: $(READY) ## train at tensor-parallel sizes 1 to 8 under TP-invariance, and compare all bits
+	$(BIN)/python -m bench invariance
 
 bench-overlap: $(READY) ## what communication hides behind computation, on a throttled link; needs root
 	$(BIN)/python -m pytest -s bench/test_overlap.py

@@ -18,7 +18,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "env_flag": set(),
     "tp_invariance": set(),
     "comm": {"env_flag", "files", "tp_invariance"},
-    "buckets": {"comm"},
+    "buckets": {"comm", "tp_invariance"},
     "kernels": {"env_flag", "files", "tp_invariance"},
     "dispatch": {"env_flag", "files", "gpus", "kernels", "tp_invariance"},
     "gate": {"dispatch", "files", "kernels"},

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from tests.ranks import RankPool
+from tests.segments import tp_invariance
 from tpkernels.cli import main
 from tpkernels.training.launch import loopback_store
 
@@ -50,6 +51,13 @@ def _as_rank(port: int, program: Callable[[list[str]], int], command: list[str])
     dist.destroy_process_group()  # a run makes its own
     told = patch.dict(os.environ, {name: str(value) for name, value in environment.items()})
     hook = patch.object(sys, "excepthook", sys.excepthook)  # torch wraps it when a run makes its world
-    with told, hook, redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
+    as_new = tp_invariance(0)  # the process has computed with one number of segments or another before
+    with (
+        told,
+        hook,
+        as_new,
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(io.StringIO()) as errors,
+    ):
         code = program(command)
     return code, printed.getvalue(), errors.getvalue()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.ops.transport_cases import using
 from tpkernels import ops, tp_invariance
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 
@@ -232,6 +233,12 @@ PROGRAMS: dict[str, Callable[[Setting], dict[str, Whole]]] = {
     "norm": _norm,
     "heads": _heads,
 }
+
+
+def hashes_by_kernels(count: int, asked: list[tuple[str, Setting]], transport: str) -> list[dict[str, str]]:
+    """The same by our kernels, in Triton's interpreter."""
+    with using(transport, "triton"):
+        return hashes(count, asked)
 
 
 def hashes(count: int, asked: list[tuple[str, Setting]]) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.ops.invariant_cases import Setting, hashes, refusals
+from tests.ops.invariant_cases import Setting, hashes, hashes_by_kernels, refusals
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {
@@ -62,6 +62,18 @@ def test_tokens_that_segments_do_not_divide(ranks1, ranks2):
         (name, Setting(dtype, option=OPTIONS[name][0], tokens=13)) for name in OPTIONS for dtype in DTYPES
     ]
     assert ranks1.run(hashes, 8, asked)[0] == ranks2.run(hashes, 8, asked)[0]
+
+
+@pytest.mark.parametrize("transport", ["c10d", "stand-in"])  # the host waits, or kernels do
+def test_our_kernels_give_the_same_bits_at_every_size(transport, ranks1, ranks2, ranks4):
+    asked = [
+        (name, Setting(torch.bfloat16, sequence_parallel, tokens=4, option=OPTIONS[name][0]))
+        for name, sequence_parallel in (("column", True), ("mlp", True), ("row", False), ("row", True))
+    ]
+    by_size = [ranks.run(hashes_by_kernels, 4, asked, transport)[0] for ranks in (ranks1, ranks2, ranks4)]
+    assert by_size[1] == by_size[0]
+    assert by_size[2] == by_size[0]
+    assert by_size[0][2] == by_size[0][3]  # with sequence parallelism as without
 
 
 def test_without_it_bits_depend_on_the_size(ranks1, ranks4):

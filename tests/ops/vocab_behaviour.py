@@ -272,7 +272,7 @@ def pass_opcheck() -> None:
             for needs in ((True, True), (False, True), (True, False), (False, False))
         ],
         "linear_cross_entropy_backward": [
-            (tokens[0], *gradients, torch.float32, *loss)
+            (tokens[0], *gradients, torch.float32, torch.float32, *loss)
             for gradients in ((hidden, weight), (None, weight), (hidden, None))
         ],
         "linear_token_losses": [(hidden, weight, counted, *loss)],

@@ -37,6 +37,7 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
+from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
@@ -121,6 +122,7 @@ class GradientBuckets:
             or problem
             or problem_of(named, FLOATING, written=True)
             or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
+            or problem_of_order(group, named, self._marked)
             or problem_over(
                 named,
                 dist.get_process_group_ranks(group),

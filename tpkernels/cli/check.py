@@ -2,21 +2,23 @@
 
 Compiles every catalog entry and holds what the compiler made of it to rules and budgets, then runs every
 launcher in Triton's interpreter against float64. Exit code 1 means a regression. With --config
-it does the same for kernels of others.
+it does the same for kernels of others. With --bits it does something else, see `check_bits`.
 """
 
 from __future__ import annotations
 
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser, Progress, written_to
+from tpkernels.cli import OneLineParser, Progress, check_bits, written_to
 
 PROCESSES = 2
 PACKAGES = ("triton", "torch", "numpy")
+OF_KERNELS, OF_BITS = ("config", "arch", "skip", "update"), ("schedules", "seed", "ranks")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +41,11 @@ def main(argv: Sequence[str]) -> int:
         "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
+    check_bits.add_options(parser)
     options = parser.parse_args(argv)
+    _refuse(parser, options, OF_KERNELS if options.bits else OF_BITS)
+    if options.bits:
+        return _bits(parser, options)
     if options.skip == "compile" and (options.update or options.arch is not None):
         parser.error("--update and --arch are about compiling: leave --skip compile out")
     for package in PACKAGES:
@@ -73,4 +79,21 @@ def main(argv: Sequence[str]) -> int:
         seconds = time.perf_counter() - start
         return 1 if report.tell(versions, compiled, computed, notes, seconds, options.json) else 0
     except (compile_gate.UsageError, ConfigError) as error:
+        parser.error(str(error))
+
+
+def _refuse(parser: ArgumentParser, options: Namespace, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(options, name) is not None and getattr(options, name) is not False:
+            how = "is about kernels: leave it out beside --bits" if options.bits else "needs --bits"
+            parser.error(f"--{name} {how}")
+
+
+def _bits(parser: ArgumentParser, options: Namespace) -> int:
+    schedules = check_bits.SCHEDULES if options.schedules is None else options.schedules
+    seed = check_bits.SEED if options.seed is None else options.seed
+    ranks = options.ranks or check_bits.RANKS
+    try:
+        return check_bits.run(schedules, seed, ranks, options.only, options.json)
+    except check_bits.NothingChosenError as error:
         parser.error(str(error))

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from tpkernels.cli import OneLineParser, Progress, size_of
 from tpkernels.files import parsed
 from tpkernels.models.config import SMALL, model_config
+from tpkernels.topology.sizes import InvalidSizes
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import prepare
 from tpkernels.training.launch import hold_lifeline, run_ranks
 from tpkernels.training.measures import Speed, largest_memory, median_step
-from tpkernels.training.session import Session, is_first_to_say, shown
+from tpkernels.training.session import Session, is_first_to_say, require_sizes, shown
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return _as_rank(parser, options)
     try:
         config = _config(options)
+        require_sizes(config, options.tp)
         if not torch.cuda.is_available():  # ranks look at GPUs, which this process leaves alone
             local = options.tp * options.dp
             require_room(config, options.tp, options.dp, local=local, device=torch.device("cpu"))
@@ -206,8 +208,8 @@ def _as_rank(parser: OneLineParser, options: Namespace) -> int:
         text = shown(f"{type(error).__name__}: {error}")
         if is_first_to_say(text):  # often all ranks find the same
             sys.stderr.write(f"{parser.prog}: rank {os.environ['RANK']}: {text}\n")
-        of_user = not is_prepared and not isinstance(error, RuntimeError | MemoryError)
-        return 2 if of_user else 1
+        ours = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, InvalidSizes)
+        return 1 if is_prepared or ours else 2
     finally:
         if session is not None:
             session.close()

@@ -4,6 +4,8 @@ tensor ranks      shards are counted on every rank, replicated parameters once
 pipeline stages   their norms are added; parameters with Megatron's attribute `shared`, the last stage's
                   replica of the embedding, are not counted
 data ranks        have the same gradients: nothing is added
+
+With TP-invariance the norm that is returned, and clips, is added exactly (`exact_norm`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.exact_norm import exact_norm
 from tpkernels.layers.replicas import gradient_of, refuse_dtensors
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.runtime.state import ParallelState, current
+from tpkernels.tp_invariance import mode
 
 # Relative to a gradient's norm: rounding and atomic additions cause less, gradients of other tokens far more.
 _TOLERANCE = 0.01
@@ -42,12 +46,16 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
     refuse_dtensors("clip_grad_norm_", ((f"number {n}", p) for n, p in enumerate(owned)))
     device = owned[0].device if owned else torch.device("cpu")
     found = current() if state is None else state
-    square, problem = _square_over_tensor_ranks(owned, tensor_world(state).group, device)
+    groups = [tensor_world(state).group]
+    square, problem = _square_over_tensor_ranks(owned, groups[0], device)
     if isinstance(found, ParallelState) and found.size("pp") > 1:
-        square, problem = _square_over_stages(square, problem, found.process_group("pp"))
+        groups.append(found.process_group("pp"))
+        square, problem = _square_over_stages(square, problem, groups[1])
     if problem is not None:
         raise problem
     norm = square.sqrt()
+    if mode.fix("clip_grad_norm_"):
+        norm.fill_(exact_norm(_counted(owned, groups[0]), device, groups))
     gradients = [gradient for gradient in map(gradient_of, owned) if gradient is not None]
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -95,6 +103,13 @@ def _square_over_stages(
             f"clip_grad_norm_: refused on pipeline stage {stages[0]}, whose ranks say why; nothing is clipped"
         )
     return squares.sum(), problem
+
+
+def _counted(parameters: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """The gradients that this rank adds to the norm of all: of replicated parameters only the first rank."""
+    counted = [p for p in parameters if Attributes.of(p).tensor_model_parallel or group.rank() == 0]
+    found = (gradient_of(p) for p in counted if not getattr(p, "shared", False))
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -25,8 +25,12 @@ from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
-from tpkernels.ops.tensor_parallel.operands import Group
-from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers
+from tpkernels.ops.tensor_parallel.parallel import (
+    checked_group,
+    gather_numbers,
+    group_named,
+    name_of,
+)
 from tpkernels.ops.tensor_parallel.segments import canonical, segments_of
 from tpkernels.tp_invariance import mode, tree_sum
 
@@ -94,9 +98,8 @@ class _TokenNorm(torch.autograd.Function):
         x, weight, *statistics = ctx.saved_tensors
         kind, parts, group = ctx.options
         _, needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        dx, sums = _gradients(dy, x, weight, statistics, parts)
-        if group is not None and group.size() > 1 and (needs_dweight or needs_dbias):
-            sums = _sum_of_ranks(sums, kind, group)
+        summed_over = "" if group is None or not (needs_dweight or needs_dbias) else name_of(group)
+        dx, sums = _gradients(dy, x, weight, statistics, kind, parts, summed_over)
         return (
             None,
             dx if needs_dx else None,
@@ -108,31 +111,42 @@ class _TokenNorm(torch.autograd.Function):
         )
 
 
-def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: Sequence[Tensor], parts: int
+@all_or_fail
+def _of_parts(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Sequence[Tensor],
+    kind: Kind,
+    parts: int,
+    summed_over: str,
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the sums over this rank's tokens: (1 or 2, features), for dweight and dbias."""
+    """dx, and the sums over all tokens: (1 or 2, features), for dweight and dbias.
+
+    summed_over: the group whose ranks have the other tokens, by `name_of`; empty: x has all of them
+    """
     norm_grad: Callable[..., tuple[Tensor, ...]] = (
-        primitives.rms_norm_grad if len(statistics) == 1 else primitives.layer_norm_grad
+        primitives.rms_norm_grad if kind == "rms_norm" else primitives.layer_norm_grad
     )
     size = x.shape[0] // parts
-    dxs, sums = [], []
+    dxs, terms = [], []
     for part in range(parts):
         tensors = [canonical(t[part * size : (part + 1) * size]) for t in (dy, x, *statistics)]
         dx, *of_parameters = norm_grad(*tensors[:2], weight, *tensors[2:])
         dxs.append(dx)
-        sums.append(torch.stack(of_parameters))
-    return dxs[0] if len(dxs) == 1 else torch.cat(dxs), tree_sum(sums)
+        terms.append(torch.stack(of_parameters))
+    sums = tree_sum(terms)
+    if summed_over:
+        everybody = gather_numbers(kind, "gather of sums over tokens", sums, group_named(summed_over))
+        sums = tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
+    return dxs[0] if parts == 1 else torch.cat(dxs), sums
 
 
-@all_or_fail
-def _sum(sums: Tensor, op: str, group: Group) -> Tensor:
-    everybody = gather_numbers(op, "gather of sums over tokens", sums, group)
-    return tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
+def _of_parts_shape(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: Sequence[Tensor], *_: object
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=wide)
 
 
-def _sum_shape(sums: Tensor, op: str, group: ProcessGroup) -> Tensor:
-    return torch.empty_like(sums)
-
-
-_sum_of_ranks = Operator("norm_parameter_gradients", _sum, _sum_shape)
+_gradients = Operator("token_norm_backward", _of_parts, _of_parts_shape)

@@ -9,6 +9,7 @@ import torch
 
 from tpkernels.layers.block import Recompute
 from tpkernels.models.config import GPTConfig
+from tpkernels.tp_invariance import mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,9 @@ class TrainConfig:
         default=False, metadata={"help": "split tokens over tensor-parallel ranks"}
     )
     overlap: bool = field(default=True, metadata={"help": "transfers and products one after the other"})
+    tp_invariant: int = field(
+        default=0, metadata={"help": "the same bits at every --tp that divides N, a power of two; 0: not"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "tokens", "accumulate"):
@@ -46,6 +50,10 @@ class TrainConfig:
                 raise ValueError(f"{name}: expected a number of 0 or more, got {getattr(self, name)}")
         if not self.max_norm > 0:
             raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
+        if self.dropout and (self.tp_invariant or mode.segments):
+            raise ValueError(
+                f"dropout: expected 0 with TP-invariance, got {self.dropout}: ranks draw each for itself"
+            )
 
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float, floor: float) -> float:

@@ -31,17 +31,8 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     The first that fails is named, and ends the others. So does Ctrl-C. SIGTERM is passed on. Ranks that
     `hold_lifeline` end with us even if we are killed.
     """
-    store = loopback_store()  # found by the ranks as they find torchrun's
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _loopback_interface()):
-        common["GLOO_SOCKET_IFNAME"] = interface  # gloo listens on the address of the host's name otherwise
+    store = loopback_store()
+    common = environment_of_ranks(store, ranks)
     processes: list[subprocess.Popen[bytes]] = []
     signal.signal(signal.SIGTERM, lambda *_: _pass_on(processes))
     theirs, ours = os.pipe()
@@ -63,6 +54,24 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     sys.stderr.write(f"\nrank {failed} {how}; the other ranks were ended\n")
     return code if code > 0 else 128 - code
+
+
+def environment_of_ranks(store: TCPStore, ranks: int) -> dict[str, str]:
+    """What all of them find; each has its RANK and LOCAL_RANK beside.
+
+    store: found by the ranks as they find torchrun's
+    """
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks share the cores
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _loopback_interface()):
+        common["GLOO_SOCKET_IFNAME"] = interface  # gloo listens on the address of the host's name otherwise
+    return common
 
 
 def loopback_store() -> TCPStore:

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.exact_norm import exact_norm
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.state import ParallelState
+from tpkernels.tp_invariance import mode
+from tpkernels.training.exact_adamw import exact_step
 from tpkernels.training.profile import phase
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -37,6 +40,7 @@ class ShardedAdamW:
     ) -> None:
         """weight_decay: of matrices; vectors do not decay"""
         self._state = state
+        self._is_invariant = mode.fix("ShardedAdamW") > 0
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         tensor_group = state.process_group("tp") if state.size("tp") > 1 else None
         self.buckets = GradientBuckets(
@@ -76,7 +80,10 @@ class ShardedAdamW:
                 shard[run].mul_(1 - learning_rate * self._weight_decay)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
-        self._adam.step()
+        if self._is_invariant:
+            exact_step(self._adam)
+        else:
+            self._adam.step()
         self.buckets.gather_parameters(self._shards)
         return norm
 
@@ -139,12 +146,16 @@ class ShardedAdamW:
     @phase("clipping: norm of the gradients")
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """Over the whole model: shards of all data and tensor ranks, replicated parameters once."""
+        groups = [self._state.process_group(kind) for kind in ("dp", "tp")]
+        if self._is_invariant:
+            own = [g[run] for g, counted in zip(gradients, self._counted, strict=True) for run in counted]
+            return exact_norm(own, gradients[0].device, groups)
         square = torch.zeros(1, dtype=torch.float64, device=gradients[0].device)
         for gradient, counted in zip(gradients, self._counted, strict=True):
             for run in counted:
                 square += torch.linalg.vector_norm(gradient[run], dtype=torch.float64).square()
-        for kind in ("dp", "tp"):
-            square = from_all_ranks(square, self._state.process_group(kind)).sum(0)
+        for group in groups:
+            square = from_all_ranks(square, group).sum(0)
         return float(square.sqrt())
 
 

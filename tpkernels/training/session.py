@@ -21,6 +21,7 @@ from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.pictures.lanes import Span
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
+from tpkernels.tp_invariance import mode, tp_invariant
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import opened_after, set_aside_after
@@ -54,6 +55,14 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def require_sizes(config: TrainConfig, tensor: int) -> None:
+    """Turn TP-invariance on where the run asks for it; an error if these tensor-parallel ranks cannot be."""
+    if config.tp_invariant:
+        tp_invariant(config.tp_invariant)
+    if mode.segments:
+        mode.own_segments("--tp", tensor)
+
+
 class Session:
     """One rank of a run."""
 
@@ -64,6 +73,7 @@ class Session:
         saves: SIGTERM ends the run after the step at hand, when it has been saved
         timeout: seconds until a rank that does not come to a collective is given up
         """
+        require_sizes(config, tensor)
         self.config, self.tensor = config, tensor
         self.rank = int(os.environ["RANK"])
         on_gpu = torch.cuda.is_available()
@@ -96,7 +106,7 @@ class Session:
         return (
             f"{parameters / 1e6:.1f} million parameters in {dtype} over {self.tensor} tensor-parallel x "
             f"{data_ranks} data-parallel ranks on {self.device.type}; {config.steps} steps of "
-            f"{config.batch} x {config.tokens} tokens from {config.data}"
+            f"{config.batch} x {config.tokens} tokens from {config.data}{_invariance()}"
         )
 
     def resume(self, folder: Path) -> None:
@@ -171,6 +181,11 @@ class Session:
     def require_proof(self) -> None:
         """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
         ranks, config = dist.get_world_size(), self.config
+        if mode.segments and ranks > 2:
+            raise ValueError(
+                f"prove: expected at most 2 ranks with TP-invariance, got {ranks}, which are all "
+                "data-parallel in the unsharded run"
+            )
         if config.batch % ranks or config.batch // ranks % config.accumulate:
             raise ValueError(
                 f"prove: expected a batch that {ranks} data-parallel ranks and {config.accumulate} parts "
@@ -243,3 +258,9 @@ class Session:
     def _whole_elements(self, parameter: torch.Tensor) -> int:
         ranks = self.tensor if getattr(parameter, "tensor_model_parallel", False) else 1
         return parameter.numel() * ranks
+
+
+def _invariance() -> str:
+    if not mode.segments:
+        return ""
+    return f"; the same bits at every tensor-parallel size that divides {mode.segments}"

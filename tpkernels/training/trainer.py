@@ -18,6 +18,7 @@ from tpkernels.models.gpt import GPT
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
+from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, learning_rate
 from tpkernels.training.data import Batches, TokenFile
 from tpkernels.training.folder import checkpoint_of
@@ -41,6 +42,11 @@ class Trainer:
     """What one rank does of a run."""
 
     def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
+        if config.tp_invariant not in (0, mode.segments):
+            raise ValueError(
+                f"tp_invariant: expected the {mode.segments} segments that this process computes with, got "
+                f"{config.tp_invariant}; call tpkernels.tp_invariant before groups are made"
+            )
         self.config, self.state, self.device = config, state, device
         file = TokenFile(config.data)
         ranks = state.size("dp")
@@ -60,6 +66,11 @@ class Trainer:
         if config.sequence_parallel and config.tokens % state.size("tp"):
             raise ValueError(
                 f"tokens: expected a number that the {state.size('tp')} tensor-parallel ranks divide, got "
+                f"{config.tokens}"
+            )
+        if config.sequence_parallel and mode.segments and config.tokens % mode.segments:
+            raise ValueError(
+                f"tokens: expected a number that the {mode.segments} segments of TP-invariance divide, got "
                 f"{config.tokens}"
             )
         with use(state):
@@ -126,7 +137,12 @@ class Trainer:
         """Write a checkpoint into `folder`, and let `latest` in it name it; called by all ranks."""
         self._watch.look(self._copies())  # a checkpoint keeps one rank's
         path = checkpoint_of(folder, self.done)
-        extra = {"done": self.done, "ranks": self._ranks(), **self._batches()}
+        extra = {
+            "done": self.done,
+            "ranks": self._ranks(),
+            "segments": mode.segments,
+            **self._batches(),
+        }
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
         return path
 
@@ -149,6 +165,13 @@ class Trainer:
                     f"{path}: expected {name} {extra[name]}, which the run began with, got {value}: it would "
                     "go on with other batches"
                 )
+        segments = extra.get("segments", 0)
+        if segments != mode.segments:
+            warnings.warn(
+                f"{path} was computed with {segments} segments of TP-invariance (0: off); this run, with "
+                f"{mode.segments}, goes on with equal losses within rounding, not to the bit",
+                stacklevel=2,
+            )
         self.done = extra["done"]
         self.optimizer.take(full)
         if extra["ranks"] != self._ranks():

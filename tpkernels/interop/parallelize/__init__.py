@@ -20,6 +20,7 @@ from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
+from tpkernels.tp_invariance import mode
 
 
 def parallelize(
@@ -46,6 +47,11 @@ def parallelize(
         few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
         comparison
     """
+    if mode.fix("parallelize"):
+        raise ValueError(
+            "parallelize: expected TP-invariance to be off, for it does not reach what the model computes "
+            "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
+        )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
     _require_request(model, plan, weights, verify, named, world)

@@ -86,6 +86,7 @@ class Layout(NamedTuple):
         sharing["features"] = 0 if hidden else cols
         if segments := self.segments:
             terms = SegmentSum(pairs, transposed, segments)
+            sharing["bias"] = None if bias is None else as_dtype(bias, terms.like.dtype)
             total = start_sum(op, terms, rows, cols, terms.like, group, **sharing)
             return Rounded(total, activations.dtype)
         if group.size() == 1 and transposed:  # the product adds the bias

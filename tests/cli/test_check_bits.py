@@ -1,0 +1,187 @@
+"""`python -m tpkernels check --bits`: one hash whatever the timing, and faults that it must see."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.test_train import await_end_of, children_of
+from tpkernels.cli import check_bits, main
+from tpkernels.cli.bits_programs import OF_TRANSPORTS, PROGRAMS
+from tpkernels.cli.bits_ranks import _events
+from tpkernels.cli.bits_schedule import ORDERS, Stop, drawn
+
+MUTANT_SCHEDULES = 20  # within which it must show
+
+
+def certified(names, schedules, planted="", ranks=3, patience=60.0):
+    """What came of each name such as shared/3/row, each under so many schedules."""
+    plan = [chosen for name in names for chosen in check_bits.planned(schedules, (ranks,), name)]
+    faults = [f"tests.cli.planted_bits:{planted}"] if planted else []
+    return check_bits.certify(plan, 1, lambda what: None, faults, patience)
+
+
+def failures(certificates):
+    return [failure for certificate in certificates for failure in certificate.failures]
+
+
+def test_sixty_schedules_give_each_program_one_hash():
+    names = [f"c10d/3/{name}" for name in PROGRAMS] + [f"shared/3/{name}" for name in OF_TRANSPORTS]
+    found = certified(names, 4) + certified(["kernels/2/column", "kernels/2/row"], 2, ranks=2)
+    assert failures(found) == []
+    assert sum(certificate.schedules for certificate in found) == 60
+    for certificate in found:
+        hashes = {name: len(hashes) for name, hashes in certificate.hashes.items()}
+        assert hashes == dict.fromkeys(certificate.programs, 1)
+
+
+def test_a_sum_in_the_order_of_arrival_is_caught():
+    names = ["c10d/3/row", "shared/3/mlp"]
+    for name, found in zip(
+        names, certified(names, MUTANT_SCHEDULES, "sums_in_order_of_arrival"), strict=True
+    ):
+        transport, _, program = name.split("/")
+        assert found.schedules == MUTANT_SCHEDULES
+        (failure,) = found.failures
+        assert re.fullmatch(
+            rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): fp32: \w+ of rank "
+            r"\d and \d+ other tensors differ from the undisturbed run; "
+            rf"again: python -m tpkernels check --bits --seed \1 --schedules 1 --ranks 3 --only {name}",
+            failure,
+        )
+
+
+def test_a_flag_that_comes_before_its_rows_is_caught():
+    (found,) = certified(["shared/2/row"], MUTANT_SCHEDULES, "flags_come_before_their_rows", ranks=2)
+    assert len(found.failures) == 1
+    assert len(found.hashes["row"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a_rank_hangs", "hang: rank (0 and )?1 did not end within 5 s"),
+        ("a_rank_dies", "rank 1 ended with exit code 7|rank 0: RuntimeError: row_linear: .*"),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
+    found = certified(["c10d/2/row", "c10d/2/column"], 1, fault, ranks=2, patience=5.0)
+    (failure,) = failures(found)
+    what, again = failure.split("; again: ")
+    place = "row over c10d on 2 ranks, under the schedule of seed 1: "
+    assert re.fullmatch(f"{re.escape(place)}({said})", what)
+    assert again == "python -m tpkernels check --bits --seed 1 --schedules 1 --ranks 2 --only c10d/2/row"
+    assert [certificate.schedules for certificate in found] == [0, 1]  # the others go on with new ranks
+
+
+def test_the_command_prints_a_table_and_keeps_a_report(tmp_path, capsys):
+    report = tmp_path / "bits.json"
+    arguments = ["--bits", "--schedules", "3", "--seed", "7", "--ranks", "2", "--only", "embedding"]
+    assert main(["check", *arguments, "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:5] for line in out.splitlines()[:-1]] == [
+        ["transport", "ranks", "programs", "schedules", "hashes"],
+        ["c10d", "2", "1", "1", "1"],
+        ["shared", "2", "1", "1", "1"],
+        ["kernels", "2", "1", "1", "1"],
+    ]
+    assert re.fullmatch(r"the same bits under 3 schedules in \d+ s, from seed 7 on", out.splitlines()[-1])
+    told = json.loads(report.read_text())
+    assert (told["seed"], told["failures"]) == (7, [])
+    by_transport = {each["transport"]: each["hashes"]["embedding"] for each in told["certificates"]}
+    assert by_transport["c10d"] == by_transport["shared"]  # which torch computes
+
+
+def test_a_difference_is_exit_code_1(monkeypatch, capsys):
+    def differs(plan, *_):
+        plan[0][0].failures.append("row over c10d differs")
+        return [certificate for certificate, _ in plan]
+
+    monkeypatch.setattr(check_bits, "certify", differs)
+    assert main(["check", "--bits", "--ranks", "2"]) == 1
+    assert capsys.readouterr().out.endswith("row over c10d differs\n")
+
+
+def test_kernels_are_left_out_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr(check_bits, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_bits, "certify", lambda plan, *_: [certificate for certificate, _ in plan])
+    assert main(["check", "--bits", "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("waiting kernels are left out: triton is not installed\n")
+    assert [line.split()[0] for line in out.splitlines()[2:-1]] == ["c10d", "shared"]
+
+
+STOPPED = """
+import signal, time
+from tpkernels.cli.bits_ranks import Ranks, Task
+ranks = Ranks(2)
+ranks.run(Task("c10d", "embedding", None))
+ranks._processes[1].send_signal(signal.SIGSTOP)
+print("stopped", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "stopped\n"
+        ranks = children_of(parent.pid)
+        assert len(ranks) == 2
+        parent.kill()
+    await_end_of(ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--bits", "--schedules", "0"], "argument --schedules: expected at least 1, got '0'"),
+        (["--bits", "--schedules", "many"], "argument --schedules: expected at least 1, got 'many'"),
+        (["--bits", "--seed", "-1"], "argument --seed: expected a whole number of 0 or more, got '-1'"),
+        (["--bits", "--ranks", "1,2"], "argument --ranks: expected numbers from 2 to 16 with commas between"),
+        (["--bits", "--ranks", ""], "argument --ranks: expected numbers from 2 to 16"),
+        (["--bits", "--only", "rwo"], "nothing has 'rwo' in its name, such as shared/2/row"),
+        (["--bits", "--arch", "sm_90"], "--arch is about kernels: leave it out beside --bits"),
+        (["--bits", "--skip", "compile"], "--skip is about kernels: leave it out beside --bits"),
+        (["--bits", "--update"], "--update is about kernels: leave it out beside --bits"),
+        (["--bits", "--config", "gate.toml"], "--config is about kernels: leave it out beside --bits"),
+        (["--schedules", "3"], "--schedules needs --bits"),
+        (["--seed", "0"], "--seed needs --bits"),
+        (["--ranks", "2"], "--ranks needs --bits"),
+    ],
+)
+def test_bad_use_is_refused_in_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", *arguments])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("schedules", "ranks"), [(1000, (2, 4)), (1000, (2, 3, 4)), (1, (2,)), (37, (5,))])
+def test_at_least_so_many_schedules_are_planned(schedules, ranks):
+    plan = check_bits.planned(schedules, ranks, "")
+    assert len(plan) == 3 * len(ranks)
+    assert schedules <= sum(count for _, count in plan) <= schedules + 3 * len(ranks)
+    assert {count > 0 for _, count in plan} == {True}
+
+
+def test_ranks_draw_one_schedule_and_seeds_differ():
+    assert drawn(5, "row", 4) == drawn(5, "row", 4)
+    schedules = [drawn(seed, "row", 4) for seed in range(60)]
+    assert len({schedule.name for schedule in schedules}) == 60
+    for orders in ({s.sends for s in schedules}, {s.waits for s in schedules}):
+        assert orders == set(ORDERS)
+    assert {kind for s in schedules for kind in s.busy} == {"", "lock", "product"}
+    assert {stop.rank for s in schedules for stop in s.stops} == set(range(4))
+    assert any(s.late[3] < s.late[0] for s in schedules)
+
+
+def test_a_rank_that_is_stopped_goes_on():
+    stops = (Stop(0.02, 1, 0.5), Stop(0.0, 0, 0.01))
+    events = _events(stops)
+    assert [(event.rank, event.signal.name) for event in events] == [
+        (0, "SIGSTOP"), (0, "SIGCONT"), (1, "SIGSTOP"), (1, "SIGCONT")
+    ]  # fmt: skip

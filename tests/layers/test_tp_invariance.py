@@ -1,0 +1,232 @@
+"""Layers and models with TP-invariance: the same bits at 1, 2 and 4 ranks, or an error."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.checks import error_of
+from tests.ops.invariant_cases import segments, whole_of
+from tpkernels import (
+    GPT,
+    ColumnParallelLinear,
+    GPTConfig,
+    GradientBuckets,
+    LayerNorm,
+    ParallelAttention,
+    ParallelState,
+    RowParallelLinear,
+    TransformerBlock,
+    VocabParallelEmbedding,
+    manual_seed,
+    tp_invariance,
+    use,
+)
+from tpkernels.interop.parallelize import parallelize
+from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
+from tpkernels.topology.plan import plan_groups
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt": {"max_positions": 16},
+    "llama": {"num_kv_heads": 2, "ffn_hidden_size": 48, "activation": "swiglu", "norm": "rms_norm"},
+    "one_key": {"num_kv_heads": 1, "tied": False},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    shape: str = "gpt"
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    mask: bool = False
+
+
+def _hash(named: dict[str, Tensor | None]) -> dict[str, str]:
+    return {
+        name: "" if t is None else hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:12]
+        for name, t in named.items()
+    }
+
+
+def _whole_gradients(model: nn.Module, ids: int) -> dict[str, Tensor | None]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        dim = getattr(parameter, "partition_dim", 0)
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        gradient = whole_of((parameter.grad, dim if is_split else None))
+        is_table = gradient is not None and name.split(".")[0] in ("embedding", "head")
+        found[name] = gradient[:ids] if is_table and gradient is not None else gradient
+    return found
+
+
+@contextmanager
+def tensor_ranks(count: int) -> Iterator[ParallelState]:
+    """All ranks as one tensor-parallel group, with so many segments."""
+    world = dist.get_world_size()
+    with segments(count):
+        state = create_parallel_state(plan_groups(world_size=world, tensor=world))
+        with use(state):
+            yield state
+        destroy_parallel_state(state)
+
+
+def steps_of_models(count: int, settings: list[Setting]) -> list[dict[str, str]]:
+    """Two micro-batches through each, and hashes of losses and whole gradients."""
+    found = []
+    with tensor_ranks(count) as state:
+        for setting in settings:
+            config = GPTConfig(
+                vocab_size=37, hidden_size=64, num_layers=2, num_heads=8, **SHAPES[setting.shape]
+            )
+            manual_seed(3)
+            options = {"sequence_parallel": setting.sequence_parallel, "dtype": setting.dtype}
+            model = GPT(config, state=state, **options, **setting.options)
+            drawn = torch.Generator().manual_seed(4)
+            losses = []
+            for _ in range(2):
+                ids = torch.randint(0, 37, (2, 17), generator=drawn)
+                loss = model(ids[:, :-1], ids[:, 1:])
+                loss.backward()
+                losses.append(loss.detach())
+            found.append(_hash({"losses": torch.stack(losses), **_whole_gradients(model, 37)}))
+    return found
+
+
+MODELS = [
+    Setting(shape, dtype, sequence_parallel, options)
+    for shape, dtype, sequence_parallel in product(SHAPES, (torch.float32, torch.bfloat16), (False, True))
+    for options in ({}, {"recompute": "selective" if shape == "gpt" else "full", "overlap": False})
+]
+
+
+def test_models_have_the_same_gradients_at_every_size(ranks1, ranks2, ranks4):
+    alone, *others = (ranks.run(steps_of_models, 8, MODELS)[0] for ranks in (ranks1, ranks2, ranks4))
+    for number, setting in enumerate(MODELS):
+        kind = setting.shape, setting.dtype
+        first = next(n for n, other in enumerate(MODELS) if (other.shape, other.dtype) == kind)
+        assert alone[number] == alone[first], setting
+        for found in others:
+            assert found[number] == alone[first], setting
+
+
+def test_models_differ_without_it(ranks1, ranks2):
+    alone, two = (ranks.run(steps_of_models, 0, MODELS[:1])[0] for ranks in (ranks1, ranks2))
+    assert alone != two
+
+
+def masked_attention(count: int, by_head: bool) -> dict[str, str]:
+    with tensor_ranks(count):
+        manual_seed(3)
+        attention = ParallelAttention(32, 8, num_kv_heads=4)
+        drawn = torch.Generator().manual_seed(4)
+        x = torch.randn(9, 2, 32, generator=drawn, requires_grad=True)
+        mask = torch.randn(2, 8 if by_head else 1, 9, 9, generator=drawn)
+        y, _ = attention(x, mask)
+        y.sum().backward()
+        return _hash({"y": y.detach(), "dx": x.grad, **_whole_gradients(attention, 0)})
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_masks_of_heads_follow_their_segments(by_head, ranks1, ranks2, ranks4):
+    alone, *others = (ranks.run(masked_attention, 8, by_head)[0] for ranks in (ranks1, ranks2, ranks4))
+    assert others == [alone, alone]
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "size": (lambda g: ColumnParallelLinear(8, 12, state=g), r"output_size \(12\) .* the 8 segments"),
+    "depth": (lambda g: RowParallelLinear(12, 8, state=g), r"input_size \(12\) .* the 8 segments"),
+    "stride": (lambda g: ColumnParallelLinear(8, 16, stride=2, state=g), "expected stride 1 .* got 2"),
+    "bias": (
+        lambda g: RowParallelLinear(
+            8, 8, skip_bias_add=True, sequence_parallel=True, input_is_parallel=True, state=g
+        ),
+        "expected no skip_bias_add with sequence_parallel",
+    ),
+    "heads": (
+        lambda g: ParallelAttention(24, 4, state=g),
+        "num_heads: .* 8 segments of TP-invariance, got 4",
+    ),
+    "keys": (
+        lambda g: ParallelAttention(48, 24, num_kv_heads=6, head_size=4, state=g),
+        "num_kv_heads: .* the 8 segments of TP-invariance, got 6",
+    ),
+    "dropout": (lambda g: TransformerBlock(32, 8, dropout=0.1, state=g), "dropout: expected 0 .* got 0.1"),
+    "weights": (
+        lambda g: TransformerBlock(32, 8, attention_dropout=0.1, state=g),
+        "dropout: expected 0 .* got 0.1",
+    ),
+    "others": (
+        lambda g: parallelize(nn.Linear(8, 8), g, plan={}),
+        "parallelize: expected TP-invariance to be off",
+    ),
+}
+
+
+def refusals() -> dict[str, tuple[str, str]]:
+    with segments(8):
+        return {name: error_of(build, dist.group.WORLD) for name, (build, _) in REFUSED.items()}
+
+
+def test_what_layers_cannot_keep_is_refused_at_construction(ranks2):
+    first, second = ranks2.run(refusals)
+    assert first == second
+    for name, (_, expected) in REFUSED.items():
+        kind, text = first[name]
+        assert kind in ("ValueError", "InvalidSizes"), (name, text)
+        assert re.search(expected, text), (name, text)
+
+
+def built_at(count: int) -> tuple[list[Any], ...]:
+    """What depends on the segments: the padding of a vocabulary, and whose gradients ranks add afterwards."""
+    with segments(count):
+        norm = LayerNorm(8, sequence_parallel=True, state=dist.group.WORLD)
+        table = VocabParallelEmbedding(37, 4, state=dist.group.WORLD)
+        marked = nn.Parameter(torch.ones(2))
+        marked.sequence_parallel = True  # type: ignore[attr-defined]
+        buckets = error_of(
+            GradientBuckets, [("mine", marked)], dist.group.WORLD, tensor_parallel_group=dist.group.WORLD
+        )
+        return [norm.weight.sequence_parallel, *table.weight.shape], list(buckets)
+
+
+def test_vocabularies_are_padded_to_segments_and_norms_add_their_own_gradients(ranks1, ranks2):
+    assert ranks1.run(built_at, 8)[0][0] == [False, 40, 4]
+    built, (kind, text) = ranks2.run(built_at, 8)[0]
+    assert built == [False, 20, 4]
+    assert kind == "ValueError"
+    assert "'mine' is marked sequence_parallel" in text
+    assert ranks2.run(built_at, 0)[0][0] == [True, 19, 4]
+
+
+def disagreeing() -> list[tuple[str, str]]:
+    """Each rank asks for another number of segments: of a state, and of an op."""
+    with segments(8 if dist.get_rank() else 0):
+        world = dist.get_world_size()
+        of_state = error_of(create_parallel_state, plan_groups(world_size=world, tensor=world))
+        x, weight = torch.ones(8, 16), torch.ones(8, 16)
+        of_op = error_of(tpk_row, x, weight)
+        return [of_state, of_op]
+
+
+def tpk_row(x: Tensor, weight: Tensor) -> Tensor:
+    from tpkernels import ops
+
+    return ops.row_linear(x, weight, None, dist.group.WORLD)
+
+
+def test_ranks_that_disagree_all_get_an_error(ranks2):
+    for of_state, of_op in ranks2.run(disagreeing):
+        for kind, text in (of_state, of_op):
+            assert kind in ("ParallelStateError", "ValueError"), text
+            assert f"{tp_invariance.VARIABLE}=8" in text

@@ -1,0 +1,256 @@
+"""The adversary of `check --bits`: what a seed draws, and how a rank is made to keep to it.
+
+It decides when things happen, and in which order where the transports leave that open. Memory that rows are
+to arrive in it fills with NaN: what lies there are the same numbers, of the run before. All ranks and the
+process that started them draw the same from a seed, and each rank its own pauses.
+
+    late      a rank comes to its program, and to each call, so much after the others
+    pauses    before a call begins, before a chunk is sent or copied, between a chunk and its flag, before a
+              rank says that it has read, in the middle of a backward, at atomics of interpreted kernels
+    sends     chunks leave in another order: to other ranks first, or all at the end
+    waits     chunks are awaited in another order
+    busy      a thread that holds Python's lock, or one that multiplies, for a while
+    stops     SIGSTOP, and some time later SIGCONT
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm.calls import GroupCalls
+from tpkernels.comm.schedule import Swap, slot_of
+from tpkernels.comm.transports import c10d, host
+from tpkernels.comm.transports.base import Delivery, rows_sent
+from tpkernels.comm.transports.mailbox import MailboxDelivery
+
+T = TypeVar("T")
+
+ORDERS = ("planned", "reversed", "shuffled")
+LONGEST_STOP, LONGEST_BURST = 0.03, 0.02  # seconds
+ATOMICS_SHARE = 0.02  # of the pauses that others make: a kernel that waits looks again and again
+
+
+class Stop(NamedTuple):
+    """A rank is stopped for a moment."""
+
+    after: float  # seconds since its program began
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One draw."""
+
+    name: str  # of what it was drawn from
+    late: tuple[float, ...]  # seconds, by rank
+    rate: float  # how likely a pause is
+    longest: float  # seconds of a pause
+    sends: str  # one of ORDERS
+    waits: str
+    busy: tuple[str, ...]  # "", "lock" or "product", by rank
+    stops: tuple[Stop, ...]
+
+
+def drawn(seed: int, program: str, ranks: int) -> Schedule:
+    """The schedule of a seed; each program has its own."""
+    name = f"{seed} {program} {ranks}"
+    draw = random.Random(name)
+    apart = draw.choice([0.0, 0.0, 1e-3, 5e-3])
+    first = draw.sample(range(ranks), ranks)  # who comes first
+    return Schedule(
+        name=name,
+        late=tuple(apart * first.index(rank) for rank in range(ranks)),
+        rate=draw.choice([0.0, 0.1, 0.3]),
+        longest=draw.choice([3e-4, 1e-3, 4e-3]),
+        sends=draw.choice(ORDERS),
+        waits=draw.choice(ORDERS),
+        busy=tuple(draw.choice(["", "", "lock", "product"]) for _ in range(ranks)),
+        stops=tuple(
+            Stop(draw.uniform(0, 0.05), draw.randrange(ranks), draw.uniform(1e-3, LONGEST_STOP))
+            for _ in range(draw.choice([0, 0, 1, 2]))
+        ),
+    )
+
+
+@contextmanager
+def imposed(schedule: Schedule, rank: int) -> Iterator[Callable[[], None]]:
+    """Until the end this process keeps to the schedule as rank `rank`; gives what makes a pause."""
+    adversary = _Adversary(schedule, rank)
+    with ExitStack() as stack:
+        for owner, name, replacement in adversary.seams():
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(_busy(schedule.busy[rank]))
+        time.sleep(schedule.late[rank])
+        yield adversary.pause
+
+
+class _Adversary:
+    """On one rank."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule, self._late = schedule, schedule.late[rank]
+        self._draw = random.Random(f"{schedule.name} {rank}")
+        self._held: dict[int, list[tuple[Swap, Tensor]]] = {}  # by delivery: what has not been sent yet
+
+    def pause(self, share: float = 1.0) -> None:
+        if self._draw.random() < share * self._schedule.rate:
+            time.sleep(self._draw.uniform(0, self._schedule.longest))
+
+    def ordered(self, things: Iterable[T], order: str) -> list[T]:
+        listed = list(things)
+        if order == "reversed":
+            listed.reverse()
+        elif order == "shuffled":
+            self._draw.shuffle(listed)
+        return listed
+
+    def seams(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """What is replaced: (owner, name, by what)."""
+        yield GroupCalls, "begin", self._before(GroupCalls.begin, self._late)
+        yield c10d, "start_together", self._started
+        yield Delivery, "move", _method(self._moved)
+        for kind in (c10d._C10dDelivery, host.HostDelivery):
+            yield kind, "keep", self._kept(kind.keep)
+        yield c10d._C10dDelivery, "await_rows", self._awaited_from_c10d(c10d._C10dDelivery.await_rows)
+        yield MailboxDelivery, "await_rows", _method(self._awaited_from_mailbox)
+        yield host, "_copy", self._around(host._copy)
+        yield host.HostExchange, "released", self._released(host.HostExchange.released)
+        yield c10d.C10dExchange, "begin", _with_new_memory(c10d.C10dExchange.begin)
+        if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+            builder = interpreter.InterpreterBuilder
+            atomic = builder.create_atomic_rmw
+            yield builder, "create_atomic_rmw", self._before(atomic, share=ATOMICS_SHARE)
+
+    def _before(self, function: Callable[..., T], late: float = 0.0, share: float = 1.0) -> Callable[..., T]:
+        def paused(*args: Any, **options: Any) -> T:
+            if late:
+                time.sleep(late / 10)
+            self.pause(share)
+            return function(*args, **options)
+
+        return paused
+
+    def _around(self, function: Callable[..., T]) -> Callable[..., T]:
+        """And after it: flags come later than their rows."""
+
+        def paused(*args: Any) -> T:
+            self.pause()
+            result = function(*args)
+            self.pause()
+            return result
+
+        return paused
+
+    def _released(self, released: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        """Its owner has read a slot; nobody writes there until he says so."""
+
+        def poisoned(exchange: Any, number: int) -> None:
+            _poison(exchange.memories[slot_of(number)])
+            self.pause()
+            released(exchange, number)
+
+        return poisoned
+
+    def _started(self, group: Any, device: torch.device, starts: Sequence[Callable[[Any], Any]]) -> list[Any]:
+        """A rank may send before it receives, and the other way round."""
+        works: dict[int, Any] = {}
+        for index in self.ordered(range(len(starts)), self._schedule.sends):
+            self.pause()
+            works[index] = starts[index](group)
+        return [works[index] for index in range(len(starts))]
+
+    def _moved(self, delivery: Delivery, swaps: Sequence[Swap], outgoing: Tensor, first_row: int) -> None:
+        for swap in swaps:
+            rows = rows_sent(swap, outgoing, first_row)
+            if self._schedule.sends == "planned":
+                self.pause()
+                delivery.swap(swap, rows)
+            else:
+                self._held.setdefault(id(delivery), []).append((swap, rows))
+
+    def _kept(self, keep: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
+        """The call has moved all: what was held is sent now."""
+
+        def kept(delivery: Any, rows: Tensor) -> None:
+            held = self._held.pop(id(delivery), [])
+            by_turn: dict[object, list[tuple[Swap, Tensor]]] = {}
+            for number, (swap, outgoing) in enumerate(held):
+                # messages from one rank to another bear one tag: they keep their order
+                turn = swap.to if isinstance(delivery, c10d._C10dDelivery) else number
+                by_turn.setdefault(turn, []).append((swap, outgoing))
+            for messages in self.ordered(by_turn.values(), self._schedule.sends):
+                for swap, outgoing in messages:
+                    self.pause()
+                    delivery.swap(swap, outgoing)
+            keep(delivery, rows)
+
+        return kept
+
+    def _awaited_from_c10d(self, await_rows: Callable[[Any, slice], None]) -> Callable[[Any, slice], None]:
+        def awaited(delivery: Any, rows: slice) -> None:
+            self.pause()
+            delivery._arriving = dict(self.ordered(delivery._arriving.items(), self._schedule.waits))
+            await_rows(delivery, rows)
+
+        return awaited
+
+    def _awaited_from_mailbox(self, delivery: MailboxDelivery, rows: slice) -> None:
+        self.pause()
+        for chunk in self.ordered(delivery.exchange.chunk_numbers(rows), self._schedule.waits):
+            delivery.await_chunk(chunk)
+
+
+def _with_new_memory(begin: Callable[..., Delivery]) -> Callable[..., Delivery]:
+    def begun(*args: Any) -> Delivery:
+        delivery = begin(*args)
+        _poison(delivery.memory)
+        return delivery
+
+    return begun
+
+
+def _poison(memory: Tensor) -> None:
+    if memory.is_floating_point():
+        memory.fill_(float("nan"))
+
+
+def _method(function: Callable[..., T]) -> Callable[..., T]:
+    """As an attribute of a class: called with the instance first."""
+    return lambda *args: function(*args)
+
+
+@contextmanager
+def _busy(kind: str) -> Iterator[None]:
+    """A thread that is in the way for a while."""
+    done, began = threading.Event(), time.monotonic()
+
+    def work() -> None:
+        numbers = torch.ones(128, 128)
+        while not done.is_set() and time.monotonic() < began + LONGEST_BURST:
+            if kind == "lock":
+                sum(range(1000))
+            else:
+                torch.mm(numbers, numbers)
+
+    if not kind:
+        yield
+        return
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,226 @@
+"""`python -m tpkernels check --bits`: are sums the same bits whatever the timing, with overlap on?
+
+Each program first runs undisturbed. Then it runs under schedules that delay, reorder and stop what they can,
+and every result and gradient of every rank must have the bits of the first run. Exit code 1: one has not, or
+ranks hang. See docs/determinism.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpkernels.cli import Progress
+
+if TYPE_CHECKING:
+    from tpkernels.cli.bits_ranks import Digests, Ranks
+
+SCHEDULES, SEED, RANKS = 1000, 1, (2, 4)
+MOST_RANKS = 16
+INTERPRETED_SHARE = 100  # one schedule in so many: interpreted kernels are slow
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--bits",
+        action="store_true",
+        help="instead: ops and gradient buckets give the same bits under any timing, on ranks of this CPU",
+    )
+    parser.add_argument(
+        "--schedules", type=_count, metavar="N", help=f"with --bits: adversarial ones, in all ({SCHEDULES})"
+    )
+    parser.add_argument("--seed", type=_seed, metavar="S", help=f"with --bits: of the first one ({SEED})")
+    parser.add_argument(
+        "--ranks",
+        type=_ranks,
+        metavar="LIST",
+        help=f"with --bits: numbers of ranks ({','.join(map(str, RANKS))})",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"expected at least 1, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"expected a whole number of 0 or more, got {text!r}")
+    return int(text)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() and 2 <= int(number) <= MOST_RANKS for number in numbers):
+        raise ArgumentTypeError(f"expected numbers from 2 to {MOST_RANKS} with commas between, got {text!r}")
+    return tuple(dict.fromkeys(map(int, numbers)))
+
+
+@dataclass
+class Certificate:
+    """What came of one transport on so many ranks."""
+
+    transport: str
+    ranks: int
+    programs: tuple[str, ...]
+    schedules: int = 0  # that have ended
+    seconds: float = 0.0
+    hashes: dict[str, list[str]] = field(default_factory=dict)  # of each program; one is right
+    failures: list[str] = field(default_factory=list)
+
+
+class NothingChosenError(ValueError):
+    """No program has the name that was asked for."""
+
+
+def run(
+    schedules: int, seed: int, ranks: Sequence[int], only: str, path: Path | None, planted: Sequence[str] = ()
+) -> int:
+    """The command; prints a table, and returns the exit code.
+
+    planted: see `bits_ranks.Ranks`
+    """
+    began = time.perf_counter()
+    plan = planned(schedules, ranks, only)
+    total = sum(count for _, count in plan)
+    if find_spec("triton") is None:
+        print("waiting kernels are left out: triton is not installed")
+    with Progress("checking bits:", total) as step:
+        found = certify(plan, seed, step, planted)
+    seconds = time.perf_counter() - began
+    failures = [failure for certificate in found for failure in certificate.failures]
+    if path is not None:
+        told = {
+            "versions": {name: import_module(name).__version__ for name in ("tpkernels", "torch")},
+            "seed": seed,
+            "failures": failures,
+            "certificates": [asdict(each) for each in found],
+        }
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(f"{'transport':<10}{'ranks':>6}{'programs':>10}{'schedules':>11}{'hashes':>8}{'seconds':>9}")
+    for each in found:
+        hashes = sum(map(len, each.hashes.values()))
+        print(
+            f"{each.transport:<10}{each.ranks:>6}{len(each.programs):>10}{each.schedules:>11}{hashes:>8}"
+            f"{each.seconds:>9.0f}"
+        )
+    for failure in failures:
+        print(failure)
+    done = sum(each.schedules for each in found)
+    if not failures:
+        print(f"the same bits under {done} schedules in {seconds:.0f} s, from seed {seed} on")
+    return 1 if failures else 0
+
+
+def planned(schedules: int, ranks: Sequence[int], only: str) -> list[tuple[Certificate, int]]:
+    """What runs, and under how many schedules; at least so many in all.
+
+    only: what has this between slashes in its name, such as shared/4/row or row
+    """
+    from tpkernels.cli.bits_programs import OF_TRANSPORTS, PROGRAMS
+
+    programs = {"c10d": list(PROGRAMS), "shared": OF_TRANSPORTS, "kernels": OF_TRANSPORTS}
+    if find_spec("triton") is None:
+        del programs["kernels"]
+    chosen = []
+    for count in ranks:
+        for transport, names in programs.items():
+            named = {name: f"/{transport}/{count}/{name}/" for name in names}
+            own = tuple(name for name in names if not only or fnmatchcase(named[name], f"*/{only}/*"))
+            if own:
+                chosen.append(Certificate(transport, count, own))
+    if not chosen:
+        raise NothingChosenError(f"nothing has {only!r} in its name, such as shared/{ranks[0]}/row")
+    quick = sum(each.transport != "kernels" for each in chosen)
+    slow = len(chosen) - quick
+    interpreted = max(1, schedules // (INTERPRETED_SHARE if quick else max(1, slow)))
+    left = max(0, schedules - slow * interpreted)
+    share = -(-left // quick) if quick else 0
+    return [(each, interpreted if each.transport == "kernels" else max(1, share)) for each in chosen]
+
+
+def certify(
+    plan: Sequence[tuple[Certificate, int]],
+    seed: int,
+    step: Callable[[object], None],
+    planted: Sequence[str] = (),
+    patience: float | None = None,
+) -> list[Certificate]:
+    """Run all that is planned. A transport whose ranks fail is left; the others go on with new ranks."""
+    from tpkernels.cli.bits_ranks import PATIENCE, RankFailure, Ranks
+
+    for count in dict.fromkeys(each.ranks for each, _ in plan):
+        with Ranks(count, planted, patience or PATIENCE) as ranks:
+            for certificate, schedules in plan:
+                if certificate.ranks != count:
+                    continue
+                began = time.perf_counter()
+                try:
+                    _certify_one(certificate, range(seed, seed + schedules), ranks, step)
+                except RankFailure as error:
+                    certificate.failures.append(str(error))
+                certificate.seconds = time.perf_counter() - began
+    return [certificate for certificate, _ in plan]
+
+
+def _certify_one(
+    certificate: Certificate, seeds: Sequence[int], ranks: Ranks, step: Callable[[object], None]
+) -> None:
+    from tpkernels.cli.bits_ranks import RankFailure, Task
+
+    def results(program: str, seed: int | None) -> list[Digests]:
+        try:
+            return ranks.run(Task(certificate.transport, program, seed))
+        except RankFailure as error:
+            raise RankFailure(_said(certificate, program, seed, str(error))) from error
+
+    first = {program: results(program, None) for program in certificate.programs}
+    certificate.hashes = {program: [_hash(found)] for program, found in first.items()}
+    for seed in seeds:
+        for program in certificate.programs:
+            found, known = results(program, seed), certificate.hashes[program]
+            if (own := _hash(found)) in known:
+                continue
+            if len(known) == 1:  # the first difference says enough
+                what = _difference(first[program], found)
+                certificate.failures.append(_said(certificate, program, seed, what))
+            known.append(own)
+        certificate.schedules += 1
+        step(f"{certificate.transport} on {certificate.ranks} ranks, seed {seed}")
+
+
+def _hash(found: Sequence[Digests]) -> str:
+    """Of all tensors of all ranks."""
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _difference(first: Sequence[Digests], found: Sequence[Digests]) -> str:
+    apart = [
+        f"{name} of rank {rank}"
+        for rank, (ours, theirs) in enumerate(zip(first, found, strict=True))
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
+    others = f" and {len(apart) - 1} other tensors differ" if len(apart) > 1 else " differs"
+    return f"{apart[0]}{others} from the undisturbed run"
+
+
+def _said(certificate: Certificate, program: str, seed: int | None, what: str) -> str:
+    """Where it was, what it was, and how to see it again."""
+    transport, ranks = certificate.transport, certificate.ranks
+    under, option = "undisturbed", ""
+    if seed is not None:
+        under, option = f"under the schedule of seed {seed}", f" --seed {seed}"
+    again = f"--bits{option} --schedules 1 --ranks {ranks} --only {transport}/{ranks}/{program}"
+    where = f"{program} over {transport} on {ranks} ranks, {under}"
+    return f"{where}: {what}; again: python -m tpkernels check {again}"
