@@ -10,8 +10,9 @@ TPKERNELS_TP_INVARIANT=8, read when this module is imported, or `tp_invariant(se
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,12 +85,19 @@ def tp_invariant(segments: int = 8) -> None:
     mode.segments = segments
 
 
-def tree_sum(parts: Sequence[T]) -> T:
+def tree_sum(parts: Iterable[T], add: Callable[[T, T], T] = operator.add) -> T:
     """The sum of a power of two of parts: neighbours first, then neighbours of these sums, and so on.
 
-    >>> tree_sum(["a", "b", "c", "d"])
-    'abcd'
+    Parts may be made one by one: 8 are never there at once, but 4 at most.
+
+    >>> tree_sum("abcd", lambda one, other: f"({one} {other})")
+    '((a b) (c d))'
     """
-    while len(parts) > 1:
-        parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    waiting: list[T] = []  # sums of 4, 2, 1 parts, say, once there are 7
+    for number, part in enumerate(parts, start=1):
+        total, pairs = part, number
+        while pairs % 2 == 0:
+            total, pairs = add(waiting.pop(), total), pairs // 2
+        waiting.append(total)
+    (total,) = waiting
+    return total

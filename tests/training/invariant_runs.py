@@ -138,3 +138,16 @@ def gradients(
 def _keep(found: dict[str, Tensor], name: str, module: nn.Module, inputs: object, output: object) -> None:
     if isinstance(output, Tensor):
         found[name] = output.detach()
+
+
+def answers(model: GPTConfig, dtype: torch.dtype, segments: int) -> tuple[Tensor, Tensor]:
+    """Logits of a batch, and what is written after it; on all ranks."""
+    with tp_invariance(segments), torch.no_grad():
+        world = dist.get_world_size()
+        state = create_parallel_state(plan_groups(world_size=world, tensor=world))
+        with use(state):
+            manual_seed(3)
+        built = GPT(model, state=state, dtype=dtype).eval()
+        ids = torch.arange(10).view(2, 5) * 7
+        drawn = torch.Generator().manual_seed(1)
+        return built(ids), built.generate(ids, 6, temperature=0.8, top_k=40, generator=drawn)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
-from tests.training.invariant_runs import gradients, trained
+from tests.training.invariant_runs import answers, gradients, trained
 from tpkernels.models.config import GPTConfig
 from tpkernels.training.config import TrainConfig
 
@@ -137,3 +137,14 @@ def _fused(model, dtype):
     ids = torch.randint(251, (2, 17), generator=torch.Generator().manual_seed(1))
     found = gradients(model, SEGMENTS, ids, dtype=dtype, gradient_accumulation_fusion=True)
     return {name: value for name, value in found.items() if name == "loss" or name.startswith("gradient")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_and_samples_are_the_same(model, dtype, ranks1, ranks2, ranks4):
+    (logits, written), *others = (
+        ranks.run(answers, MODELS[model], DTYPES[dtype], SEGMENTS)[0] for ranks in (ranks1, ranks2, ranks4)
+    )
+    for other_logits, other_written in others:
+        assert torch.equal(logits, other_logits)
+        assert torch.equal(written, other_written)

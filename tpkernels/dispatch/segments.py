@@ -41,7 +41,8 @@ def segment_of(tensor: Tensor, dim: int, segment: int, segments: int) -> Tensor:
 def segment_sum(pairs: Sequence[Pair], *, transposed: bool, segments: int) -> Tensor:
     """Σ a wᵀ if transposed, else Σ a w, in fp32 or wider: of each segment of the depth, added in a tree."""
     if torch_computes(pairs[0][0].device):
-        return tree_sum([_product(pairs, transposed, each, segments) for each in range(segments)])
+        products = (_product(pairs, transposed, each, segments) for each in range(segments))
+        return tree_sum(products, Tensor.add_)
     total: Tensor = _by_kernel(pairs, transposed, segments)
     return total
 
