@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import TRITON_WINS, FakeTimer
+from tpkernels import tp_invariance
 from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.scratch import results_of, scratch_like
@@ -294,6 +295,22 @@ def test_batch_invariance_leaves_nothing_to_choose(monkeypatch):
     monkeypatch.setattr(backends, "backend", "auto")
     monkeypatch.setattr(invariance, "batch_invariant", True)
     assert backends.resolve_backend(CUDA) == "invariant"
+
+
+def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(backends, "backend", "auto")
+    monkeypatch.setattr(tp_invariance.mode, "segments", 8)
+    backends._resolved.cache_clear()
+    assert backends.resolve_backend(CUDA) == "invariant"
+    assert backends.resolve_backend(torch.device("cpu")) == "torch"
+    assert not caplog.text
+    dy = torch.randn(5, 8)
+    assert products.bias_grad.takes is not None
+    assert products.bias_grad.takes(dy), "torch's order of rows depends on the columns"
+    assert not products.bias_grad.takes(dy.double())
+    monkeypatch.setattr(tp_invariance.mode, "segments", 0)
+    assert backends.resolve_backend(CUDA) == "fastest"
+    assert not products.bias_grad.takes(dy)
 
 
 def test_batch_invariance_that_torch_does_not_keep_is_warned_of(monkeypatch, caplog):

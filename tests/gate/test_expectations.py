@@ -91,6 +91,7 @@ def test_blackwell_descriptors_have_rules_of_their_own():
         ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/depth_first", "unordered_reads"),
         ("gather_linear/pointer/bf16/128x128x32-w8-s3-p1/depth_first", "unordered_reads"),
         ("reduce_slots/pointer/bf16/16x128/bias+wait", "unordered_reads"),
+        ("reduce_slots/pointer/fp32/16x128/bias+tree8+wait", "unordered_reads"),
         ("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one", "unordered_flags"),
         ("scatter_linear/pointer/fp32/64x64x16-w8-s3-p1/two+depth_first", "unordered_flags"),
         ("publish/pointer/bf16/one", "unordered_flags"),

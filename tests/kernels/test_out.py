@@ -10,6 +10,7 @@ from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
+from tpkernels.kernels.tiles import MatmulTile
 
 T, N, K = 40, 48, 64
 ROWS = slice(24, 24 + T)  # of 80
@@ -72,6 +73,28 @@ def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
         linear_fwd(of["x"], of["w"], activation="relu", keep_z=True, out=(y, z), form="descriptor")
 
 
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+@pytest.mark.parametrize("call", ["linear", "dgrad", "dgrad_pairs"])
+def test_a_product_may_be_written_in_fp32(call, form, device):
+    """What is added to other products is rounded after that."""
+    of = operands(device)
+    launchers = {
+        "linear": lambda **k: linear_fwd(of["x"], of["w"], of["b"], tile=TILE, form=form, **k).y,
+        "dgrad": lambda **k: dgrad(of["dy"], of["w"], tile=TILE, form=form, **k),
+        "dgrad_pairs": lambda **k: dgrad_pairs(
+            of["dy"], of["w"], of["dy"], of["w2"], tile=TILE, form=form, **k
+        ),
+    }
+    rounded = launchers[call]()
+    wide = launchers[call](out=torch.empty(rounded.shape, device=device))
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.to(rounded.dtype), rounded)
+    assert not torch.equal(wide, rounded.float())
+    with_roles = MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2)
+    with pytest.raises(ValueError, match="expected a tile without consumers for a result in fp32"):
+        linear_fwd(of["x"], of["w"], out=empty(T, N, dtype=torch.float32), tile=with_roles)
+
+
 def test_a_sum_over_rows_is_written_where_it_belongs(device):
     dy, around = normal(100, N, torch.bfloat16, device), torch.full((3, N), CANARY, device=device)
     bias_grad(dy, out=around[1])
@@ -117,8 +140,8 @@ REFUSED = {
         "z of out with memory of its own, got some of y",
     ),
     "dtype": (
-        lambda o: dgrad_pairs(o["dy"], o["w"], o["dy"], o["w2"], out=empty(T, K, dtype=torch.float32)),
-        "expected dx of out in torch.bfloat16 on .*, got torch.float32",
+        lambda o: dglu(o["dy"], o["w"], o["z"], o["u"], out=(empty(T, K, dtype=torch.float32), empty(T, K))),
+        "expected dg of out in torch.bfloat16 on .*, got torch.float32",
     ),
     "dtype of a sum": (
         lambda o: dgrad_act(o["dy"], o["w"], o["z"], "relu", bias_grad=True, out=(empty(T, K), empty(K))),
