@@ -201,9 +201,9 @@ def built_at(count: int) -> tuple[list[Any], ...]:
 
 
 def test_vocabularies_are_padded_to_segments_and_norms_add_their_own_gradients(ranks1, ranks2):
-    assert ranks1.run(built_at, 8)[0][0] == [False, 40, 4]
+    assert ranks1.run(built_at, 8)[0][0] == [False, 64, 4]
     built, (kind, text) = ranks2.run(built_at, 8)[0]
-    assert built == [False, 20, 4]
+    assert built == [False, 32, 4]
     assert kind == "ValueError"
     assert "'mine' is marked sequence_parallel" in text
     assert ranks2.run(built_at, 0)[0][0] == [True, 19, 4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -46,10 +48,9 @@ class VocabParallelEmbedding(ParallelModule):
                 f"VocabParallelEmbedding: expected a padding_idx from {-num_embeddings} to "
                 f"{num_embeddings - 1}, got {padding_idx}"
             )
-        segments = max(1, self.world.segments)  # as many rows each
-        self.split = split_vocabulary(
-            num_embeddings, ranks=self.world.size, divisible_by=divisible_by * segments
-        )
+        if segments := self.world.segments:  # as many rows each, which fill 16 bytes of any dtype
+            divisible_by = segments * math.lcm(divisible_by, 8)
+        self.split = split_vocabulary(num_embeddings, ranks=self.world.size, divisible_by=divisible_by)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.num_embeddings_per_partition = self.split.shard_size

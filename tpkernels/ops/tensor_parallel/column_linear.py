@@ -202,7 +202,7 @@ def _column_forward(
     """y of each weight; if keep, z of each where there is an activation; the gathered x if keep_rows."""
     keep_z = keep and activation != "none"
     narrowest = min(weight.shape[0] for weight in weights)
-    gathering = layout.gather("column_linear", "gather of x", x, features=narrowest)
+    gathering = layout.gather("column_linear", "gather of x", layout.operand(x), features=narrowest)
     if multiplying(gathering, layout.overlap):
         products = gathering.products(weights, biases, activation, keep_z, keep_rows=keep_rows)
         results = _ys_and_zs(products)
@@ -258,6 +258,7 @@ def _column_gradients(
     op, count = "column_linear backward", len(weights)
     needs_dx, needs_dws, needs_dbs = needs[0], needs[1 : 1 + count], needs[1 + count :]
     compare_in_backward(op, layout.group, needs)
+    x, dys = layout.operand(x), [layout.operand(dy) for dy in dys]
     gathering = layout.gather(op, "gather of x", x, wanted=not kept_rows and any(needs_dws))
     calls, slope = layout.calls(x.device), partial(act_grad_ref, activation=activation)
     dzs = [map_segments(calls, slope, dy, z) for dy, z in zip(dys, zs, strict=True)] if zs else dys

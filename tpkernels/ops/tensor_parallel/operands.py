@@ -54,6 +54,10 @@ class Layout(NamedTuple):
         """How many calls of one segment each compute what a rank shares; 0: one call for all."""
         return calls_of(self.segments, device)
 
+    def operand(self, tensor: Tensor) -> Tensor:
+        """As callers give it, or with TP-invariance as it is given at every size."""
+        return canonical(tensor) if self.segments else tensor
+
     @property
     def token_shards(self) -> int:
         """How many ranks share the tokens, where these are split."""

@@ -194,7 +194,7 @@ def _mlp_forward(
     op = "parallel_mlp"
     *ups, w_down = weights
     apart = keep and (glu is not None or activation != "none")  # else z is h
-    gathering = layout.gather(op, "gather of x", x, features=ups[0].shape[0])
+    gathering = layout.gather(op, "gather of x", layout.operand(x), features=ups[0].shape[0])
     if glu is None and multiplying(gathering, layout.overlap):
         ((h, z),) = gathering.products(ups, [b_up], activation, apart, keep_rows=False)
         kept = [] if z is None else [z]
@@ -251,6 +251,7 @@ def _mlp_gradients(
     *into_ups, into_down = main_grads
     needs_dx, needs_db_up, needs_db_down, *needs_ups, needs_down = needs
     compare_in_backward(op, layout.group, needs)
+    x, dy_shard = layout.operand(x), layout.operand(dy_shard)
     gathering_dy = layout.gather(op, "gather of dy", dy_shard, features=w_down.shape[1])
     gathering_x = layout.gather(op, "gather of x", x, wanted=any(needs_ups))
     tokens = kept[0].shape[0]

@@ -124,7 +124,8 @@ class _RowLinear(torch.autograd.Function):
 
 @all_or_fail
 def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    return layout.sum_of_products("row_linear", [(x, weight)], transposed=True, bias=bias).wait()
+    pairs = [(layout.operand(x), weight)]
+    return layout.sum_of_products("row_linear", pairs, transposed=True, bias=bias).wait()
 
 
 def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
@@ -145,6 +146,7 @@ def _row_gradients(
 ) -> Gradients:
     """dx, dw, db. x, weight: None where dw, dx are not needed"""
     op, (into,) = "row_linear backward", main_grads
+    dy_shard, x = layout.operand(dy_shard), None if x is None else layout.operand(x)
     if layout.sequence_parallel:
         compare_in_backward(op, layout.group, needs)
     like = x if weight is None else weight
