@@ -161,7 +161,7 @@ def _embedding(s: Setting) -> dict[str, Whole]:
 def _cross_entropy(s: Setting) -> dict[str, Whole]:
     logits = leaf(drawn(1, s.tokens, BATCH, VOCABULARY), 2, s.dtype)
     target = _ids(s)
-    target[1] = -100
+    target[1:2] = -100
     loss = ops.vocab_cross_entropy(
         logits * 1,
         target,
@@ -218,7 +218,7 @@ def _heads(s: Setting) -> dict[str, Whole]:
     x = leaf(drawn(1, s.tokens, BATCH, heads * 8), 2, s.dtype)
     y = segment_heads(x, dist.group.WORLD, heads)
     dy = drawn(2, s.tokens, BATCH, tp_invariance.mode.segments, 8)
-    dy[0] = -0.0
+    dy[:1] = -0.0
     y.backward(leaf(dy, 2, s.dtype).detach())
     return {"y": (y.detach(), 2), "dx": (x.grad, 2)}
 

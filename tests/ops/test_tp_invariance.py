@@ -61,6 +61,7 @@ def test_tokens_that_segments_do_not_divide(ranks1, ranks2):
     asked = [
         (name, Setting(dtype, option=OPTIONS[name][0], tokens=13)) for name in OPTIONS for dtype in DTYPES
     ]
+    asked += [(name, Setting(option=OPTIONS[name][0], tokens=0)) for name in OPTIONS]
     assert ranks1.run(hashes, 8, asked)[0] == ranks2.run(hashes, 8, asked)[0]
 
 

@@ -52,7 +52,8 @@ class ParallelQKV(nn.Module):
         query, key, value = columns_of(hidden, self.query, self.key, self.value)
         if self.num_kv_heads < self.world.segments * self.world.size:
             key, value = (segment_heads(x, self.world.group, self.num_kv_heads) for x in (key, value))
-            return query.view(*query.shape[:-1], -1, self.head_size), key, value
+            own = query.shape[-1] // self.head_size
+            return query.view(*query.shape[:-1], own, self.head_size), key, value
         if self.num_kv_heads < self.world.size:
             key, value = self._own_head(key), self._own_head(value)
         query, key, value = (

@@ -85,7 +85,7 @@ def _heads_shape(x: Tensor, group: ProcessGroup, heads: int) -> Tensor:
 @all_or_fail
 def _gradient(dy: Tensor, group: Group, heads: int) -> Tensor:
     tokens, batch, segments, size = dy.shape
-    ours = max(1, heads // group.size())
+    ours, width = max(1, heads // group.size()), heads * size // group.size()
     by_head = dy.to(sums_dtype(dy.dtype)).view(tokens, batch, ours, segments // ours, size)
     total = tree_sum(by_head.unbind(3))
     if heads % group.size():
@@ -102,9 +102,9 @@ def _gradient(dy: Tensor, group: Group, heads: int) -> Tensor:
             scatter=True,
             overlap=True,
         ).wait()
-        total = shard.view(-1, tokens, batch).movedim(0, -1)
+        total = shard.view(width, tokens, batch).movedim(0, -1)
     # + 0: zeros of ranks that share another head make +0 of -0
-    return (total + 0).to(dy.dtype).reshape(tokens, batch, heads * size // group.size())
+    return (total + 0).to(dy.dtype).reshape(tokens, batch, width)
 
 
 def _gradient_shape(dy: Tensor, group: ProcessGroup, heads: int) -> Tensor:

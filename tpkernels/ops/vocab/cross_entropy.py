@@ -177,7 +177,8 @@ class ShardedLoss:
         ours = found[0] if len(found) == 1 else torch.cat(found)
         what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids)"
         everybody = gather_numbers(self.op, what, ours, shard.group)
-        maxima, totals, picked, *summed = everybody.view(-1, count, len(target)).unbind(1)
+        parts = len(found) * shard.group.size()
+        maxima, totals, picked, *summed = everybody.view(parts, count, len(target)).unbind(1)
         maximum = maxima.amax(0)
         total = (totals * (maxima - maximum).exp()).sum(0)
         log_total = total.log()
