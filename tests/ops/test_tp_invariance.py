@@ -7,7 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from tests.ops.invariant_cases import Setting, hashes, hashes_by_kernels, refusals
+from tests.ops.invariant_cases import (
+    Setting,
+    drawn,
+    hashes,
+    hashes_by_kernels,
+    refusals,
+    segments,
+)
+from tpkernels import ops
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {
@@ -75,6 +83,24 @@ def test_our_kernels_give_the_same_bits_at_every_size(transport, ranks1, ranks2,
     assert by_size[1] == by_size[0]
     assert by_size[2] == by_size[0]
     assert by_size[0][2] == by_size[0][3]  # with sequence parallelism as without
+
+
+def gradients_of_layer_norm(threads: int) -> list[torch.Tensor]:
+    x, weight, bias, dy = drawn(1, 64, 3, 512), drawn(2, 512), drawn(3, 512), drawn(4, 64, 3, 512)
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with segments(2):
+            return list(torch.autograd.grad(ops.layer_norm(*leaves), leaves, dy))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradients_of_a_norm_do_not_depend_on_the_number_of_threads():
+    """A rank alone often has more of them."""
+    for one, other in zip(gradients_of_layer_norm(1), gradients_of_layer_norm(2), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_without_it_bits_depend_on_the_size(ranks1, ranks4):

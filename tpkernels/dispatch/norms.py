@@ -12,6 +12,7 @@ from tpkernels.dispatch.record import Layer, Primitive, launcher
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import bias_grad_ref, rms_norm_bwd_ref, rms_norm_ref
 from tpkernels.kernels.tiles import MAX_FEATURES
+from tpkernels.tp_invariance import mode
 
 # torch's fused kernel takes its sums over tokens one by one: at 8192 they are off by 1.8e-6, at 256 by
 # 3e-7, which is what we allow, and a pairwise sum by 1.5e-7
@@ -110,7 +111,9 @@ def _layer_norm_grad(
     """The gradients of x, and in fp32 of weight and bias -> (dx, dw, db)."""
     wide = sums_dtype(x.dtype)
     wide_dy, wide_x = dy.to(wide), x.to(wide)
-    few = x.shape[0] <= FEW_TOKENS
+    few = (
+        x.shape[0] <= FEW_TOKENS and not mode.segments
+    )  # the fused sums also depend on the number of threads
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
         wide_dy, wide_x, weight.shape, mean, rstd, weight.to(wide), weight.to(wide), (True, few, few)
     )
