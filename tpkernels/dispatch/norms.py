@@ -111,9 +111,8 @@ def _layer_norm_grad(
     """The gradients of x, and in fp32 of weight and bias -> (dx, dw, db)."""
     wide = sums_dtype(x.dtype)
     wide_dy, wide_x = dy.to(wide), x.to(wide)
-    few = (
-        x.shape[0] <= FEW_TOKENS and not mode.segments
-    )  # the fused sums also depend on the number of threads
+    # with TP-invariance never fused: those sums also depend on the number of threads
+    few = x.shape[0] <= FEW_TOKENS and not mode.segments
     dx, dw, db = torch.ops.aten.native_layer_norm_backward(
         wide_dy, wide_x, weight.shape, mean, rstd, weight.to(wide), weight.to(wide), (True, few, few)
     )
