@@ -223,7 +223,7 @@ def test_interrupted_check_ends_at_once_and_in_a_word(copy):
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300  # a machine may be busy
     while not list(copy.glob("cache/facts/*.json")):  # until compiling is under way
         assert process.poll() is None
         assert time.monotonic() < deadline
