@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.checks import error_of
-from tests.ops.invariant_cases import segments, whole_of
+from tests.ops.invariant_cases import whole_of
+from tests.segments import tp_invariance
 from tpkernels import (
     GPT,
     ColumnParallelLinear,
@@ -29,12 +30,12 @@ from tpkernels import (
     TransformerBlock,
     VocabParallelEmbedding,
     manual_seed,
-    tp_invariance,
     use,
 )
 from tpkernels.interop.parallelize import parallelize
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.topology.plan import plan_groups
+from tpkernels.tp_invariance import VARIABLE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {"max_positions": 16},
@@ -74,7 +75,7 @@ def _whole_gradients(model: nn.Module, ids: int) -> dict[str, Tensor | None]:
 def tensor_ranks(count: int) -> Iterator[ParallelState]:
     """All ranks as one tensor-parallel group, with so many segments."""
     world = dist.get_world_size()
-    with segments(count):
+    with tp_invariance(count):
         state = create_parallel_state(plan_groups(world_size=world, tensor=world))
         with use(state):
             yield state
@@ -174,7 +175,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def refusals() -> dict[str, tuple[str, str]]:
-    with segments(8):
+    with tp_invariance(8):
         return {name: error_of(build, dist.group.WORLD) for name, (build, _) in REFUSED.items()}
 
 
@@ -189,7 +190,7 @@ def test_what_layers_cannot_keep_is_refused_at_construction(ranks2):
 
 def built_at(count: int) -> tuple[list[Any], ...]:
     """What depends on the segments: the padding of a vocabulary, and whose gradients ranks add afterwards."""
-    with segments(count):
+    with tp_invariance(count):
         norm = LayerNorm(8, sequence_parallel=True, state=dist.group.WORLD)
         table = VocabParallelEmbedding(37, 4, state=dist.group.WORLD)
         marked = nn.Parameter(torch.ones(2))
@@ -211,7 +212,7 @@ def test_vocabularies_are_padded_to_segments_and_norms_add_their_own_gradients(r
 
 def disagreeing() -> list[tuple[str, str]]:
     """Each rank asks for another number of segments: of a state, and of an op."""
-    with segments(8 if dist.get_rank() else 0):
+    with tp_invariance(8 if dist.get_rank() else 0):
         world = dist.get_world_size()
         of_state = error_of(create_parallel_state, plan_groups(world_size=world, tensor=world))
         x, weight = torch.ones(8, 16), torch.ones(8, 16)
@@ -229,4 +230,4 @@ def test_ranks_that_disagree_all_get_an_error(ranks2):
     for of_state, of_op in ranks2.run(disagreeing):
         for kind, text in (of_state, of_op):
             assert kind in ("ParallelStateError", "ValueError"), text
-            assert f"{tp_invariance.VARIABLE}=8" in text
+            assert f"{VARIABLE}=8" in text

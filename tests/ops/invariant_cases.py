@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ops.transport_cases import using
-from tpkernels import ops, tp_invariance
+from tests.segments import tp_invariance
+from tpkernels import ops
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
+from tpkernels.tp_invariance import mode
 
 Whole = tuple[
     Tensor | None, int | None
@@ -28,18 +29,6 @@ class Setting:
     overlap: bool = True
     tokens: int = TOKENS
     option: str = ""
-
-
-@contextmanager
-def segments(count: int) -> Iterator[None]:
-    """TP-invariance of a few calls; the mode is the process's, and other tests use the process."""
-    mode = tp_invariance.mode
-    before = mode.segments, mode.used_by
-    mode.segments, mode.used_by = count, ""
-    try:
-        yield
-    finally:
-        mode.segments, mode.used_by = before
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -217,7 +206,7 @@ def _heads(s: Setting) -> dict[str, Whole]:
     heads = int(s.option)
     x = leaf(drawn(1, s.tokens, BATCH, heads * 8), 2, s.dtype)
     y = segment_heads(x, dist.group.WORLD, heads)
-    dy = drawn(2, s.tokens, BATCH, tp_invariance.mode.segments, 8)
+    dy = drawn(2, s.tokens, BATCH, mode.segments, 8)
     dy[:1] = -0.0
     y.backward(leaf(dy, 2, s.dtype).detach())
     return {"y": (y.detach(), 2), "dx": (x.grad, 2)}
@@ -243,7 +232,7 @@ def hashes_by_kernels(count: int, asked: list[tuple[str, Setting]], transport: s
 
 def hashes(count: int, asked: list[tuple[str, Setting]]) -> list[dict[str, str]]:
     """Of each program's results as one rank would have them; of any bit."""
-    with segments(count):
+    with tp_invariance(count):
         return [
             {name: _hash(whole_of(result)) for name, result in PROGRAMS[program](setting).items()}
             for program, setting in asked
@@ -255,6 +244,19 @@ def _hash(whole: Tensor | None) -> str:
         return ""
     assert whole.isfinite().all()
     return hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+def norm_over_ranks(kind: str) -> dict[str, float]:
+    """Without the mode: how far gradients over the group are from those of all tokens, relative to these."""
+    setting = Setting(sequence_parallel=True, option=kind)
+    found = {name: whole_of(result) for name, result in _norm(setting).items()}
+    alone = {name: result for name, (result, _) in _norm(Setting(option=kind)).items()}
+    pairs = {name: (found[name], alone[name]) for name in ("dweight", "dbias", "dx")}
+    return {
+        name: float((ours - theirs).norm() / theirs.norm())
+        for name, (ours, theirs) in pairs.items()
+        if ours is not None and theirs is not None
+    }
 
 
 def refusals() -> list[str]:
@@ -271,7 +273,7 @@ def refusals() -> list[str]:
         lambda: mappings.reduce_from_region(x, group),
     ]
     said = []
-    with segments(8 if dist.get_world_size() < 4 else 2):
+    with tp_invariance(8 if dist.get_world_size() < 4 else 2):
         for call in refused if dist.get_world_size() < 4 else refused[:1]:
             try:
                 call()

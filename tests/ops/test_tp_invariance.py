@@ -12,9 +12,10 @@ from tests.ops.invariant_cases import (
     drawn,
     hashes,
     hashes_by_kernels,
+    norm_over_ranks,
     refusals,
-    segments,
 )
+from tests.segments import tp_invariance
 from tpkernels import ops
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -91,7 +92,7 @@ def gradients_of_layer_norm(threads: int) -> list[torch.Tensor]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with segments(2):
+        with tp_invariance(2):
             return list(torch.autograd.grad(ops.layer_norm(*leaves), leaves, dy))
     finally:
         torch.set_num_threads(before)
@@ -101,6 +102,14 @@ def test_gradients_of_a_norm_do_not_depend_on_the_number_of_threads():
     """A rank alone often has more of them."""
     for one, other in zip(gradients_of_layer_norm(1), gradients_of_layer_norm(2), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+def test_a_norm_over_a_group_sums_its_gradients_without_the_mode_too(kind, ranks2, ranks4):
+    for ranks in (ranks2, ranks4):
+        for found in ranks.run(norm_over_ranks, kind):
+            assert {"dweight", "dx"} <= found.keys()
+            assert max(found.values()) < 1e-6, found
 
 
 def test_without_it_bits_depend_on_the_size(ranks1, ranks4):
