@@ -18,16 +18,10 @@ Say = Callable[[str], None]
 
 KEYS_AND_VALUES = {"k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin", "key_proj", "value_proj"}
 KEYS_AND_VALUES |= {"Wk", "Wv"}
-# Numbers of heads, and of features of all heads, by which a module may fold or part what its layers return.
-COUNTS: tuple[str, ...] = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "num_key_value_heads",
-    "num_kv_heads",
-)
-COUNTS += ("all_head_size", "inner_dim")
+# Attributes by which a module folds what its layers return: numbers of heads, and of features of all heads.
+HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
+HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
+FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
 GROUPS = "num_key_value_groups"
 
 
@@ -50,10 +44,12 @@ def head_size_of_holder(holder: nn.Module) -> int | None:
     return None
 
 
-def split_attention(layers: Layers, holder: nn.Module, ranks: int, say: Say, *, numbers: bool) -> Entries:
+def split_attention(
+    layers: Layers, holder: nn.Module, ranks: int, say: Say, *, numbers: tuple[str, ...] = ()
+) -> Entries:
     """Each rank gets its own heads; keys and values with fewer heads than ranks are computed by several.
 
-    numbers: divide those in the holder's attributes
+    numbers: attributes of the holder that are divided, where it has them
     """
     row = next(iter(layers.rows.values()))
     features, size = oriented_shape(row)[1], head_size_of_holder(holder)
@@ -78,7 +74,7 @@ def split_attention(layers: Layers, holder: nn.Module, ranks: int, say: Say, *, 
             return gathered(layers, ranks)
         else:
             entries[name] = [Split("column", unit=width // heads)]
-    around = _numbers(holder, ranks) if numbers else []
+    around = _numbers(holder, numbers, ranks)
     if local and type(getattr(holder, GROUPS, None)) is int:
         around.append(Number(GROUPS, queries // ranks // local[0]))
     if around:
@@ -124,7 +120,42 @@ def _queries(holder: nn.Module, features: int, size: int | None) -> int | None:
     return features // size if size and features % size == 0 else None
 
 
-def _numbers(holder: nn.Module, ranks: int) -> list[Entry]:
-    found = [name for name in COUNTS if type(getattr(holder, name, None)) is int]
+def _numbers(holder: nn.Module, names: tuple[str, ...], ranks: int) -> list[Entry]:
+    found = [name for name in names if type(getattr(holder, name, None)) is int]
     divisible = [name for name in found if getattr(holder, name) % ranks == 0]
     return [Divided(*divisible)] if divisible else []
+
+
+def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries | None:
+    """Phi-3's: queries, keys and values of other sizes in one weight, parted by numbers in its attributes."""
+    size, keys = head_size_of_holder(holder), getattr(holder, "num_key_value_heads", None)
+    queries = getattr(getattr(holder, "config", None), "num_attention_heads", None)
+    if len(layers.columns) != 1 or not size or type(keys) is not int or type(queries) is not int:
+        return None
+    ((name, column),) = layers.columns.items()
+    stacks = (queries * size, keys * size, keys * size)
+    if queries % ranks or keys % ranks or oriented_shape(column)[0] != sum(stacks):
+        return None
+    if any(oriented_shape(row)[1] != stacks[0] for row in layers.rows.values()):
+        return None
+    rows: Entries = {row: [Split("row", unit=size)] for row in layers.rows}
+    numbers = Divided("config.num_attention_heads", "num_key_value_heads")
+    return {name: [Split("column", unit=size, stacked=stacks)], layers.holder: [numbers], **rows}
+
+
+def narrow_experts(module: nn.Module, splits: Iterable[tuple[str, int, int]], ranks: int) -> str | None:
+    """What of stacked experts' weights is too narrow for so many ranks, in words.
+
+    splits: as in `Parameters`
+    """
+    for short, dim, stacked in splits:
+        weight = module._parameters[short]
+        assert weight is not None
+        size = weight.shape[dim]
+        if size % (ranks * stacked):
+            return f"'{short}' has {size // stacked} features"
+        # grouped products of torch want rows of a multiple of 16 bytes
+        row = weight.shape[-1] * weight.element_size()
+        if dim % weight.ndim == weight.ndim - 1 and row % 16 == 0 and row % (16 * ranks):
+            return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
+    return None

@@ -1,9 +1,9 @@
 """Which plan a model is split by when the caller gives none.
 
-The plan that a model of `transformers` brings comes first; then plans by names of layers, from the one that
-splits most to the one that splits least. The first that passes its trial is taken, and a warning says what
-was wrong with those before it. A plan by names must be compared with the unsharded model, but for models with
-which that was done: docs/models-supported.md.
+The plan that a model of `transformers` brings comes first, with layers that it leaves out; then plans by
+names of layers, from the one that splits most to the one that splits least. The first that passes its trial
+is taken, and a warning says what was wrong with those before it. A plan by names must be compared with the
+unsharded model, but for models with which that was done: docs/models-supported.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
 from tpkernels.interop.parallelize.trial import Verify, tried
 from tpkernels.layers.world import State, TensorWorld
 
-DEPTHS: tuple[Depth, ...] = ("heads", "gathered", "mlp")
+DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
+BROUGHT = "the plan that the model brings"
 # Types of models of `transformers` without a plan that plans by names were compared with.
 KNOWN = frozenset(
     {"gpt2", "gpt_neo", "gptj", "opt", "bert", "roberta", "electra", "distilbert", "t5", "bart"}
@@ -48,18 +49,21 @@ def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
     found: list[Choice] = []
     if styles_of(model):
         whole: list[str] = []
-        plan = own_plan(model, ranks, whole.append)
-        if plan:
-            found.append(Choice("the plan that the model brings", plan, whole=whole))
+        brought = own_plan(model, ranks, whole.append)
+        more: list[str] = []
+        completed = plan_by_names(model, ranks, "heads", more.append, brought)
+        if completed != brought:
+            found.append(Choice(f"{BROUGHT}, and names of layers", completed, False, whole + more))
+        if brought:
+            found.append(Choice(BROUGHT, brought, True, whole))
     config: Any = getattr(model, "config", None)
     known = getattr(config, "model_type", None) in KNOWN
     for depth in DEPTHS:
         whole = []
         plan = plan_by_names(model, ranks, depth, whole.append)
         if plan and all(plan != other.plan for other in found):
-            found.append(
-                Choice(f"a plan by names of layers ({depth})", plan, known and depth == "heads", whole)
-            )
+            certain = known and depth == DEPTHS[0]
+            found.append(Choice(f"a plan by names of layers ({depth})", plan, certain, whole))
     if not found:
         raise ValueError(
             "plan: expected one, for the model brings none and none of its layers is known by name; see "

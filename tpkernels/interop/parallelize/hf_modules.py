@@ -78,16 +78,19 @@ class ColumnLinear(ColumnParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, stacks: tuple[int, ...], *, bias: bool, state: State
     ) -> None:
+        sizes = uneven(stacks)
         super().__init__(
             in_features,
             out_features,
             bias=bias,
             gather_output=False,
-            stride=len(stacks),
+            stride=1 if sizes else len(stacks),
             state=state,
             device="meta",
         )
-        self.stacks = uneven(stacks)
+        self.stacks = sizes
+        for parameter in self.parameters(recurse=False):
+            vars(parameter)["partition_stride"] = len(stacks)
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(input_)[0]

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -73,8 +73,8 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
             for short in swap.parts:
                 whole = getattr(swap.old, short).detach()
                 setattr(swap.old, short, nn.Parameter(swap.shard_of(short, whole)))
-    for module, features in work.tails:
-        module.register_forward_hook(_ends_in_own(features, leaving))
+    for module, _ in work.tails:
+        module.register_forward_hook(partial(_leaves, leaving))
     for module in twin.modules():
         module.register_forward_hook(lambda *_: running.__delitem__(-1))
     try:
@@ -109,15 +109,12 @@ def _returns_shard(swap: Swap, leaving: set[Node]) -> Any:
     return hook
 
 
-def _ends_in_own(features: int, leaving: set[Node]) -> Any:
-    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        full, own = output.split([output.shape[-1] - features, features], -1)
-        own = own.clone()
-        if own.grad_fn is not None:
-            leaving.add(own.grad_fn)
-        return torch.cat([full, own], -1)
-
-    return hook
+def _leaves(leaving: set[Node], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """All of it: what comes before the tail goes on to a column."""
+    output = output.clone()
+    if output.grad_fn is not None:
+        leaving.add(output.grad_fn)
+    return output
 
 
 def _pads_input(swap: Swap, entering: set[Node]) -> Any:

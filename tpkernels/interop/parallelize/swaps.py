@@ -133,6 +133,8 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
     kind = entry.kind
     _require_replaceable(name, old, kind)
     out_features, in_features = oriented_shape(old)
+    if isinstance(old, nn.Embedding) and kind == "column":
+        out_features = old.embedding_dim
     if kind in ("head", "embedding"):
         split = split_vocabulary(out_features, ranks=world.size)
         rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)

@@ -35,6 +35,8 @@ from tpkernels.interop.parallelize.attention import (
     gathered,
     head_size_of_holder,
     merged,
+    narrow_experts,
+    packed_attention,
     split_attention,
     split_evenly,
 )
@@ -113,10 +115,10 @@ def _linear(
         if shorts == {"gate_up_proj"} and layers.rows:  # two weights in one, which only we split
             yield split_evenly(layers, ranks, say, stacked=2)
         elif styles <= GATHERED.keys():
-            yield gathered(layers, ranks)
+            yield packed_attention(layers, modules[holder], ranks) or gathered(layers, ranks)
         elif layers.rows and head_size_of_holder(modules[holder]):
             plain = Layers(holder, _of(layers.columns, named, COLUMNS), _of(layers.rows, named, ROWS))
-            yield split_attention(plain, modules[holder], ranks, say, numbers=False)
+            yield split_attention(plain, modules[holder], ranks, say)
             yield gathered(
                 Layers(holder, _of(layers.columns, named, GATHERED), _of(layers.rows, named, GATHERED)), ranks
             )
@@ -173,9 +175,9 @@ def _parameters(
         dim = PACKED.get(style, -1 if style in ROWS or parameter.ndim == 1 else -2)
         if style not in (*COLUMNS, *ROWS, *PACKED):
             raise ValueError(f"the model's own plan: '{name}.{short}': {style!r} is no style for a parameter")
-        if parameter.shape[dim] % (ranks * stacked):
-            say(f"'{name}.{short}' has {parameter.shape[dim]} features: every rank computes all of them")
-            return {}
         split.append((short, dim % parameter.ndim, stacked))
+    if narrow := narrow_experts(module, split, ranks):
+        say(f"'{name}': {narrow}: every rank computes all of it")
+        return {}
     summed = of_module in SUMMED or any(style in ROWS for style in styles.values())
     return {name: [Parameters(tuple(split), summed=summed)]}

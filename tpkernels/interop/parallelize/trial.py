@@ -140,9 +140,17 @@ def _device(world: TensorWorld) -> torch.device:
 
 
 def _raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
-    agree_on(f"parallelize: {problem or found}", (), world.group)
-    if problem:
-        raise problem
+    """The problem of the first rank that has one, on all of them; or all must have found the same."""
+    if dist.get_backend(world.group) == "fake":
+        if problem:
+            raise problem
+        return
+    problems: list[str | None] = [None] * world.size
+    dist.all_gather_object(problems, str(problem) if problem else None, group=world.group)
+    for text in problems:
+        if text is not None:
+            raise ValueError(text) from problem
+    agree_on(f"parallelize: {found}", (), world.group)
 
 
 def _require_same(inputs: Inputs, world: TensorWorld) -> None:
