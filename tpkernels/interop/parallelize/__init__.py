@@ -1,9 +1,11 @@
 """A model of torch's own layers, split over tensor-parallel ranks in place.
 
+choice    which plan: the caller's, the one that a model of `transformers` brings (transformers_plan), or one
+          by names of layers (layer_names); both say how attentions and MLPs are split (attention)
 plan      patterns of module names, and what becomes of the modules that match
-swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
-trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
-          and gradients are the unsharded model's (verify)
+swaps     the plan on this rank: modules replaced by layers of hf_modules, or kept with shards (adopted)
+trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
+          (probe), and whether outputs and gradients are the unsharded model's (verify)
 buffers   what a model on the meta device needs when it gets memory
 """
 
@@ -14,9 +16,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
+from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
-from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
+from tpkernels.interop.parallelize.trial import Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
@@ -27,7 +30,7 @@ def parallelize(
     model: nn.Module,
     state: State = None,
     *,
-    plan: Plan,
+    plan: Plan | None = None,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
 ) -> nn.Module:
@@ -39,13 +42,14 @@ def parallelize(
     afterwards: the parameters are new ones.
 
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
-    plan: what becomes of which module: see `.plan`; `tpkernels.interop.huggingface` has some
+    plan: what becomes of which module: see `.plan`; None: the plan that a model of `transformers` brings, or
+        one by names of layers: see `.choice`
     weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
         the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
-        Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
-        few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
-        comparison
+        Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto":
+        made up, if the model is one of `transformers` or takes ids or features, and for models of up to
+        2**27 parameters. False: no comparison
     """
     if mode.fix("parallelize"):
         raise ValueError(
@@ -54,40 +58,43 @@ def parallelize(
         )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    _require_request(model, plan, weights, verify, named, world)
+    choices = _requested(model, plan, weights, verify, named, world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    partial = tried(model, plan, verify, world, state)
-    carry_out(model, planned(model, plan, world), state)
+    chosen, partial = first_that_works(model, choices, verify, world, state)
+    carry_out(model, planned(model, chosen, world), world, state)
     sum_gradients(model, partial, world)
     remember_buffers(model)
     keep_ties(model)
     return model
 
 
-def _require_request(
+def _requested(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     weights: object,
     verify: object,
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
-) -> None:
+) -> list[Choice]:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
-    request = f"parallelize(plan={plan}, weights={weights!r})"
     problem: Exception | None = None
+    choices: list[Choice] = []
     try:
         if weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
         require_verify(verify)
         refuse_wrapped("parallelize", model)
-        planned(model, plan, world)
+        choices = [Choice("the plan", plan)] if plan is not None else choices_for(model, world.size)
+        planned(model, choices[0].plan, world)
     except (ValueError, TypeError) as error:
         problem = error
+    request = f"parallelize(plan={[choice.plan for choice in choices]}, weights={weights!r})"
     agree_on(f"{request}: {problem}" if problem else request, named, world.group)
     if problem:  # the same on all ranks
         raise problem
+    return choices
 
 
 def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:

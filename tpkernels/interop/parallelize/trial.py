@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
 from tpkernels.interop.parallelize.swaps import planned
-from tpkernels.interop.parallelize.twins import Inputs, aside, call, made_up_inputs, twin_of
+from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
@@ -34,10 +35,14 @@ def require_verify(verify: object) -> None:
         )
 
 
-def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, state: State) -> Names:
+def tried(
+    model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, state: State, *, certain: bool
+) -> Names:
     """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
 
     Raises if the split model computes something else, or if a parameter cannot be judged.
+
+    certain: a plan that is not compared with the unsharded model is taken with a warning; else it is refused
     """
     if world.size == 1:
         return frozenset()
@@ -61,7 +66,7 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
     _raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
     if verify is False or dist.get_backend(world.group) == "fake":
         return partial
-    found: Reference | str
+    found: Reference | str  # the same on all ranks
     if inputs is None or seen is None:
         found = "no inputs with which it runs could be made up"
     elif not fits:
@@ -70,11 +75,16 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
         found = _reference(model, inputs, given is not None, world)
     if isinstance(found, Reference):
         _compare(found, plan, partial, world, state)
+    elif not certain:
+        raise ValueError(
+            "plan: expected one, or verify=example inputs: the model brings none, and one by names of layers "
+            f"must be compared with the unsharded model, which was not done: {found}"
+        )
     elif world.rank == 0:
         warnings.warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
             "verify=example inputs, or verify=False",
-            stacklevel=3,
+            stacklevel=4,
         )
     return partial
 
@@ -130,9 +140,17 @@ def _device(world: TensorWorld) -> torch.device:
 
 
 def _raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
-    agree_on(f"parallelize: {problem or found}", (), world.group)
-    if problem:
-        raise problem
+    """The problem of the first rank that has one, on all of them; or all must have found the same."""
+    if dist.get_backend(world.group) == "fake":
+        if problem:
+            raise problem
+        return
+    problems: list[str | None] = [None] * world.size
+    dist.all_gather_object(problems, str(problem) if problem else None, group=world.group)
+    for text in problems:
+        if text is not None:
+            raise ValueError(text) from problem
+    agree_on(f"parallelize: {found}", (), world.group)
 
 
 def _require_same(inputs: Inputs, world: TensorWorld) -> None:

@@ -81,7 +81,7 @@ def difference(
     work, old = planned(model, plan, world), dict(model.named_parameters())
     swaps = {id(swap.old): swap for swap in work.swaps}
     swap_of = {n: swaps[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in swaps}
-    carry_out(model, work, state)
+    carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
     try:
         split = _run(model, reference.inputs)
@@ -127,8 +127,8 @@ def _first_output(full: Run, split: Run, swap_of: Mapping[str, Swap], tolerance:
     before = ""
     for (name, number), found in split.outputs.items():
         expected = full.outputs.get((name, number), [])
-        if name in swap_of and swap_of[name].kind == "column":
-            expected = [swap_of[name].shard(x, x.ndim - 1) for x in expected]
+        if name in swap_of:
+            expected = [swap_of[name].own_output(x) for x in expected]
         pairs = [pair for pair in zip(expected, found, strict=False) if _same_shape(*pair)]
         if not all(_close(found, expected, tolerance) for expected, found in pairs):
             return f"; the first module whose output differs is '{name}'{before}"
