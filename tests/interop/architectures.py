@@ -224,9 +224,7 @@ KINDS: Mapping[str, Mapping[str, Sizes]] = {
     "Images": IMAGES,
     "Images with texts": PAIRS,
 }
-ARCHITECTURES: Mapping[str, Sizes] = {
-    name: sizes for kind in KINDS.values() for name, sizes in kind.items()
-}
+ARCHITECTURES: Mapping[str, Sizes] = {name: sizes for kind in KINDS.values() for name, sizes in kind.items()}
 
 
 def model_of(name: str) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
 from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
 from tpkernels.interop.parallelize.trial import Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
@@ -67,6 +68,7 @@ def parallelize(
     sum_gradients(model, partial, world)
     remember_buffers(model)
     keep_ties(model)
+    save_full_weights(model)
     return model
 
 
