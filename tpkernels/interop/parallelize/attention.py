@@ -156,6 +156,6 @@ def narrow_experts(module: nn.Module, splits: Iterable[tuple[str, int, int]], ra
             return f"'{short}' has {size // stacked} features"
         # grouped products of torch want rows of a multiple of 16 bytes
         row = weight.shape[-1] * weight.element_size()
-        if dim % weight.ndim == weight.ndim - 1 and row % 16 == 0 and row % (16 * ranks):
+        if weight.ndim == 3 and dim % 3 == 2 and row % 16 == 0 and row % (16 * ranks):
             return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
     return None
