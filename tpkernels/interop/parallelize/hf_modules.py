@@ -6,7 +6,6 @@ sets them.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
@@ -16,9 +15,6 @@ from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.topology.shard import shard_size, split_vocabulary
-
-# Dynamo cannot trace transfers: its graph ends before this one.
-_gather = torch.compiler.disable(ops.vocab_gather)
 
 
 def replacement(kind: str, old: nn.Module, *, stacked: int, state: State) -> nn.Module:
@@ -144,8 +140,7 @@ class HeadLinear(ParallelModule):
         self.require_features(input_, self.in_features, "every rank needs all of them")
         group = self.world.group
         features = ops.column_linear(input_, self.weight, self.bias, group)
-        output: Tensor = _gather(features, group, vocab_size=self.out_features)
-        return output
+        return ops.vocab_gather(features, group, vocab_size=self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"
