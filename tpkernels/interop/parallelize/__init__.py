@@ -4,6 +4,7 @@ plan      patterns of module names, and what becomes of the modules that match
 swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
 trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
           and gradients are the unsharded model's (verify)
+sequence  which modules share tokens, and how (tokens), with sequence_parallel
 buffers   what a model on the meta device needs when it gets memory
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
 from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
 from tpkernels.layers.foreign import refuse_wrapped
@@ -30,6 +32,7 @@ def parallelize(
     plan: Plan,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Replace layers by those that hold this rank's shard of the weights; returns the same model.
 
@@ -46,6 +49,7 @@ def parallelize(
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
         few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
         comparison
+    sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     """
     if mode.fix("parallelize"):
         raise ValueError(
@@ -54,13 +58,15 @@ def parallelize(
         )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    _require_request(model, plan, weights, verify, named, world)
+    _require_request(model, plan, weights, verify, sequence_parallel, named, world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    partial = tried(model, plan, verify, world, state)
+    partial, sharing = tried(model, plan, verify, sequence_parallel, world, state)
     carry_out(model, planned(model, plan, world), state)
     sum_gradients(model, partial, world)
+    if sharing:
+        share_tokens(model, sharing, world)
     remember_buffers(model)
     keep_ties(model)
     return model
@@ -71,16 +77,23 @@ def _require_request(
     plan: Plan,
     weights: object,
     verify: object,
+    sequence_parallel: object,
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
 ) -> None:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
-    request = f"parallelize(plan={plan}, weights={weights!r})"
+    request = f"parallelize(plan={plan}, weights={weights!r}, sequence_parallel={sequence_parallel!r})"
     problem: Exception | None = None
     try:
         if weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
         require_verify(verify)
+        if sequence_parallel not in (False, True) or (sequence_parallel and verify is False):
+            raise ValueError(
+                f"sequence_parallel: expected False, or True with a verify that is not False, for a copy of "
+                f"the model is called to find what works on which tokens; got {sequence_parallel!r}, and "
+                f"verify={verify is not False and '...'!r}"
+            )
         refuse_wrapped("parallelize", model)
         planned(model, plan, world)
     except (ValueError, TypeError) as error:

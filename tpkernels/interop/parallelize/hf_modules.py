@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tpkernels import ops
+from tpkernels.interop.parallelize.tokens import Tokens
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -65,14 +66,24 @@ def oriented_weight(module: nn.Module, weight: Tensor | None = None) -> Tensor:
 class ColumnLinear(ColumnParallelLinear):
     """Called like nn.Linear; returns this rank's features."""
 
+    tokens: Tokens | None = None  # if set, what gathered them sums the input's gradient
+
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        if self.tokens is not None:
+            assert self.weight is not None
+            return ops.linear(input_, self.weight, self.bias)
         return super().forward(input_)[0]
 
 
 class RowLinear(RowParallelLinear):
     """Called like nn.Linear, with this rank's features."""
 
+    tokens: Tokens | None = None
+
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        if self.tokens is not None:
+            assert self.weight is not None
+            return self.tokens.row_linear(input_, self.weight, self.bias)
         return super().forward(input_)[0]
 
 
@@ -84,6 +95,7 @@ class ColumnConv1D(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    tokens: Tokens | None = None
 
     def __init__(self, in_features: int, out_features: int, *, stride: int, state: State) -> None:
         super().__init__(state)
@@ -96,6 +108,8 @@ class ColumnConv1D(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features / R)"""
         self.require_features(x, self.in_features, "every rank needs all of them")
+        if self.tokens is not None:
+            return ops.linear(x, self.weight.t(), self.bias)
         features: Tensor = ops.column_linear(x, self.weight.t(), self.bias, self.world.group)
         return features
 
@@ -105,6 +119,7 @@ class RowConv1D(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    tokens: Tokens | None = None
 
     def __init__(self, in_features: int, out_features: int, *, state: State) -> None:
         super().__init__(state)
@@ -116,6 +131,8 @@ class RowConv1D(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features / R) -> (..., out_features)"""
         self.require_features(x, self.own_features, "it takes this rank's features")
+        if self.tokens is not None:
+            return self.tokens.row_linear(x, self.weight.t(), self.bias)
         return ops.row_linear(x, self.weight.t(), self.bias, self.world.group)
 
 

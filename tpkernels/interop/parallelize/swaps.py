@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_weight, replacement
 from tpkernels.interop.parallelize.plan import Divided, Kept, Match, Plan, Split, matches
+from tpkernels.interop.parallelize.tokens import Tokens
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
@@ -181,13 +182,18 @@ def carry_out(model: nn.Module, work: Work, state: State) -> None:
             parent._modules[short] = new
 
 
-def sum_gradients(model: nn.Module, names: Collection[str], world: TensorWorld) -> None:
-    """Sum gradients of these parameters over the ranks, in every backward."""
+def sum_gradients(
+    model: nn.Module, names: Collection[str], world: TensorWorld, tokens: Tokens | None = None
+) -> None:
+    """Sum gradients of these parameters over the ranks, in every backward.
+
+    tokens: if given, only when these are sharded
+    """
     chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     for module in model.modules():
         own = tuple(short for short, p in module._parameters.items() if p is not None and id(p) in chosen)
         if own:
-            summed = _SummedGradients(own, world)
+            summed = _SummedGradients(own, world, tokens)
             module.register_forward_pre_hook(summed.enter)
             module.register_forward_hook(summed.leave, always_call=True)
 
@@ -199,11 +205,14 @@ class _SummedGradients:
     registered under its name at the time, and an attribute of that name hides the parameter until `leave`.
     """
 
-    def __init__(self, names: tuple[str, ...], world: TensorWorld) -> None:
+    def __init__(self, names: tuple[str, ...], world: TensorWorld, tokens: Tokens | None) -> None:
         self.names = names
         self.world = world
+        self.tokens = tokens
 
     def enter(self, module: nn.Module, _: Any) -> None:
+        if self.tokens is not None and not self.tokens.sharded:
+            return
         for name in self.names:
             parameter = module._parameters[name]
             if parameter is not None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
+from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, made_up_inputs, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
@@ -34,13 +35,21 @@ def require_verify(verify: object) -> None:
         )
 
 
-def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, state: State) -> Names:
-    """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
+def tried(
+    model: nn.Module,
+    plan: Plan,
+    verify: Verify,
+    sequence_parallel: bool,
+    world: TensorWorld,
+    state: State,
+) -> tuple[Names, Sharing | None]:
+    """Names of the parameters whose gradients must be summed, and what shares tokens if sequence_parallel.
 
-    Raises if the split model computes something else, or if a parameter cannot be judged.
+    Called by all ranks of the tensor group. Raises if the split model computes something else, or if a
+    parameter cannot be judged.
     """
     if world.size == 1:
-        return frozenset()
+        return frozenset(), None
     given = None if isinstance(verify, str | bool) else verify
     if given is not None:
         _require_same(given, world)
@@ -49,6 +58,7 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
     fits = given is not None or size <= VERIFIED_PARAMETERS
     seen: dict[str, bool] | None = None
     partial: Names = frozenset()
+    sharing: Sharing | None = None
     problem: ValueError | None = None
     try:
         if inputs is not None:
@@ -56,11 +66,21 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
         if seen is None and given is not None:
             raise ValueError("verify: the unsharded model does not run with these inputs")
         partial = partial_parameters(model, planned(model, plan, world), seen or {})
+        if sequence_parallel:
+            if seen is None:
+                raise ValueError(
+                    "sequence_parallel: expected a model that runs with made-up ids or features, to find "
+                    "what works on which tokens; pass verify=example inputs"
+                )
+            inputs = made_up_inputs(model, world.size, divided=True) if verify == "auto" else given
+            assert inputs is not None
+            twin = twin_of(model, device=_device(world) if fits else None)
+            sharing = sharing_of(twin, planned(twin, plan, world), inputs, partial, world.size)
     except ValueError as error:
         problem = error
-    _raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
+    _raise_alike(problem, f"partial gradients of {sorted(partial)}, {sharing}", world)
     if verify is False or dist.get_backend(world.group) == "fake":
-        return partial
+        return partial, sharing
     found: Reference | str
     if inputs is None or seen is None:
         found = "no inputs with which it runs could be made up"
@@ -69,14 +89,14 @@ def tried(model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, stat
     else:
         found = _reference(model, inputs, given is not None, world)
     if isinstance(found, Reference):
-        _compare(found, plan, partial, world, state)
+        _compare(found, plan, partial, sharing, world, state)
     elif world.rank == 0:
         warnings.warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
             "verify=example inputs, or verify=False",
             stacklevel=3,
         )
-    return partial
+    return partial, sharing
 
 
 def _probed(
@@ -112,9 +132,12 @@ def _reference(model: nn.Module, inputs: Inputs, required: bool, world: TensorWo
     return found
 
 
-def _compare(found: Reference, plan: Plan, partial: Names, world: TensorWorld, state: State) -> None:
+def _compare(
+    found: Reference, plan: Plan, partial: Names, sharing: Sharing | None, world: TensorWorld, state: State
+) -> None:
     differences: list[str | None] = [None] * world.size
-    dist.all_gather_object(differences, difference(found, plan, partial, world, state), group=world.group)
+    own = difference(found, plan, partial, sharing, world, state)
+    dist.all_gather_object(differences, own, group=world.group)
     for rank, different in enumerate(differences):
         if different is not None:
             raise ValueError(

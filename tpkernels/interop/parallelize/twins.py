@@ -39,13 +39,16 @@ def twin_of(
     return deepcopy(model, memo).eval()
 
 
-def made_up_inputs(model: nn.Module, ranks: int) -> tuple[Tensor] | None:
+def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> tuple[Tensor] | None:
     """Ids if the first embedding or linear layer is an embedding, else features; None without such a layer.
 
     The numbers of sequences and tokens are coprime to the ranks: a model that folds features into them,
     because it has a rank's share of its heads, returns another shape.
+
+    divided: ranks share the tokens, whose number is a multiple of theirs
     """
     batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
+    tokens = 2 * ranks if divided else tokens
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             ids = torch.arange(batch * tokens, device="cpu").view(batch, tokens) * 7 + 1
