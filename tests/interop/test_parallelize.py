@@ -57,7 +57,7 @@ def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
         ("ValueError", "'blocks.0.up' fits both 'blocks.*.up' and 'blocks.0.up'"),
         (
             "ValueError",
-            "'blocks.*.up': expected one of column, row, head, embedding, partial, rep",
+            "'blocks.*.up': expected one of column, row, row_of_full, head, embedding, partial",
         ),
         ("ValueError", "expected a positive unit, and stacked > 1 for a column only"),
         ("TypeError", "'embed': expected an nn.Linear for 'head', got Embedding"),

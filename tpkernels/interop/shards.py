@@ -18,7 +18,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
-from tpkernels.topology.shard import VocabularySplit, ranges_of
+from tpkernels.topology.shard import VocabularySplit, ranges_of, stacked_ranges
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,9 @@ def _shard(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> T
     if isinstance(split, VocabularySplit) and dim == 0:
         size = split.size
         ranges: tuple[tuple[range, ...], ...] = tuple((split.ids_of(rank),) for rank in range(world.size))
+    elif stacks := getattr(owner, "stacks", ()):
+        size = sum(stacks)
+        ranges = tuple(stacked_ranges(rank, stacks, world.size) for rank in range(world.size))
     else:
         size, stride = tensor.shape[dim] * world.size, attributes.partition_stride
         held = partial(ranges_of, size=size, ranks=world.size, stride=stride)

@@ -32,7 +32,10 @@ class MarkedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._attributes: dict[str, Attributes] = {}
+        self._keep_attributes({})
+
+    def _keep_attributes(self, attributes: dict[str, Attributes]) -> None:
+        self._attributes = attributes
         self.register_load_state_dict_pre_hook(_note_before)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_mark_after)  # type: ignore[no-untyped-call]
 
@@ -91,6 +94,16 @@ class ParallelModule(MarkedModule):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.world = tensor_world(state)
+
+    def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
+        """Become a parallel module that was built as another one.
+
+        attributes: of parameters that the caller sets next, instead of those that are there
+        """
+        self.world = tensor_world(state)
+        for name in attributes:
+            self._parameters[name] = None
+        self._keep_attributes(attributes)
 
     def _mark(self) -> None:
         super()._mark()

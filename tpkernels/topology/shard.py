@@ -61,6 +61,21 @@ def ranges_of(rank: int, *, size: int, ranks: int, stride: int = 1, name: str = 
     return tuple(range(i * length, (i + 1) * length) for i in range(rank, ranks * stride, ranks))
 
 
+def stacked_ranges(rank: int, stacks: tuple[int, ...], ranks: int) -> tuple[range, ...]:
+    """The ranges that `rank` holds of weights of these sizes, concatenated in one, of which each is split.
+
+    >>> stacked_ranges(1, (8, 4, 4), ranks=2)
+    (range(4, 8), range(10, 12), range(14, 16))
+    """
+    ranges = []
+    start = 0
+    for stack in stacks:
+        (own,) = ranges_of(rank, size=stack, ranks=ranks)
+        ranges.append(range(start + own.start, start + own.stop))
+        start += stack
+    return tuple(ranges)
+
+
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
     """`size` ids over `ranks` ranks, each with `shard_size` rows."""

@@ -1,10 +1,12 @@
 """A model of torch's own layers, split over tensor-parallel ranks in place.
 
+choice    which plan: the caller's, the one that a model of `transformers` brings (transformers_plan), or one
+          by names of layers (layer_names); both say how attentions and MLPs are split (attention)
 plan      patterns of module names, and what becomes of the modules that match
-swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
-trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
-          and gradients are the unsharded model's (verify)
-sequence  which modules share tokens, and how (tokens), with sequence_parallel
+swaps     the plan on this rank: modules replaced by layers of hf_modules, or kept with shards (adopted)
+trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
+          (probe), and whether outputs and gradients are the unsharded model's (verify)
+sequence  which modules share tokens (tokens), and a trial of that (sequence_trial): sequence_parallel
 buffers   what a model on the meta device needs when it gets memory
 """
 
@@ -15,10 +17,13 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
+from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
+from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.sequence import share_tokens
-from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
-from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
+from tpkernels.interop.parallelize.sequence_trial import sharing_tried
+from tpkernels.interop.parallelize.swaps import carry_out, planned
+from tpkernels.interop.parallelize.trial import Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
@@ -29,7 +34,7 @@ def parallelize(
     model: nn.Module,
     state: State = None,
     *,
-    plan: Plan,
+    plan: Plan | None = None,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
     sequence_parallel: bool = False,
@@ -42,13 +47,14 @@ def parallelize(
     afterwards: the parameters are new ones.
 
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
-    plan: what becomes of which module: see `.plan`; `tpkernels.interop.huggingface` has some
+    plan: what becomes of which module: see `.plan`; None: the plan that a model of `transformers` brings, or
+        one by names of layers: see `.choice`
     weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
         the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
-        Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
-        few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
-        comparison
+        Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto":
+        made up, if the model is one of `transformers` or takes ids or features, and for models of up to
+        2**27 parameters. False: no comparison
     sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     """
     if mode.fix("parallelize"):
@@ -58,12 +64,13 @@ def parallelize(
         )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    _require_request(model, plan, weights, verify, sequence_parallel, named, world)
+    choices = _requested(model, plan, weights, verify, sequence_parallel, named, world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
-    partial, sharing = tried(model, plan, verify, sequence_parallel, world, state)
-    carry_out(model, planned(model, plan, world), state)
+    chosen, partial = first_that_works(model, choices, verify, world, state)
+    sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
+    carry_out(model, planned(model, chosen, world), world, state)
     sum_gradients(model, partial, world)
     if sharing:
         share_tokens(model, sharing, world)
@@ -72,35 +79,38 @@ def parallelize(
     return model
 
 
-def _require_request(
+def _requested(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     weights: object,
     verify: object,
-    sequence_parallel: object,
+    sequence_parallel: bool,
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
-) -> None:
+) -> list[Choice]:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
-    request = f"parallelize(plan={plan}, weights={weights!r}, sequence_parallel={sequence_parallel!r})"
     problem: Exception | None = None
+    choices: list[Choice] = []
     try:
         if weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
         require_verify(verify)
-        if sequence_parallel not in (False, True) or (sequence_parallel and verify is False):
+        if sequence_parallel and verify is False:
             raise ValueError(
-                f"sequence_parallel: expected False, or True with a verify that is not False, for a copy of "
-                f"the model is called to find what works on which tokens; got {sequence_parallel!r}, and "
-                f"verify={verify is not False and '...'!r}"
+                "sequence_parallel: expected a verify that is not False, for a copy of the model is called "
+                "to find what works on which tokens"
             )
         refuse_wrapped("parallelize", model)
-        planned(model, plan, world)
+        choices = [Choice("the plan", plan)] if plan is not None else choices_for(model, world.size)
+        planned(model, choices[0].plan, world)
     except (ValueError, TypeError) as error:
         problem = error
+    request = f"parallelize(plan={[choice.plan for choice in choices]}, weights={weights!r}, "
+    request += f"sequence_parallel={sequence_parallel})"
     agree_on(f"{request}: {problem}" if problem else request, named, world.group)
     if problem:  # the same on all ranks
         raise problem
+    return choices
 
 
 def _require_equal(named: list[tuple[str, Tensor]], world: TensorWorld) -> None:

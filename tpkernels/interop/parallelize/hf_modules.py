@@ -6,6 +6,8 @@ sets them.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels import ops
@@ -15,39 +17,41 @@ from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
+from tpkernels.ops.tensor_parallel.mappings import copy_to_region, scatter_to_region
 from tpkernels.topology.shard import shard_size, split_vocabulary
 
 
-def replacement(kind: str, old: nn.Module, *, stacked: int, state: State) -> nn.Module:
+def replacement(
+    kind: str, old: nn.Module, *, stacks: tuple[int, ...], reads: tuple[int, ...], state: State
+) -> nn.Module:
     """The layer for `old`.
 
-    kind: column, row, head or embedding
-    stacked: as in `Split`
+    kind: one of `Split`'s, or shared_heads
+    stacks: sizes of the weights that are concatenated in a column's
+    reads: output features that shared heads compute on this rank
     """
-    out_features, in_features = oriented_weight(old).shape
+    out_features, in_features = oriented_shape(old)
     bias = old._parameters.get("bias") is not None
     if isinstance(old, nn.Embedding):
+        if kind == "column":
+            return ColumnEmbedding(old, state=state)
         padding = old.padding_idx
         return VocabParallelEmbedding(
             out_features, in_features, padding_idx=padding, state=state, device="meta"
         )
     if kind == "head":
         return HeadLinear(in_features, out_features, bias=bias, state=state)
+    if kind == "shared_heads":
+        return SharedHeadsLinear(in_features, out_features, reads, bias=bias, state=state)
     if kind == "column":
         if is_conv1d(old):
-            return ColumnConv1D(in_features, out_features, stride=stacked, state=state)
-        return ColumnLinear(
-            in_features,
-            out_features,
-            bias=bias,
-            gather_output=False,
-            stride=stacked,
-            state=state,
-            device="meta",
-        )
+            return ColumnConv1D(in_features, out_features, stacks=stacks, state=state)
+        return ColumnLinear(in_features, out_features, stacks, bias=bias, state=state)
+    if kind == "row_of_full":
+        return RowOfFullLinear(in_features, out_features, bias=bias, state=state)
     if is_conv1d(old):
         return RowConv1D(in_features, out_features, state=state)
-    return RowLinear(in_features, out_features, bias=bias, input_is_parallel=True, state=state, device="meta")
+    return RowLinear(in_features, out_features, bias=bias, state=state)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -55,18 +59,38 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
 
 
-def oriented_weight(module: nn.Module, weight: Tensor | None = None) -> Tensor:
-    """(out_features, in_features) of the module's weight, or of a tensor that lies as it does; and back."""
-    if weight is None:
-        assert isinstance(module.weight, Tensor)
-        weight = module.weight
-    return weight.t() if is_conv1d(module) else weight
+def oriented_shape(module: nn.Module) -> tuple[int, int]:
+    """(out_features, in_features) of the module's weight; of an embedding (ids, features) for its rows."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    first, second = weight.shape
+    return (second, first) if is_conv1d(module) else (first, second)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Called like nn.Linear; returns this rank's features."""
+    """Called like nn.Linear; returns this rank's features.
+
+    stacks: sizes of the weights that are concatenated in this one
+    """
 
     tokens: Tokens | None = None  # if set, what gathered them sums the input's gradient
+
+    def __init__(
+        self, in_features: int, out_features: int, stacks: tuple[int, ...], *, bias: bool, state: State
+    ) -> None:
+        sizes = uneven(stacks)
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            gather_output=False,
+            stride=1 if sizes else len(stacks),
+            state=state,
+            device="meta",
+        )
+        self.stacks = sizes
+        for parameter in self.parameters(recurse=False):
+            vars(parameter)["partition_stride"] = len(stacks)
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
         if self.tokens is not None:
@@ -80,11 +104,76 @@ class RowLinear(RowParallelLinear):
 
     tokens: Tokens | None = None
 
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, state: State) -> None:
+        super().__init__(
+            in_features, out_features, bias=bias, input_is_parallel=True, state=state, device="meta"
+        )
+
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
         if self.tokens is not None:
             assert self.weight is not None
             return self.tokens.row_linear(input_, self.weight, self.bias)
         return super().forward(input_)[0]
+
+
+class RowOfFullLinear(RowLinear):
+    """Called like nn.Linear, with all features, of which it takes this rank's."""
+
+    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(scatter_to_region(input_, self.world.group))
+
+
+class SharedHeadsLinear(ParallelModule):
+    """Called like nn.Linear; returns the features that this rank's queries read. The weight is replicated.
+
+    reads: which features
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, reads: tuple[int, ...], *, bias: bool, state: State
+    ) -> None:
+        super().__init__(state)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.reads = reads
+        self.add_parameter("weight", (out_features, in_features), Attributes(), device="meta")
+        self.add_parameter("bias", (out_features,) if bias else None, Attributes(), device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., features of the heads that are read)"""
+        self.require_features(x, self.in_features, "every rank needs all of them")
+        group = self.world.group
+        reads = torch.tensor(self.reads, device=x.device)
+        weight = copy_to_region(self.weight, group).index_select(0, reads)
+        bias = None if self.bias is None else copy_to_region(self.bias, group).index_select(0, reads)
+        return ops.column_linear(x, weight, bias, group)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.world} computes {len(self.reads)}"
+
+
+class ColumnEmbedding(ParallelModule):
+    """Called like nn.Embedding; returns this rank's features of each row."""
+
+    weight: nn.Parameter
+
+    def __init__(self, old: nn.Embedding, *, state: State) -> None:
+        super().__init__(state)
+        self.padding_idx = old.padding_idx
+        own = shard_size(old.embedding_dim, self.world.size, "embedding_dim")
+        split = Attributes(tensor_model_parallel=True, partition_dim=1)
+        self.add_parameter("weight", (old.num_embeddings, own), split, device="meta")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight, self.padding_idx)
+
+
+def uneven(stacks: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes, where a stride does not say it all: see `interop.shards`."""
+    return stacks if len(set(stacks)) > 1 else ()
 
 
 class ColumnConv1D(ParallelModule):
@@ -97,11 +186,12 @@ class ColumnConv1D(ParallelModule):
     bias: nn.Parameter
     tokens: Tokens | None = None
 
-    def __init__(self, in_features: int, out_features: int, *, stride: int, state: State) -> None:
+    def __init__(self, in_features: int, out_features: int, *, stacks: tuple[int, ...], state: State) -> None:
         super().__init__(state)
         self.in_features = in_features
-        own = shard_size(out_features, self.world.size, "out_features", stride)
-        columns, split = Attributes(True, 1, stride), Attributes(True, 0, stride)
+        self.stacks = uneven(stacks)
+        own = shard_size(out_features, self.world.size, "out_features")
+        columns, split = Attributes(True, 1, len(stacks)), Attributes(True, 0, len(stacks))
         self.add_parameter("weight", (in_features, own), columns, device="meta")
         self.add_parameter("bias", (own,), split, device="meta")
 

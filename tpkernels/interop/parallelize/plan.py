@@ -1,16 +1,15 @@
 """Plans of how a model is split: patterns of module names, and what becomes of the modules that match.
 
-    column      nn.Linear whose output features are split; the next module gets this rank's features
-    row         nn.Linear whose input features are split already; its output has all features
-    head        nn.Linear whose output features are split and gathered: any number of them
-    embedding   nn.Embedding whose rows are split: any number of them
-    partial     any module that is kept and works on this rank's features: gradients are summed over ranks
-    replicated  any module that is kept and works on full features, wherever it stands
+    column       nn.Linear whose output features are split; the next module gets this rank's features
+    row          nn.Linear whose input features are split already; its output has all features
+    row_of_full  the same, called with all features, of which it takes this rank's
+    head         nn.Linear whose output features are split and gathered: any number of them
+    embedding    nn.Embedding whose rows are split: any number of them
+    partial      any module that is kept and works on this rank's features: gradients are summed over ranks
+    replicated   any module that is kept and works on full features, wherever it stands
 
-Patterns are those of `fnmatch`: * matches anything, dots too. `llama_plan` and `gpt2_plan` are for models of
-`transformers`. Their attention infers the number of heads, `view(..., -1, head_dim)`, so that each rank
-works on its own heads. A head is never split: the number of heads of keys and values must be a multiple of
-the ranks.
+The entries below say more. Patterns are those of `fnmatch`: * matches anything, dots too. A head of attention
+is never split.
 """
 
 from __future__ import annotations
@@ -22,29 +21,86 @@ from typing import Any, Literal
 
 from torch import nn
 
-Kind = Literal["column", "row", "head", "embedding"]
-KINDS = ("column", "row", "head", "embedding")
+Kind = Literal["column", "row", "row_of_full", "head", "embedding"]
+KINDS = ("column", "row", "row_of_full", "head", "embedding")
 KEPT = ("partial", "replicated")
 
 
 @dataclass(frozen=True)
 class Split:
-    """One of the kinds, in detail.
+    """One of the kinds, in detail. A column may be an nn.Embedding: its features are split.
 
     unit: features that stay on one rank, such as those of an attention head
-    stacked: how many weights are concatenated in this one; each of them is split; column only
+    stacked: how many weights of one size are concatenated in this one, or the size of each; each of them is
+        split; column only
     """
 
     kind: Kind
     unit: int = 1
-    stacked: int = 1
+    stacked: int | tuple[int, ...] = 1
 
 
 @dataclass(frozen=True)
+class SharedHeads:
+    """An nn.Linear of keys or values with heads that ranks do not divide, such as one head.
+
+    Each rank keeps all of it, and computes the heads that its queries read: see `heads_read`.
+
+    unit: features of a head
+    queries: number of query heads, which ranks divide
+    """
+
+    unit: int
+    queries: int
+
+
+@dataclass(frozen=True, init=False)
 class Divided:
-    """A module that is kept, with a number of features or heads in an attribute that ranks divide."""
+    """A module that is kept, with numbers of features or heads in attributes that ranks divide.
+
+    In an attribute such as "config.num_heads" it is a number of the config; the module gets a copy of that.
+    """
+
+    attributes: tuple[str, ...]
+
+    def __init__(self, *attributes: str) -> None:
+        object.__setattr__(self, "attributes", attributes)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A module that is kept, with a number in an attribute that is another one on each rank."""
 
     attribute: str
+    value: int
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A module that is kept, with parameters of its own that are split.
+
+    split: for each of them the dimension that is split, and how many weights are concatenated along it
+    summed: it takes full features, and ranks add what they compute, as in a mixture of experts, where a bias
+        that is not split is added once; False: it works on this rank's features
+    """
+
+    split: tuple[tuple[str, int, int], ...]
+    summed: bool
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A module that is kept and works on full features; the last of its outputs go to this rank's heads.
+
+    Such as positions of keys in latent attention: their gradients are summed over ranks.
+    """
+
+    features: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A module that is kept inside one that is summed: each rank counts its 1/R of what it returns."""
 
 
 @dataclass(frozen=True)
@@ -57,34 +113,62 @@ class Kept:
     partial: bool
 
 
-Plan = Mapping[str, Kind | Literal["partial", "replicated"] | Split | Divided | Kept]
+Entry = Split | SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept
+# One module may have several of these.
+BESIDE = (Divided, Number, Parameters, Tail)
+Plan = Mapping[str, Kind | Literal["partial", "replicated"] | Entry | tuple[Entry, ...]]
 
 
 @dataclass(frozen=True)
 class Match:
     name: str
     module: nn.Module
-    entry: Split | Divided | Kept
+    entry: Entry
 
 
 def matches(model: nn.Module, plan: Plan) -> list[Match]:
-    """The plan's entry for each module; an error names a pattern without module, or a module with two."""
+    """The plan's entries for each module; an error names a pattern without module, or a module with two."""
     if not plan:
         raise ValueError("plan: expected at least one pattern, got none")
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
-    found: dict[nn.Module, tuple[str, Match]] = {}
+    named = dict(model.named_modules(remove_duplicate=False))
+    named.pop("", None)
+    found: list[Match] = []
+    taken: dict[nn.Module, tuple[str, bool]] = {}
     for pattern, said in plan.items():
-        entry = _entry(pattern, said)
-        fitting = [(name, module) for name, module in named if fnmatchcase(name, pattern)]
+        entries = [_entry(pattern, each) for each in (said if isinstance(said, tuple) else (said,))]
+        beside = all(isinstance(entry, BESIDE) for entry in entries)
+        fitting = [pattern] if pattern in named else [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
-            raise ValueError(
-                f"plan: {pattern!r} fits no module; there are {_some([name for name, _ in named])}"
-            )
-        for name, module in fitting:
-            other, _ = found.setdefault(module, (pattern, Match(name, module, entry)))
-            if other != pattern:
+            raise ValueError(f"plan: {pattern!r} fits no module; there are {_some(list(named))}")
+        for name in fitting:
+            module = named[name]
+            if module not in taken:
+                found += [Match(name, module, entry) for entry in entries]
+            other, both = taken.setdefault(module, (pattern, beside))
+            if other == pattern:
+                continue
+            if not (both and beside):
                 raise ValueError(f"plan: '{name}' fits both {other!r} and {pattern!r}; make one narrower")
-    return [match for _, match in found.values()]
+            found += [Match(name, module, entry) for entry in entries]
+    return found
+
+
+def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int, ...]:
+    """Which heads of keys and values a rank's queries read, each as often as its attention expects.
+
+    Rank 1 of 2 with 4 queries: the third and the fourth, which read the second of 2 heads, or with 3 of 12
+    queries each a head of its own.
+
+    >>> heads_read(1, heads=2, queries=4, ranks=2)
+    (1,)
+    >>> heads_read(0, heads=3, queries=12, ranks=2)
+    (0, 0, 0, 0, 1, 1)
+    """
+    each, group = queries // ranks, queries // heads
+    read = [query // group for query in range(rank * each, (rank + 1) * each)]
+    distinct = sorted(set(read))
+    even = all(read.count(head) * len(distinct) == each for head in distinct)
+    return tuple(distinct) if even else tuple(read)
 
 
 def llama_plan(config: Any) -> Plan:
@@ -121,14 +205,15 @@ def gpt2_plan(config: Any) -> Plan:
     }
 
 
-def _entry(pattern: str, said: object) -> Split | Divided | Kept:
+def _entry(pattern: str, said: object) -> Entry:
     if isinstance(said, str):
         said = Kept(said == "partial") if said in KEPT else Split(said)  # type: ignore[arg-type]
-    if isinstance(said, Divided | Kept):
+    if isinstance(said, SharedHeads | Divided | Number | Parameters | Tail | Shared | Kept):
         return said
     if not isinstance(said, Split) or said.kind not in KINDS:
         raise ValueError(f"plan: {pattern!r}: expected one of {', '.join((*KINDS, *KEPT))}, got {said!r}")
-    if said.unit < 1 or said.stacked < 1 or (said.stacked > 1 and said.kind != "column"):
+    stacks = said.stacked if isinstance(said.stacked, tuple) else (said.stacked,)
+    if said.unit < 1 or not stacks or min(stacks) < 1 or (said.stacked != 1 and said.kind != "column"):
         raise ValueError(
             f"plan: {pattern!r}: expected a positive unit, and stacked > 1 for a column only, got {said}"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ def partial_parameters(model: nn.Module, work: Work, seen: dict[str, bool]) -> N
 
     seen: from `graph_of_rank`: by name, whether a parameter sees this rank's features only
     """
-    replaced = {id(p) for swap in work.swaps for p in swap.old.parameters()}
+    replaced = work.handled
     said = {id(p): partial for module, partial in work.kept.items() for p in module.parameters()}
     beside = {id(p) for module in _beside_split(model, work.swaps) for p in module._parameters.values()}
     names = []
@@ -57,16 +58,23 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
     leaving: set[Node] = set()  # and outputs of column layers, where they are full again
     roots: list[Tensor] = []
     running: list[str] = []
-    for module, attribute, number in work.divisions:
-        setattr(module, attribute, number)
+    names = {id(p): name for name, p in twin.named_parameters()}
+    replaced = work.handled
+    work.set_numbers()
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(lambda _, __, name=name: running.append(name))
     for swap in work.swaps:
-        if swap.kind == "column":
+        if swap.narrows_output:
             swap.old.register_forward_hook(_returns_shard(swap, leaving))
         elif swap.kind == "row":
             swap.old.register_forward_pre_hook(_pads_input(swap, entering))
             swap.old.register_forward_hook(lambda _, __, output: roots.append(output))
+        elif swap.kind == "parameters" and not swap.summed:
+            for short in swap.parts:
+                whole = getattr(swap.old, short).detach()
+                setattr(swap.old, short, nn.Parameter(swap.shard_of(short, whole)))
+    for module, _ in work.tails:
+        module.register_forward_hook(partial(_leaves, leaving))
     for module in twin.modules():
         module.register_forward_hook(lambda *_: running.__delitem__(-1))
     try:
@@ -80,8 +88,6 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
             "Divided; otherwise split it, or what feeds it, in another way"
         ) from error
     found = _walk([*output, *roots], entering, leaving)
-    names = {id(p): name for name, p in twin.named_parameters()}
-    replaced = {id(p) for swap in work.swaps for p in swap.old.parameters()}
     said = {id(p) for module in work.kept for p in module.parameters()}
     both = [names[p] for p, where in found.items() if len(where) == 2 and p in names and p not in said]
     if both:
@@ -95,7 +101,7 @@ def graph_of_rank(twin: nn.Module, work: Work, inputs: Inputs) -> dict[str, bool
 
 def _returns_shard(swap: Swap, leaving: set[Node]) -> Any:
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        shard = swap.shard(output, output.ndim - 1)
+        shard = swap.own_output(output)
         if shard.grad_fn is not None:  # under no_grad, as in reentrant checkpointing, there is no graph
             leaving.add(shard.grad_fn)
         return shard
@@ -103,9 +109,17 @@ def _returns_shard(swap: Swap, leaving: set[Node]) -> Any:
     return hook
 
 
+def _leaves(leaving: set[Node], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """All of it: what comes before the tail goes on to a column."""
+    output = output.clone()
+    if output.grad_fn is not None:
+        leaving.add(output.grad_fn)
+    return output
+
+
 def _pads_input(swap: Swap, entering: set[Node]) -> Any:
-    features = sum(len(each) for each in swap.ranges)
-    full = swap.features
+    assert swap.features is not None
+    features, full = swap.features.size, swap.features.full
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
@@ -138,7 +152,7 @@ def _walk(roots: Iterable[Tensor], entering: set[Node], leaving: set[Node]) -> d
 
 def _beside_split(model: nn.Module, swaps: list[Swap]) -> set[nn.Module]:
     """Modules without a split layer whose parent has one among its children; and these parents."""
-    split = {swap.old for swap in swaps if swap.kind in ("column", "row")}
+    split = {swap.old for swap in swaps if swap.narrows_output or swap.kind == "row"}
 
     def children(module: nn.Module) -> Iterable[nn.Module]:
         for child in module.children():

@@ -4,9 +4,9 @@ The layers are those of the nn.ModuleList that the plan's columns and rows lie i
 split layers, such as attention or an MLP, gets all tokens; all other children, such as norms, must work on
 each token by itself, and get this rank's. Columns and rows that are children themselves do so, too.
 
-Of a child with nothing but columns, rows and what works on this rank's features, whose columns take what it is
-called with, and which returns what its row does, the sums are split: see `tokens`. Others, such as a mixture
-of experts, compute what they do without sequence parallelism.
+A child is plain if it has nothing but columns, a row and what works on this rank's features, if its columns
+take what it is called with, and if it returns what its row does. Its all-reduces become transfers of tokens:
+see `tokens`. Others, such as a mixture of experts, compute what they do without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.swaps import Swap, Work, sum_gradients
-from tpkernels.interop.parallelize.tokens import After, Before, Tokens, refuse_hidden_states
+from tpkernels.interop.parallelize.swaps import Swap, Work
+from tpkernels.interop.parallelize.tokens import After, Before, Move, Tokens, refuse_hidden_states
 from tpkernels.interop.parallelize.twins import Inputs, aside, call
 from tpkernels.layers.world import TensorWorld
 
@@ -52,11 +53,12 @@ def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None
     tokens = Tokens(world)
     named = dict(model.named_modules(remove_duplicate=False))
     first, last = named[sharing.layers[0]], named[sharing.layers[-1]]
-    for name, move in [
+    moves: list[tuple[str, Move]] = [
         (sharing.layers[0], tokens.begin),
         *((name, tokens.all_for_columns) for name in sharing.summed),
         *((name, tokens.all) for name in sharing.whole),
-    ]:
+    ]
+    for name, move in moves:
         module = named[name]
         module.register_forward_pre_hook(Before(move, first_argument(module)), with_kwargs=True)
     for name in sharing.whole:
@@ -307,7 +309,7 @@ class _Draws(TorchDispatchMode):
     """Refuses random numbers for tokens that ranks share: ranks would draw the same for other tokens."""
 
     def __init__(self, watch: _Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,110 +1,220 @@
-"""What a plan does to a model on this rank: modules replaced, numbers divided, gradients summed."""
+"""What a plan does to a model on this rank: modules replaced, numbers changed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_weight, replacement
-from tpkernels.interop.parallelize.plan import Divided, Kept, Match, Plan, Split, matches
-from tpkernels.interop.parallelize.tokens import Tokens
+from tpkernels.interop.parallelize.adopted import adopt_parameters, adopt_table
+from tpkernels.interop.parallelize.cut import Cut, stacks_of
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape, replacement
+from tpkernels.interop.parallelize.plan import (
+    Divided,
+    Kept,
+    Match,
+    Number,
+    Parameters,
+    Plan,
+    Shared,
+    SharedHeads,
+    Split,
+    Tail,
+    heads_read,
+    matches,
+)
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region
-from tpkernels.topology.shard import ranges_of, split_vocabulary
+from tpkernels.topology.shard import split_vocabulary
 
 
 @dataclass(frozen=True)
 class Work:
     """All that a plan does to one model.
 
-    divisions: module, attribute, and this rank's share of the number in it
+    numbers: module, attribute, and the number that becomes of it
     kept: for each module that the plan keeps, whether gradients of its parameters are partial sums
+    tails: how many of a module's last outputs go to this rank's heads
+    shared: modules of whose output each rank counts a share
     """
 
     swaps: list[Swap]
-    divisions: list[tuple[nn.Module, str, int]]
+    numbers: list[tuple[nn.Module, str, int]]
     kept: dict[nn.Module, bool]
+    tails: list[tuple[nn.Module, int]]
+    shared: list[nn.Module]
+
+    def set_numbers(self) -> None:
+        for module, path, number in self.numbers:
+            *above, attribute = path.split(".")
+            holder: Any = module
+            for name in above:  # others hold the same config
+                setattr(holder, name, copy(getattr(holder, name)))
+                holder = getattr(holder, name)
+            setattr(holder, attribute, number)
+
+    @property
+    def handled(self) -> set[int]:
+        """Parameters, by id, whose gradients swaps care for."""
+        return {id(swap.old._parameters[short]) for swap in self.swaps for short in swap.parts}
 
 
 def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Work:
     """Changes nothing; a plan that does not fit is an error that names the module."""
-    found = matches(model, plan)
-    swaps = [_swap(match, world) for match in found if isinstance(match.entry, Split)]
-    divisions = [_division(match, world.size) for match in found if isinstance(match.entry, Divided)]
-    kept = {match.module: match.entry.partial for match in found if isinstance(match.entry, Kept)}
-    _require_tied_alike(model, swaps)
-    _require_called(model, swaps)
-    return Work(swaps, divisions, kept)
+    work = Work([], [], {}, [], [])
+    for match in matches(model, plan):
+        module, entry = match.module, match.entry
+        if isinstance(entry, Split):
+            work.swaps.append(_swap(match.name, module, entry, world))
+        elif isinstance(entry, SharedHeads):
+            work.swaps.append(_shared_heads(match.name, module, entry, world))
+        elif isinstance(entry, Parameters):
+            work.swaps.append(_parameters(match.name, module, entry, world))
+        elif isinstance(entry, Divided):
+            work.numbers.extend(_divided(match, entry, world.size))
+        elif isinstance(entry, Number):
+            _number_of(match, entry.attribute)
+            work.numbers.append((module, entry.attribute, entry.value))
+        elif isinstance(entry, Tail):
+            work.tails.append((module, entry.features))
+        elif isinstance(entry, Shared):
+            work.shared.append(module)
+        else:
+            assert isinstance(entry, Kept)
+            work.kept[module] = entry.partial
+    _require_tied_alike(model, work.swaps)
+    _require_called(model, work.swaps)
+    return work
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A module to be replaced.
+    """A module whose parameters ranks split: replaced, or kept with shards in it (`parameters`, `table`).
 
-    dim: the split dimension of the weight as (out_features, in_features)
-    ranges: this rank's ranges of that dimension
-    shard_size: of the shard along it, padding included
+    kind: one of `Split`'s, shared_heads, parameters or table
+    parts: what this rank holds of each parameter; None: all of it
+    features: this rank's of the output, for a column, or of the input, for a row
+    reads: the features of the output that this rank computes, for shared heads
     """
 
     name: str
     old: nn.Module
     kind: str
-    stacked: int
-    dim: int
-    ranges: tuple[range, ...]
-    shard_size: int
-
-    @property
-    def features(self) -> int:
-        """Size of the unsharded weight along the split dimension."""
-        return oriented_weight(self.old).shape[self.dim]
+    parts: Mapping[str, Cut | None]
+    features: Cut | None = None
+    stacks: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    summed: bool = False
 
     def shard_of(self, short: str, tensor: Tensor) -> Tensor:
-        """This rank's shard of the old weight or bias, or of its gradient."""
-        if short == "weight":
-            return oriented_weight(self.old, self.shard(oriented_weight(self.old, tensor), self.dim))
-        return tensor.clone() if self.kind == "row" else self.shard(tensor, 0)
+        """This rank's shard of a parameter, or of its gradient, in memory of its own."""
+        cut = self.parts.get(short)
+        return tensor.clone() if cut is None else cut.of(tensor)
 
-    def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's ranges of a dimension, padded, in memory of their own."""
-        own = torch.cat([tensor.narrow(dim, each.start, len(each)) for each in self.ranges], dim)
-        missing = self.shard_size - own.shape[dim]
-        return F.pad(own, (*[0, 0] * (own.ndim - 1 - dim), 0, missing)) if missing else own
+    @property
+    def narrows_output(self) -> bool:
+        return self.kind in ("column", "shared_heads")
+
+    def own_output(self, output: Tensor) -> Tensor:
+        """What this rank's layer returns where the module returns `output`."""
+        if self.kind == "shared_heads":
+            return output.index_select(-1, torch.tensor(self.reads, device=output.device))
+        if self.kind == "column" and self.features is not None:
+            return self.features.of(output)
+        return output
 
 
-def _swap(match: Match, world: TensorWorld) -> Swap:
-    name, old, entry = match.name, match.module, match.entry
-    assert isinstance(entry, Split)
-    _require_replaceable(name, old, entry.kind)
-    shape = oriented_weight(old).shape
-    dim = 1 if entry.kind == "row" else 0
-    if entry.kind in ("head", "embedding"):
-        split = split_vocabulary(shape[0], ranks=world.size)
-        return Swap(name, old, entry.kind, 1, dim, (split.ids_of(world.rank),), split.shard_size)
-    step = world.size * entry.unit * entry.stacked
-    if shape[dim] % step:
-        sizes = f"{world.size} ranks x unit {entry.unit} x stacked {entry.stacked}"
+def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
+    kind = entry.kind
+    _require_replaceable(name, old, kind)
+    out_features, in_features = oriented_shape(old)
+    if isinstance(old, nn.Embedding) and kind == "column":
+        out_features = old.embedding_dim
+    if kind in ("head", "embedding"):
+        split = split_vocabulary(out_features, ranks=world.size)
+        rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)
+        own = type(old) is nn.Linear or type(old) is nn.Embedding
+        return Swap(name, old, kind if own else "table", _parts(old, weight=rows, bias=rows))
+    size = in_features if kind.startswith("row") else out_features
+    stacks = stacks_of(size, entry.stacked)
+    step = world.size * entry.unit
+    if any(stack % step for stack in stacks) or sum(stacks) != size:
+        side = "in" if kind.startswith("row") else "out"
+        sizes = f"{world.size} ranks x unit {entry.unit}"
+        if isinstance(entry.stacked, int):
+            sizes, step = f"{sizes} x stacked {entry.stacked}", step * entry.stacked
+            raise ValueError(f"'{name}': expected {side}_features that {sizes} = {step} divides, got {size}")
         raise ValueError(
-            f"'{name}': expected {('out', 'in')[dim]}_features that {sizes} = {step} divides, got "
-            f"{shape[dim]}"
+            f"'{name}': expected stacked {entry.stacked} to add up to the {size} {side}_features, each a "
+            f"multiple of {sizes} = {step}"
         )
-    ranges = ranges_of(world.rank, size=shape[dim], ranks=world.size, stride=entry.stacked)
-    return Swap(name, old, entry.kind, entry.stacked, dim, ranges, shape[dim] // world.size)
+    features = Cut.along(-1, stacks, world)
+    if kind.startswith("row"):
+        return Swap(name, old, kind, _parts(old, weight=_at(features, old, 1), bias=None), features)
+    weight = _at(features, old, 0)
+    return Swap(name, old, kind, _parts(old, weight=weight, bias=replace(features, dim=0)), features, stacks)
+
+
+def _at(features: Cut, old: nn.Module, dim: int) -> Cut:
+    """The cut of a weight whose (out_features, in_features) is split along `dim`."""
+    turned = is_conv1d(old) or isinstance(old, nn.Embedding)
+    return replace(features, dim=1 - dim if turned else dim)
+
+
+def _parts(old: nn.Module, **cuts: Cut | None) -> dict[str, Cut | None]:
+    return {name: cut for name, cut in cuts.items() if old._parameters.get(name) is not None}
+
+
+def _shared_heads(name: str, old: nn.Module, entry: SharedHeads, world: TensorWorld) -> Swap:
+    _require_replaceable(name, old, "column")
+    heads, rest = divmod(oriented_shape(old)[0], entry.unit)
+    if rest or not heads or entry.queries % world.size or entry.queries % heads or is_conv1d(old):
+        raise ValueError(
+            f"'{name}': expected an nn.Linear with whole heads of {entry.unit} features whose number divides "
+            f"{entry.queries} queries, and queries that {world.size} ranks divide, got {old}"
+        )
+    read = heads_read(world.rank, heads=heads, queries=entry.queries, ranks=world.size)
+    reads = tuple(head * entry.unit + i for head in read for i in range(entry.unit))
+    return Swap(name, old, "shared_heads", _parts(old, weight=None, bias=None), reads=reads)
+
+
+def _parameters(name: str, old: nn.Module, entry: Parameters, world: TensorWorld) -> Swap:
+    parts: dict[str, Cut | None] = {}
+    stacks: dict[str, int] = {}
+    for short, dim, stacked in entry.split:
+        parameter = old._parameters.get(short)
+        if parameter is None or not -parameter.ndim <= dim < parameter.ndim:
+            raise ValueError(f"'{name}': expected a parameter {short!r} with a dimension {dim}, got {old}")
+        dim %= parameter.ndim
+        size = parameter.shape[dim]
+        if size % (world.size * stacked):
+            raise ValueError(
+                f"'{name}.{short}': expected a dimension {dim} that {world.size} ranks x stacked {stacked} = "
+                f"{world.size * stacked} divides, got {tuple(parameter.shape)}"
+            )
+        parts[short] = Cut.along(dim, stacks_of(size, stacked), world)
+        stacks[short] = stacked
+    for short, parameter in old._parameters.items():
+        if entry.summed and parameter is not None and short not in parts:
+            if not short.endswith("bias"):
+                raise ValueError(
+                    f"'{name}.{short}': expected a bias, or an entry that splits it: ranks add what the "
+                    "module computes"
+                )
+            parts[short] = None
+    return Swap(name, old, "parameters", parts, summed=entry.summed, stacks=tuple(stacks.values()))
 
 
 def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
-    expected: type[nn.Module] = nn.Embedding if kind == "embedding" else nn.Linear
-    if type(old) is not expected and not (kind in ("column", "row") and is_conv1d(old)):
+    if not _fits(old, kind):
+        expected = "nn.Embedding" if kind == "embedding" else "nn.Linear"
         advice = "; it is split already" if isinstance(old, ParallelModule) else ""
-        raise TypeError(
-            f"'{name}': expected an nn.{expected.__name__} for {kind!r}, got {type(old).__name__}{advice}"
-        )
+        raise TypeError(f"'{name}': expected an {expected} for {kind!r}, got {type(old).__name__}{advice}")
     if isinstance(old, nn.Embedding) and (old.max_norm is not None or old.scale_grad_by_freq or old.sparse):
         raise ValueError(
             f"'{name}': expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse, got {old}"
@@ -119,29 +229,50 @@ def _require_replaceable(name: str, old: nn.Module, kind: str) -> None:
             raise TypeError(f"'{name}.{short}': expected a plain parameter, got {type(parameter)}")
 
 
-def _division(match: Match, ranks: int) -> tuple[nn.Module, str, int]:
-    assert isinstance(match.entry, Divided)
-    attribute = match.entry.attribute
-    number = getattr(match.module, attribute, None)
-    if type(number) is not int or number % ranks:
-        raise ValueError(
-            f"'{match.name}.{attribute}': expected a number that {ranks} ranks divide, got {number!r}"
-        )
-    return match.module, attribute, number // ranks
+def _fits(old: nn.Module, kind: str) -> bool:
+    if isinstance(old, ParallelModule):
+        return False
+    if kind == "embedding":
+        return isinstance(old, nn.Embedding)
+    if kind == "column" and type(old) is nn.Embedding:
+        return True
+    return type(old) is nn.Linear or (kind in ("column", "row") and is_conv1d(old))
+
+
+def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, str, int]]:
+    found = []
+    for attribute in entry.attributes:
+        number = _number_of(match, attribute)
+        if number % ranks:
+            raise ValueError(
+                f"'{match.name}.{attribute}': expected a number that {ranks} ranks divide, got {number!r}"
+            )
+        found.append((match.module, attribute, number // ranks))
+    return found
+
+
+def _number_of(match: Match, path: str) -> int:
+    number: Any = match.module
+    for attribute in path.split("."):
+        number = getattr(number, attribute, None)
+    if type(number) is not int:
+        raise ValueError(f"'{match.name}.{path}': expected a number, got {number!r}")
+    return number
 
 
 def _require_tied_alike(model: nn.Module, swaps: list[Swap]) -> None:
     """Modules that share a weight are split alike, all of them."""
-    how = {swap.old: (swap.dim, swap.ranges, is_conv1d(swap.old)) for swap in swaps}
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    how = {swap.old: swap for swap in swaps}
+    owners: dict[int, list[tuple[str, nn.Module, Cut | None]]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for short, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append((name, module))
+                cut = how[module].parts.get(short) if module in how else None
+                owners.setdefault(id(parameter), []).append((name, module, cut))
     for shared in owners.values():
-        split = [(name, module) for name, module in shared if module in how]
-        for name, module in shared:
-            if split and how.get(module) != how[split[0][1]]:
+        split = [(name, cut) for name, module, cut in shared if module in how]
+        for name, module, cut in shared:
+            if split and (cut != split[0][1] or module not in how):
                 raise ValueError(
                     f"'{name}' shares a weight with '{split[0][0]}', and must be split as that is; give the "
                     "plan a pattern for both"
@@ -161,10 +292,9 @@ def _require_called(model: nn.Module, swaps: list[Swap]) -> None:
 
 
 @torch.no_grad()
-def carry_out(model: nn.Module, work: Work, state: State) -> None:
-    """Divide the numbers and replace the modules, in place."""
-    for module, attribute, number in work.divisions:
-        setattr(module, attribute, number)
+def carry_out(model: nn.Module, work: Work, world: TensorWorld, state: State) -> None:
+    """Change the numbers and replace the modules, in place."""
+    work.set_numbers()
     made: dict[int, nn.Parameter] = {}
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
@@ -172,53 +302,54 @@ def carry_out(model: nn.Module, work: Work, state: State) -> None:
             if child is not None:
                 places.setdefault(child, []).append((parent, short))
     for swap in work.swaps:
-        new = replacement(swap.kind, swap.old, stacked=swap.stacked, state=state)
-        for short, old in swap.old._parameters.items():
-            if old is not None:
-                held = nn.Parameter(swap.shard_of(short, old).contiguous(), requires_grad=old.requires_grad)
-                setattr(new, short, made.setdefault(id(old), held))
+        held = {short: _shard_once(swap, short, made) for short in swap.parts}
+        new = _made(swap, state)
+        for short, parameter in held.items():
+            setattr(new, short, parameter)
         new.train(swap.old.training)
-        for parent, short in places[swap.old]:
-            parent._modules[short] = new
+        if new is not swap.old:
+            for parent, short in places[swap.old]:
+                parent._modules[short] = new
+    for module, features in work.tails:
+        module.register_forward_hook(_SummedTail(features, world))
+    for module in work.shared:
+        module.register_forward_hook(_OwnShare(world))
 
 
-def sum_gradients(
-    model: nn.Module, names: Collection[str], world: TensorWorld, tokens: Tokens | None = None
-) -> None:
-    """Sum gradients of these parameters over the ranks, in every backward.
-
-    tokens: if given, only when these are sharded
-    """
-    chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-    for module in model.modules():
-        own = tuple(short for short, p in module._parameters.items() if p is not None and id(p) in chosen)
-        if own:
-            summed = _SummedGradients(own, world, tokens)
-            module.register_forward_pre_hook(summed.enter)
-            module.register_forward_hook(summed.leave, always_call=True)
+def _shard_once(swap: Swap, short: str, made: dict[int, nn.Parameter]) -> nn.Parameter:
+    """This rank's shard of a parameter, the same one for all modules that share it."""
+    old = swap.old._parameters[short]
+    assert old is not None
+    if id(old) not in made:
+        made[id(old)] = nn.Parameter(swap.shard_of(short, old).contiguous(), requires_grad=old.requires_grad)
+    return made[id(old)]
 
 
-class _SummedGradients:
-    """During a module's forward, these parameters of it pass `copy_to_region`.
+def _made(swap: Swap, state: State) -> nn.Module:
+    if swap.kind == "parameters":
+        return adopt_parameters(swap.old, swap.parts, stacks=swap.stacks, summed=swap.summed, state=state)
+    if swap.kind == "table":
+        return adopt_table(swap.old, state=state)
+    return replacement(swap.kind, swap.old, stacks=swap.stacks, reads=swap.reads, state=state)
 
-    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `enter` takes what is
-    registered under its name at the time, and an attribute of that name hides the parameter until `leave`.
-    """
 
-    def __init__(self, names: tuple[str, ...], world: TensorWorld, tokens: Tokens | None) -> None:
-        self.names = names
+class _SummedTail:
+    """After a module's forward, gradients of the last features are summed over ranks: see `Tail`."""
+
+    def __init__(self, features: int, world: TensorWorld) -> None:
+        self.features = features
         self.world = world
-        self.tokens = tokens
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        if self.tokens is not None and not self.tokens.sharded:
-            return
-        for name in self.names:
-            parameter = module._parameters[name]
-            if parameter is not None:
-                copied = copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)
-                object.__setattr__(module, name, copied)
+    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        full, own = output.split([output.shape[-1] - self.features, self.features], -1)
+        return torch.cat([full, copy_to_region(own, self.world.group)], -1)
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        for name in self.names:
-            vars(module).pop(name, None)
+
+class _OwnShare:
+    """After a module's forward: this rank's share of a sum to which every rank adds the same."""
+
+    def __init__(self, world: TensorWorld) -> None:
+        self.world = world
+
+    def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output / self.world.size

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
-from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
+from tpkernels.interop.parallelize.sequence import Sharing
 from tpkernels.interop.parallelize.swaps import planned
-from tpkernels.interop.parallelize.twins import Inputs, aside, call, made_up_inputs, twin_of
+from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
 from tpkernels.layers.world import State, TensorWorld
 from tpkernels.ops.replicas import agree_on, unlike_first_rank
@@ -36,20 +37,16 @@ def require_verify(verify: object) -> None:
 
 
 def tried(
-    model: nn.Module,
-    plan: Plan,
-    verify: Verify,
-    sequence_parallel: bool,
-    world: TensorWorld,
-    state: State,
-) -> tuple[Names, Sharing | None]:
-    """Names of the parameters whose gradients must be summed, and what shares tokens if sequence_parallel.
+    model: nn.Module, plan: Plan, verify: Verify, world: TensorWorld, state: State, *, certain: bool
+) -> Names:
+    """Names of the parameters whose gradients must be summed. Called by all ranks of the tensor group.
 
-    Called by all ranks of the tensor group. Raises if the split model computes something else, or if a
-    parameter cannot be judged.
+    Raises if the split model computes something else, or if a parameter cannot be judged.
+
+    certain: a plan that is not compared with the unsharded model is taken with a warning; else it is refused
     """
     if world.size == 1:
-        return frozenset(), None
+        return frozenset()
     given = None if isinstance(verify, str | bool) else verify
     if given is not None:
         _require_same(given, world)
@@ -58,7 +55,6 @@ def tried(
     fits = given is not None or size <= VERIFIED_PARAMETERS
     seen: dict[str, bool] | None = None
     partial: Names = frozenset()
-    sharing: Sharing | None = None
     problem: ValueError | None = None
     try:
         if inputs is not None:
@@ -66,44 +62,39 @@ def tried(
         if seen is None and given is not None:
             raise ValueError("verify: the unsharded model does not run with these inputs")
         partial = partial_parameters(model, planned(model, plan, world), seen or {})
-        if sequence_parallel:
-            if seen is None:
-                raise ValueError(
-                    "sequence_parallel: expected a model that runs with made-up ids or features, to find "
-                    "what works on which tokens; pass verify=example inputs"
-                )
-            inputs = made_up_inputs(model, world.size, divided=True) if verify == "auto" else given
-            assert inputs is not None
-            twin = twin_of(model, device=_device(world) if fits else None)
-            sharing = sharing_of(twin, planned(twin, plan, world), inputs, partial, world.size)
     except ValueError as error:
         problem = error
-    _raise_alike(problem, f"partial gradients of {sorted(partial)}, {sharing}", world)
+    raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
     if verify is False or dist.get_backend(world.group) == "fake":
-        return partial, sharing
-    found: Reference | str
+        return partial
+    found: Reference | str  # the same on all ranks
     if inputs is None or seen is None:
         found = "no inputs with which it runs could be made up"
     elif not fits:
         found = f"it has {size} numbers, and a comparison takes 26 bytes for each"
     else:
-        found = _reference(model, inputs, given is not None, world)
+        found = reference_alike(model, inputs, given is not None, world)
     if isinstance(found, Reference):
-        _compare(found, plan, partial, sharing, world, state)
+        compare(found, plan, partial, world, state)
+    elif not certain:
+        raise ValueError(
+            "plan: expected one, or verify=example inputs: the model brings none, and one by names of layers "
+            f"must be compared with the unsharded model, which was not done: {found}"
+        )
     elif world.rank == 0:
         warnings.warn(
             f"parallelize: the split model was not compared with the unsharded one: {found}; pass "
             "verify=example inputs, or verify=False",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return partial, sharing
+    return partial
 
 
 def _probed(
     model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld, fits: bool
 ) -> dict[str, bool] | None:
     """By name, whether a parameter sees this rank's features only; None if the model does not run."""
-    device = _device(world) if fits else None
+    device = device_of(world) if fits else None
     try:
         twin = twin_of(model, device=device)
     except Exception:  # a module that cannot be copied
@@ -119,24 +110,29 @@ def _probed(
         raise
 
 
-def _reference(model: nn.Module, inputs: Inputs, required: bool, world: TensorWorld) -> Reference | str:
+def reference_alike(model: nn.Module, inputs: Inputs, required: bool, world: TensorWorld) -> Reference | str:
     """The unsharded model's run, or why there is none: an error if the caller gave the inputs."""
     found: Reference | str
     try:
-        found = reference_of(model, inputs, _device(world))
+        found = reference_of(model, inputs, device_of(world))
     except Exception as error:
         found = f"in float64 and float32 it raises {type(error).__name__}: {error}"
     refused = isinstance(found, str) and required
     problem = ValueError(f"verify: the unsharded model cannot be compared with: {found}") if refused else None
-    _raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
+    raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
     return found
 
 
-def _compare(
-    found: Reference, plan: Plan, partial: Names, sharing: Sharing | None, world: TensorWorld, state: State
+def compare(
+    found: Reference,
+    plan: Plan,
+    partial: Names,
+    world: TensorWorld,
+    state: State,
+    sharing: Sharing | None = None,
 ) -> None:
     differences: list[str | None] = [None] * world.size
-    own = difference(found, plan, partial, sharing, world, state)
+    own = difference(found, plan, partial, world, state, sharing)
     dist.all_gather_object(differences, own, group=world.group)
     for rank, different in enumerate(differences):
         if different is not None:
@@ -147,15 +143,23 @@ def _compare(
             )
 
 
-def _device(world: TensorWorld) -> torch.device:
+def device_of(world: TensorWorld) -> torch.device:
     """Where a model on the meta device is run."""
     return torch.device("cuda" if dist.get_backend(world.group) == "nccl" else "cpu")
 
 
-def _raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
-    agree_on(f"parallelize: {problem or found}", (), world.group)
-    if problem:
-        raise problem
+def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
+    """The problem of the first rank that has one, on all of them; or all must have found the same."""
+    if dist.get_backend(world.group) == "fake":
+        if problem:
+            raise problem
+        return
+    problems: list[str | None] = [None] * world.size
+    dist.all_gather_object(problems, str(problem) if problem else None, group=world.group)
+    for text in problems:
+        if text is not None:
+            raise ValueError(text) from problem
+    agree_on(f"parallelize: {found}", (), world.group)
 
 
 def _require_same(inputs: Inputs, world: TensorWorld) -> None:

@@ -1,12 +1,10 @@
-"""A copy of a model to try a plan on, and inputs to call it with."""
+"""A copy of a model to try a plan on, and how it is called."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import count, islice
-from math import gcd
 from typing import Any
 
 import torch
@@ -37,26 +35,6 @@ def twin_of(
         is_weight = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=floating) if is_weight else value
     return deepcopy(model, memo).eval()
-
-
-def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> tuple[Tensor] | None:
-    """Ids if the first embedding or linear layer is an embedding, else features; None without such a layer.
-
-    The numbers of sequences and tokens are coprime to the ranks: a model that folds features into them,
-    because it has a rank's share of its heads, returns another shape.
-
-    divided: ranks share the tokens, whose number is a multiple of theirs
-    """
-    batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
-    tokens = 2 * ranks if divided else tokens
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            ids = torch.arange(batch * tokens, device="cpu").view(batch, tokens) * 7 + 1
-            return (ids % module.num_embeddings,)
-        if isinstance(module, nn.Linear):
-            features = torch.arange(batch * tokens * module.in_features, device="cpu").cos()
-            return (features.view(batch, tokens, module.in_features),)
-    return None
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:

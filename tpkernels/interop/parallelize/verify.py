@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.sequence import Sharing, share_tokens
-from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned, sum_gradients
+from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors, twin_of
 from tpkernels.layers.world import State, TensorWorld
 
@@ -78,16 +79,16 @@ def difference(
     reference: Reference,
     plan: Plan,
     partial: Names,
-    sharing: Sharing | None,
     world: TensorWorld,
     state: State,
+    sharing: Sharing | None = None,
 ) -> str | None:
     """What the split model does differently, in words. Called by all ranks; splits the reference's model."""
     model, full, tolerance = reference.model, reference.run, reference.tolerance
     work, old = planned(model, plan, world), dict(model.named_parameters())
     swaps = {id(swap.old): swap for swap in work.swaps}
     swap_of = {n: swaps[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in swaps}
-    carry_out(model, work, state)
+    carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
     if sharing:
         share_tokens(model, sharing, world)
@@ -135,8 +136,8 @@ def _first_output(full: Run, split: Run, swap_of: Mapping[str, Swap], tolerance:
     before = ""
     for (name, number), found in split.outputs.items():
         expected = full.outputs.get((name, number), [])
-        if name in swap_of and swap_of[name].kind == "column":
-            expected = [swap_of[name].shard(x, x.ndim - 1) for x in expected]
+        if name in swap_of:
+            expected = [swap_of[name].own_output(x) for x in expected]
         pairs = [pair for pair in zip(expected, found, strict=False) if _same_shape(*pair)]
         if not all(_close(found, expected, tolerance) for expected, found in pairs):
             return f"; the first module whose output differs is '{name}'{before}"

@@ -1,0 +1,161 @@
+"""How an attention's layers, and those of an MLP, are split over ranks, if the ranks divide its sizes.
+
+Layers are named from a module that holds them: `self_attn` has q_proj, k_proj, v_proj and o_proj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape
+from tpkernels.interop.parallelize.plan import Divided, Entry, Number, SharedHeads, Split, heads_read
+
+Entries = dict[str, list[Entry]]
+Say = Callable[[str], None]
+
+KEYS_AND_VALUES = {"k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin", "key_proj", "value_proj"}
+KEYS_AND_VALUES |= {"Wk", "Wv"}
+# Attributes by which a module folds what its layers return: numbers of heads, and of features of all heads.
+HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
+HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
+FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
+GROUPS = "num_key_value_groups"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Linear layers of a module, by their full names.
+
+    holder: the module that folds features into heads, for an attention; else the one that holds the layers
+    """
+
+    holder: str
+    columns: dict[str, nn.Module]
+    rows: dict[str, nn.Module]
+
+
+def head_size_of_holder(holder: nn.Module) -> int | None:
+    for name in ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "kv_channels"):
+        if type(size := getattr(holder, name, None)) is int:
+            return size
+    return None
+
+
+def split_attention(
+    layers: Layers, holder: nn.Module, ranks: int, say: Say, *, numbers: tuple[str, ...] = ()
+) -> Entries:
+    """Each rank gets its own heads; keys and values with fewer heads than ranks are computed by several.
+
+    numbers: attributes of the holder that are divided, where it has them
+    """
+    row = next(iter(layers.rows.values()))
+    features, size = oriented_shape(row)[1], head_size_of_holder(holder)
+    queries = _queries(holder, features, size)
+    if queries is None:
+        return split_evenly(layers, ranks, say)
+    if queries % ranks:
+        say(f"'{layers.holder}' has {queries} heads: every rank computes all of them")
+        return gathered(layers, ranks)
+    entries: Entries = {name: [Split("row", unit=features // queries)] for name in layers.rows}
+    local = []
+    for name, column in layers.columns.items():
+        width = oriented_shape(column)[0]
+        short = name.rpartition(".")[2]
+        own = features // queries if short.startswith("v") else size
+        shared = short in KEYS_AND_VALUES and own is not None and width % own == 0
+        heads = width // own if shared and own is not None else queries
+        if heads % ranks and not is_conv1d(column):
+            entries[name] = [SharedHeads(unit=width // heads, queries=queries)]
+            local.append(len(heads_read(0, heads=heads, queries=queries, ranks=ranks)))
+        elif width % queries and not shared:
+            return gathered(layers, ranks)
+        else:
+            entries[name] = [Split("column", unit=width // heads)]
+    around = _numbers(holder, numbers, ranks)
+    if local and type(getattr(holder, GROUPS, None)) is int:
+        around.append(Number(GROUPS, queries // ranks // local[0]))
+    if around:
+        entries[layers.holder] = around
+    return entries
+
+
+def split_evenly(layers: Layers, ranks: int, say: Say, *, stacked: int = 1) -> Entries:
+    """Each rank gets an equal part of the features between columns and rows, if the ranks divide them."""
+    sizes = [oriented_shape(each)[0] // stacked for each in layers.columns.values()]
+    sizes += [oriented_shape(each)[1] for each in layers.rows.values()]
+    if any(size % ranks for size in sizes):
+        say(f"'{layers.holder}' has {min(sizes)} features: every rank computes all of them")
+        return {}
+    columns: Entries = {name: [Split("column", stacked=stacked)] for name in layers.columns}
+    return columns | {name: [Split("row")] for name in layers.rows}
+
+
+def gathered(layers: Layers, ranks: int) -> Entries:
+    """Weights are split, and every rank computes what lies between columns and rows with all features."""
+    entries: Entries = {
+        name: [Split("head")] for name, column in layers.columns.items() if not is_conv1d(column)
+    }
+    for name, row in layers.rows.items():
+        if oriented_shape(row)[1] % ranks == 0 and not is_conv1d(row):
+            entries[name] = [Split("row_of_full")]
+    return entries
+
+
+def merged(parts: Iterable[Entries]) -> dict[str, Entry | tuple[Entry, ...]]:
+    """One plan of several, by full names."""
+    found: Entries = {}
+    for part in parts:
+        for name, entries in part.items():
+            found.setdefault(name, []).extend(entries)
+    return {name: entries[0] if len(entries) == 1 else tuple(entries) for name, entries in found.items()}
+
+
+def _queries(holder: nn.Module, features: int, size: int | None) -> int | None:
+    """How many heads there are whose features enter a row."""
+    value_size = getattr(holder, "v_head_dim", None)  # of latent attention
+    size = value_size if type(value_size) is int else size
+    return features // size if size and features % size == 0 else None
+
+
+def _numbers(holder: nn.Module, names: tuple[str, ...], ranks: int) -> list[Entry]:
+    found = [name for name in names if type(getattr(holder, name, None)) is int]
+    divisible = [name for name in found if getattr(holder, name) % ranks == 0]
+    return [Divided(*divisible)] if divisible else []
+
+
+def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries | None:
+    """Phi-3's: queries, keys and values of other sizes in one weight, parted by numbers in its attributes."""
+    size, keys = head_size_of_holder(holder), getattr(holder, "num_key_value_heads", None)
+    queries = getattr(getattr(holder, "config", None), "num_attention_heads", None)
+    if len(layers.columns) != 1 or not size or type(keys) is not int or type(queries) is not int:
+        return None
+    ((name, column),) = layers.columns.items()
+    stacks = (queries * size, keys * size, keys * size)
+    if queries % ranks or keys % ranks or oriented_shape(column)[0] != sum(stacks):
+        return None
+    if any(oriented_shape(row)[1] != stacks[0] for row in layers.rows.values()):
+        return None
+    rows: Entries = {row: [Split("row", unit=size)] for row in layers.rows}
+    numbers = Divided("config.num_attention_heads", "num_key_value_heads")
+    return {name: [Split("column", unit=size, stacked=stacks)], layers.holder: [numbers], **rows}
+
+
+def narrow_experts(module: nn.Module, splits: Iterable[tuple[str, int, int]], ranks: int) -> str | None:
+    """What of stacked experts' weights is too narrow for so many ranks, in words.
+
+    splits: as in `Parameters`
+    """
+    for short, dim, stacked in splits:
+        weight = module._parameters[short]
+        assert weight is not None
+        size = weight.shape[dim]
+        if size % (ranks * stacked):
+            return f"'{short}' has {size // stacked} features"
+        # grouped products of torch want rows of a multiple of 16 bytes
+        row = weight.shape[-1] * weight.element_size()
+        if weight.ndim == 3 and dim % 3 == 2 and row % 16 == 0 and row % (16 * ranks):
+            return f"'{short}' has rows of {row} bytes, of which a rank's share is no multiple of 16"
+    return None

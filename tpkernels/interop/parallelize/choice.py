@@ -1,0 +1,97 @@
+"""Which plan a model is split by when the caller gives none.
+
+The plan that a model of `transformers` brings comes first, with layers that it leaves out; then plans by
+names of layers, from the one that splits most to the one that splits least. The first that passes its trial
+is taken, and a warning says what was wrong with those before it. A plan by names must be compared with the
+unsharded model, but for models with which that was done: docs/models-supported.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tpkernels.interop.parallelize.layer_names import Depth, plan_by_names
+from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.probe import Names
+from tpkernels.interop.parallelize.swaps import planned
+from tpkernels.interop.parallelize.transformers_plan import own_plan, styles_of
+from tpkernels.interop.parallelize.trial import Verify, tried
+from tpkernels.layers.world import State, TensorWorld
+
+DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
+BROUGHT = "the plan that the model brings"
+# Types of models of `transformers` without a plan that plans by names were compared with.
+KNOWN = frozenset(
+    {"gpt2", "gpt_neo", "gptj", "opt", "bert", "roberta", "electra", "distilbert", "t5", "bart"}
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that may be taken.
+
+    certain: it need not be compared with the unsharded model
+    whole: what it leaves on every rank, in words
+    """
+
+    name: str
+    plan: Plan
+    certain: bool = True
+    whole: list[str] = field(default_factory=list)
+
+
+def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
+    """In the order in which they are tried; an error if there is none."""
+    found: list[Choice] = []
+    if styles_of(model):
+        whole: list[str] = []
+        brought = own_plan(model, ranks, whole.append)
+        more: list[str] = []
+        completed = plan_by_names(model, ranks, "heads", more.append, brought)
+        if completed != brought:
+            found.append(Choice(f"{BROUGHT}, and names of layers", completed, False, whole + more))
+        if brought:
+            found.append(Choice(BROUGHT, brought, True, whole))
+    config: Any = getattr(model, "config", None)
+    known = getattr(config, "model_type", None) in KNOWN
+    for depth in DEPTHS:
+        whole = []
+        plan = plan_by_names(model, ranks, depth, whole.append)
+        if plan and all(plan != other.plan for other in found):
+            certain = known and depth == DEPTHS[0]
+            found.append(Choice(f"a plan by names of layers ({depth})", plan, certain, whole))
+    if not found:
+        raise ValueError(
+            "plan: expected one, for the model brings none and none of its layers is known by name; see "
+            "docs/huggingface.md"
+        )
+    return found
+
+
+def first_that_works(
+    model: nn.Module, choices: list[Choice], verify: Verify, world: TensorWorld, state: State
+) -> tuple[Plan, Names]:
+    """The plan, and the names of the parameters whose gradients must be summed. Called by all ranks."""
+    failed: list[tuple[Choice, Exception]] = []
+    for choice in choices:
+        try:
+            planned(model, choice.plan, world)  # the same error on all ranks
+            partial = tried(model, choice.plan, verify, world, state, certain=choice.certain)
+        except (ValueError, TypeError) as error:
+            failed.append((choice, error))
+            continue
+        if world.rank == 0:
+            _tell(choice, failed)
+        return choice.plan, partial
+    raise failed[0][1]
+
+
+def _tell(choice: Choice, failed: list[tuple[Choice, Exception]]) -> None:
+    for other, error in failed:
+        warnings.warn(f"parallelize: {other.name} does not work: {error}. {choice.name} does", stacklevel=4)
+    if choice.whole:
+        warnings.warn(f"parallelize: {choice.name}: {'; '.join(choice.whole)}", stacklevel=4)

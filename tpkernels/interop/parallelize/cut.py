@@ -1,0 +1,49 @@
+"""The part of a dimension that one rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpkernels.layers.world import TensorWorld
+from tpkernels.topology.shard import stacked_ranges
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's ranges along one dimension.
+
+    size: of the shard, padding included
+    full: of the dimension
+    """
+
+    dim: int
+    ranges: tuple[range, ...]
+    size: int
+    full: int
+
+    @staticmethod
+    def along(dim: int, stacks: tuple[int, ...], world: TensorWorld) -> Cut:
+        """This rank's part of each of the concatenated sizes."""
+        full = sum(stacks)
+        return Cut(dim, stacked_ranges(world.rank, stacks, world.size), full // world.size, full)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This rank's shard, padded, in memory of its own."""
+        dim = self.dim % tensor.ndim
+        own = torch.cat([tensor.narrow(dim, each.start, len(each)) for each in self.ranges], dim)
+        missing = self.size - own.shape[dim]
+        return F.pad(own, (*[0, 0] * (own.ndim - 1 - dim), 0, missing)) if missing else own
+
+
+def stacks_of(size: int, stacked: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of the weights that are concatenated along a dimension.
+
+    stacked: how many of one size, or their sizes
+    """
+    if isinstance(stacked, tuple):
+        return stacked
+    return (size // stacked,) * stacked

@@ -1,0 +1,183 @@
+"""The plan that a model of `transformers` brings along, in our words.
+
+Its `_tp_plan` names a style for patterns of modules and parameters, in which * is one part of a name:
+
+    style                                                 becomes
+    colwise, local_colwise                                column
+    colwise_gather_output, colwise_rep                    head
+    rowwise, local_rowwise                                row
+    rowwise_split_input, rowwise_rep                      row_of_full
+    packed_colwise                                        column of two stacked weights
+    embedding_rowwise, embedding_colwise                  embedding
+    replicate, sequence_parallel                          replicated
+    replicated_with_grad_allreduce                        partial
+    mla_kv_a_proj                                         Tail
+    moe_tp_experts, all_reduce, gather, local             Parameters of the module, summed over ranks
+    local_params                                          Parameters of the module, on this rank's features
+    moe_identity_expert                                   Shared
+
+A style of a parameter, such as one of stacked experts, says along which dimension its module splits it. A
+pattern that fits nothing, as of layers that this config has not, is passed over, as in `transformers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from tpkernels.interop.parallelize.attention import (
+    Entries,
+    Layers,
+    Say,
+    gathered,
+    head_size_of_holder,
+    merged,
+    narrow_experts,
+    packed_attention,
+    split_attention,
+    split_evenly,
+)
+from tpkernels.interop.parallelize.plan import Entry, Kept, Parameters, Plan, Shared, Split, Tail
+from tpkernels.interop.parallelize.vocabulary import with_vocabulary
+
+COLUMNS = ("colwise", "local_colwise")
+ROWS = ("rowwise", "local_rowwise")
+GATHERED = {"colwise_gather_output": "head", "colwise_rep": "head"}
+GATHERED |= {"rowwise_split_input": "row_of_full", "rowwise_rep": "row_of_full"}
+PACKED = {"packed_colwise": -2, "local_packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwise": -1}
+TABLES = ("embedding_rowwise", "embedding_colwise")
+KEPT = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
+SUMMED = ("moe_tp_experts", "all_reduce", "gather", "local")
+STYLES = {*COLUMNS, *ROWS, *GATHERED, *PACKED, *TABLES, *KEPT, *SUMMED}
+STYLES |= {"local_params", "mla_kv_a_proj", "moe_identity_expert"}
+
+
+def styles_of(model: nn.Module) -> dict[str, str]:
+    """The model's own plan, empty if it has none."""
+    return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def own_plan(model: nn.Module, ranks: int, say: Say) -> Plan:
+    """The model's own plan for a number of ranks.
+
+    say: is told what is not split
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    named: dict[str, str] = {}
+    of_parameters: dict[str, dict[str, str]] = {}
+    for pattern, style in styles_of(model).items():
+        if style not in STYLES:
+            raise ValueError(
+                f"the model's own plan: {pattern!r}: expected a style among {', '.join(sorted(STYLES))}, got "
+                f"{style!r}; pass a plan"
+            )
+        fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
+        for name in parameters:
+            if fits(name):
+                owner, _, short = name.rpartition(".")
+                of_parameters.setdefault(owner, {})[short] = style
+        named |= {name: style for name in modules if name and fits(name)}
+    parts = [*_linear(modules, named, ranks, say), _tables(modules, named), *_kept(model, modules, named)]
+    parts += [
+        _parameters(name, modules[name], styles, named.get(name), ranks, say)
+        for name, styles in of_parameters.items()
+    ]
+    plan = merged(parts)
+    for name, style in named.items():  # what was not split has full features
+        beside = name.rpartition(".")[0]
+        if KEPT.get(style) and not any(
+            isinstance(entry, Split) and entry.kind == "row" and each.rpartition(".")[0] == beside
+            for each, entry in plan.items()
+        ):
+            plan.pop(name)
+    return with_vocabulary(model, plan)
+
+
+def _linear(
+    modules: Mapping[str, nn.Module], named: Mapping[str, str], ranks: int, say: Say
+) -> Iterator[Entries]:
+    """Linear layers, in groups of those that one module holds."""
+    holders: dict[str, Layers] = {}
+    for name, style in named.items():
+        if isinstance(modules[name], nn.Embedding):
+            continue
+        if style in (*COLUMNS, *ROWS, *GATHERED, *PACKED):
+            holder = _holder(modules, name)
+            layers = holders.setdefault(holder, Layers(holder, {}, {}))
+            split = layers.rows if "rowwise" in style else layers.columns
+            split[name] = modules[name]
+    for holder, layers in holders.items():
+        styles = {named[name] for name in (*layers.columns, *layers.rows)}
+        shorts = {name.rpartition(".")[2] for name in layers.columns}
+        if shorts == {"gate_up_proj"} and layers.rows:  # two weights in one, which only we split
+            yield split_evenly(layers, ranks, say, stacked=2)
+        elif styles <= GATHERED.keys():
+            yield packed_attention(layers, modules[holder], ranks) or gathered(layers, ranks)
+        elif layers.rows and head_size_of_holder(modules[holder]):
+            plain = Layers(holder, _of(layers.columns, named, COLUMNS), _of(layers.rows, named, ROWS))
+            yield split_attention(plain, modules[holder], ranks, say)
+            yield gathered(
+                Layers(holder, _of(layers.columns, named, GATHERED), _of(layers.rows, named, GATHERED)), ranks
+            )
+        else:
+            stacked = 2 if styles & PACKED.keys() else 1
+            yield split_evenly(layers, ranks, say, stacked=stacked)
+
+
+def _of(layers: dict[str, nn.Module], named: Mapping[str, str], styles: Any) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in layers.items() if named[name] in styles}
+
+
+def _holder(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The module that holds a linear layer; past one that only wraps it."""
+    holder = name.rpartition(".")[0]
+    wraps = sum(1 for _ in modules[holder].children()) == 1 and "." in holder
+    return holder.rpartition(".")[0] if wraps else holder
+
+
+def _tables(modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Entries:
+    split = (*TABLES, *COLUMNS, *ROWS, *GATHERED)
+    return {
+        name: [Split("embedding")]
+        for name, style in named.items()
+        if style in split and isinstance(modules[name], nn.Embedding)
+    }
+
+
+def _kept(model: nn.Module, modules: Mapping[str, nn.Module], named: Mapping[str, str]) -> Iterator[Entries]:
+    config: Any = getattr(model, "config", None)
+    for name, style in named.items():
+        entry: Entry
+        if style in KEPT:
+            entry = Kept(partial=KEPT[style])
+        elif style == "moe_identity_expert":
+            entry = Shared()
+        elif style == "mla_kv_a_proj":
+            entry = Tail(config.get_text_config().qk_rope_head_dim)
+        else:
+            continue
+        if any(True for _ in modules[name].parameters()) or not isinstance(entry, Kept):
+            yield {name: [entry]}
+
+
+def _parameters(
+    name: str, module: nn.Module, styles: Mapping[str, str], of_module: str | None, ranks: int, say: Say
+) -> Entries:
+    """Parameters that are split inside a module that stays."""
+    split = []
+    for short, style in styles.items():
+        parameter = module._parameters[short]
+        assert parameter is not None
+        stacked = 2 if style in PACKED else 1
+        dim = PACKED.get(style, -1 if style in ROWS or parameter.ndim == 1 else -2)
+        if style not in (*COLUMNS, *ROWS, *PACKED):
+            raise ValueError(f"the model's own plan: '{name}.{short}': {style!r} is no style for a parameter")
+        split.append((short, dim % parameter.ndim, stacked))
+    if narrow := narrow_experts(module, split, ranks):
+        say(f"'{name}': {narrow}: every rank computes all of it")
+        return {}
+    summed = of_module in SUMMED or any(style in ROWS for style in styles.values())
+    return {name: [Parameters(tuple(split), summed=summed)]}
