@@ -139,7 +139,10 @@ def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
         (["--bits", "--schedules", "0"], "argument --schedules: expected at least 1, got '0'"),
         (["--bits", "--schedules", "many"], "argument --schedules: expected at least 1, got 'many'"),
         (["--bits", "--seed", "-1"], "argument --seed: expected a whole number of 0 or more, got '-1'"),
-        (["--bits", "--world-size", "1,2"], "argument --world-size: expected numbers from 2 to 16 with commas between"),
+        (
+            ["--bits", "--world-size", "1,2"],
+            "argument --world-size: expected numbers from 2 to 16 with commas between",
+        ),
         (["--bits", "--world-size", ""], "argument --world-size: expected numbers from 2 to 16"),
         (["--bits", "--only", "rwo"], "nothing has 'rwo' in its name, such as shared/2/row"),
         (["--bits", "--arch", "sm_90"], "--arch is about kernels: leave it out beside --bits"),

@@ -154,7 +154,10 @@ def test_huge_sizes_of_any_command_are_one_line(command, capsys):
     ("command", "message"),
     [
         ("plan --world-size 999999999999", "--world-size: expected at most 10000000, got 999999999999"),
-        ("plan --model llama3-8b --world-size 999999999999", "--world-size: expected at most 10000000, got 999999999999"),
+        (
+            "plan --model llama3-8b --world-size 999999999999",
+            "--world-size: expected at most 10000000, got 999999999999",
+        ),
         (f"tune --dry-run --shapes {10**400}x64x64", "--shapes 1"),
         (f"tune --dry-run --shapes {10**12}x{10**12}x64", "--shapes 1"),
     ],
