@@ -303,12 +303,12 @@ def _run(session: Session, options: Namespace, lines: TextIO | None) -> None:
         session.say(profile.outcome())
     if session.was_asked_to_stop:
         return
-    proof = session.prove([report.loss for report in reports[: options.prove]]) if options.prove else ""
+    proof = session.prove([report.loss for report in reports[: options.prove]]) if options.prove else None
     sample = session.sample(options.prompt, options.sample) if options.sample else ""
     if sample:
         session.say(f"\n{sample}")
     if options.page and session.rank == 0:
-        pictures = session.write_page(options.page, reports, sample)
+        pictures = session.write_page(options.page, reports, proof, sample)
         session.say(f"\n  run       {session.summary(reports)}")
         if proof:
             session.say(f"  proof     {proof}")

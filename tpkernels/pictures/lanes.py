@@ -46,7 +46,7 @@ class Span:
     name: str  # may be empty
     start: float
     stop: float
-    phase: str = ""  # what its colour says, where lanes do not say it
+    phase: str = ""  # what its colour says, where that is not what it is doing
 
     @property
     def lane(self) -> tuple[int, str]:
@@ -59,7 +59,8 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
     note: a line below the heading
     """
     shown = {title: spans for title, spans in panels.items() if spans}
-    phases = [phase for phase in FILLS if any(phase == s.phase for spans in shown.values() for s in spans)]
+    seen = {span.phase or span.doing for spans in shown.values() for span in spans}
+    legend = [(fill, what) for what, fill in FILLS.items() if what in seen]
     counts = [len(_lanes_of(spans)) for spans in shown.values()]
     longest = max((_length(spans) for spans in shown.values()), default=0.0) or 1e-9
 
@@ -77,7 +78,7 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
         axes.set_xlabel(f"time, {unit}")
 
     height = 0.5 + 0.3 * sum(counts) + 0.4 * len(shown)
-    return Picture(heading, height, draw, note, [(FILLS[phase], phase) for phase in phases])
+    return Picture(heading, height, draw, note, legend)
 
 
 def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float) -> None:
