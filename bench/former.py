@@ -8,6 +8,7 @@ processor and load, so what is left between them is our code.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import statistics
 import subprocess
@@ -94,10 +95,11 @@ def changes(
 @contextmanager
 def checked_out(revision: str | None, root: Path = ROOT) -> Iterator[Path]:
     """The files of a commit in a folder of their own, which is gone afterwards."""
-    if not revision or revision.endswith("+"):
+    if not re.fullmatch("[0-9a-f]{7,40}", revision or ""):  # a + stands for changes beside the commit
         raise Unavailable(f"the baseline is of files that no commit holds (revision {revision})")
     with tempfile.TemporaryDirectory(prefix="tpkernels-former-") as folder:
         archive, files = Path(folder, "files.zip"), Path(folder, "files")
+        assert revision is not None, "it matched"
         _git(root, "archive", "--format=zip", f"--output={archive}", revision)
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(files)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 NAME_WIDTH = 2.4  # inches, of a lane's name at most
 BAR = 0.76  # of a lane's height
-FILLS = {
-    "computes": BLUE,
-    "receives": ORANGE,
-    "transfers": ORANGE,
+FILLS = {  # in the order of a legend
     "forward": BLUE,
     "backward": VIOLET,
     "optimizer": GREEN,
+    "computes": BLUE,
+    "receives": ORANGE,
+    "transfers": ORANGE,
 }
 
 
@@ -69,7 +69,7 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
             nothing(figure.subplots(), "nothing was recorded")
             return
         grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=counts)
-        unit, factor = _unit(longest)
+        unit, factor = unit_of(longest)
         for axes, (title, spans) in zip(grid[:, 0], shown.items(), strict=True):
             length = f"{factor * _length(spans):.3g} {unit}"
             said = f"{title}: {length}" if title else length
@@ -89,7 +89,7 @@ def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float
     fills = [FILLS.get(span.phase or span.doing, GREY) for span in spans]
     drawn = axes.barh(places, widths, BAR, left=starts, color=fills, edgecolor=PAPER, linewidth=0.4)
     for span, bar, fill in zip(spans, drawn, fills, strict=True):
-        unit, scale = _unit(span.stop - span.start)
+        unit, scale = unit_of(span.stop - span.start)
         lasted = f"{scale * (span.stop - span.start):.3g} {unit}"
         hint(bar, f"{span.name or span.phase or span.doing}: {lasted}")
         inches = (WIDTH - NAME_WIDTH) * (span.stop - span.start) / longest
@@ -116,7 +116,7 @@ def _length(spans: Sequence[Span]) -> float:
     return max(span.stop for span in spans) - min(span.start for span in spans)
 
 
-def _unit(seconds: float) -> tuple[str, float]:
+def unit_of(seconds: float) -> tuple[str, float]:
     """The unit to write about so many seconds in, and how many there are to a second."""
     for name, size in (("s", 1.0), ("ms", 1e3)):
         if seconds * size >= 1:
