@@ -102,4 +102,4 @@ sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-triton36 build dist out *.egg-info tpkernels/*.so plan.svg
+	rm -rf $(VENV) $(VENV)-triton36 build dist out/* *.egg-info tpkernels/*.so plan.svg

@@ -232,3 +232,12 @@ def test_no_text_installs_from_an_index_what_is_on_none():
     assert by_name.search("pip install 'tpkernels[pictures]'")
     found = {path.name for path in files if by_name.search(path.read_text())} - {"CHANGELOG.md"}
     assert not found
+
+
+def test_folders_that_commands_write_into_are_in_every_clone():
+    """pytest-benchmark makes none for its --benchmark-json."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    folders = {name for page in pages for name in re.findall(r"--benchmark-json (\w+)/", page.read_text())}
+    assert folders == {"out"}
+    assert (ROOT / "out" / ".gitignore").read_text().endswith("\n*\n!.gitignore\n")
+    assert "out/" not in (ROOT / ".gitignore").read_text().splitlines()
