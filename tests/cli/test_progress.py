@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tpkernels.cli import Progress
+from tpkernels.cli import Progress, main
 
 
 class Terminal(io.StringIO):
@@ -53,3 +53,31 @@ def test_on_a_terminal_one_line_changes_from_the_start_and_is_gone_at_the_end(mo
 )
 def test_elsewhere_a_line_is_written_after_so_many_seconds(seconds, lines, monkeypatch, clock):
     assert told(io.StringIO(), monkeypatch, clock, seconds=seconds).splitlines() == lines
+
+
+def test_check_says_in_a_log_how_far_both_halves_are(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    from tpkernels.gate import compile_gate, numerics
+
+    def of_kernels(suite, jobs, processes, step, update):
+        for job in jobs:
+            step(job)
+        return [], []
+
+    def in_the_interpreter(only, step):
+        step("linear of one tile")
+        return []
+
+    monkeypatch.setattr("tpkernels.cli.check.SAID_EVERY", 0.0)
+    monkeypatch.setattr(compile_gate, "jobs_of", lambda *_: ["one", "other"])
+    monkeypatch.setattr(compile_gate, "check", of_kernels)
+    monkeypatch.setattr(numerics, "check", in_the_interpreter)
+    with pytest.raises(SystemExit):  # since nothing came of it
+        main(["check"])
+    printed, errors = capsys.readouterr()
+    assert not printed
+    assert errors.splitlines()[:3] == [
+        "compiling [1/2] one",
+        "compiling [2/2] other",
+        "computing [1] linear of one tile",
+    ]
