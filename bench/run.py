@@ -67,10 +67,11 @@ def run(
         timed, outcomes = Path(folder, "benchmarks.json"), Path(folder, "outcomes.json")
         pytest = [sys.executable, "-m", "pytest", "-q", "--benchmark-quiet", "--benchmark-json", str(timed)]
         plugin = ["-p", "tests.outcomes", "--outcomes", str(outcomes)]
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])  # before what is installed
         ran = subprocess.run(
             [*pytest, *plugin, *selection],
             cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root)},  # whatever else is installed
+            env=os.environ | {"PYTHONPATH": path},
             capture_output=quiet,
             text=True,
             check=False,
