@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers sdist clean
+.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,8 +95,11 @@ bench-overlap: $(READY) ## what communication hides behind computation, on a thr
 gpu: ## on a machine with a GPU, with its own Python and torch: tests, tuning, benchmarks, gate; JSON into out/gpu
 	@$(PYTHON) -m bench gpu $(if $(STAGES),--stages $(STAGES)) $(if $(RESUME),--resume) $(if $(DRY_RUN),--dry-run)
 
+wheel: $(READY) ## dist/tpkernels-*.whl, for every Python and torch: it builds its C++ extension at first use
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --wheel
+
 sdist: $(READY) ## the source distribution
 	$(BIN)/python -m build --sdist --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-triton36 build dist out *.egg-info tpkernels/*.so plan.svg
+	rm -rf $(VENV) $(VENV)-triton36 build dist out/* *.egg-info tpkernels/*.so plan.svg

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.recorded import Case, Run
 from tpkernels.pictures.charts import EVEN, Bar, bars
 from tpkernels.pictures.figure import Picture
-from tpkernels.pictures.page import paragraph, table
+from tpkernels.pictures.page import figure, paragraph, table
 
 
 def change(before: Case, after: Case) -> Bar | None:
@@ -54,4 +54,8 @@ def section(before: Run, after: Run) -> tuple[str, dict[str, Picture]]:
         [changed[name].name, *(f"{case.number('ratio'):.3f}" for case in (was[name], now[name]))]
         for name in farthest
     ]
-    return paragraph(said) + picture.svg + table(["", "before", "after"], rows), {"changes": picture}
+    shown = figure(
+        picture.svg, "Each bar: the ratio after, in parts of the ratio before; right of 1 it rose."
+    )
+    listed = table(["", "before", "after"], rows, caption="How many times as fast as the naive way.")
+    return paragraph(said) + shown + listed, {"changes": picture}

@@ -11,7 +11,9 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from bench.baseline import (
@@ -24,14 +26,15 @@ from bench.baseline import (
     this_device,
     write_baseline,
 )
+from bench.former import Measure, Unavailable, changes, checked_out
 from bench.results import BadFile, Results, pooled, read
-from bench.run import NothingRan, run
+from bench.run import ROOT, NothingRan, run
 from bench.verdict import REPEATED, Finding, findings, tolerated
-from tpkernels.cli import OneLineParser
+from tpkernels.cli import OneLineParser, Progress
 
 GREEN, REGRESSION = 0, 1
 NOISY = 0.2  # a tolerance above this is told
-Measure = Callable[[Sequence[str]], Results]  # the cases of these names, once more
+SAID_EVERY = 15.0  # seconds, of how far it is, in a log
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +46,13 @@ def main(argv: Sequence[str]) -> int:
         "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
     )
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="else bench/baselines/<device>.json")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of what seems slower (3)")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=3,
+        metavar="N",
+        help="runs of what seems slower, then in turns with the baseline's code (3); 0: neither",
+    )
     parser.add_argument("--skip", choices=("timings", "kernels"), help="leave one half out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found into FILE")
     update = parser.add_argument_group("a new baseline")
@@ -75,6 +84,8 @@ def _timings(options: Namespace) -> int:
     baseline = read_baseline(path, device)
     repeats = options.repeat if device == this_device() else 0
     judged = judge(baseline, results, _again, repeats)
+    if repeats:
+        judged = beside_former(judged, baseline)
     for line in judged.lines(baseline, path):
         print(line)
     if options.json:
@@ -99,9 +110,9 @@ def _fresh(options: Namespace) -> Results:
         return run(["bench", "-m", selection], Path(folder, "bench.json"), command=command)
 
 
-def _again(names: Sequence[str]) -> Results:
+def _again(names: Sequence[str], root: Path = ROOT) -> Results:
     with tempfile.TemporaryDirectory() as folder:
-        return run(names, Path(folder, "bench.json"), command="again", quiet=True)
+        return run(names, Path(folder, "bench.json"), command="again", quiet=True, root=root)
 
 
 def _update(results: Results, path: Path, floor: float, note: str) -> int:
@@ -121,6 +132,7 @@ class Judged:
     results: Results
     findings: list[Finding]
     repeats: int
+    not_compared: str = ""  # why what fell was not timed in turns with the baseline's code
 
     @property
     def failing(self) -> list[Finding]:
@@ -142,6 +154,12 @@ class Judged:
             lines.append(f"{len(noisy)} are too noisy to show a fall of {NOISY:.0%}: {', '.join(noisy)}")
         if self.repeats:
             lines.append(f"what seemed slower was timed {self.repeats} more times, and the best was taken")
+        if self.not_compared:
+            lines.append(f"what fell was not timed beside the baseline's code: {self.not_compared}")
+        if any(one.kind == "moved" for one in self.findings):
+            lines.append(
+                "moved: the baseline's own code falls as far here; a baseline of this machine tells more"
+            )
         if self.failing:
             lines.append(f"regressions: {len(self.failing)}; if they are meant: --update")
         return lines
@@ -156,6 +174,42 @@ def judge(baseline: Baseline, results: Results, again: Measure, repeats: int) ->
             break
         results = better_of(results, again(list(dict.fromkeys(suspects))))
     return Judged(results, found, done)
+
+
+def beside_former(
+    judged: Judged,
+    baseline: Baseline,
+    now: Measure = _again,
+    checkout: Callable[[str | None], AbstractContextManager[Path]] = checked_out,
+) -> Judged:
+    """What fell is timed in turns with the code that the baseline was made of: a fall is one of the code."""
+    fallen = [finding.case for finding in judged.findings if finding.kind == "fell"]
+    if not fallen:
+        return judged
+    try:
+        with (
+            checkout(baseline.made.get("revision")) as root,
+            Progress("comparing with the baseline's code:", seconds=SAID_EVERY) as step,
+        ):
+            found = changes(fallen, now, partial(_of_former, root), baseline.floor, step)
+    except Unavailable as error:
+        return replace(judged, not_compared=str(error))
+
+    def told(finding: Finding) -> Finding:
+        change = found.get(finding.case)
+        if finding.kind != "fell" or change is None:
+            return finding
+        text = f"{finding.text}; the baseline's code beside it: ours is {change}"
+        return Finding("fell" if change.verdict(baseline.floor) == "fell" else "moved", finding.case, text)
+
+    return replace(judged, findings=[told(finding) for finding in judged.findings])
+
+
+def _of_former(root: Path, names: Sequence[str]) -> Results:
+    try:
+        return _again(names, root)
+    except NothingRan as error:
+        raise Unavailable(f"it does not run here: {error}") from error
 
 
 def better_of(before: Results, repetition: Results) -> Results:

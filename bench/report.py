@@ -14,12 +14,13 @@ from pathlib import Path
 
 from bench import comparison
 from bench.recorded import Case, Overlaps, Run, TimeLine, Unreadable, as_object, read
+from bench.results import duration
 from tpkernels.cli import OneLineParser
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.pictures.charts import FILLS, Bar, Work, bars, roofline
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, save
 from tpkernels.pictures.lanes import lanes
-from tpkernels.pictures.page import page, paragraph, table, verbatim
+from tpkernels.pictures.page import figure, page, paragraph, table, verbatim
 
 MOST_BARS = 40  # of a picture
 OWN_PICTURE = 8  # cases of an op that are worth one
@@ -84,17 +85,17 @@ def _sections(
             yield "What changed", html
         drawn = dict(_ratios(runs[-1].compared))
         pictures |= drawn
-        yield "Against the naive way", _svgs(drawn)
+        yield "Against the naive way", _figures(drawn, _OF_RATIOS)
         drawn = dict(_rooflines(runs[-1].cases))
         pictures |= drawn
         if drawn:
-            yield "Roofline", _svgs(drawn) + paragraph(_HOW_TO_READ_ROOFS)
+            yield "Roofline", _figures(drawn, _OF_ROOFS)
         yield from _host_cost(runs[-1].cases)
     for one in found:
         if isinstance(one, TimeLine):
             drawn = {f"timeline-{one.path.stem}": lanes(one.path.stem, one.panels)}
             pictures |= drawn
-            yield "Time line", _svgs(drawn)
+            yield "Time line", _figures(drawn, _OF_TIME_LINES)
         elif isinstance(one, Overlaps):
             html, drawn = _overlap(one)
             pictures |= drawn
@@ -103,20 +104,44 @@ def _sections(
         yield "All cases", _all_cases(runs[-1].cases)
 
 
-def _svgs(pictures: Pictures) -> str:
-    return "".join(picture.svg for picture in pictures.values()) or paragraph(NO_MATPLOTLIB) * bool(pictures)
+def _figures(pictures: Pictures, caption: str) -> str:
+    """Numbered where there are several."""
+    svgs = [picture.svg for picture in pictures.values()]
+    if not any(svgs):
+        return paragraph(NO_MATPLOTLIB) * bool(pictures)
+    numbers = [f"{number} of {len(svgs)}. " * (len(svgs) > 1) for number in range(1, len(svgs) + 1)]
+    return "".join(figure(svg, number + caption) for svg, number in zip(svgs, numbers, strict=True))
 
 
-_HOW_TO_READ_ROOFS = (
+_OF_RATIOS = (
+    "Each bar: the naive way's time by ours, the median over interleaved rounds, on a logarithmic axis. "
+    "Right of 1 ours is faster. The whisker is the interquartile range; where it crosses 1, the bar is grey."
+)
+_OF_ROOFS = (
     "Medians, against the peaks of the data sheet: dense 16-bit products, and memory. Work and bytes are "
     "those of a perfect implementation."
+)
+_OF_TIME_LINES = (
+    "A lane for what each rank computed, and one for what it received: both at once is what overlap is for. "
+    "The line marks the end; panels share one scale of time."
+)
+_OF_OVERLAPS = "Each bar: the time of product and transfer one after the other, by their time at once."
+_OF_HOST = (
+    "Time of a call on tiny tensors, in times of the naive way's: the median over rounds, the interquartile "
+    "range, and the most that is promised on any machine."
+)
+_OF_CASES = (
+    "Ratio: how many times as fast as the naive way, the median over rounds. Ours, naive: median times, of "
+    "the GPU, of a CPU's processor, or of the clock where ranks wait for each other. Of the roof: the share "
+    "of what the data sheet allows. Promised: the least ratio on any machine. Other ways: how many times as "
+    "fast as each of these."
 )
 
 
 def _environment(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.facts)
     rows = [[name, *(run.facts.get(name, "") for run in runs)] for name in names]
-    return table(["", *(str(run.path) for run in runs)], rows, numbers=False)
+    return table(["", *(str(run.path) for run in runs)], rows, numbers=False, caption="Where this was timed.")
 
 
 def _failures(run: Run) -> Iterator[Section]:
@@ -171,7 +196,7 @@ def _host_cost(cases: Sequence[Case]) -> Iterator[Section]:
             rows.append([case.label, f"{1 / bar.ratio:.2f}", f"{1 / high:.2f} to {1 / low:.2f}", most])
     if rows:
         head = ["", "times naive's", "interquartile range", "promised at most"]
-        yield "What a call costs on the host", table(head, rows)
+        yield "What a call costs on the host", table(head, rows, caption=_OF_HOST)
 
 
 def _unless_kept(case: Case) -> str:
@@ -194,7 +219,7 @@ def _overlap(one: Overlaps) -> tuple[str, Pictures]:
         label += f", transfer {transfer / product:.1f} of product" if product > 0 else ""
         milliseconds = (product, transfer, sequential, overlapped)
         shares = [Case("", result).number(key) for key in ("efficiency", "control_efficiency")]
-        numbers = [_written(value, ".3f") for value in milliseconds]
+        numbers = [duration(value) for value in milliseconds]
         rows.append([label, *numbers, *(_written(share, ".0%") for share in shares)])
         shown.append(Bar(label, sequential / overlapped if overlapped > 0 else float("nan")))
     head = ["", "product", "transfer", "sequential", "overlapped", "hidden", "hidden by the control"]
@@ -203,16 +228,16 @@ def _overlap(one: Overlaps) -> tuple[str, Pictures]:
             "Overlapped against sequential", shown, across="times as fast as sequential"
         )
     }
-    words = paragraph("Milliseconds. Hidden: what is saved, of what could be; by the control nothing.")
-    return _svgs(drawn) + table(head, rows) + words, drawn
+    said = "Hidden: the time saved, as a share of what could be; by the control, which may hide nothing, too."
+    return _figures(drawn, _OF_OVERLAPS) + table(head, rows, caption=said), drawn
 
 
 def _all_cases(cases: Sequence[Case]) -> str:
-    head = ["", "ratio", "interquartile range", "ours, ms", "naive, ms", "of the roof", "promised", "and to"]
+    head = ["", "ratio", "interquartile range", "ours", "naive", "of the roof", "promised", "other ways"]
     rows = []
     for case in cases:
         spread = [_written(case.number(f"ratio_quartile_{end}"), ".3f") for end in ("low", "high")]
-        times = [_written(case.number(f"{who}_ms"), ".4g") for who in ("ours", "naive")]
+        times = [duration(case.number(f"{who}_ms")) for who in ("ours", "naive")]
         others = ", ".join(
             f"{key.removeprefix('ratio_to_')} {_written(case.number(key), '.2f')}"
             for key in case.info
@@ -229,7 +254,7 @@ def _all_cases(cases: Sequence[Case]) -> str:
                 others,
             ]
         )
-    return table(head, rows)
+    return table(head, rows, caption=_OF_CASES)
 
 
 def _written(number: float, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.files import parsed
+from tpkernels.pictures.lanes import unit_of
 
 Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
 
@@ -68,6 +70,18 @@ def _pooled(infos: Sequence[Info]) -> Info:
     keys = ("ratio", "ratio_quartile_low", "ratio_quartile_high")
     medians = {key: statistics.median(info[key] for info in infos) for key in keys}
     return infos[-1] | medians | {"ratio_of_runs": [info["ratio"] for info in infos]}
+
+
+def duration(milliseconds: float) -> str:
+    """In the unit that suits it; nothing for what is not known.
+
+    >>> duration(0.01849), duration(4.5175), duration(1234.5)
+    ('18.5 µs', '4.52 ms', '1.23 s')
+    """
+    if not math.isfinite(milliseconds):
+        return ""
+    unit, factor = unit_of(1e-3 * milliseconds)
+    return f"{1e-3 * milliseconds * factor:.3g} {unit}"
 
 
 def cause(failure: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from bench.results import duration
+
 
 def summary(infos: Sequence[dict[str, Any]]) -> Iterator[str]:
     """infos: what is said of each case, in the order in which they ran"""
@@ -20,7 +22,7 @@ def summary(infos: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _line(info: dict[str, Any]) -> str:
     spread = f"{info['ratio_quartile_low']:.2f} to {info['ratio_quartile_high']:.2f}"
-    times = f"{info['ours_ms']:.4g} ms against {info['naive_ms']:.4g} ms of {info['naive']}"
+    times = f"{duration(info['ours_ms'])} against {duration(info['naive_ms'])} of {info['naive']}"
     others = "".join(
         f", {value:.2f}x {key.removeprefix('ratio_to_')}"
         for key, value in info.items()

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import tpkernels
 from tpkernels import _renamed
+from tpkernels.cli.probe import TESTED_TORCH, TESTED_TRITON
 
 ROOT = Path(__file__).parents[1]
 
@@ -204,3 +206,38 @@ def test_users_type_checker_accepts_right_programs_and_finds_mistakes(tmp_path):
     wrong = {int(line.split(":")[1]) for line in told.splitlines() if line.startswith("program.py:")}
     lines = program.splitlines()
     assert {lines[number - 1].split("# ")[-1] for number in wrong} == set(MISTAKES), told
+
+
+def test_versions_that_are_allowed_are_those_that_were_tried():
+    """The same bounds in pyproject.toml, in `doctor` and on docs/ci.md; the pins lie within."""
+    requirements = pytest.importorskip("packaging.requirements")
+    project = (ROOT / "pyproject.toml").read_text()
+    page = (ROOT / "docs" / "ci.md").read_text()
+    pins = dict(re.findall(r"^(torch|triton)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for name, (oldest, newest) in {"torch": TESTED_TORCH, "triton": TESTED_TRITON}.items():
+        (line,) = re.findall(rf'^    "({name}[<>=][^";]*)', project, re.MULTILINE)
+        allowed = requirements.Requirement(line).specifier
+        major, minor = map(int, newest.split("."))
+        assert allowed == requirements.Requirement(f"x>={oldest},<{major}.{minor + 1}").specifier
+        assert pins[name] in allowed
+        assert f"| {pins['torch']} (CPU) | {pins['triton']} |" in page
+        assert f"before {major}.{minor + 1}" in page
+
+
+def test_no_text_installs_from_an_index_what_is_on_none():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/*.yml")]
+    files += [*ROOT.glob("tpkernels/**/*.py"), ROOT / "setup.py", ROOT / "Makefile"]
+    by_name = re.compile(r"""pip install[^`\n]*?[ '"]tpkernels(?! @)['"\[\s`]""")
+    assert by_name.search("- run: pip install triton==3.7.1 numpy tpkernels # the Triton")
+    assert by_name.search("pip install 'tpkernels[pictures]'")
+    found = {path.name for path in files if by_name.search(path.read_text())} - {"CHANGELOG.md"}
+    assert not found
+
+
+def test_folders_that_commands_write_into_are_in_every_clone():
+    """pytest-benchmark makes none for its --benchmark-json."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    folders = {name for page in pages for name in re.findall(r"--benchmark-json (\w+)/", page.read_text())}
+    assert folders == {"out"}
+    assert (ROOT / "out" / ".gitignore").read_text().endswith("\n*\n!.gitignore\n")
+    assert "out/" not in (ROOT / ".gitignore").read_text().splitlines()

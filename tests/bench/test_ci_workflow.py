@@ -1,62 +1,150 @@
-"""The workflow that others may copy: it is one, and what it calls is there."""
+"""The workflows that others copy: each takes nothing from this repository but the package."""
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tpkernels.cli import COMMANDS
+from tpkernels.cli import COMMANDS, main
+
+yaml = pytest.importorskip("yaml")
+requirements = pytest.importorskip("packaging.requirements")
 
 ROOT = Path(__file__).parents[2]
-WORKFLOW = ROOT / "docs" / "ci-workflow.yml"
-LINES = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in WORKFLOW.read_text().splitlines()]
-LINES = [line for line in LINES if line]
-STEP = re.compile(r"^ *(?:- )?(run|uses): (.+)$")
-STEPS = [found.groups() for line in LINES if (found := STEP.match(line))]
+DOCS = ROOT / "docs"
+WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in sorted(DOCS.glob("ci-workflow*.yml"))}
+JOBS = [
+    pytest.param(workflow, job, id=f"{name}-{label}")
+    for name, workflow in WORKFLOWS.items()
+    for label, job in workflow["jobs"].items()
+]
+EVERY_JOB = pytest.mark.parametrize(("workflow", "job"), JOBS)
+PYTHONS = ("python", "venv/bin/python")
 
 
-def test_lines_are_keys_or_items_two_spaces_deeper_than_what_they_belong_to():
-    depths = [0]
-    for line in LINES:
-        indent = len(line) - len(line.lstrip())
-        assert re.match(r"^ *(- )?([\w-]+:( .+)?|[^:]+)$", line) or "://" in line or "run: " in line, line
-        assert indent % 2 == 0
-        assert "\t" not in line
-        assert indent <= depths[-1] + 2, line
-        depths.append(indent + 2 * line.lstrip().startswith("- "))
+def commands(job: dict[str, Any]) -> list[list[str]]:
+    return [shlex.split(step["run"], comments=True) for step in job["steps"] if "run" in step]
 
 
-def test_it_is_yaml_with_two_jobs():
-    yaml = pytest.importorskip("yaml")
-    workflow = yaml.safe_load(WORKFLOW.read_text())
-    assert set(workflow[True]) == {"push", "schedule", "workflow_dispatch"}, "`on` is true in YAML 1.1"
-    assert list(workflow["jobs"]) == ["without-gpu", "on-a-gpu"]
-    for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] <= 20
-        assert all(set(step) & {"run", "uses"} for step in job["steps"])
-    assert "self-hosted" in workflow["jobs"]["on-a-gpu"]["runs-on"]
+def modules(job: dict[str, Any]) -> list[list[str]]:
+    """What follows `python -m`."""
+    return [command[2:] for command in commands(job) if command[0] in PYTHONS and command[1] == "-m"]
 
 
-def test_actions_are_of_a_version():
-    actions = [what for how, what in STEPS if how == "uses"]
-    assert len(actions) >= 4
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", action) for action in actions), actions
+def installs(job: dict[str, Any]) -> list[list[str]]:
+    return [words[2:] for words in modules(job) if words[:2] == ["pip", "install"]]
 
 
-def test_commands_exist():
-    targets = re.findall(r"^([a-z0-9.-]+):.*?## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    commands = [shlex.split(what) for how, what in STEPS if how == "run"]
-    called = {tuple(command[:4]) for command in commands}
-    assert ("python", "-m", "tpkernels", "check") in called
-    assert ("make", "gpu", "PYTHON=python3") in called
-    for command in commands:
-        match command:
-            case ["python", "-m", "tpkernels", name, *_]:
-                assert name in COMMANDS
-            case ["make", target, *_]:
-                assert target in targets
-            case _:
-                assert command[:2] == ["pip", "install"]
+def wanted(words: list[str]) -> list[str]:
+    """What an installation asks for, without its options."""
+    ours = iter(words)
+    found = []
+    for word in ours:
+        if word == "--index-url":
+            next(ours)
+        elif not word.startswith("-"):
+            found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_it_is_named_by_the_pages_and_says_where_to_copy_it(name):
+    assert f"({name})" in (DOCS / "ci.md").read_text()
+    assert "(docs/ci.md" in (ROOT / "README.md").read_text()
+    assert "copy it to .github/workflows/" in (DOCS / name).read_text().split("\nname:")[0]
+    assert set(WORKFLOWS[name]) == {"name", True, "env", "jobs"}, "`on` is true in YAML 1.1"
+
+
+@EVERY_JOB
+def test_the_library_is_installed_before_it_is_called_from_where_the_variable_says(workflow, job):
+    assert workflow["env"]["LIBRARY"].startswith("tpkernels @ git+https://")
+    called = [command for command in commands(job) if command[2:3] == ["tpkernels"]]
+    (installing,) = [command for command in commands(job) if "$LIBRARY" in command]
+    assert called
+    assert all(commands(job).index(installing) < commands(job).index(command) for command in called)
+
+
+@EVERY_JOB
+def test_it_needs_no_file_that_only_we_have(workflow, job):
+    """What a user has: a checkout of their own, and gate.toml where that is what is checked."""
+    words = {word for command in commands(job) for word in command}
+    assert not words & {"make", "-c", "-r", "-e", ".", "constraints.txt"}
+    files = {word for word in words if "." in word and "/" not in word and (ROOT / word).exists()}
+    assert not files
+
+
+@EVERY_JOB
+def test_steps_are_actions_of_a_version_or_commands_of_python(workflow, job):
+    assert job["timeout-minutes"] <= 20
+    for step in job["steps"]:
+        assert len({"run", "uses"} & set(step)) == 1
+        assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
+    assert all(command[0] in (*PYTHONS, "python3") for command in commands(job))
+
+
+@EVERY_JOB
+def test_torch_comes_first_and_without_cuda_where_there_is_no_gpu(workflow, job):
+    if "self-hosted" in job["runs-on"]:
+        pytest.skip("such a runner has a torch for its GPUs")
+    first, second = installs(job)
+    assert wanted(first)[0].startswith("torch==")
+    assert first[first.index("--index-url") + 1] == "https://download.pytorch.org/whl/cpu"
+    assert "$LIBRARY" in second
+
+
+def constraints() -> dict[str, str]:
+    """The versions of our own CI on a Python that workflows use."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [requirements.Requirement(line.split(" #")[0]) for line in lines if re.match(r"\w", line)]
+    python = {"python_version": "3.12"}
+    return {
+        one.name: str(one.specifier) for one in found if one.marker is None or one.marker.evaluate(python)
+    }
+
+
+@EVERY_JOB
+def test_pins_are_those_of_our_own_ci(workflow, job):
+    pins = [requirements.Requirement(one) for words in installs(job) for one in wanted(words) if "==" in one]
+    assert {one.name: str(one.specifier) for one in pins}.items() <= constraints().items()
+    if "self-hosted" not in job["runs-on"]:
+        assert {one.name for one in pins} == {"torch", "triton", "numpy"}
+
+
+@cache
+def help_of(command: str) -> str:
+    with redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    return printed.getvalue()
+
+
+@EVERY_JOB
+def test_commands_and_their_options_exist(workflow, job):
+    called = [words[1:] for words in modules(job) if words[0] == "tpkernels"]
+    assert called
+    for name, *arguments in called:
+        assert name in COMMANDS
+        for option in (word for word in arguments if word.startswith("-")):
+            assert f" {option} " in help_of(name)
+    written = {step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")}
+    assert written == {words[words.index("--json") + 1] for words in called if "--json" in words}
+
+
+def test_planted_faults_are_found():
+    """A file of ours, a command that is not there, a pin that is not ours."""
+    job = {"runs-on": "ubuntu-latest", "steps": [{"run": 'pip install -c constraints.txt "$LIBRARY"'}]}
+    with pytest.raises(AssertionError):
+        test_it_needs_no_file_that_only_we_have({}, job)
+    job["steps"] = [{"run": "python -m tpkernels fly"}]
+    with pytest.raises(AssertionError):
+        test_commands_and_their_options_exist({}, job)
+    job["steps"] = [{"run": "python -m pip install torch==2.13.0 triton==3.9.0 numpy==2.4.6"}]
+    with pytest.raises(AssertionError):
+        test_pins_are_those_of_our_own_ci({}, job)

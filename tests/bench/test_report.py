@@ -69,6 +69,32 @@ def test_page_of_a_run_has_every_case_and_stands_by_itself(told, tmp_path):
     assert re.match(r"73 cases: \d+ faster, \d+ slower, \d+ within the spread; 1 failed\npage ", said)
 
 
+def test_every_picture_and_table_has_a_caption(told, tmp_path):
+    trace = written(tmp_path, "column", chrome_trace({"at once": CALLS}))
+    before, after = written(tmp_path, "before", results()), results()
+    after["benchmarks"][0]["extra_info"] |= {
+        "ratio": 9.0,
+        "ratio_quartile_low": 8.9,
+        "ratio_quartile_high": 9.1,
+    }
+    overlap = written(tmp_path, "overlap", overlaps())
+    _, html = told(before, written(tmp_path, "after", after), overlap, trace)
+    figures = re.findall(r"<figure><svg.*?</svg>\s*<figcaption>(.+?)</figcaption></figure>", html, re.DOTALL)
+    assert len(figures) == len(svgs_of(html)) >= 7
+    assert html.count("<table>") == html.count("<table><caption>") == 5
+    assert "2 of 3. Each bar" in html
+
+
+def test_times_are_told_in_the_unit_that_suits_them(told, tmp_path):
+    found = results()
+    found["benchmarks"] = found["benchmarks"][:3]
+    for one, ours in zip(found["benchmarks"], (0.01849, 4.5175, 1234.5), strict=True):
+        one["extra_info"] |= {"ours_ms": ours, "naive_ms": None}
+    _, html = told(written(tmp_path, "run", found))
+    cells = re.findall(r">([\d.]+ (?:µs|ms|s))</td>", html)
+    assert cells == ["18.5 µs", "4.52 ms", "1.23 s"]
+
+
 def test_bars_are_at_most_forty_to_a_picture(told, tmp_path):
     _, html = told(written(tmp_path, "run", results()))
     titles = [ElementTree.fromstring(svg)[0].text for svg in svgs_of(html)]

@@ -9,8 +9,10 @@ import pytest
 
 from tpkernels.cli import main
 
-USUAL = ["plan", "--model", "llama3-70b", "--gpus", "64", "--gpu", "h100"]
-ROW = re.compile(r"^ +(\d+) +(\d+) +(\d+) ( +[\d.]+){10}( +lacks [\d.]+ GB)?$", re.MULTILINE)
+USUAL = ["plan", "--model", "llama3-70b", "--world-size", "64", "--gpu", "h100"]
+ROW = re.compile(
+    r"^ +(\d+) +(\d+) +(\d+) ( +[\d.]+){10}( +lacks [\d.]+ GB)?(,? +not for `train`: stages)?$", re.MULTILINE
+)
 
 
 def rows(printed):
@@ -36,10 +38,10 @@ def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
         assert peak == pytest.approx(weights + gradients + optimizer + max(activations, update), abs=0.3)
         assert step == pytest.approx(compute + exposed + bubble, abs=0.002)
     assert [row[1][-1] for row in table] == sorted(row[1][-1] for row in table)
-    assert re.search(r"\d+ do not fit, of which tp=\d+ pp=\d+ dp=\d+ lacks least: \d+\.\d GB", printed)
+    assert re.search(r"\d+ do not fit; tp=\d+ pp=\d+ dp=\d+ lacks \d+\.\d GB, the least", printed)
     assert "Predicted from sizes; nothing was measured." in printed
     assert "products reach 0.50 of 989 TFLOPS (--efficiency)" in printed
-    assert "pp: groups are planned, the trainer does not run it" in printed
+    assert "pp: more than one stage is planned only, `train` does not run it" in printed
 
 
 def test_all_lists_those_that_do_not_fit_after_the_others(capsys):
@@ -59,22 +61,67 @@ def test_top_says_how_many_more_fit(capsys):
     assert re.search(r"^\d+ more fit \(--top \d+\)$", printed, re.MULTILINE)
 
 
-def test_what_the_trainer_can_run_is_named_where_stages_are_better(capsys):
-    main(USUAL)
-    assert re.search(r"; best without: tp=8 pp=1 dp=8, which lacks \d+\.\d GB\n$", capsys.readouterr().out)
-    main([*USUAL, "--recompute", "full", "--efficiency", "0.9"])
+def best(printed):
+    """What the line about `train` says."""
+    (line,) = re.findall("^best for `train`: (.*)$", printed, re.MULTILINE)
+    return line
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--recompute", "full", "--efficiency", "0.9"], ["--all"]], ids=["none", "some", "all"]
+)
+def test_best_is_the_first_that_fits_and_that_train_runs(options, capsys):
+    main([*USUAL, *options])
     printed = capsys.readouterr().out
-    flat = next(numbers for layout, numbers, _ in rows(printed) if layout[1] == 1)
-    assert printed.endswith(f"; best without: tp=8 pp=1 dp=8, {flat[-1]:.3f} s\n")
-    main(["plan", "--model", "gpt2-small", "--gpus", "8"])
-    assert capsys.readouterr().out.endswith("the trainer does not run it\n")
+    flat = [(layout, numbers) for layout, numbers, fits in rows(printed) if fits and layout[1] == 1]
+    if flat:
+        (tensor, stages, data), numbers = flat[0]
+        assert best(printed) == f"tp={tensor} pp={stages} dp={data}, {numbers[-1]:.3f} s"
+    else:
+        assert best(printed) == (
+            "none, for no layout without pipeline stages fits; tp=8 pp=1 dp=8 lacks 12.6 GB, the least"
+        )
+
+
+def test_every_layout_that_train_does_not_run_says_so(capsys, tmp_path):
+    main([*USUAL, "--all", "--json", str(tmp_path / "all.json")])
+    printed = capsys.readouterr().out
+    lines = [match.group() for match in ROW.finditer(printed)]
+    trains = [layout[1] == 1 for layout, *_ in rows(printed)]
+    assert {True, False} == {*trains}
+    assert [line.endswith("not for `train`: stages") for line in lines] == [not able for able in trains]
+    assert [one["trains"] for one in json.loads((tmp_path / "all.json").read_text())["layouts"]] == trains
+
+
+def test_where_only_stages_divide_the_batch_none_is_best(capsys):
+    main(["plan", "--model", "gpt2-small", "--world-size", "8", "--max-tp", "1", "--batch", "3"])
+    printed = capsys.readouterr().out
+    assert best(printed) == "none, for no layout without pipeline stages can be"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size", "1", "--gpu", "h200"], "the only layout fits"),
+        (["--world-size", "2", "--gpu", "h200"], "all layouts fit"),
+        (["--world-size", "2", "--gpu", "h200", "--top", "2"], "1 more fits (--top 3)"),
+        (["--world-size", "4", "--gpu", "h200", "--top", "2"], "4 more fit (--top 6)"),
+        (["--world-size", "1", "--reserve", "0.99"], "1 does not fit; tp=1 pp=1 dp=1 lacks "),
+        (["--world-size", "2", "--reserve", "0.99"], "3 do not fit; tp="),
+        (["--world-size", "2", "--batch", "1"], "1 cannot be, tp=1 pp=1 dp=2: batch: expected"),
+        (["--world-size", "4", "--batch", "1"], " cannot be, such as tp=1 pp=1 dp=4: batch: expected"),
+    ],
+)
+def test_one_and_several_agree_with_their_verbs(arguments, said, capsys):
+    main(["plan", "--model", "gpt2-small", *arguments])
+    assert any(said in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_nothing_fits(capsys):
     assert main(["plan", "--model", "gpt3-175b", "--gpus", "8", "--gpu", "a100"]) == 1
     printed = capsys.readouterr().out
     assert "no layout fits" in printed
-    assert "lacks least" in printed
+    assert "the least" in printed
     assert not rows(printed)
 
 
@@ -122,8 +169,8 @@ def test_every_option_changes_the_table(options, capsys):
 BAD = {
     "model": (["--model", "llama9"], "model: expected one of gpt2-small, .*llama3-70b, got 'llama9'"),
     "gpu": (["--gpu", "h1000"], "gpu: expected one of h200, h100, a100, got 'h1000'"),
-    "gpus": (["--gpus", "0"], "gpus: expected at least 1, got 0"),
-    "not_a_number": (["--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+    "no_world": (["--world-size", "0"], "world_size: expected at least 1, got 0"),
+    "not_a_number": (["--world-size", "many"], "argument --world-size: invalid int value: 'many'"),
     "max_tp": (["--max-tp", "-1"], "max_tp: expected at least 1, got -1"),
     "no_ranks": (["--max-tp", "0"], "max_tp: expected at least 1, got 0"),
     "node": (["--gpus-per-node", "0"], "gpus_per_node: expected at least 1"),
@@ -139,7 +186,7 @@ BAD = {
     "activation": (["--size", "activation=selu"], "activation: expected one of none"),
     "efficiency": (["--efficiency", "2"], "efficiency: expected more than 0 and at most 1, got 2.0"),
     "recompute": (["--recompute", "some"], "argument --recompute: invalid choice: 'some'"),
-    "topology": (["--world-size", "8"], "unrecognized arguments: --world-size 8"),
+    "topology": (["--tp", "8"], "unrecognized arguments: --tp 8"),
     "unwritable": (["--json", "/nowhere/a.json"], "No such file or directory"),
 }
 
@@ -154,10 +201,15 @@ def test_bad_input_is_refused_in_one_line(arguments, message, capsys):
     assert not printed
 
 
-def test_the_number_of_gpus_is_asked_for(capsys):
+def test_the_world_size_is_asked_for_and_has_had_another_name(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--model=gpt2-small"])
-    assert "the following arguments are required: --gpus" in capsys.readouterr().err
+    assert "the following arguments are required: --world-size" in capsys.readouterr().err
+    printed = []
+    for name in ("--world-size", "--gpus"):
+        assert main(["plan", "--model=gpt2-small", name, "8"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
 
 
 def test_advice_loads_no_torch():

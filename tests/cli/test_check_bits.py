@@ -48,7 +48,7 @@ def test_a_sum_in_the_order_of_arrival_is_caught():
         assert re.fullmatch(
             rf"{program} over {transport} on 3 ranks, under the schedule of seed (\d+): fp32: \w+ of rank "
             r"\d and \d+ other tensors differ from the undisturbed run; "
-            rf"again: python -m tpkernels check --bits --seed \1 --schedules 1 --ranks 3 --only {name}",
+            rf"again: python -m tpkernels check --bits --seed \1 --schedules 1 --world-size 3 --only {name}",
             failure,
         )
 
@@ -72,13 +72,13 @@ def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
     what, again = failure.split("; again: ")
     place = "row over c10d on 2 ranks, under the schedule of seed 1: "
     assert re.fullmatch(f"{re.escape(place)}({said})", what)
-    assert again == "python -m tpkernels check --bits --seed 1 --schedules 1 --ranks 2 --only c10d/2/row"
+    assert again == "python -m tpkernels check --bits --seed 1 --schedules 1 --world-size 2 --only c10d/2/row"
     assert [certificate.schedules for certificate in found] == [0, 1]  # the others go on with new ranks
 
 
 def test_the_command_prints_a_table_and_keeps_a_report(tmp_path, capsys):
     report = tmp_path / "bits.json"
-    arguments = ["--bits", "--schedules", "3", "--seed", "7", "--ranks", "2", "--only", "embedding"]
+    arguments = ["--bits", "--schedules", "3", "--seed", "7", "--world-size", "2", "--only", "embedding"]
     assert main(["check", *arguments, "--json", str(report)]) == 0
     out = capsys.readouterr().out
     assert [line.split()[:5] for line in out.splitlines()[:-1]] == [
@@ -100,14 +100,14 @@ def test_a_difference_is_exit_code_1(monkeypatch, capsys):
         return [certificate for certificate, _ in plan]
 
     monkeypatch.setattr(check_bits, "certify", differs)
-    assert main(["check", "--bits", "--ranks", "2"]) == 1
+    assert main(["check", "--bits", "--world-size", "2"]) == 1
     assert capsys.readouterr().out.endswith("row over c10d differs\n")
 
 
 def test_kernels_are_left_out_without_triton(monkeypatch, capsys):
     monkeypatch.setattr(check_bits, "find_spec", lambda name: None)
     monkeypatch.setattr(check_bits, "certify", lambda plan, *_: [certificate for certificate, _ in plan])
-    assert main(["check", "--bits", "--ranks", "2"]) == 0
+    assert main(["check", "--bits", "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("waiting kernels are left out: triton is not installed\n")
     assert [line.split()[0] for line in out.splitlines()[2:-1]] == ["c10d", "shared"]
@@ -139,8 +139,11 @@ def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
         (["--bits", "--schedules", "0"], "argument --schedules: expected at least 1, got '0'"),
         (["--bits", "--schedules", "many"], "argument --schedules: expected at least 1, got 'many'"),
         (["--bits", "--seed", "-1"], "argument --seed: expected a whole number of 0 or more, got '-1'"),
-        (["--bits", "--ranks", "1,2"], "argument --ranks: expected numbers from 2 to 16 with commas between"),
-        (["--bits", "--ranks", ""], "argument --ranks: expected numbers from 2 to 16"),
+        (
+            ["--bits", "--world-size", "1,2"],
+            "argument --world-size: expected numbers from 2 to 16 with commas between",
+        ),
+        (["--bits", "--world-size", ""], "argument --world-size: expected numbers from 2 to 16"),
         (["--bits", "--only", "rwo"], "nothing has 'rwo' in its name, such as shared/2/row"),
         (["--bits", "--arch", "sm_90"], "--arch is about kernels: leave it out beside --bits"),
         (["--bits", "--skip", "compile"], "--skip is about kernels: leave it out beside --bits"),
@@ -148,7 +151,7 @@ def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
         (["--bits", "--config", "gate.toml"], "--config is about kernels: leave it out beside --bits"),
         (["--schedules", "3"], "--schedules needs --bits"),
         (["--seed", "0"], "--seed needs --bits"),
-        (["--ranks", "2"], "--ranks needs --bits"),
+        (["--world-size", "2"], "--world-size needs --bits"),
     ],
 )
 def test_bad_use_is_refused_in_one_line(arguments, said, capsys):

@@ -28,7 +28,7 @@ def report(*, path=None, **variables: str) -> tuple[int, dict]:
 
 
 def test_doctor_finds_this_installation_healthy():
-    code, found = report(TPKERNELS_SOMETHING="set")
+    code, found = report(TPKERNELS_LOG="choices")
     assert code == 0, found
     assert found[""]["healthy"] is True
     for name in (
@@ -188,9 +188,28 @@ def test_doctor_prints_on_a_terminal_without_the_characters(tmp_path):
     assert b"OMP_X=" in ran.stdout
 
 
-def test_doctor_explains_unknown_words_in_variables(look):
+def test_doctor_refuses_variables_that_mean_nothing(monkeypatch, capsys):
+    """Each with what was probably meant; a healthy word is no excuse for the rest."""
+    monkeypatch.setattr(doctor, "_probes", list)
+    monkeypatch.setattr(doctor, "_self_test", lambda: doctor.ok("self-test", "left out"))
+    monkeypatch.setenv("TPKERNELS_LOG", "choices")
+    assert doctor.main([]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("TPKERNELS_TUEN", "0")
+    monkeypatch.setenv("TPKERNELS_TRANSPORT", "share")
+    assert doctor.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "problem  variable   TPKERNELS_TUEN=0: nothing reads it; did you mean TPKERNELS_TUNE?" in printed
+    told = "TPKERNELS_TRANSPORT=share: expected one of auto, c10d, shared, symmetric; did you mean shared?"
+    assert f"problem  variable   {told}" in printed
+    assert "ok       variable   TPKERNELS_LOG=choices" in printed
+    assert printed.endswith("2 problems: variable, variable\n")
+    assert printed.count("TPKERNELS_TUEN") == 1
+
+
+def test_doctor_still_looks_at_the_rest_where_a_variable_is_wrong(look):
+    """Each mistake is told once, as one of the variable."""
     code, found = look(TPKERNELS_BACKEND="cuda", TPKERNELS_TRANSPORT="share")
     assert code == 1
-    assert found["backend"]["text"] == "TPKERNELS_BACKEND=cuda; known are auto, torch, triton"
-    assert found["transport"]["health"] == "problem"
-    assert found["transport"]["text"] == "TPKERNELS_TRANSPORT=share; known are auto, c10d, shared, symmetric"
+    assert found["torch"]["health"] == "ok"
+    assert not {"backend", "transport"} & found.keys()

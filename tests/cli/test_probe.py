@@ -114,6 +114,22 @@ def test_the_installed_torch_has_the_header_that_is_looked_at():
     assert "makes that of a larger one" in found.text
 
 
+@pytest.mark.parametrize(
+    ("version", "health", "said"),
+    [
+        ("3.5.1", "problem", "3.5.1 is too old: tpkernels needs 3.6 or newer"),
+        ("3.6.0", "ok", "3.6.0"),
+        ("3.7.1", "ok", "3.7.1"),
+        ("3.8.0", "note", "3.8.0 is newer than the newest tested, 3.7: pip install 'triton<3.8'"),
+        ("4.0", "note", "4.0 is newer than the newest tested, 3.7: pip install 'triton<3.8'"),
+    ],
+)
+def test_a_triton_that_was_not_tried_is_told(version, health, said, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    found = next(one for one in probe.probe_triton() if one.name == "triton")
+    assert (found.health, found.text) == (health, said)
+
+
 def test_versions_here_are_those_of_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
     assert qualified.versions_here() == versions_for(GPU)

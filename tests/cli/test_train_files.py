@@ -142,7 +142,7 @@ def test_ranks_of_torchrun_refuse_huge_sizes_alike(ranks2):
     assert re.search(r"need(s)? at least [\d,]+ GiB of memory for weights", run.stderr)
 
 
-@pytest.mark.parametrize("command", ["train --data x", "plan --gpus 8 --model llama3-8b"])
+@pytest.mark.parametrize("command", ["train --data x", "plan --world-size 8 --model llama3-8b"])
 def test_huge_sizes_of_any_command_are_one_line(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--size", f"rotary_base={10**400}"])
@@ -154,7 +154,10 @@ def test_huge_sizes_of_any_command_are_one_line(command, capsys):
     ("command", "message"),
     [
         ("plan --world-size 999999999999", "--world-size: expected at most 10000000, got 999999999999"),
-        ("plan --model llama3-8b --gpus 999999999999", "--gpus: expected at most 10000000, got 999999999999"),
+        (
+            "plan --model llama3-8b --world-size 999999999999",
+            "--world-size: expected at most 10000000, got 999999999999",
+        ),
         (f"tune --dry-run --shapes {10**400}x64x64", "--shapes 1"),
         (f"tune --dry-run --shapes {10**12}x{10**12}x64", "--shapes 1"),
     ],

@@ -272,7 +272,7 @@ def test_without_matplotlib_one_line_says_so(monkeypatch, tmp_path):
     picture = losses(STRANGE, [(1, 2.0)])
     assert picture.svg == ""
     assert save({tmp_path / "a.png": picture}) == NO_MATPLOTLIB
-    assert "pip install 'tpkernels[pictures]'" in NO_MATPLOTLIB
+    assert "pip install matplotlib" in NO_MATPLOTLIB
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,8 @@ from tests.pictures.reading import words
 from tpkernels import plan_groups
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 from tpkernels.pictures.lanes import Span
-from tpkernels.training.report import at_once, pictures_of, write
+from tpkernels.training.proof import Proof
+from tpkernels.training.report import Run, at_once, pictures_of, write
 from tpkernels.training.trainer import StepReport
 
 PLAN = plan_groups(world_size=4, tensor=2)
@@ -20,15 +21,18 @@ SPANS = [
 ]
 
 
-def reports_of(*losses):
-    return [StepReport(step, loss, 1.0, 1e-3, 0.5, 64) for step, loss in enumerate(losses, start=1)]
+PROOF = Proof(["2 ranks", "sequential", "unsharded"], [[4.0, 2.0], [4.0, 2.0], [4.0, 2.0000002]], 1e-4)
+
+
+def run_of(*losses, title="run", spans=SPANS, on_gpu=False, **more):
+    reports = [StepReport(step, loss, 1.0, 1e-3, 0.5, 64) for step, loss in enumerate(losses, start=1)]
+    return Run(title=title, reports=reports, spans=spans, plan=PLAN, on_gpu=on_gpu, **more)
 
 
 def test_page_stands_by_itself_and_escapes(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
     path = tmp_path / "new" / "index.html"
-    known = [("data", "a & b")]
-    said = write(path, "<run>", reports_of(4.0, 2.0), SPANS, PLAN, known=known, sample="<x>")
+    said = write(path, run_of(4.0, 2.0, title="<run>", known=[("data", "a & b")], sample="<x>"))
     assert said == ", ".join(str(path.with_name(f"{name}.png")) for name in ("loss", "timeline", "plan"))
     assert all(path.with_name(f"{name}.png").is_file() for name in ("loss", "timeline", "plan"))
     html = path.read_text(encoding="utf-8")
@@ -44,7 +48,7 @@ def test_page_stands_by_itself_and_escapes(tmp_path):
 
 def test_without_matplotlib_there_is_a_page_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = write(tmp_path / "index.html", "run", reports_of(*range(40, 0, -1)), SPANS, PLAN)
+    said = write(tmp_path / "index.html", run_of(*range(40, 0, -1)))
     assert said == NO_MATPLOTLIB
     assert [file.name for file in tmp_path.iterdir()] == ["index.html"]
     html = (tmp_path / "index.html").read_text(encoding="utf-8")
@@ -57,17 +61,46 @@ def test_without_matplotlib_there_is_a_page_all_the_same(tmp_path, monkeypatch):
 
 def test_curve_says_where_it_begins_and_ends():
     pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
-    svg = pictures_of(reports_of(3.0, 2.5, float("nan")), [], PLAN)["loss"].svg
+    svg = pictures_of(run_of(3.0, 2.5, float("nan"), spans=[]))["loss"].svg
     assert "Loss: 3.000 at step 1, nan at step 3" in words(svg)
     assert "1 of 3 cannot be drawn" in words(svg)
 
 
 def test_time_line_says_which_ranks_it_shows():
     pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
-    svg = pictures_of(reports_of(3.0, 2.0), SPANS, PLAN)["timeline"].svg
+    svg = pictures_of(run_of(3.0, 2.0))["timeline"].svg
     assert "Step 2: what was computed, and what was in flight, on 2 of 4 ranks" in words(svg)
     assert "rank 1 transfers" in words(svg)
-    assert "timeline" not in pictures_of(reports_of(3.0), [], PLAN)
+    assert {"forward", "transfers"} <= {*words(svg)}, "the legend"
+    assert "timeline" not in pictures_of(run_of(3.0, spans=[]))
+
+
+def test_proof_is_on_the_page_step_by_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write(tmp_path / "index.html", run_of(4.0, 2.0, proof=PROOF))
+    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+    (row,) = re.findall(r'<th>2</th>((?:<td class="number">[^<]*</td>){4})', html)
+    assert re.findall(">([^<]+)<", row) == ["2.0000000", "2.0000000", "2.0000002", "1.0e-07"]
+    assert "Largest difference 1.0e-07 of the loss; allowed 1e-04." in html
+    write(tmp_path / "without.html", run_of(4.0, 2.0))
+    assert "unsharded" not in (tmp_path / "without.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("losses", "holds"),
+    [([2.0, 2.0], True), ([2.0, 2.001], False), ([2.0, float("nan")], False), ([2.001, 2.0], False)],
+)
+def test_proof_fails_where_one_step_of_one_layout_differs(losses, holds):
+    for others in ([[2.0, 2.0], losses], [losses, [2.0, 2.0]]):
+        assert Proof(["a", "b", "c"], [[2.0, 2.0], *others], 1e-4).holds is holds
+
+
+@pytest.mark.parametrize(("on_gpu", "seen"), [(False, "ranks"), (True, "GPUs")])
+def test_ranks_on_a_cpu_are_not_called_gpus(on_gpu, seen, tmp_path):
+    write(tmp_path / "index.html", run_of(4.0, 2.0, proof=PROOF, on_gpu=on_gpu))
+    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert f"2 full models partitioned over 4 {seen}" in html
+    assert ("gpu" in html.lower()) is on_gpu
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -13,6 +14,7 @@ from signal import SIGINT
 from types import TracebackType
 from typing import Any, NoReturn
 
+from tpkernels import __version__
 from tpkernels.files import parsed
 
 COMMANDS = {
@@ -42,14 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(
     program: str, description: str, commands: Mapping[str, str], package: str, argv: Sequence[str] | None
 ) -> int:
-    """`python -m PROGRAM COMMAND`, each command the `main` of a module of `package`."""
+    """`python -m PROGRAM COMMAND`, each command the `main` of a module of `package`; alone it lists them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=f"python -m {program}", description=description)
-    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"tpkernels {__version__}")
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, purpose in commands.items():
         # everything after the name is the command's own business
         choices.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_known_args(arguments[:1])[0].command
+    if command is None:
+        parser.print_help()
+        return 0
     try:
         code: int = _module(parser, package, command).main(arguments[1:])
     except KeyboardInterrupt:
@@ -75,6 +81,16 @@ def written_to(text: str) -> Path:
     return path
 
 
+def under_todays_name(argv: Sequence[str], former: str, today: str) -> list[str]:
+    """The same arguments; scripts that give an option its former name go on working.
+
+    >>> under_todays_name(["--gpus", "8", "--gpus=16", "--gpus-per-node"], "--gpus", "--world-size")
+    ['--world-size', '8', '--world-size=16', '--gpus-per-node']
+    """
+    parts = (word.partition("=") for word in argv)
+    return [f"{today if name == former else name}{equals}{value}" for name, equals, value in parts]
+
+
 def require_ranks(option: str, count: int) -> None:
     if count > MOST_RANKS:
         raise ValueError(f"{option}: expected at most {MOST_RANKS}, got {count}")
@@ -92,31 +108,44 @@ def size_of(text: str) -> tuple[str, Any]:
 
 
 class Progress:
-    """One line on a terminal that says how far a long command is; nothing where standard error is none.
+    """Says on standard error how far a long command is: on a terminal in one line that changes.
 
     `with Progress("compiling", total) as step: step("what was done")`; a total may be unknown.
+    seconds: where standard error is no terminal, write a line after so many at the earliest; None: nothing
     """
 
-    def __init__(self, verb: str, total: int | None = None) -> None:
+    def __init__(self, verb: str, total: int | None = None, *, seconds: float | None = None) -> None:
         self.verb = verb
         self.total = total
         self.done = 0
-        self.shown = sys.stderr.isatty()
+        self.on_terminal = sys.stderr.isatty()
+        self.seconds = seconds
+        self.told = time.monotonic()
 
     def __enter__(self) -> Progress:
+        if self.on_terminal:
+            self._overwrite(self._line("..."))
         return self
 
     def __call__(self, what: object) -> None:
         self.done += 1
-        if self.shown:
-            width = shutil.get_terminal_size().columns - 1
-            of_total = "" if self.total is None else f"/{self.total}"
-            line = f"{self.verb} [{self.done}{of_total}] {what}"
-            sys.stderr.write(f"\r{line[:width]:<{width}}")
-            sys.stderr.flush()
+        if self.on_terminal:
+            self._overwrite(self._line(what))
+        elif self.seconds is not None and time.monotonic() - self.told >= self.seconds:
+            self.told = time.monotonic()
+            print(self._line(what), file=sys.stderr, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.shown and self.done:
-            sys.stderr.write(f"\r{'':<{shutil.get_terminal_size().columns - 1}}\r")
+        if self.on_terminal:
+            self._overwrite("")
+            sys.stderr.write("\r")
+
+    def _line(self, what: object) -> str:
+        return f"{self.verb} [{self.done}{'' if self.total is None else f'/{self.total}'}] {what}"
+
+    def _overwrite(self, line: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r{line[:width]:<{width}}")
+        sys.stderr.flush()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser, require_ranks, size_of
+from tpkernels.cli import size_of
 from tpkernels.gpus import gpu_named
 from tpkernels.models.config import model_config
 from tpkernels.planning.advice import Advice, Prediction, advise
@@ -25,70 +25,73 @@ _ASSUMED = {
 }
 _USUAL = {field.name: field.default for field in fields(Machine)}
 _GB = 1e9
+_STAGES = "not for `train`: stages"
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        require_ranks("--gpus", options.gpus)
-        job, machine = _job(options), _machine(options)
-        most = machine.gpus_per_node if options.max_tp is None else options.max_tp
-        advice = advise(job, machine, options.gpus, most)
-        text = "\n\n".join(
-            [
-                _heading(options, job, machine),
-                _table(_listed(options, advice)),
-                _others(options, advice),
-                _assumptions(machine) + _without_stages(advice),
-            ]
-        )
-        if options.json is not None:
-            options.json.write_text(_as_json(options, job, machine, advice), encoding="utf-8")
-        print(text)
-    except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        parser.error(str(error))
+def advise_on(options: Namespace) -> int:
+    """The command; 1 if nothing fits."""
+    job, machine = _job(options), _machine(options)
+    most = machine.gpus_per_node if options.max_tp is None else options.max_tp
+    advice = advise(job, machine, options.world_size, most)
+    text = "\n\n".join(
+        [
+            _heading(options, job, machine),
+            "\n".join([_table(_listed(options, advice)), *_best(advice)]),
+            _others(options, advice),
+            _assumptions(machine),
+        ]
+    )
+    if options.json is not None:
+        options.json.write_text(_as_json(options, job, machine, advice), encoding="utf-8")
+    print(text)
     return 0 if advice.fitting else 1
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="python -m tpkernels plan",
-        description="Predict memory and time of each layout of ranks for a model. Needs no GPU.",
-    )
-    parser.add_argument("--model", required=True, metavar="NAME", help="such as gpt2-small or llama3-8b")
-    parser.add_argument(
+def add_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("options of layouts")
+    group.add_argument("--model", required=True, metavar="NAME", help="such as gpt2-small or llama3-8b")
+    group.add_argument(
         "--size", action="append", default=[], metavar="NAME=VALUE", help="a size of it, as in `train`"
     )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="how many")
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
-    nodes = _USUAL["gpus_per_node"]
-    parser.add_argument("--gpus-per-node", type=int, default=nodes, metavar="N", help=f"default {nodes}")
-    parser.add_argument(
+    group.add_argument("--gpu", default="h100", metavar="NAME", help="h100 (default), h200 or a100")
+    group.add_argument(
         "--max-tp", type=int, metavar="N", help="most tensor-parallel ranks (default: those of a node)"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help=f"in a sequence (default {_USUAL_TOKENS})")
-    parser.add_argument(
+    group.add_argument("--tokens", type=int, metavar="N", help=f"in a sequence (default {_USUAL_TOKENS})")
+    group.add_argument(
         "--batch", type=int, metavar="N", help=f"sequences a step (default {_USUAL_SEQUENCES} for each GPU)"
     )
-    parser.add_argument(
-        "--micro-batch", type=int, default=1, metavar="N", help="sequences that a rank computes at once"
+    group.add_argument(
+        "--micro-batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences that a rank computes at once (default 1)",
     )
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false")
+    group.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="what of a block backward computes again (default none)",
+    )
+    group.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        help="each tensor-parallel rank holds all tokens (default: its own)",
+    )
     for name, meaning in _ASSUMED.items():
         usual = _USUAL[name]
-        parser.add_argument(
+        group.add_argument(
             f"--{name.replace('_', '-')}",
             type=float,
             default=usual,
             metavar="X",
             help=f"{meaning} (default {usual})",
         )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
-    parser.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of them into FILE")
-    return parser
+    group.add_argument("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
+    group.add_argument("--all", action="store_true", help="list all, those that do not fit as well")
+    group.add_argument("--json", type=Path, metavar="FILE", help="also write all of them into FILE")
 
 
 def _job(options: Namespace) -> Job:
@@ -99,7 +102,7 @@ def _job(options: Namespace) -> Job:
     return Job(
         model=model,
         tokens=usual_tokens if options.tokens is None else options.tokens,
-        batch=max(1, _USUAL_SEQUENCES * options.gpus) if options.batch is None else options.batch,
+        batch=max(1, _USUAL_SEQUENCES * options.world_size) if options.batch is None else options.batch,
         micro_batch=options.micro_batch,
         recompute=options.recompute,
         sequence_parallel=options.sequence_parallel,
@@ -115,7 +118,7 @@ def _heading(options: Namespace, job: Job, machine: Machine) -> str:
     parameters = parameters_of_stage(job, Layout(1, 1, 1), 0).total
     split = "with" if job.sequence_parallel else "without"
     return (
-        f"{options.model}: {parameters / 1e9:.2f} billion parameters in bfloat16 on {options.gpus} x "
+        f"{options.model}: {parameters / 1e9:.2f} billion parameters in bfloat16 on {options.world_size} x "
         f"{machine.gpu.name}, {machine.gpus_per_node} in a node\n"
         f"a step: {job.batch} sequences of {job.tokens} tokens, {job.micro_batch} at once on a rank, "
         f"{split} sequence parallelism, recompute {job.recompute}"
@@ -144,25 +147,40 @@ def _table(predictions: Sequence[Prediction]) -> str:
         line += "   " + "".join(
             f"{seconds:9.3f}" for seconds in (time.compute, time.exposed, time.bubble, time.total)
         )
-        lines.append(line if found.fits else f"{line}   lacks {found.excess / _GB:.1f} GB")
+        remarks = [] if found.fits else [f"lacks {found.excess / _GB:.1f} GB"]
+        if layout.pipeline > 1:
+            remarks.append(_STAGES)
+        lines.append("   ".join([line, ", ".join(remarks)]).rstrip())
     return "\n".join(lines)
+
+
+def _best(advice: Advice) -> list[str]:
+    """The best layout that `train` can run; where it is not the first of the table, the table says why."""
+    runnable = [found for found in advice.fitting if found.layout.pipeline == 1]
+    if runnable:
+        return [f"best for `train`: {runnable[0].layout}, {runnable[0].time.total:.3f} s"]
+    flat = [found for found in advice.too_large if found.layout.pipeline == 1]
+    if not flat:
+        return ["best for `train`: none, for no layout without pipeline stages can be"]
+    return [
+        f"best for `train`: none, for no layout without pipeline stages fits; {flat[0].layout} lacks "
+        f"{flat[0].excess / _GB:.1f} GB{', the least' if len(flat) > 1 else ''}"
+    ]
 
 
 def _others(options: Namespace, advice: Advice) -> str:
     said = []
     hidden = 0 if options.all else max(0, len(advice.fitting) - options.top)
     if hidden:
-        said.append(f"{hidden} more fit (--top {len(advice.fitting)})")
+        said.append(f"{hidden} more {'fits' if hidden == 1 else 'fit'} (--top {len(advice.fitting)})")
     if advice.too_large:
-        nearest = advice.too_large[0]
-        said.append(
-            f"{len(advice.too_large)} do not fit, of which {nearest.layout} lacks least: "
-            f"{nearest.excess / _GB:.1f} GB"
-        )
+        nearest, count = advice.too_large[0], len(advice.too_large)
+        lacks = f"{nearest.layout} lacks {nearest.excess / _GB:.1f} GB"
+        said.append(f"1 does not fit; {lacks}" if count == 1 else f"{count} do not fit; {lacks}, the least")
     if advice.impossible:
-        layout, reason = advice.impossible[0]
-        said.append(f"{len(advice.impossible)} cannot be, such as {layout}: {reason}")
-    return "\n".join(said) or "all layouts fit"
+        (layout, reason), count = advice.impossible[0], len(advice.impossible)
+        said.append(f"{count} cannot be{', such as' if count > 1 else ','} {layout}: {reason}")
+    return "\n".join(said) or ("all layouts fit" if len(advice.fitting) > 1 else "the only layout fits")
 
 
 def _assumptions(machine: Machine) -> str:
@@ -174,29 +192,20 @@ def _assumptions(machine: Machine) -> str:
         f"{gpu.network / _GB:.0f} GB/s for each GPU between nodes (--link-efficiency)\n"
         f"  {machine.reserve:.2f} of {gpu.memory / _GB:.0f} GB is left for what is not counted (--reserve)\n"
         "peak: weights, gradients, optimizer, and the larger of activations and what the update needs\n"
-        "pp: groups are planned, the trainer does not run it"
+        "pp: more than one stage is planned only, `train` does not run it"
     )
-
-
-def _without_stages(advice: Advice) -> str:
-    """The best that the trainer can run, where the best of all has stages."""
-    if advice.fitting and advice.fitting[0].layout.pipeline == 1:
-        return ""
-    flat = [found for found in advice.fitting + advice.too_large if found.layout.pipeline == 1]
-    if not flat:
-        return ""
-    best = flat[0]
-    how = f"{best.time.total:.3f} s" if best.fits else f"which lacks {best.excess / _GB:.1f} GB"
-    return f"; best without: {best.layout}, {how}"
 
 
 def _as_json(options: Namespace, job: Job, machine: Machine, advice: Advice) -> str:
     report = {
         "model": options.model,
-        "gpus": options.gpus,
+        "world_size": options.world_size,
         "job": asdict(job),
         "machine": asdict(machine),
-        "layouts": [found.as_dict() for found in advice.fitting + advice.too_large],
+        "layouts": [
+            {**found.as_dict(), "trains": found.layout.pipeline == 1}
+            for found in advice.fitting + advice.too_large
+        ],
         "impossible": [{"layout": asdict(layout), "reason": reason} for layout, reason in advice.impossible],
     }
     return json.dumps(report, indent=1) + "\n"

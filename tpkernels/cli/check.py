@@ -14,11 +14,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser, Progress, check_bits, written_to
+from tpkernels.cli import OneLineParser, Progress, check_bits, under_todays_name, written_to
 
 PROCESSES = 2
+SAID_EVERY = 15.0  # seconds, of how far it is, in a log
 PACKAGES = ("triton", "torch", "numpy")
-OF_KERNELS, OF_BITS = ("config", "arch", "skip", "update"), ("schedules", "seed", "ranks")
+OF_KERNELS, OF_BITS = ("config", "arch", "skip", "update"), ("schedules", "seed", "world_size")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
     check_bits.add_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(under_todays_name(argv, "--ranks", "--world-size"))
     _refuse(parser, options, OF_KERNELS if options.bits else OF_BITS)
     if options.bits:
         return _bits(parser, options)
@@ -66,11 +67,11 @@ def main(argv: Sequence[str]) -> int:
         else:
             suite, compute = own.read(options.config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
-        with Progress("compiling", len(jobs)) as step:
+        with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
             compiled, notes = (
                 compile_gate.check(suite, jobs, PROCESSES, step, options.update) if jobs else ([], [])
             )
-        with Progress("computing") as step:
+        with Progress("computing", seconds=SAID_EVERY) as step:
             computed = [] if options.skip == "numerics" else compute(options.only, step)
         if not compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
@@ -86,14 +87,14 @@ def _refuse(parser: ArgumentParser, options: Namespace, names: Sequence[str]) ->
     for name in names:
         if getattr(options, name) is not None and getattr(options, name) is not False:
             how = "is about kernels: leave it out beside --bits" if options.bits else "needs --bits"
-            parser.error(f"--{name} {how}")
+            parser.error(f"--{name.replace('_', '-')} {how}")
 
 
 def _bits(parser: ArgumentParser, options: Namespace) -> int:
     schedules = check_bits.SCHEDULES if options.schedules is None else options.schedules
     seed = check_bits.SEED if options.seed is None else options.seed
-    ranks = options.ranks or check_bits.RANKS
+    ranks = options.world_size or check_bits.RANKS
     try:
-        return check_bits.run(schedules, seed, ranks, options.only, options.json)
+        return check_bits.run(schedules, seed, ranks, options.only, options.json, said_every=SAID_EVERY)
     except check_bits.NothingChosenError as error:
         parser.error(str(error))

@@ -40,7 +40,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=_seed, metavar="S", help=f"with --bits: of the first one ({SEED})")
     parser.add_argument(
-        "--ranks",
+        "--world-size",
         type=_ranks,
         metavar="LIST",
         help=f"with --bits: numbers of ranks ({','.join(map(str, RANKS))})",
@@ -84,18 +84,26 @@ class NothingChosenError(ValueError):
 
 
 def run(
-    schedules: int, seed: int, ranks: Sequence[int], only: str, path: Path | None, planted: Sequence[str] = ()
+    schedules: int,
+    seed: int,
+    ranks: Sequence[int],
+    only: str,
+    path: Path | None,
+    planted: Sequence[str] = (),
+    *,
+    said_every: float | None = None,
 ) -> int:
     """The command; prints a table, and returns the exit code.
 
     planted: see `bits_ranks.Ranks`
+    said_every: seconds between lines of progress, see `Progress`
     """
     began = time.perf_counter()
     plan = planned(schedules, ranks, only)
     total = sum(count for _, count in plan)
     if find_spec("triton") is None:
         print("waiting kernels are left out: triton is not installed")
-    with Progress("checking bits:", total) as step:
+    with Progress("checking bits:", total, seconds=said_every) as step:
         found = certify(plan, seed, step, planted)
     seconds = time.perf_counter() - began
     failures = [failure for certificate in found for failure in certificate.failures]
@@ -221,6 +229,6 @@ def _said(certificate: Certificate, program: str, seed: int | None, what: str) -
     under, option = "undisturbed", ""
     if seed is not None:
         under, option = f"under the schedule of seed {seed}", f" --seed {seed}"
-    again = f"--bits{option} --schedules 1 --ranks {ranks} --only {transport}/{ranks}/{program}"
+    again = f"--bits{option} --schedules 1 --world-size {ranks} --only {transport}/{ranks}/{program}"
     where = f"{program} over {transport} on {ranks} ranks, {under}"
     return f"{where}: {what}; again: python -m tpkernels check {again}"

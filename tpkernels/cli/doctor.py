@@ -18,6 +18,7 @@ from tempfile import TemporaryFile
 from tpkernels import __version__
 from tpkernels.cli import OneLineParser
 from tpkernels.cli.probe import PREFIX, Finding, note, ok, problem
+from tpkernels.cli.variables import mistakes
 
 PROBE_SECONDS = 120
 SELF_TEST_SECONDS = 120
@@ -89,8 +90,9 @@ def _compiler() -> Finding:
 
 
 def _environment() -> list[Finding]:
-    findings = []
-    for name in sorted(os.environ):
+    wrong = dict(mistakes())
+    findings = [problem("variable", text) for text in wrong.values()]
+    for name in sorted(os.environ.keys() - wrong):
         if name.startswith(OUR_VARIABLES) or name in LAUNCHER_VARIABLES:
             findings.append(ok("variable", f"{name}={os.environ[name]}"))
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":

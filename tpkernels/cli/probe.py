@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 PREFIX = "tpkernels-finding: "  # before each line, to tell it from what libraries print
-TESTED_TORCH = ("2.11", "2.14")
+# What pyproject.toml allows: the oldest and the newest that were tried, see docs/ci.md.
+TESTED_TORCH = ("2.11", "2.13")
+TESTED_TRITON = ("3.6", "3.7")
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,19 @@ def problem(name: str, text: str) -> Finding:
 def probe_torch() -> list[Finding]:
     import torch
 
-    minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    oldest, newest = (tuple(map(int, version.split("."))) for version in TESTED_TORCH)
+    return [_version("torch", torch.__version__, TESTED_TORCH)]
+
+
+def _version(name: str, version: str, tested: tuple[str, str]) -> Finding:
+    """Beside the oldest and the newest that were tried."""
+    minor, oldest, newest = (tuple(map(int, text.split(".")[:2])) for text in (version, *tested))
     if minor < oldest:
-        return [
-            problem("torch", f"{torch.__version__} is too old: tpkernels needs {TESTED_TORCH[0]} or newer")
-        ]
+        return problem(name, f"{version} is too old: tpkernels needs {tested[0]} or newer")
     if minor > newest:
-        return [note("torch", f"{torch.__version__} is newer than the newest tested, {TESTED_TORCH[1]}")]
-    return [ok("torch", torch.__version__)]
+        following = f"{newest[0]}.{newest[1] + 1}"
+        text = f"{version} is newer than the newest tested, {tested[1]}: pip install '{name}<{following}'"
+        return note(name, text)
+    return ok(name, version)
 
 
 def probe_gpu() -> list[Finding]:
@@ -98,8 +104,10 @@ def probe_triton() -> list[Finding]:
     try:
         triton = importlib.import_module("triton")
     except ImportError as error:
-        return [problem("triton", f"cannot be imported ({error}): no fused kernels; pip install triton")]
-    findings = [ok("triton", triton.__version__)]
+        return [
+            problem("triton", f"cannot be imported ({error}): no fused kernels; pip install 'triton<3.8'")
+        ]
+    findings = [_version("triton", triton.__version__, TESTED_TRITON)]
     try:
         numpy = importlib.import_module("numpy").__version__
     except ImportError:
@@ -117,7 +125,7 @@ def probe_backend() -> list[Finding]:
     from tpkernels.dispatch import backends
 
     if backends.backend not in backends.BACKENDS:
-        return [_unknown("backend", backends.backend, backends.BACKENDS)]
+        return []  # a finding about the variable
     cpu = {"triton": "Triton's interpreter"}.get(backends.backend, "torch")
     gpu = {"triton": "Triton", "torch": "torch"}.get(backends.backend, "whoever was timed fastest")
     return [ok("backend", f"{backends.backend}: on the CPU {cpu}, on a GPU {gpu}")]
@@ -127,13 +135,9 @@ def probe_transport() -> list[Finding]:
     from tpkernels.comm.transports.select import TRANSPORTS, requested_transport
 
     if requested_transport not in TRANSPORTS:
-        return [_unknown("transport", requested_transport, TRANSPORTS)]
+        return []  # a finding about the variable
     auto = "auto: on the CPU shared memory within a machine, else c10d; on GPUs whatever was timed fastest"
     return [ok("transport", auto if requested_transport == "auto" else requested_transport)]
-
-
-def _unknown(name: str, value: str, known: Sequence[str]) -> Finding:
-    return problem(name, f"TPKERNELS_{name.upper()}={value}; known are {', '.join(known)}")
 
 
 def probe_extension() -> list[Finding]:

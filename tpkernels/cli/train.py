@@ -49,57 +49,84 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m tpkernels train",
-        description="Train a GPT. Starts its ranks itself, unless it runs under torchrun.",
+        description="Train a GPT on a world of tp x dp ranks, which it starts unless it runs under torchrun.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON of these options, by name")
     parser.add_argument(
-        "--model", metavar="NAME", help="such as gpt2-small or llama3-8b; default: a small one"
+        "--config", type=Path, metavar="FILE", help="JSON of these options, by name (default: none)"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="such as gpt2-small or llama3-8b (default: a small one)"
     )
     parser.add_argument(
         "--size",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a size of the model, such as num_layers=2",
+        help="a size of the model, such as num_layers=2 (default: its own)",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument(
-        "--dp", type=int, default=1, metavar="N", help="data-parallel ranks; torchrun's own count"
+        "--dp", type=int, default=1, metavar="N", help="data-parallel ranks (default 1); torchrun's own count"
     )
     for option in _fields():
         _add(parser, option)
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="checkpoints: at the end, and on SIGTERM")
-    parser.add_argument("--save-every", type=int, default=0, metavar="N", help="and after each N steps")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one"
+        "--save", type=Path, metavar="FOLDER", help="checkpoints at the end, and on SIGTERM (default: none)"
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="and after each N steps (default 0: at the end only)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in the folder, if there is one (default: begin)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="until a rank that is late is given up; default: torch's",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a line for each step")
-    parser.add_argument(
-        "--peak-tflops", type=float, metavar="X", help="of a rank's device, for MFU; known of some GPUs"
+        help="until a rank that is late is given up (default: torch's)",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="write a trace of one step of each rank"
+        "--json", type=Path, metavar="FILE", help="write a line for each step (default: none)"
     )
     parser.add_argument(
-        "--profile-step", type=int, metavar="N", help="of this one; default: one after warming up"
+        "--peak-tflops",
+        type=float,
+        metavar="X",
+        help="of a rank's device, for MFU (default: that of a GPU whose data sheet is known)",
     )
     parser.add_argument(
-        "--page", type=_page_at, metavar="FILE", help="write an HTML page about the run, and pictures"
+        "--profile",
+        type=Path,
+        metavar="FOLDER",
+        help="write a trace of one step of each rank (default: none)",
     )
-    parser.add_argument("--sample", type=int, default=0, metavar="N", help="write N more bytes at the end")
-    parser.add_argument("--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from")
+    parser.add_argument(
+        "--profile-step", type=int, metavar="N", help="of this one (default: one after warming up)"
+    )
+    parser.add_argument(
+        "--page",
+        type=_page_at,
+        metavar="FILE",
+        help="write an HTML page about the run, and pictures (default: none)",
+    )
+    parser.add_argument(
+        "--sample", type=int, default=0, metavar="N", help="write N more bytes at the end (default 0)"
+    )
+    parser.add_argument(
+        "--prompt", default="Alice ", metavar="TEXT", help="what the sample goes on from (default 'Alice ')"
+    )
     parser.add_argument(
         "--prove",
         type=int,
         default=0,
         metavar="N",
-        help="run N steps unsharded and blocking, too, and compare losses",
+        help="run N steps unsharded and blocking, too, and compare losses (default 0)",
     )
     return parser
 
@@ -115,13 +142,16 @@ def _add(parser: ArgumentParser, option: Field[Any]) -> None:
     name = f"--{option.name.replace('_', '-')}"
     usual = f"{told} (default {default})"
     if option.name == "data":
-        parser.add_argument(name, metavar="FILE", help=told)
+        parser.add_argument(name, metavar="FILE", help=f"{told} (required)")
     elif option.name == "dtype":  # whose default is known once there are devices
         parser.add_argument(name, choices=_DTYPES, help=told)
     elif kind is bool and default:
-        parser.add_argument(name.replace("--", "--no-", 1), dest=option.name, action="store_false", help=told)
+        off = name.replace("--", "--no-", 1)
+        parser.add_argument(
+            off, dest=option.name, action="store_false", help=f"{told} (default: do {name[2:]})"
+        )
     elif kind is bool:
-        parser.add_argument(name, action="store_true", help=told)
+        parser.add_argument(name, action="store_true", help=f"{told} (default: do not)")
     elif get_origin(kind) is Literal:
         parser.add_argument(name, choices=get_args(kind), default=default, help=usual)
     else:
@@ -273,12 +303,12 @@ def _run(session: Session, options: Namespace, lines: TextIO | None) -> None:
         session.say(profile.outcome())
     if session.was_asked_to_stop:
         return
-    proof = session.prove([report.loss for report in reports[: options.prove]]) if options.prove else ""
+    proof = session.prove([report.loss for report in reports[: options.prove]]) if options.prove else None
     sample = session.sample(options.prompt, options.sample) if options.sample else ""
     if sample:
         session.say(f"\n{sample}")
     if options.page and session.rank == 0:
-        pictures = session.write_page(options.page, reports, sample)
+        pictures = session.write_page(options.page, reports, proof, sample)
         session.say(f"\n  run       {session.summary(reports)}")
         if proof:
             session.say(f"  proof     {proof}")

@@ -1,4 +1,4 @@
-"""Drawing with matplotlib, which `pip install 'tpkernels[pictures]'` brings: SVG for a page, PNG beside it.
+"""Drawing with matplotlib, an optional package: SVG for a page, PNG beside it.
 
 Nothing here imports matplotlib before a picture is drawn, and without it a page has no pictures.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NO_MATPLOTLIB = "no pictures: expected matplotlib, which draws them; pip install 'tpkernels[pictures]'"
+NO_MATPLOTLIB = "no pictures: expected matplotlib, which draws them; pip install matplotlib"
 INK, QUIET, GRID, PAPER = "#1c2530", "#5b6875", "#e1e5ea", "#ffffff"
 BLUE, ORANGE, GREEN, VIOLET, GREY = "#2f6fb5", "#d9822b", "#3c8d5a", "#7a5195", "#a3adb8"
 WIDTH = 9.8  # inches

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 NAME_WIDTH = 2.4  # inches, of a lane's name at most
 BAR = 0.76  # of a lane's height
-FILLS = {
-    "computes": BLUE,
-    "receives": ORANGE,
-    "transfers": ORANGE,
+FILLS = {  # in the order of a legend
     "forward": BLUE,
     "backward": VIOLET,
     "optimizer": GREEN,
+    "computes": BLUE,
+    "receives": ORANGE,
+    "transfers": ORANGE,
 }
 
 
@@ -46,7 +46,7 @@ class Span:
     name: str  # may be empty
     start: float
     stop: float
-    phase: str = ""  # what its colour says, where lanes do not say it
+    phase: str = ""  # what its colour says, where that is not what it is doing
 
     @property
     def lane(self) -> tuple[int, str]:
@@ -59,7 +59,8 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
     note: a line below the heading
     """
     shown = {title: spans for title, spans in panels.items() if spans}
-    phases = [phase for phase in FILLS if any(phase == s.phase for spans in shown.values() for s in spans)]
+    seen = {span.phase or span.doing for spans in shown.values() for span in spans}
+    legend = [(fill, what) for what, fill in FILLS.items() if what in seen]
     counts = [len(_lanes_of(spans)) for spans in shown.values()]
     longest = max((_length(spans) for spans in shown.values()), default=0.0) or 1e-9
 
@@ -68,7 +69,7 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
             nothing(figure.subplots(), "nothing was recorded")
             return
         grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=counts)
-        unit, factor = _unit(longest)
+        unit, factor = unit_of(longest)
         for axes, (title, spans) in zip(grid[:, 0], shown.items(), strict=True):
             length = f"{factor * _length(spans):.3g} {unit}"
             said = f"{title}: {length}" if title else length
@@ -77,7 +78,7 @@ def lanes(heading: str, panels: Mapping[str, Sequence[Span]], *, note: str = "")
         axes.set_xlabel(f"time, {unit}")
 
     height = 0.5 + 0.3 * sum(counts) + 0.4 * len(shown)
-    return Picture(heading, height, draw, note, [(FILLS[phase], phase) for phase in phases])
+    return Picture(heading, height, draw, note, legend)
 
 
 def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float) -> None:
@@ -88,7 +89,7 @@ def _draw_panel(axes: Axes, spans: Sequence[Span], factor: float, longest: float
     fills = [FILLS.get(span.phase or span.doing, GREY) for span in spans]
     drawn = axes.barh(places, widths, BAR, left=starts, color=fills, edgecolor=PAPER, linewidth=0.4)
     for span, bar, fill in zip(spans, drawn, fills, strict=True):
-        unit, scale = _unit(span.stop - span.start)
+        unit, scale = unit_of(span.stop - span.start)
         lasted = f"{scale * (span.stop - span.start):.3g} {unit}"
         hint(bar, f"{span.name or span.phase or span.doing}: {lasted}")
         inches = (WIDTH - NAME_WIDTH) * (span.stop - span.start) / longest
@@ -115,7 +116,7 @@ def _length(spans: Sequence[Span]) -> float:
     return max(span.stop for span in spans) - min(span.start for span in spans)
 
 
-def _unit(seconds: float) -> tuple[str, float]:
+def unit_of(seconds: float) -> tuple[str, float]:
     """The unit to write about so many seconds in, and how many there are to a second."""
     for name, size in (("s", 1.0), ("ms", 1e3)):
         if seconds * size >= 1:

@@ -15,6 +15,8 @@ table {{ border-collapse: collapse }}
 th, td {{ text-align: left; padding: .2em 1.5em .2em 0; vertical-align: top }}
 thead th {{ border-bottom: 1px solid {QUIET} }}
 .number {{ text-align: right; font-variant-numeric: tabular-nums }}
+figure {{ margin: 0 0 1.5em }}
+caption, figcaption {{ text-align: left; color: {QUIET}; padding: .3em 0 .6em }}
 svg {{ max-width: 100%; height: auto; display: block; margin: .5em 0 }}
 p {{ color: {QUIET} }}
 pre {{ white-space: pre-wrap; background: #f4f6f8; padding: 1em }}
@@ -46,7 +48,9 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table>{lines}</table>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True, caption: str = ""
+) -> str:
     """The first column is of names; numbers: whether the others are of these."""
     kind = ' class="number"' if numbers else ""
     names = f"<th>{text(head[0])}</th>" + "".join(f"<th{kind}>{text(name)}</th>" for name in head[1:])
@@ -54,7 +58,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool =
         f"<tr><th>{text(row[0])}</th>{''.join(f'<td{kind}>{text(word)}</td>' for word in row[1:])}</tr>"
         for row in rows
     )
-    return f"<table><thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table>"
+    above = f"<caption>{text(caption)}</caption>" * bool(caption)
+    return f"<table>{above}<thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table>"
+
+
+def figure(svg: str, caption: str) -> str:
+    """A picture, and below it what it shows."""
+    return f"<figure>{svg}<figcaption>{text(caption)}</figcaption></figure>"
 
 
 def paragraph(words: str) -> str:

@@ -43,12 +43,12 @@ class Advice:
     impossible: list[tuple[Layout, str]]  # and what it does not divide
 
 
-def advise(job: Job, machine: Machine, gpus: int, most_tensor: int) -> Advice:
-    for name, count in {"gpus": gpus, "max_tp": most_tensor}.items():
+def advise(job: Job, machine: Machine, world_size: int, most_tensor: int) -> Advice:
+    for name, count in {"world_size": world_size, "max_tp": most_tensor}.items():
         if count < 1:
             raise ValueError(f"{name}: expected at least 1, got {count}")
     predictions, impossible = [], []
-    for layout in layouts(gpus, most_tensor):
+    for layout in layouts(world_size, most_tensor):
         try:
             job.require_split(layout)
         except ValueError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tpkernels.topology.groups import Groups, Kind, Ranks
 
 NAMES: dict[Kind, str] = {
@@ -15,6 +17,7 @@ NAMES: dict[Kind, str] = {
     "embedding": "embedding",
     "position_embedding": "position embedding",
 }
+Unit = Literal["GPU", "rank"]  # what a place of the world is called: a rank on a CPU is no GPU
 LINE_WIDTH = 96
 MAX_MEMBERS = 16  # a longer group is shown by its first ranks and its last
 
@@ -48,17 +51,25 @@ def headline(plan: Groups) -> str:
     return f"{text}  (order {'-'.join(plan.order)})"
 
 
-def group_text(ranks: Ranks) -> str:
+def name_of(rank: int, unit: Unit) -> str:
+    """
+    >>> name_of(3, "GPU"), name_of(3, "rank")
+    ('g3', 'r3')
+    """
+    return f"{unit[0].lower()}{rank}"
+
+
+def group_text(ranks: Ranks, unit: Unit = "GPU") -> str:
     """ "[g0, g2]", shortened in the middle when it is long."""
-    return "[" + ", ".join(_shortened(ranks, "g")) + "]"
+    return "[" + ", ".join(_shortened(ranks, name_of(0, unit)[:-1])) + "]"
 
 
-def describe(plan: Groups, *, max_groups: int) -> str:
+def describe(plan: Groups, *, max_groups: int, unit: Unit) -> str:
     """Every group of every kind worth showing, and which ranks hold each copy of the model."""
     lines = [headline(plan), ""]
     for kind in shown_kinds(plan):
         count = plan.count_groups(kind)
-        shown = [group_text(ranks) for ranks in plan.first_groups(kind, max_groups)]
+        shown = [group_text(ranks, unit) for ranks in plan.first_groups(kind, max_groups)]
         if count > max_groups:
             shown.append(f"... and {count - max_groups} more")
         lines.append(f"{count} {NAMES[kind]} group{'s' * (count != 1)}:")
@@ -66,10 +77,10 @@ def describe(plan: Groups, *, max_groups: int) -> str:
     count = plan.count_groups("model")
     lines += [
         "",
-        f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} GPUs:",
+        f"{count} full model{'s' * (count != 1)} partitioned over {plan.world_size} {unit}s:",
     ]
     lines += [
-        f"    model {i} is partitioned into gpus {','.join(_shortened(ranks))}"
+        f"    model {i} is partitioned into {unit.lower()}s {','.join(_shortened(ranks))}"
         for i, ranks in enumerate(plan.first_groups("model", max_groups))
     ]
     if count > max_groups:

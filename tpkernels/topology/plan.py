@@ -27,13 +27,13 @@ from tpkernels.topology.groups import Kind as Kind
 class GroupPlan(Groups):
     """The groups of a world, and what they look like. Immutable."""
 
-    def describe(self, *, max_groups: int = 32) -> str:
+    def describe(self, *, max_groups: int = 32, unit: draw.Unit = "GPU") -> str:
         """The groups in words, as a lesson on Megatron prints them."""
-        return draw.describe(self, max_groups=max_groups)
+        return draw.describe(self, max_groups=max_groups, unit=unit)
 
-    def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16) -> str:
+    def to_svg(self, *, gpus_per_node: int = 8, max_nodes: int = 16, unit: draw.Unit = "GPU") -> str:
         """The groups as a picture: nodes of GPUs, a panel for each kind, a colour for each group."""
-        return svg.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes)
+        return svg.to_svg(self, gpus_per_node=gpus_per_node, max_nodes=max_nodes, unit=unit)
 
 
 def plan_groups(

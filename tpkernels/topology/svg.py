@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
 from tpkernels.topology import sizes as check
-from tpkernels.topology.draw import NAMES, group_text, headline, shown_kinds
+from tpkernels.topology.draw import NAMES, Unit, group_text, headline, name_of, shown_kinds
 from tpkernels.topology.groups import Groups, Kind, Ranks
 
 PURPOSES: dict[Kind, str] = {
@@ -73,6 +73,7 @@ class _Machine:
     tiles: _Lattice
     nodes: _Lattice
     note: str
+    unit: Unit
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,21 @@ class _Panel:
     title: str
     purpose: str
     total: int
+    unit: Unit
     groups: list[_Group]
     group_at: dict[int, int]
 
 
-def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int) -> str:
+def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> str:
     """The groups of the first `max_nodes` nodes as an SVG document that needs nothing else."""
     machine = _machine(
         plan.world_size,
         gpus_per_node=check.positive(gpus_per_node, "gpus_per_node"),
         max_nodes=check.positive(max_nodes, "max_nodes"),
+        unit=unit,
     )
     kinds: list[Kind] = [*shown_kinds(plan), "model"]
-    panels = [_panel(plan, kind, machine.ranks) for kind in kinds]
+    panels = [_panel(plan, kind, machine) for kind in kinds]
     cards = _cards(panels, machine)
     width = cards.size[0] + 2 * MARGIN
     columns = cards.size[0] // _width_of("x", 18, bold=True)
@@ -124,22 +127,23 @@ def to_svg(plan: Groups, *, gpus_per_node: int, max_nodes: int) -> str:
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int) -> _Machine:
+def _machine(world_size: int, *, gpus_per_node: int, max_nodes: int, unit: Unit) -> _Machine:
     nodes = -(-world_size // gpus_per_node)
     drawn = min(nodes, max_nodes)
     ranks = range(min(world_size, drawn * gpus_per_node))
     slots = min(world_size, gpus_per_node)
-    tile_width = max(38, _width_of(f"g{ranks[-1]}", 12, bold=True) + 8)
+    tile_width = max(38, _width_of(name_of(ranks[-1], unit), 12, bold=True) + 8)
     tiles = _Lattice(slots, _columns(slots), tile_width, TILE_HEIGHT, TILE_GAP)
     width = max(tiles.size[0], _width_of(f"node {drawn - 1}", 11)) + 2 * NODE_PADDING
     height = tiles.size[1] + 2 * NODE_PADDING + NODE_TITLE
     note = f"{nodes:,} node{'s' * (nodes != 1)}" if nodes == drawn else f"first {drawn:,} of {nodes:,} nodes"
-    note += f", {_gpus(slots)} per node; the small number on a GPU is its group"
-    return _Machine(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note)
+    note += f", {_counted(slots, unit)} per node; the small number on a {unit} is its group"
+    return _Machine(ranks, tiles, _Lattice(drawn, _columns(drawn), width, height, NODE_GAP), note, unit)
 
 
-def _panel(plan: Groups, kind: Kind, ranks: range) -> _Panel:
+def _panel(plan: Groups, kind: Kind, machine: _Machine) -> _Panel:
     # the first rank is in a group of every kind, and the other groups of a kind are as large as its own
+    ranks, unit = machine.ranks, machine.unit
     size = len(plan.group_of(0, kind))
     total = plan.count_groups(kind)
     name = "whole-model replica" if kind == "model" else f"{NAMES[kind].replace('_', '-')} group"
@@ -155,10 +159,11 @@ def _panel(plan: Groups, kind: Kind, ranks: range) -> _Panel:
     if any(rank not in group_at for rank in ranks):
         purpose += "; others outlined"
     painted = [
-        _Group(members, group_text(members), fill, _ink_on(fill))
+        _Group(members, group_text(members, unit), fill, _ink_on(fill))
         for members, fill in zip(groups, _fills(len(groups)), strict=True)
     ]
-    return _Panel(f"{total:,} {name}{'s' * (total != 1)} of {_gpus(size)}", purpose, total, painted, group_at)
+    title = f"{total:,} {name}{'s' * (total != 1)} of {_counted(size, unit)}"
+    return _Panel(title, purpose, total, unit, painted, group_at)
 
 
 def _cards(panels: list[_Panel], machine: _Machine) -> _Lattice:
@@ -175,7 +180,7 @@ def _cards(panels: list[_Panel], machine: _Machine) -> _Lattice:
 
 def _legend(panel: _Panel, width: int) -> tuple[_Lattice, list[str]]:
     """The cells of a legend and the texts of the groups it lists; a last row is for how many it does not."""
-    texts = [_shortened(group, width - SWATCH - 6) for group in panel.groups]
+    texts = [_shortened(group, width - SWATCH - 6, panel.unit) for group in panel.groups]
     cell = SWATCH + 6 + max(_width_of(text, 12) for text in texts)
     columns = max(1, (width + LEGEND_GAP) // (cell + LEGEND_GAP))
     texts = texts[: columns * LEGEND_ROWS]
@@ -211,22 +216,23 @@ def _draw_node(parent: ET.Element, node: int, panel: _Panel, machine: _Machine) 
         elif rank in panel.group_at:
             _draw_member(tile, rank, panel, size)
         else:
-            _draw_outsider(tile, rank, size)
+            _draw_outsider(tile, name_of(rank, machine.unit), size)
 
 
 def _draw_member(tile: ET.Element, rank: int, panel: _Panel, size: Size) -> None:
     number = panel.group_at[rank]
     group = panel.groups[number]
-    ET.SubElement(tile, "title").text = f"g{rank}: group {group.text}, position {group.ranks.index(rank)}"
+    name = name_of(rank, panel.unit)
+    ET.SubElement(tile, "title").text = f"{name}: group {group.text}, position {group.ranks.index(rank)}"
     _rect(tile, size, fill=group.fill)
-    _text(tile, size[0] // 2, 16, f"g{rank}", size=12, fill=group.ink, bold=True, centred=True)
+    _text(tile, size[0] // 2, 16, name, size=12, fill=group.ink, bold=True, centred=True)
     _text(tile, size[0] // 2, 28, str(number), size=9, fill=group.ink, centred=True)
 
 
-def _draw_outsider(tile: ET.Element, rank: int, size: Size) -> None:
-    ET.SubElement(tile, "title").text = f"g{rank}: in no group of this kind"
+def _draw_outsider(tile: ET.Element, name: str, size: Size) -> None:
+    ET.SubElement(tile, "title").text = f"{name}: in no group of this kind"
     _rect(tile, size, fill="none", stroke=LINE)
-    _text(tile, size[0] // 2, 21, f"g{rank}", size=12, fill=QUIET, centred=True)
+    _text(tile, size[0] // 2, 21, name, size=12, fill=QUIET, centred=True)
 
 
 def _draw_legend(parent: ET.Element, panel: _Panel, width: int) -> None:
@@ -275,13 +281,13 @@ def _ink_on(fill: str) -> str:
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else INK
 
 
-def _shortened(group: _Group, width: int) -> str:
+def _shortened(group: _Group, width: int, unit: Unit) -> str:
     """The group's ranks as text, with as many of the first as fit into `width`."""
     text = group.text
     kept = min(len(group.ranks), 16) - 2
     while _width_of(text, 12) > width and kept > 1:
         kept -= 1
-        text = f"{group_text(group.ranks[:kept])[:-1]}, ..., g{group.ranks[-1]}]"
+        text = f"{group_text(group.ranks[:kept], unit)[:-1]}, ..., {name_of(group.ranks[-1], unit)}]"
     return text
 
 
@@ -290,8 +296,8 @@ def _width_of(text: str, size: int, *, bold: bool = False) -> int:
     return math.ceil(len(text) * size * (0.64 if bold else 0.58))
 
 
-def _gpus(count: int) -> str:
-    return f"{count:,} GPU{'s' * (count != 1)}"
+def _counted(count: int, unit: Unit) -> str:
+    return f"{count:,} {unit}{'s' * (count != 1)}"
 
 
 def _at(parent: ET.Element, x: int, y: int) -> ET.Element:

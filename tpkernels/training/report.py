@@ -4,21 +4,48 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tpkernels.pictures.charts import curve
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, can_draw, save, sheet
 from tpkernels.pictures.lanes import Span, lanes
 from tpkernels.pictures.page import facts, page, paragraph, table, verbatim
+from tpkernels.topology.draw import Unit
 from tpkernels.topology.plan import GroupPlan
+from tpkernels.training.proof import Proof
 from tpkernels.training.step_trace import SHOWN_RANKS, seconds_at_once
 from tpkernels.training.trainer import StepReport
 
 _ROWS = 10  # of the table that stands where there is no curve
 
 
-def pictures_of(reports: Sequence[StepReport], spans: Sequence[Span], plan: GroupPlan) -> dict[str, Picture]:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a page is about.
+
+    spans: of the last step, if it was recorded
+    known: name and value of what else is worth knowing
+    sample: what the model wrote, or nothing
+    """
+
+    title: str
+    reports: Sequence[StepReport]
+    spans: Sequence[Span]
+    plan: GroupPlan
+    on_gpu: bool
+    known: Sequence[tuple[str, str]] = ()
+    proof: Proof | None = None
+    sample: str = ""
+
+    @property
+    def unit(self) -> Unit:
+        return "GPU" if self.on_gpu else "rank"
+
+
+def pictures_of(run: Run) -> dict[str, Picture]:
     """The loss, the last step where it was recorded, the groups: by name."""
+    reports, spans, plan = run.reports, run.spans, run.plan
     first, last = reports[0], reports[-1]
     losses = f"Loss: {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
     points = [(float(report.step), report.loss) for report in reports]
@@ -28,7 +55,7 @@ def pictures_of(reports: Sequence[StepReport], spans: Sequence[Span], plan: Grou
         of_all = f", on {shown} of {plan.world_size} ranks" * (shown < plan.world_size)
         title = f"Step {last.step}: what was computed, and what was in flight{of_all}"
         pictures["timeline"] = lanes(title, {"": spans}, note=at_once(spans))
-    return pictures | {"plan": sheet(plan.to_svg())}
+    return pictures | {"plan": sheet(plan.to_svg(unit=run.unit))}
 
 
 def at_once(spans: Sequence[Span]) -> str:
@@ -40,36 +67,38 @@ def at_once(spans: Sequence[Span]) -> str:
     return f"ranks computed during {share:.0%} of the time that they had something in flight"
 
 
-def write(
-    path: Path,
-    title: str,
-    reports: Sequence[StepReport],
-    spans: Sequence[Span],
-    plan: GroupPlan,
-    *,
-    known: Sequence[tuple[str, str]] = (),
-    sample: str = "",
-) -> str:
-    """The page, and the pictures as PNG in its folder; returns what to say of the latter.
-
-    known: name and value of what else is worth knowing about the run
-    sample: what the model wrote, or nothing
-    """
-    pictures = pictures_of(reports, spans, plan)
-    sections = [("", facts([*known, *facts_of(reports)]))]
+def write(path: Path, run: Run) -> str:
+    """The page, and the pictures as PNG in its folder; returns what to say of the latter."""
+    pictures = pictures_of(run)
+    sections = [("", facts([*run.known, *facts_of(run.reports)]))]
+    if run.proof is not None:
+        sections.append(("The same losses as unsharded", _proof(run.proof)))
     if can_draw():
         sections.append(("Loss", pictures["loss"].svg))
     else:
-        sections.append(("Loss", _losses(reports) + paragraph(NO_MATPLOTLIB)))
-    if spans:
-        words = paragraph(at_once(spans)) + paragraph(_HOW_TO_READ)
+        sections.append(("Loss", _losses(run.reports) + paragraph(NO_MATPLOTLIB)))
+    if run.spans:
+        words = paragraph(at_once(run.spans)) + paragraph(_how_to_read(run.on_gpu))
         sections.append(("One step", pictures["timeline"].svg + words))
-    if sample:
-        sections.append(("What it writes", verbatim(sample)))
-    sections.append(("Groups", plan.to_svg() + verbatim(plan.describe())))
+    if run.sample:
+        sections.append(("What it writes", verbatim(run.sample)))
+    groups = run.plan.to_svg(unit=run.unit) + verbatim(run.plan.describe(unit=run.unit))
+    sections.append(("Groups", groups))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(title, sections), encoding="utf-8")
+    path.write_text(page(run.title, sections), encoding="utf-8")
     return save({path.parent / f"{name}.png": picture for name, picture in pictures.items()})
+
+
+def _proof(proof: Proof) -> str:
+    return (
+        paragraph(
+            f"Losses of the first {proof.steps} steps, in nats per token: of this run; of the same with "
+            "overlap switched; of an unsharded one, in which each rank holds all weights. All begin with the "
+            "same weights, and learn from the same excerpts."
+        )
+        + table(proof.head(), proof.rows())
+        + paragraph(f"{proof.bound()[0].upper()}{proof.bound()[1:]}.")
+    )
 
 
 def _losses(reports: Sequence[StepReport]) -> str:
@@ -79,11 +108,15 @@ def _losses(reports: Sequence[StepReport]) -> str:
     return table(["step", "loss, nats per token"], rows)
 
 
-_HOW_TO_READ = (
-    f"The last step, as torch's profiler saw it on up to {SHOWN_RANKS} ranks. On a CPU a rank computes while "
-    "an operator of torch runs, and a transfer is in flight until it is waited for; on a GPU both are "
-    "kernels. Ranks are put together by the clocks of their machines."
-)
+def _how_to_read(on_gpu: bool) -> str:
+    if on_gpu:
+        seen = "A rank computes while a kernel runs, and a transfer is in flight while its kernel does."
+    else:
+        seen = "A rank computes while an operator of torch runs; a transfer is in flight until it is awaited."
+    return (
+        f"The last step, as torch's profiler saw it on up to {SHOWN_RANKS} ranks. {seen} Ranks are put "
+        "together by the clocks of their machines."
+    )
 
 
 def facts_of(reports: Sequence[StepReport]) -> list[tuple[str, str]]:

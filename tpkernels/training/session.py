@@ -27,12 +27,10 @@ from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import opened_after, set_aside_after
 from tpkernels.training.launch import join_world
 from tpkernels.training.profile import StepProfile
-from tpkernels.training.report import write
+from tpkernels.training.proof import TOLERANCES, Proof
+from tpkernels.training.report import Run, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, Trainer
-
-# Of a loss, after a few steps whose gradients are added in another order.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def is_first_to_say(text: str) -> bool:
@@ -170,13 +168,19 @@ class Session:
             f"{speed:,.0f} tokens/s (median step)"
         )
 
-    def write_page(self, path: Path, reports: Sequence[StepReport], sample: str) -> str:
+    def write_page(self, path: Path, reports: Sequence[StepReport], proof: Proof | None, sample: str) -> str:
         """A page about the run and its pictures beside it; returns what to say of these."""
-        title, known = (
-            f"Training from {self.config.data}",
-            [("run", self.describe()), ("torch", torch.__version__)],
+        run = Run(
+            title=f"Training from {self.config.data}",
+            reports=reports,
+            spans=self._recorded,
+            plan=self._state.plan,
+            on_gpu=self.device.type == "cuda",
+            known=[("run", self.describe()), ("torch", torch.__version__)],
+            proof=proof,
+            sample=sample,
         )
-        return write(path, title, reports, self._recorded, self._state.plan, known=known, sample=sample)
+        return write(path, run)
 
     def require_proof(self) -> None:
         """That the unsharded run, whose ranks are all data-parallel, can have the same batches."""
@@ -216,23 +220,23 @@ class Session:
             self.say(profile.outcome())
         return profile
 
-    def prove(self, losses: Sequence[float]) -> str:
-        """Print losses of the first steps beside those of other layouts, and return a line about them.
+    def prove(self, losses: Sequence[float]) -> Proof:
+        """Print losses of the first steps beside those of other layouts.
 
         An error if they differ by more than rounding.
         """
-        count = len(losses)
-        other = self.losses(count, replace(self.config, overlap=not self.config.overlap), self.tensor)
+        count, overlap = len(losses), self.config.overlap
+        other = self.losses(count, replace(self.config, overlap=not overlap), self.tensor)
         alone = self.losses(count, replace(self.config, sequence_parallel=False), 1)
-        self.say(f"\n  step  {self.tensor} ranks      the other overlap  unsharded")
-        worst, allowed = 0.0, _TOLERANCES[self.config.dtype]
-        for step, row in enumerate(zip(losses, other, alone, strict=True), start=1):
-            self.say(f"  {step:<4}  " + "  ".join(f"{loss:<15.7f}" for loss in row))
-            worst = max(worst, *(abs(loss - row[0]) / abs(row[0]) for loss in row[1:]))
-        self.say(f"  largest difference {worst:.1e} of the loss; allowed {allowed:.0e}")
-        if not worst <= allowed:
-            raise RuntimeError(f"sharded and unsharded losses differ by {worst:.1e}, expected {allowed:.0e}")
-        return f"losses of {count} steps agree with an unsharded run's within {worst:.0e}"
+        ranks = f"{self.tensor} tensor-parallel rank{'s' * (self.tensor != 1)}"
+        layouts = [ranks, f"the same, {'sequential' if overlap else 'overlapped'}", "unsharded"]
+        proof = Proof(layouts, [losses, other, alone], TOLERANCES[self.config.dtype])
+        self.say(f"\n{proof.table()}\n  {proof.bound()}")
+        if not proof.holds:
+            raise RuntimeError(
+                f"sharded and unsharded losses differ by {proof.worst:.1e}, expected {proof.allowed:.0e}"
+            )
+        return proof
 
     def losses(self, steps: int, config: TrainConfig, tensor: int) -> list[float]:
         """Of the first steps of another run on the same ranks, with other sizes."""

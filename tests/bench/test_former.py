@@ -1,0 +1,220 @@
+"""What fell is timed beside the baseline's code: red where the code is slower, green where the machine is."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench import former, gate
+from bench.baseline import made_of
+from bench.former import MOST_PAIRS, Change, Unavailable, changes, checked_out
+from bench.gate import Judged, beside_former, judge
+from bench.results import Results, pooled
+from tests.bench.test_gate import info
+
+FLOOR = 0.1
+CASE, OTHER = "bench/test_linear.py::test_linear[one]", "bench/test_linear.py::test_linear[other]"
+
+
+def measure(ratio: Callable[[], float]) -> former.Measure:
+    def measured(names: Sequence[str]) -> Results:
+        return Results({name: info(ratio()) for name in names}, {}, "")
+
+    return measured
+
+
+def change(now: Callable[[], float], then: Callable[[], float]) -> Change:
+    return changes([CASE], measure(now), measure(then), FLOOR, lambda what: None)[CASE]
+
+
+class Machine:
+    """Ratios of two codes under a load that drifts: runs near each other in time see the same."""
+
+    def __init__(self, seed: int, *, noise: float, slower: float = 1.0) -> None:
+        self.draw, self.noise, self.slower = random.Random(seed), noise, slower
+        self.load, self.runs = 1.0, 0
+
+    def ratio(self, code: float) -> float:
+        self.runs += 1
+        self.load = 0.8 * self.load + 0.2 * self.draw.uniform(0.6, 1.0)
+        return code * self.load * self.draw.gauss(1, self.noise)
+
+    def verdict(self) -> str:
+        return change(lambda: self.ratio(self.slower), lambda: self.ratio(1.0)).verdict(FLOOR)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.04, 0.08])
+def test_the_same_code_holds_under_any_load_and_a_fall_of_a_fifth_does_not(noise):
+    """Of 200 machines; a fall in the middle between floor and fifth would be told apart by its median."""
+    same = [Machine(seed, noise=noise).verdict() for seed in range(200)]
+    slower = [Machine(seed, noise=noise, slower=0.75).verdict() for seed in range(200)]
+    assert same.count("holds") >= 198
+    assert slower.count("fell") >= 196
+
+
+def test_the_noisier_a_machine_the_more_pairs_are_timed():
+    def pairs(noise: float) -> float:
+        machines = [Machine(seed, noise=noise) for seed in range(100)]
+        for machine in machines:
+            machine.verdict()
+        return sum(machine.runs for machine in machines) / 200
+
+    assert former.LEAST_PAIRS <= pairs(0.01) < pairs(0.04) < pairs(0.1) <= MOST_PAIRS
+
+
+def test_what_is_still_open_after_all_pairs_is_told_by_the_median():
+    pairs = [0.5, 1.5, 0.5, 1.5, 0.5, 1.5, 0.86]
+    assert Change([*pairs, 0.87]).verdict(FLOOR) == "fell"
+    assert Change([*pairs, 1.2]).verdict(FLOOR) == "holds"
+    assert Change(pairs).verdict(FLOOR) == "open"
+
+
+def test_codes_take_turns_in_being_first_and_told_cases_are_left_out():
+    asked: list[tuple[str, list[str]]] = []
+    apart = iter([1.0, 0.7, 1.2] * MOST_PAIRS)
+
+    def run(code: str) -> former.Measure:
+        def measured(names: Sequence[str]) -> Results:
+            asked.append((code, list(names)))
+            ratios = {CASE: 1.0, OTHER: next(apart) if code == "now" else 1.0}
+            return Results({name: info(ratios[name]) for name in names}, {}, "")
+
+        return measured
+
+    found = changes([CASE, OTHER], run("now"), run("then"), FLOOR, lambda what: None)
+    assert [code for code, _ in asked[:4]] == ["now", "then", "then", "now"]
+    assert [len(names) for _, names in asked] == [2] * 6 + [1] * (2 * MOST_PAIRS - 6)
+    assert [len(found[name].pairs) for name in (CASE, OTHER)] == [3, MOST_PAIRS]
+
+
+def test_a_case_that_one_code_cannot_time_is_not_compared():
+    def nothing(names: Sequence[str]) -> Results:
+        return Results({}, {name: "E  off" for name in names}, "")
+
+    assert changes([CASE], measure(lambda: 1.0), nothing, FLOOR, lambda what: None) == {}
+
+
+# Within the gate.
+
+WAS = Results({CASE: info(1.0), OTHER: info(1.0)}, {}, "a command")
+BASELINE = made_of(pooled([WAS]), floor=FLOOR, note="")
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, *, now: float, then: float) -> Judged:
+    """One case came out at 0.7 of the baseline; `now` and `then` is what codes reach in turns."""
+
+    @contextmanager
+    def checkout(revision: str | None):
+        assert revision == "abc"
+        yield Path("/former")
+
+    def again(names: Sequence[str], root: Path) -> Results:
+        assert root == Path("/former")
+        return measure(lambda: then)(names)
+
+    monkeypatch.setattr(gate, "_again", again)
+    fallen = judge(BASELINE, Results({CASE: info(0.7), OTHER: info(1.0)}, {}, ""), measure(lambda: 0.7), 1)
+    assert [one.kind for one in fallen.findings] == ["fell"]
+    return beside_former(fallen, BASELINE, measure(lambda: now), checkout)
+
+
+def test_slower_code_is_red_and_a_slower_machine_is_told(monkeypatch, tmp_path):
+    red = judged(monkeypatch, now=0.7, then=0.99)
+    assert [(one.kind, one.case, one.fails) for one in red.findings] == [("fell", CASE, True)]
+    assert "ours is 0.71 (0.71 to 0.71) of it in 3 pairs of runs" in red.findings[0].text
+    green = judged(monkeypatch, now=0.7, then=0.7)
+    assert [(one.kind, one.case, one.fails) for one in green.findings] == [("moved", CASE, False)]
+    lines = "\n".join(green.lines(BASELINE, tmp_path / "cpu.json"))
+    assert "2 of 2 cases hold" in lines
+    assert "moved: the baseline's own code falls as far here" in lines
+    assert "regressions" not in lines
+
+
+def test_without_the_baselines_code_a_fall_stays_one_and_the_reason_is_told(tmp_path):
+    fallen = judge(BASELINE, Results({CASE: info(0.7), OTHER: info(1.0)}, {}, ""), measure(lambda: 0.7), 0)
+    still = beside_former(fallen, BASELINE)
+    assert still.failing == fallen.failing
+    lines = "\n".join(still.lines(BASELINE, tmp_path / "cpu.json"))
+    assert "what fell was not timed beside the baseline's code: " in lines
+    assert "no commit holds (revision abc)" in lines
+
+
+# A revision in a folder.
+
+
+def git(root: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(root), *who, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+CONFTEST = (Path(__file__).parents[2] / "tests" / "outcomes.py").read_text()
+CASES = """
+import json
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("name", ["fast", "slow"])
+def test_case(name, benchmark):
+    ratio = json.loads((HERE / "ratios.json").read_text())[name]
+    benchmark.extra_info |= {"ratio": ratio, "device": "cpu"}
+    benchmark.pedantic(lambda: None, rounds=1)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """Two cases whose ratios are read from a file, which is committed and then changed."""
+    root = tmp_path / "repository"
+    (root / "bench").mkdir(parents=True)
+    (root / "tests").mkdir()
+    (root / "tpkernels").mkdir()
+    (root / "tests" / "outcomes.py").write_text(CONFTEST)
+    (root / "bench" / "test_two.py").write_text(CASES)
+    (root / "bench" / "ratios.json").write_text(json.dumps({"fast": 1.0, "slow": 1.0}))
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "the former code")
+    (root / "bench" / "ratios.json").write_text(json.dumps({"fast": 1.0, "slow": 0.7}))
+    return root
+
+
+def test_runs_of_two_revisions_are_of_their_own_files(repository, monkeypatch):
+    pytest.importorskip("pytest_benchmark")
+    names = [f"bench/test_two.py::test_case[{name}]" for name in ("fast", "slow")]
+    revision = git(repository, "rev-parse", "--short=12", "HEAD")
+    with checked_out(revision, repository) as files:
+        found = changes(
+            names,
+            lambda asked: gate._again(asked, repository),
+            lambda asked: gate._again(asked, files),
+            FLOOR,
+            lambda what: None,
+        )
+    assert not files.exists()
+    assert [found[name].verdict(FLOOR) for name in names] == ["holds", "fell"]
+    assert git(repository, "worktree", "list").count("\n") == 0, "nothing stays behind"
+
+
+@pytest.mark.parametrize(
+    ("revision", "why"),
+    [
+        (None, "files that no commit holds"),
+        ("abcdef012345+", "files that no commit holds"),
+        ("abcdef012345", "git fetch --unshallow"),
+        ("--output=x", "files that no commit holds"),
+    ],
+)
+def test_a_revision_that_cannot_be_had_is_said_why(repository, revision, why):
+    with pytest.raises(Unavailable, match=why), checked_out(revision, repository):
+        pass
