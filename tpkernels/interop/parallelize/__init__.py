@@ -4,6 +4,7 @@ plan      patterns of module names, and what becomes of the modules that match
 swaps     the plan on this rank: which modules are replaced, by layers of hf_modules
 trial     the plan on copies (twins) of the model: which gradients are partial (probe), and whether outputs
           and gradients are the unsharded model's (verify)
+as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
@@ -30,6 +33,7 @@ def parallelize(
     plan: Plan,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
+    as_dtensor: bool = False,
 ) -> nn.Module:
     """Replace layers by those that hold this rank's shard of the weights; returns the same model.
 
@@ -46,6 +50,8 @@ def parallelize(
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
         few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
         comparison
+    as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, which is a DeviceMesh
+        then: torch's own clipping, checkpoints and optimizers see the unsharded model
     """
     if mode.fix("parallelize"):
         raise ValueError(
@@ -54,13 +60,17 @@ def parallelize(
         )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    _require_request(model, plan, weights, verify, named, world)
+    _require_request(model, plan, weights, verify, named, world, state if as_dtensor else False)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
     partial = tried(model, plan, verify, world, state)
     carry_out(model, planned(model, plan, world), state)
-    sum_gradients(model, partial, world)
+    if as_dtensor:
+        assert isinstance(state, DeviceMesh)
+        hold_dtensors(model, partial, state, world)
+    else:
+        sum_gradients(model, partial, world)
     remember_buffers(model)
     keep_ties(model)
     return model
@@ -73,9 +83,13 @@ def _require_request(
     verify: object,
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
+    dtensors: State | Literal[False],
 ) -> None:
-    """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
-    request = f"parallelize(plan={plan}, weights={weights!r})"
+    """All ranks ask for the same, and it can be done; or all ranks raise the same error.
+
+    dtensors: over what parameters are to be DTensors
+    """
+    request = f"parallelize(plan={plan}, weights={weights!r}, as_dtensor={dtensors is not False})"
     problem: Exception | None = None
     try:
         if weights not in ("check", "broadcast"):
@@ -83,6 +97,8 @@ def _require_request(
         require_verify(verify)
         refuse_wrapped("parallelize", model)
         planned(model, plan, world)
+        if dtensors is not False:
+            require_dtensors(plan, dtensors)
     except (ValueError, TypeError) as error:
         problem = error
     agree_on(f"{request}: {problem}" if problem else request, named, world.group)

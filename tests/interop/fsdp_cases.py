@@ -1,0 +1,159 @@
+"""What ranks run to train, save and load models that tensor-parallel ranks and fully_shard both split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.interop.split_cases import PLAN, Toy, loss_of
+from tests.models.small import CONFIGS
+from tpkernels import GPT, check_replicas, clip_grad_norm_, finalize_gradients, parallelize
+from tpkernels.interop import dcp
+from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop.parallelize.plan import Split
+
+IDS = torch.arange(32).view(4, 8) * 5 % 37
+TARGETS = (IDS * 3 + 1) % 37
+STEPS, MAX_NORM = 3, 0.5
+KINDS = ("toy", "as_dtensor", "gpt2", "llama")
+
+
+class SeparateBlock(nn.Module):
+    """Attention with a norm of each head, whose gradient is partial, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head_norm = nn.LayerNorm(16), nn.RMSNorm(4)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Separate(nn.Module):
+    """A language model without stacked weights, tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 16, padding_idx=3)
+        self.blocks = nn.ModuleList(SeparateBlock() for _ in range(2))
+        self.head = nn.Linear(16, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].down.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+SEPARATE_PLAN: dict[str, Any] = {
+    "embed": "embedding",
+    "blocks.*.[qkv]": Split("column", unit=4),
+    "blocks.*.out": Split("row", unit=4),
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "blocks.?.norm": "replicated",
+    "blocks.*.head_norm": "partial",
+    "head": "head",
+}
+
+
+def mesh_of(data: int, tensor: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+
+
+def built(kind: str, mesh: DeviceMesh) -> nn.Module:
+    """The same model in float64 for every mesh; a vocabulary of 37, which no number of ranks divides."""
+    torch.manual_seed(3)
+    if kind in CONFIGS:
+        return GPT(CONFIGS[kind], sequence_parallel=True, state=mesh, dtype=torch.float64)
+    model = (Toy(tied=True, bias=False) if kind == "toy" else Separate()).double()
+    if mesh.size() == 1:
+        return model
+    plan = PLAN | {"blocks.?.norm": "replicated"} if kind == "toy" else SEPARATE_PLAN
+    return parallelize(model, mesh, plan=plan, verify=False, as_dtensor=kind == "as_dtensor")
+
+
+def sharded(kind: str, mesh: DeviceMesh) -> nn.Module:
+    model = built(kind, mesh)
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def mean_loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    loss: Tensor = model(ids, targets) if isinstance(model, GPT) else loss_of(model, ids, targets)
+    return loss
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int = STEPS
+) -> list[tuple[float, float]]:
+    """Loss of the full batch and norm of its gradient, for each step."""
+    rows, place = len(IDS) // mesh["dp"].size(), mesh.get_local_rank("dp")
+    own = slice(place * rows, (place + 1) * rows)
+    told = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, IDS[own], TARGETS[own])
+        loss.backward()
+        if isinstance(model, GPT):
+            finalize_gradients(model, state=mesh)
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        told.append((mean.item() / mesh["dp"].size(), norm.item()))
+    check_replicas(model, state=mesh)
+    return told
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def run(
+    kind: str, data: int, tensor: int, folder: str
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Losses, norms and full weights of a run that is saved, then goes on for two steps."""
+    mesh = mesh_of(data, tensor)
+    model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
+    optimizer = adamw(model)
+    told = train(model, optimizer, mesh)
+    dcp.save(Path(folder), model, optimizer, extra={"step": STEPS}, state=mesh)
+    return told + train(model, optimizer, mesh, 2), full_state_dict(model, state=mesh)
+
+
+def resume(
+    kind: str, data: int, tensor: int, folder: str
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The two steps again, from the checkpoint, on another mesh, with an evaluation before and after."""
+    mesh = mesh_of(data, tensor)
+    model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
+    optimizer = adamw(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        mean_loss(model, IDS, TARGETS)  # leaves the root's parameters unsharded
+    assert dcp.load(Path(folder), model, optimizer, state=mesh) == {"step": STEPS}
+    told = train(model, optimizer, mesh, 2)
+    with torch.no_grad():
+        mean_loss(model, IDS, TARGETS)
+    return told, full_state_dict(model, state=mesh)
