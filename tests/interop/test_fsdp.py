@@ -1,4 +1,4 @@
-"""Models that tensor-parallel ranks and fully_shard split train, clip, save and load as the unsharded ones."""
+"""Models that tensor-parallel ranks and fully_shard split train, clip, save and load as unsharded ones."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from tpkernels.interop.dtensor import is_chunked
 from tpkernels.interop.parallelize.plan import Plan, Split
@@ -69,11 +68,10 @@ def hold_dtensors(model: nn.Module, partial: Collection[str], mesh: DeviceMesh, 
 
 
 def _dtensor(name: str, shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
-    local, placement = shard.local, Replicate()  # type: Tensor, Placement
+    local, placement = shard.local, Replicate() if shard.dim is None else Shard(shard.dim)
     if shard.dim is not None:
         if not is_chunked(shard):
             raise ValueError(_refusal(f"'{name}'", f"{shard.ranges} of its dimension {shard.dim}"))
-        placement = Shard(shard.dim)
         local = next(shard.chunks()).view.clone()  # without padding
     stride = tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
     distributed = DTensor.from_local(
