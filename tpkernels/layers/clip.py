@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.exact_norm import exact_norm
-from tpkernels.layers.foreign import is_dtensor
+from tpkernels.layers.foreign import groups_with_blocks, is_dtensor
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, from_all_ranks
@@ -74,7 +74,7 @@ def _square_over_tensor_ranks(
     gradients = {number: gradient_of(parameter) for number, parameter in counted.items()}
     split = [number for number, p in counted.items() if Attributes.of(p).tensor_model_parallel]
     copied = [number for number in counted if number not in set(split)]
-    named = [(f"parameter {number} of those given", gradients[number]) for number in copied]
+    named = [(f"parameter {n} of those given", _claimed(counted[n], gradients[n])) for n in copied]
     problem: Exception | None = None
     try:
         if group.size() > 1:
@@ -91,6 +91,11 @@ def _square_over_tensor_ranks(
     everybody = from_all_ranks(torch.cat([table[0, : len(split)].sum()[None], squares.sqrt(), sums]), group)
     square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(names)].square().sum()
     return square, _difference(names, everybody[:, 1:].unflatten(1, (2, len(names))), group)
+
+
+def _claimed(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What ranks have alike: of a DTensor's gradient each may hold a block of another shape."""
+    return parameter if gradient is not None and is_dtensor(parameter) else gradient
 
 
 def _square_and_sum(gradient: Tensor | None, device: torch.device) -> Tensor:
@@ -119,10 +124,7 @@ def _block_groups(parameter: Tensor, group: ProcessGroup) -> list[ProcessGroup]:
 
     group: the tensor-parallel one; in a DTensor of the full shape it has shards
     """
-    if not is_dtensor(parameter):
-        return []
-    held = zip(parameter.device_mesh.get_all_groups(), parameter.placements, strict=True)
-    found = [holders for holders, placement in held if not placement.is_replicate()]
+    found = groups_with_blocks(parameter)
     is_split = Attributes.of(parameter).tensor_model_parallel
     return [holders for holders in found if not (is_split and _ranks(holders) == _ranks(group))]
 

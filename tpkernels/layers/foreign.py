@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
@@ -54,6 +54,21 @@ def local_of(tensor: Tensor) -> Tensor:
     if is_dtensor(tensor):
         tensor = tensor.to_local()
     return tensor.detach()
+
+
+def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
+    """Whether each of these tensor-parallel ranks holds another shard of it, rather than a copy."""
+    if Attributes.of(parameter).tensor_model_parallel:
+        return True
+    return any(_ranks_of(group) == list(ranks) for group in groups_with_blocks(parameter))
+
+
+def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
+    """Of a DTensor, the groups over whose ranks it is sharded."""
+    if not is_dtensor(tensor):
+        return []
+    held = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    return [group for group, placement in held if not placement.is_replicate()]
 
 
 def reshard(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import is_dtensor, local_of, reshard
+from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
 
@@ -73,7 +73,7 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     copies = [
         (name, local_of(parameter))
         for name, parameter in module.named_parameters()
-        if not Attributes.of(parameter).tensor_model_parallel
+        if not is_split_over(world.ranks, parameter)
     ]
     if world.size == 1 or not copies:
         return

@@ -50,7 +50,7 @@ def parallelize(
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto": a
         few ids or features if the model takes these, and for models of up to 2**27 parameters. False: no
         comparison
-    as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh then, so
+    as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model
     """
     if mode.fix("parallelize"):
