@@ -9,14 +9,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import checkpoint as storage
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests.checks import error_of
 from tests.interop.split_cases import PLAN, Toy, loss_of
 from tests.models.small import CONFIGS
-from tpkernels import GPT, check_replicas, clip_grad_norm_, finalize_gradients, parallelize
+from tpkernels import (
+    GPT,
+    GradientBuckets,
+    check_replicas,
+    clip_grad_norm_,
+    finalize_gradients,
+    parallelize,
+    tp_invariant,
+)
 from tpkernels.interop import dcp
-from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Split
 
 IDS = torch.arange(32).view(4, 8) * 5 % 37
@@ -157,3 +169,111 @@ def resume(
     with torch.no_grad():
         mean_loss(model, IDS, TARGETS)
     return told, full_state_dict(model, state=mesh)
+
+
+def by_torch(folder: str, reference: list[tuple[float, float]]) -> list[str]:
+    """torch's own clipping, checkpoints and AdamW, of a model whose parameters are DTensors.
+
+    It is saved on two by two ranks, and goes on there, on four tensor ranks, and on four data ranks.
+    reference: losses and norms of the unsharded run
+    """
+    wrong = []
+    for number, (data, tensor, wraps) in enumerate(((2, 2, True), (1, 4, False), (4, 1, True))):
+        mesh = mesh_of(data, tensor)
+        model = sharded("as_dtensor", mesh) if wraps else built("as_dtensor", mesh)
+        optimizer = adamw(model)
+        if number == 0:
+            if train_by_torch(model, optimizer, mesh, STEPS) != reference[:STEPS]:
+                wrong.append("training")
+            weights, state = get_state_dict(model, optimizer)
+            storage.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state}
+        storage.load(content, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+        )
+        if train_by_torch(model, optimizer, mesh, 2) != reference[STEPS:]:
+            wrong.append(f"going on with {data} x {tensor}")
+    return wrong
+
+
+def train_by_torch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int
+) -> list[tuple[float, float]]:
+    """As `train`, rounded to nine digits."""
+    rows, place = len(IDS) // mesh["dp"].size(), mesh.get_local_rank("dp")
+    own = slice(place * rows, (place + 1) * rows)
+    told = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, IDS[own], TARGETS[own])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        told.append(
+            (
+                mean.item() / mesh["dp"].size(),
+                (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
+            )
+        )
+    return [(round(loss, 9), round(norm, 9)) for loss, norm in told]
+
+
+def unsharded_by_torch() -> list[tuple[float, float]]:
+    mesh = mesh_of(1, 1)
+    model = built("as_dtensor", mesh)
+    return train_by_torch(model, adamw(model), mesh, STEPS + 2)
+
+
+def from_meta() -> list[str]:
+    """DTensors of a model without memory, which gets some, and its weights, later."""
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(3)
+    whole = Separate().double()
+    with torch.device("meta"):
+        model = Separate().double()
+    parallelize(model, mesh, plan=SEPARATE_PLAN, verify=False, as_dtensor=True)
+    fully_shard(model, mesh=mesh["dp"]).to_empty(device="cpu")
+    load_full_state_dict(model, whole.state_dict(), state=mesh)
+    wrong = [] if torch.allclose(model(IDS), whole(IDS), rtol=0, atol=1e-12) else ["output"]
+    return wrong if model.head.weight is model.embed.weight else [*wrong, "tie"]
+
+
+def refused() -> list[tuple[str, str]]:
+    """What cannot be DTensors, and who cannot take them."""
+    mesh = mesh_of(1, 2)
+    stacked, other = Toy(), Separate()
+    before = [type(module) for model in (stacked, other) for module in model.modules()]
+    said = [
+        error_of(parallelize, stacked, mesh, plan=PLAN, verify=False, as_dtensor=True),
+        error_of(parallelize, other, mesh.get_group("tp"), plan=SEPARATE_PLAN, verify=False, as_dtensor=True),
+    ]
+    assert before == [type(module) for model in (stacked, other) for module in model.modules()]
+    return [*said, error_of(GradientBuckets, built("as_dtensor", mesh), mesh.get_group("dp"))]
+
+
+def of_hybrid_mesh() -> tuple[float, float]:
+    """Norms of the gradient under fully_shard that also replicates, and of the unsharded model."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicas", "shards", "tp"))
+    model, whole = built("llama", mesh), built("llama", mesh)
+    fully_shard(model, mesh=mesh["replicas", "shards"])
+    for each in (model, whole):
+        mean_loss(each, IDS, TARGETS).backward()
+    norm = clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
+    return norm.item(), nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM).item()
+
+
+def exact_norms(data: int, tensor: int) -> float:
+    """The norm that is added exactly, of gradients that are the same on all meshes."""
+    with tp_invariant(4):
+        mesh = mesh_of(data, tensor)
+        torch.manual_seed(3)
+        model: nn.Module = GPT(CONFIGS["gpt2"], state=mesh)
+        if dist.get_world_size() > 1:
+            fully_shard(model, mesh=mesh["dp"])
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 3
+        return clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh).item()
