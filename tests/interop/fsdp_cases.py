@@ -22,6 +22,7 @@ from tests.segments import tp_invariance
 from tpkernels import (
     GPT,
     GradientBuckets,
+    RMSNorm,
     check_replicas,
     clip_grad_norm_,
     finalize_gradients,
@@ -29,7 +30,9 @@ from tpkernels import (
 )
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.interop.parallelize.as_dtensor import hold_dtensors
 from tpkernels.interop.parallelize.plan import Split
+from tpkernels.layers.world import tensor_world
 
 IDS = torch.arange(32).view(4, 8) * 5 % 37
 TARGETS = (IDS * 3 + 1) % 37
@@ -290,3 +293,20 @@ def require_zero_padding(model: nn.Module, mesh: DeviceMesh) -> None:
     dist.broadcast_object_list(full)
     expected = next(value for name, value in full[0].items() if name.startswith("embed"))
     torch.testing.assert_close(held, expected.abs().sum())
+
+
+def of_marked_norm() -> list[bool]:
+    """The gradient of a norm of this rank's tokens: complete after backward, and not summed again."""
+    mesh = mesh_of(1, 2)
+    norm = RMSNorm(8, sequence_parallel=True)
+    hold_dtensors(norm, (), mesh, tensor_world(mesh))
+    tokens = torch.arange(32.0).view(2, 2, 8).sin()
+    norm(tokens[dist.get_rank()]).square().sum().backward()
+    weight = torch.ones(8, requires_grad=True)
+    F.rms_norm(tokens, (8,), weight, 1e-5).square().sum().backward()
+    told = []
+    for _ in range(2):
+        assert norm.weight.grad is not None and weight.grad is not None
+        told.append(torch.allclose(norm.weight.grad.full_tensor(), weight.grad, rtol=1e-5))
+        finalize_gradients(norm, state=mesh)
+    return told

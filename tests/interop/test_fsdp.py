@@ -57,3 +57,7 @@ def test_exact_norm_has_the_same_bits_under_fully_shard(ranks1, ranks4):
     (expected,) = ranks1.run(cases.exact_norms, 1, 1)
     for sizes in ((2, 2), (4, 1), (1, 4)):
         assert ranks4.run(cases.exact_norms, *sizes) == [expected] * 4
+
+
+def test_partial_gradients_of_dtensors_are_summed_once(ranks2):
+    assert ranks2.run(cases.of_marked_norm) == [[True, True]] * 2
