@@ -123,25 +123,38 @@ def test_a_rank_alone_has_nothing_to_compare():
                 clip_grad_norm_(norm.weight, max_norm)
 
 
-def sharded_again():
-    """fully_shard makes new parameters, which say nothing of tensor-parallel ranks."""
+def sharded_again(drifting: bool) -> list[tuple[str, str]]:
+    """fully_shard makes new parameters: those of our norms say again that their gradients are partial."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = RMSNorm(8, sequence_parallel=True)
-    fully_shard(model, mesh=mesh["dp"])
-    model(torch.ones(2, 8)).sum().backward()
+    model, other = RMSNorm(8, sequence_parallel=True), torch.nn.LayerNorm(8)
+    other.weight.sequence_parallel = True
+    for module in (model, other):
+        fully_shard(module, mesh=mesh["dp"])
+    tokens = torch.arange(16.0).view(2, 8).sin() + mesh.get_local_rank("tp")
+    (model(tokens) * tokens).sum().backward()
     group = mesh.get_group("tp")
+    if drifting:
+        with torch.no_grad():
+            model.weight.to_local().add_(mesh.get_local_rank("tp"))
     return [
-        error_of(finalize_gradients, model, state=group),
-        error_of(check_replicas, model, state=group),
         error_of(clip_grad_norm_, model.parameters(), 1.0, state=group),
+        error_of(finalize_gradients, model, state=group),
+        error_of(clip_grad_norm_, model.parameters(), 1.0, state=group),
+        error_of(check_replicas, model, state=group),
+        error_of(finalize_gradients, other, state=group),
     ]
 
 
-def test_parameters_that_lost_their_marks_are_refused(ranks4):
-    for errors in ranks4.run(sharded_again):
-        for kind, text in errors:
-            assert kind == "TypeError"
-            assert "expected plain parameters, got the DTensor" in text
+@pytest.mark.parametrize("drifting", [False, True])
+def test_replicas_under_fully_shard_are_summed_and_compared(drifting, ranks4):
+    for unsummed, summed, clipped, compared, lost in ranks4.run(sharded_again, drifting):
+        assert unsummed[0] == "RuntimeError"
+        assert "call finalize_gradients(model) after backward" in unsummed[1]
+        assert summed == clipped == ("nothing", "")
+        assert compared[0] == ("RuntimeError" if drifting else "nothing")
+        assert "check_replicas: 'weight' differs" in compared[1] or not drifting
+        assert lost[0] == "TypeError"
+        assert "which has lost what was said of it" in lost[1]

@@ -27,6 +27,11 @@ def problem_of(
     for name, tensor in named_tensors:
         if not isinstance(tensor, Tensor):
             return "TypeError", f"'{name}': expected a tensor, got {type(tensor).__name__}"
+        if hasattr(type(tensor), "device_mesh"):
+            return "TypeError", (
+                f"'{name}' is a DTensor; expected a plain tensor: use fully_shard, or parallelize without "
+                "as_dtensor"
+            )
         if tensor.layout != torch.strided:
             return "TypeError", f"'{name}' is {tensor.layout}; expected a dense tensor: call to_dense() on it"
         if tensor.dtype not in dtypes:

@@ -13,10 +13,21 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _MODULES
     from tpkernels.interop import huggingface as huggingface
     from tpkernels.interop import megatron as megatron
     from tpkernels.interop import mpu as mpu
+    from tpkernels.interop import parallel_styles as parallel_styles
     from tpkernels.interop import safetensors as safetensors
     from tpkernels.interop.parallelize import plan as plan
 
-_MODULES = ("dcp", "dtensor", "full_state_dict", "huggingface", "megatron", "mpu", "plan", "safetensors")
+_MODULES = (
+    "dcp",
+    "dtensor",
+    "full_state_dict",
+    "huggingface",
+    "megatron",
+    "mpu",
+    "parallel_styles",
+    "plan",
+    "safetensors",
+)
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 

@@ -276,7 +276,7 @@ def _rows_of_ranks(rows: dict[str, Tensor]) -> dict[str, DTensor]:
     ranges = tuple((range(rank, rank + 1),) for rank in range(world))
     return {
         name: as_dtensor(
-            TensorShard(row, (world, row.shape[1]), 0, ranges, dist.get_rank()), c10d.default_group()
+            TensorShard(row, (world, row.shape[1]), 0, ranges, dist.get_rank(), (0, 0)), c10d.default_group()
         )
         for name, row in rows.items()
     }

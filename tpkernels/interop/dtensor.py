@@ -4,8 +4,10 @@
     replicated                                          Replicate
     one range for each rank, as torch.chunk splits      Shard(dim), over the parameter's own memory
     several ranges for each rank, or other sizes        Shard(dim) over `LocalShardsWrapper`
+    split by tensor-parallel ranks and fully_shard      the same; over the tensor-parallel ranks only
+    a DTensor of the full shape                         as it is
 
-The last form is for checkpoints only: DTensor cannot compute with it.
+`LocalShardsWrapper` is for checkpoints only: DTensor cannot compute with it.
 """
 
 from __future__ import annotations
@@ -33,12 +35,21 @@ def as_dtensors(model: nn.Module, state: State = None) -> dict[str, DTensor]:
 
 
 def as_dtensor(shard: TensorShard, group: ProcessGroup) -> DTensor:
+    if shard.dim is None and isinstance(shard.tensor, DTensor):
+        return DTensor.from_local(
+            shard.local,
+            shard.tensor.device_mesh,
+            shard.tensor.placements,
+            run_check=False,
+            shape=shard.tensor.shape,
+            stride=shard.tensor.stride(),
+        )
     mesh = _mesh(group, shard.local.device.type)
     if shard.dim is None:
         return DTensor.from_local(shard.local.detach(), mesh, [Replicate()], run_check=False)
     chunks = list(shard.chunks())
     local: Tensor
-    if _is_chunked(shard):
+    if is_chunked(shard) and not isinstance(shard.tensor, DTensor):
         local = chunks[0].view
     else:
         local = LocalShardsWrapper([chunk.view for chunk in chunks], [chunk.offsets for chunk in chunks])
@@ -56,7 +67,7 @@ def _mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=(TENSOR_DIM,))
 
 
-def _is_chunked(shard: TensorShard) -> bool:
+def is_chunked(shard: TensorShard) -> bool:
     """Whether ranks hold what `torch.chunk` would give them, as `Shard` assumes."""
     assert shard.dim is not None
     size, ranks = shard.shape[shard.dim], len(shard.ranges)

@@ -20,7 +20,8 @@ def full_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tenso
     """The unsharded model's tensors by name, on the CPU of global rank 0; an empty dict on other ranks.
 
     Called by all ranks of the world. Tensors are gathered one by one; each takes twice its full size on each
-    device of the tensor-parallel group of rank 0. A tensor with several names is there under its first one.
+    device of the tensor-parallel group of rank 0, and under `fully_shard` a shard on the others. A tensor
+    with several names is there under its first one.
 
     state: as the model was built with; by default found in its layers
     """
@@ -28,11 +29,13 @@ def full_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tenso
         require_one_stage(state)
         group = world_of(model, state).group
         shards = shards_of(model, state)
-    if dist.get_process_group_ranks(group)[0] != 0:
-        return {}  # another replica of the model
+    has_rank_0 = dist.get_process_group_ranks(group)[0] == 0  # others are another replica of the model
     full: dict[str, Tensor] = {}
     for name, shard in shards.items():
-        tensor = _gathered(shard, group)
+        held = shard.gathered()
+        if not has_rank_0:
+            continue
+        tensor = _gathered(held, group)
         if dist.get_rank() == 0:
             full[name] = tensor.to("cpu", copy=True)
     return full

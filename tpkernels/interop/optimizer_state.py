@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpkernels.interop.dtensor import as_dtensor
@@ -25,7 +26,7 @@ class OptimizerState:
         self.shards = shards
         self.group = group
         self._read: dict[str, Tensor] = {}  # local tensors that a checkpoint is read into, with padding
-        by_id = {id(shard.local): name for name, shard in shards.items()}
+        by_id = {id(shard.tensor): name for name, shard in shards.items()}
         self.names: list[list[str]] = []  # of each parameter group
         for number, options in enumerate(optimizer.param_groups):
             strange = [p for p in options["params"] if id(p) not in by_id]
@@ -44,7 +45,7 @@ class OptimizerState:
         ]
         found: dict[str, Any] = {GROUPS: groups}
         for name, (shard, _) in self._owned().items():
-            for key, value in self.optimizer.state.get(shard.local, {}).items():
+            for key, value in self.optimizer.state.get(shard.tensor, {}).items():
                 found[f"{STATE}{name}.{key}"] = self._shared(name, key, value)
         return found
 
@@ -76,7 +77,7 @@ class OptimizerState:
                 continue
             dtype = described.properties.dtype
             if tuple(described.size) == shard.shape:
-                self._read[entry] = torch.zeros_like(shard.local, dtype=dtype)
+                self._read[entry] = torch.zeros_like(shard.tensor, dtype=dtype)
                 place[entry] = as_dtensor(shard.of(self._read[entry]), self.group)
             else:
                 on_device = options.get("capturable") or options.get("fused")
@@ -90,11 +91,11 @@ class OptimizerState:
             options.update({key: value for key, value in saved.items() if key != "params"})
         owned = self._owned()
         for shard, _ in owned.values():
-            self.optimizer.state.pop(shard.local, None)
+            self.optimizer.state.pop(shard.tensor, None)
         for entry, value in content.items():
             if entry.startswith(STATE):
                 name, key = _name_and_key(entry)
-                self.optimizer.state[owned[name][0].local][key] = self._read.get(entry, value)
+                self.optimizer.state[owned[name][0].tensor][key] = self._read.get(entry, value)
 
     def _owned(self) -> dict[str, tuple[TensorShard, dict[str, Any]]]:
         """Each parameter's shard and the options of its group."""
@@ -108,10 +109,13 @@ class OptimizerState:
         shard = self.shards[name]
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        if value.shape != shard.local.shape:
+        if value.shape != shard.tensor.shape or isinstance(value, DTensor) != isinstance(
+            shard.tensor, DTensor
+        ):
             raise ValueError(
                 f"optimizer: expected {key!r} of '{name}' to be a number or of the parameter's shape "
-                f"{tuple(shard.local.shape)}, got {tuple(value.shape)}: how ranks share it is not known"
+                f"{tuple(shard.tensor.shape)} and kind, got {type(value).__name__} {tuple(value.shape)}: how "
+                "ranks share it is not known"
             )
         return as_dtensor(shard.of(value), self.group)
 

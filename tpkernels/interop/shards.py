@@ -1,7 +1,8 @@
 """The shard that this rank holds of each tensor of the unsharded model.
 
-A shard is one or more ranges of the full tensor along one dimension, concatenated: several if the tensor is a
-concatenation of weights (stride > 1). Rows that pad a vocabulary follow the ranges; the full tensor has none.
+A tensor-parallel shard is one or more ranges of the full tensor along one dimension, concatenated: several if
+the tensor is a concatenation of weights (stride > 1). Rows that pad a vocabulary follow the ranges; the full
+tensor has none. Under `fully_shard` a rank holds a block of its tensor-parallel shard.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.foreign import local_of, reshard
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State, TensorWorld, tensor_world
 from tpkernels.runtime.state import ParallelState, current_or_none
@@ -25,40 +29,66 @@ from tpkernels.topology.shard import VocabularySplit, ranges_of, stacked_ranges
 class TensorShard:
     """One tensor on this rank.
 
-    local: the shard, padding included
+    tensor: the model's own, padding included; under `fully_shard` a DTensor
     shape: of the full tensor
-    dim: the dimension that is split; None: the tensor is replicated
-    ranges: of each rank, along `dim` of the full tensor
+    dim: the dimension that tensor-parallel ranks split; None: the tensor is replicated, or a DTensor of the
+        full shape
+    ranges: of each tensor-parallel rank, along `dim` of the full tensor
     rank: this rank in the tensor-parallel group
+    start: where this rank's block begins in the tensor-parallel shard, or in the full tensor if dim is None
     """
 
-    local: Tensor
+    tensor: Tensor
     shape: tuple[int, ...]
     dim: int | None = None
     ranges: tuple[tuple[range, ...], ...] = ()
     rank: int = 0
+    start: tuple[int, ...] = ()
 
-    def of(self, local: Tensor) -> TensorShard:
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds, as a plain tensor that shares memory with the model."""
+        return local_of(self.tensor)
+
+    def of(self, tensor: Tensor) -> TensorShard:
         """The same ranges of another tensor of this shape, such as an optimizer's."""
-        return replace(self, local=local)
+        return replace(self, tensor=tensor)
+
+    def gathered(self) -> TensorShard:
+        """The tensor-parallel shard of which this rank holds a block. Called by all ranks of its mesh."""
+        if not isinstance(self.tensor, DTensor):
+            return self
+        with torch.no_grad():
+            return replace(self, tensor=self.tensor.full_tensor(), start=(0,) * len(self.shape))
 
     def chunks(self, local: Tensor | None = None, rank: int | None = None) -> Iterator[Chunk]:
-        """The ranges of a rank, by default this one, as views of `local`."""
-        local = self.local.detach() if local is None else local
+        """What a rank, by default this one, holds of the full tensor, as views of `local`."""
+        local = self.local if local is None else local
+        ends = [start + size for start, size in zip(self.start, local.shape, strict=True)]
+        block = tuple(map(slice, self.start, ends))
         if self.dim is None:
-            yield Chunk(local, (slice(None),) * local.ndim)
+            yield Chunk(local, block)
             return
-        start = 0
-        before = (slice(None),) * self.dim
+        found = False
+        begin, end, offset = self.start[self.dim], ends[self.dim], 0
         for each in self.ranges[self.rank if rank is None else rank]:
-            view = local.narrow(self.dim, start, len(each))
-            yield Chunk(view, (*before, slice(each.start, each.stop)))
-            start += len(each)
+            low, high = max(begin, offset), min(end, offset + len(each))
+            if low < high:
+                found = True
+                view = local.narrow(self.dim, low - begin, high - low)
+                held = slice(each.start + low - offset, each.start + high - offset)
+                yield Chunk(view, (*block[: self.dim], held, *block[self.dim + 1 :]))
+            offset += len(each)
+        if not found:  # padding only, or nothing: no elements, past the end
+            held = slice(self.shape[self.dim], self.shape[self.dim])
+            yield Chunk(local.narrow(self.dim, 0, 0), (*block[: self.dim], held, *block[self.dim + 1 :]))
 
     def zero_padding(self) -> None:
         if self.dim is not None:
             held = sum(len(each) for each in self.ranges[self.rank])
-            self.local.detach().narrow(self.dim, held, self.local.shape[self.dim] - held).zero_()
+            size = self.local.shape[self.dim]
+            first = min(max(held - self.start[self.dim], 0), size)
+            self.local.narrow(self.dim, first, size - first).zero_()
 
 
 @dataclass(frozen=True)
@@ -66,7 +96,7 @@ class Chunk:
     """One range.
 
     view: of a shard
-    where: index of the full tensor's leading dimensions
+    where: index of the full tensor, a slice for each dimension
     """
 
     view: Tensor
@@ -74,13 +104,13 @@ class Chunk:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        starts = [index.start or 0 for index in self.where]
-        return (*starts, *[0] * (self.view.ndim - len(starts)))
+        return tuple(index.start for index in self.where)
 
 
 def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
     """Parameters and persistent buffers by name; a tied tensor has its first name only."""
     model = unwrapped(model)
+    reshard(model)
     world = world_of(model, state)
     seen: set[int] = set()
     shards: dict[str, TensorShard] = {}
@@ -91,8 +121,9 @@ def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
             if tensor is None or id(tensor) in seen or short in owner._non_persistent_buffers_set:
                 continue
             seen.add(id(tensor))
-            _require_plain(name, tensor)
-            shards[name] = _shard(name, owner, tensor, world)
+            if tensor.is_meta:
+                raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
+            shards[name] = shard_of(name, owner, tensor, world)
     return shards
 
 
@@ -132,21 +163,12 @@ def require_one_stage(state: State = None) -> None:
         )
 
 
-def _require_plain(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        raise TypeError(
-            f"'{name}': expected a plain tensor, got a DTensor: a model under fully_shard cannot be saved or "
-            "loaded here, and torch.distributed.checkpoint alone would mix up tensor-parallel ranks; use "
-            "GradientBuckets or DDP, or save before fully_shard"
-        )
-    if tensor.is_meta:
-        raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
-
-
-def _shard(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> TensorShard:
+def shard_of(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> TensorShard:
+    """The shard of one tensor of the module `owner`."""
     attributes = Attributes.of(tensor)
-    if not attributes.tensor_model_parallel:
-        return TensorShard(tensor, tuple(tensor.shape))
+    start = _start_of(name, tensor)
+    if not attributes.tensor_model_parallel or getattr(owner, "holds_dtensors", False):
+        return TensorShard(tensor, tuple(tensor.shape), start=start)
     dim = attributes.partition_dim
     if not 0 <= dim < tensor.ndim:
         raise ValueError(f"'{name}': expected a partition_dim from 0 to {tensor.ndim - 1}, got {dim}")
@@ -162,4 +184,17 @@ def _shard(name: str, owner: nn.Module, tensor: Tensor, world: TensorWorld) -> T
         held = partial(ranges_of, size=size, ranks=world.size, stride=stride)
         ranges = tuple(held(rank) for rank in range(world.size))
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
-    return TensorShard(tensor, shape, dim, ranges, world.rank)
+    return TensorShard(tensor, shape, dim, ranges, world.rank, start)
+
+
+def _start_of(name: str, tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's block begins in the tensor that a DTensor stands for."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"'{name}': expected a DTensor that is sharded or replicated, got {tensor.placements}; "
+            "redistribute it first"
+        )
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return start

@@ -3,7 +3,7 @@
 tensor ranks      shards are counted on every rank, replicated parameters once
 pipeline stages   their norms are added; parameters with Megatron's attribute `shared`, the last stage's
                   replica of the embedding, are not counted
-data ranks        have the same gradients: nothing is added
+data ranks        have the same gradients, and nothing is added; under `fully_shard` blocks of them, which are
 
 With TP-invariance the norm that is returned, and clips, is added exactly (`exact_norm`).
 """
@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.exact_norm import exact_norm
-from tpkernels.layers.replicas import gradient_of, refuse_dtensors
+from tpkernels.layers.foreign import groups_with_blocks, is_dtensor
+from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, from_all_ranks
 from tpkernels.runtime.state import ParallelState, current
@@ -43,7 +44,6 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
         raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owned = list({id(parameter): parameter for parameter in owned}.values())  # tied ones once
-    refuse_dtensors("clip_grad_norm_", ((f"number {n}", p) for n, p in enumerate(owned)))
     device = owned[0].device if owned else torch.device("cpu")
     found = current() if state is None else state
     groups = [tensor_world(state).group]
@@ -55,7 +55,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
         raise problem
     norm = square.sqrt()
     if mode.fix("clip_grad_norm_"):
-        norm.fill_(exact_norm(_counted(owned, groups[0]), device, groups))
+        blocks = {_ranks(holders): holders for p in owned for holders in _block_groups(p, groups[0])}
+        added = {_ranks(groups[0]): groups[0], **blocks}
+        counted = [gradient_of(p) for p in owned if _counts_here(p, groups[0], list(added.values()))]
+        there = [gradient for gradient in counted if gradient is not None]
+        norm.fill_(exact_norm(there, device, [*added.values(), *groups[1:]]))
     gradients = [gradient for gradient in map(gradient_of, owned) if gradient is not None]
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -66,29 +70,67 @@ def _square_over_tensor_ranks(
     parameters: Sequence[Tensor], group: ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Exception | None]:
     """The sum of squares of gradients, replicas once, with the same bits on all ranks; or an error."""
-    split: list[Tensor] = []
-    copies: list[tuple[str, Tensor | None]] = []
-    for number, parameter in enumerate(parameters):
-        gradient = gradient_of(parameter)
-        if getattr(parameter, "shared", False):
-            continue
-        if not Attributes.of(parameter).tensor_model_parallel:
-            copies.append((f"parameter {number} of those given", gradient))
-        elif gradient is not None:
-            split.append(gradient)
+    counted = {n: p for n, p in enumerate(parameters) if not getattr(p, "shared", False)}
+    gradients = {number: gradient_of(parameter) for number, parameter in counted.items()}
+    split = [number for number, p in counted.items() if Attributes.of(p).tensor_model_parallel]
+    copied = [number for number in counted if number not in set(split)]
+    named = [(f"parameter {n} of those given", _claimed(counted[n], gradients[n])) for n in copied]
+    problem: Exception | None = None
     try:
         if group.size() > 1:
-            agree_on("clip_grad_norm_", copies, group)  # so that all ranks bring as many numbers
+            agree_on("clip_grad_norm_", named, group)  # so that all ranks bring as many numbers
     except (RuntimeError, TypeError, ValueError) as error:
-        return torch.zeros((), dtype=torch.float64, device=device), error
-    names = [name for name, gradient in copies if gradient is not None]
-    copied = [gradient for _, gradient in copies if gradient is not None]
-    own = _stacked([_norm(gradient) for gradient in split], device).square().sum()
-    norms = _stacked([_norm(gradient) for gradient in copied], device)
-    sums = _stacked([gradient.sum(dtype=torch.float64) for gradient in copied], device)
-    everybody = from_all_ranks(torch.cat([own[None], norms, sums]), group)
+        problem = error
+    numbers = [_square_and_sum(gradients[number], device) for number in (*split, *copied)]
+    table = torch.stack(numbers, 1) if numbers else torch.zeros(2, 0, dtype=torch.float64, device=device)
+    _add_blocks_(table, [counted[number] for number in (*split, *copied)], group)
+    if problem is not None:
+        return table.new_zeros(()), problem
+    names = [name for name, _ in named]
+    squares, sums = table[:, len(split) :]
+    everybody = from_all_ranks(torch.cat([table[0, : len(split)].sum()[None], squares.sqrt(), sums]), group)
     square = everybody[:, 0].sum() + everybody[0, 1 : 1 + len(names)].square().sum()
     return square, _difference(names, everybody[:, 1:].unflatten(1, (2, len(names))), group)
+
+
+def _claimed(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What ranks have alike: of a DTensor's gradient each may hold a block of another shape."""
+    return parameter if gradient is not None and is_dtensor(parameter) else gradient
+
+
+def _square_and_sum(gradient: Tensor | None, device: torch.device) -> Tensor:
+    """(2,) of what this rank holds of a gradient"""
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return torch.stack([norm.double().square(), gradient.sum(dtype=torch.float64)])
+
+
+def _add_blocks_(table: Tensor, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Columns of a gradient of which ranks hold blocks become those of the tensor-parallel shard.
+
+    table: (2, parameters)
+    """
+    columns: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
+    for column, parameter in enumerate(parameters):
+        for holders in _block_groups(parameter, group):
+            columns.setdefault(_ranks(holders), (holders, []))[1].append(column)
+    for holders, which in columns.values():
+        table[:, which] = from_all_ranks(table[:, which].flatten(), holders).sum(0).view(2, len(which))
+
+
+def _block_groups(parameter: Tensor, group: ProcessGroup) -> list[ProcessGroup]:
+    """Groups whose ranks hold blocks of the tensor-parallel shard, or of what is no shard.
+
+    group: the tensor-parallel one; in a DTensor of the full shape it has shards
+    """
+    found = groups_with_blocks(parameter)
+    is_split = Attributes.of(parameter).tensor_model_parallel
+    return [holders for holders in found if not (is_split and _ranks(holders) == _ranks(group))]
+
+
+def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _square_over_stages(
@@ -105,22 +147,18 @@ def _square_over_stages(
     return squares.sum(), problem
 
 
-def _counted(parameters: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """The gradients that this rank adds to the norm of all: of replicated parameters only the first rank."""
-    counted = [p for p in parameters if Attributes.of(p).tensor_model_parallel or group.rank() == 0]
-    found = (gradient_of(p) for p in counted if not getattr(p, "shared", False))
-    return [gradient for gradient in found if gradient is not None]
+def _counts_here(parameter: Tensor, group: ProcessGroup, added: Sequence[ProcessGroup]) -> bool:
+    """Whether this rank adds its gradient: of groups whose ranks hold the same, only the first rank does.
 
-
-def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(
-        gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
-    )
-    return norm.double()
-
-
-def _stacked(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(list(numbers)) if numbers else torch.zeros(0, dtype=torch.float64, device=device)
+    group: the tensor-parallel one
+    added: the groups over which gradients are added
+    """
+    if getattr(parameter, "shared", False):
+        return False
+    parts = {_ranks(holders) for holders in _block_groups(parameter, group)}
+    if Attributes.of(parameter).tensor_model_parallel:
+        parts.add(_ranks(group))
+    return all(_ranks(each) in parts or each.rank() == 0 for each in added)
 
 
 def _difference(names: Sequence[str], numbers: Tensor, group: ProcessGroup) -> Exception | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
@@ -30,17 +30,53 @@ if TYPE_CHECKING:
 Shards = Iterator[tuple[str, tuple[int, ...]]]  # names, and which ranks hold shards of the same weight
 
 
-def refuse_mesh(module: nn.Module, world: TensorWorld) -> None:
-    """An error if a parameter of `module` is a DTensor over ranks that hold other shards of it."""
+def refuse_mesh(module: nn.Module, world: TensorWorld, *, holds_dtensors: bool) -> None:
+    """An error if fully_shard averages a parameter of `module` over ranks that hold other shards of it.
+
+    holds_dtensors: parameters were DTensors over the tensor-parallel ranks before
+    """
     for name, parameter in module._parameters.items():
         if is_dtensor(parameter):
             ranks = parameter.device_mesh.mesh.flatten().tolist()
+            if holds_dtensors:  # a dimension of the mesh has the tensor-parallel ranks, others must have none
+                groups = [_ranks_of(group) for group in parameter.device_mesh.get_all_groups()]
+                ranks = sorted({rank for group in groups if group != list(world.ranks) for rank in group})
             _refuse([(f"{type(module).__name__}.{name}", world.ranks)], ranks, "fully_shard")
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")  # not imported: then there are none
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, without autograd: of a DTensor its local tensor."""
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
+    """Whether each of these tensor-parallel ranks holds another shard of it, rather than a copy."""
+    if Attributes.of(parameter).tensor_model_parallel:
+        return True
+    return any(_ranks_of(group) == list(ranks) for group in groups_with_blocks(parameter))
+
+
+def groups_with_blocks(tensor: Tensor) -> list[ProcessGroup]:
+    """Of a DTensor, the groups over whose ranks it is sharded."""
+    if not is_dtensor(tensor):
+        return []
+    held = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    return [group for group, placement in held if not placement.is_replicate()]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let a model under fully_shard have its sharded parameters, which a forward may have replaced."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then there is none
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:

@@ -74,6 +74,19 @@ class MarkedModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()
 
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return bool(vars(self).get("_under_fsdp", False))
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, managed: bool) -> None:
+        """torch's `fully_shard` sets it on each module whose parameters it has replaced by DTensors."""
+        self._under_fsdp = managed
+        self._after_fully_shard()
+
+    def _after_fully_shard(self) -> None:
+        self._mark()
+
     def _note(self) -> None:
         """The parameters' attributes, which callers may have changed."""
         for name, parameter in self._named():
@@ -94,6 +107,7 @@ class ParallelModule(MarkedModule):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.world = tensor_world(state)
+        self.holds_dtensors = False  # whether parameters are DTensors over the tensor-parallel ranks
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
         """Become a parallel module that was built as another one.
@@ -110,16 +124,9 @@ class ParallelModule(MarkedModule):
         for _, parameter in self._named():
             vars(parameter)["tensor_parallel_ranks"] = self.world.ranks  # of the group in this process
 
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return bool(vars(self).get("_under_fsdp", False))
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, managed: bool) -> None:
-        """torch's `fully_shard` sets it on each module whose parameters it has replaced by DTensors."""
-        self._under_fsdp = managed
-        foreign.refuse_mesh(self, self.world)
-        self._mark()  # its parameters are new
+    def _after_fully_shard(self) -> None:
+        foreign.refuse_mesh(self, self.world, holds_dtensors=self.holds_dtensors)
+        super()._after_fully_shard()
 
     def require_features(self, x: Tensor, features: int, advice: str) -> None:
         if x.ndim < 1 or x.shape[-1] != features:

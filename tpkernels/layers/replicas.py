@@ -14,26 +14,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpkernels.layers.attributes import Attributes
-from tpkernels.layers.foreign import is_dtensor
+from tpkernels.layers.foreign import is_dtensor, is_split_over, local_of, reshard
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
 
 
-def refuse_dtensors(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """A wrapper that replaces parameters by DTensors, as fully_shard does, loses their attributes."""
+def require_marks(caller: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """fully_shard makes new parameters: ours are marked again, those of other modules lose their marks."""
     for name, parameter in parameters:
-        if is_dtensor(parameter):
+        if is_dtensor(parameter) and "sequence_parallel" not in vars(parameter):
             raise TypeError(
-                f"{caller}: expected plain parameters, got the DTensor {name}, which does not say whether "
-                "tensor-parallel ranks hold copies of it; reduce its gradient before sharding, or do without "
-                "sequence_parallel"
+                f"{caller}: expected parameters that say which gradients are partial, got the DTensor "
+                f"'{name}' of a module that is not of tpkernels, which has lost what was said of it; after "
+                "fully_shard, set its attribute sequence_parallel to True or False"
             )
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """`main_grad` if there is one, else `grad`."""
+    """What this rank holds of `main_grad` if there is one, else of `grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if main_grad is None else main_grad
+    gradient = parameter.grad if main_grad is None else main_grad
+    if is_dtensor(gradient) and any(placement.is_partial() for placement in gradient.placements):
+        raise ValueError(
+            f"expected gradients that are summed, got one of {tuple(gradient.shape)} with the placements "
+            f"{gradient.placements}; redistribute it as its parameter is first"
+        )
+    return None if gradient is None else local_of(gradient)
 
 
 def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
@@ -43,7 +49,8 @@ def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
     multiplies by the number of ranks.
     """
     world = tensor_world(state)
-    refuse_dtensors("finalize_gradients", module.named_parameters())
+    reshard(module)
+    require_marks("finalize_gradients", module.named_parameters())
     if world.size == 1:
         return
     marked = [
@@ -62,16 +69,16 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     Each parameter is sent and copied: not for every step.
     """
     world = tensor_world(state)
-    refuse_dtensors("check_replicas", module.named_parameters())
+    reshard(module)
     copies = [
-        (name, parameter)
+        (name, local_of(parameter))
         for name, parameter in module.named_parameters()
-        if not Attributes.of(parameter).tensor_model_parallel
+        if not is_split_over(world.ranks, parameter)
     ]
     if world.size == 1 or not copies:
         return
     agree_on("check_replicas", copies, world.group)
-    unlike = unlike_first_rank([parameter for _, parameter in copies], world.group)
+    unlike = unlike_first_rank([copy for _, copy in copies], world.group)
     wrong = unlike.any(0).nonzero().flatten().tolist()
     if not wrong:
         return

@@ -26,6 +26,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
 
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.foreign import is_split_over
 from tpkernels.layers.replicas import drift
 from tpkernels.runtime import c10d
 from tpkernels.runtime.agreement import are_set
@@ -126,12 +127,13 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
     groups = {Attributes.of(parameter).tensor_parallel_ranks for parameter in parameters} - {()}
     if len(groups) != 1:  # with several groups it is not known which one a plain parameter belongs to
         return None
-    return groups.pop(), [p for p in parameters if _is_copy(p)]
+    (ranks,) = groups
+    return ranks, [p for p in parameters if _is_copy(p, ranks)]
 
 
-def _is_copy(parameter: Tensor) -> bool:
+def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
     """Whether it is no shard, and not of Megatron's experts, which differ between ranks."""
-    return not Attributes.of(parameter).tensor_model_parallel and getattr(parameter, "allreduce", True)
+    return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)
 
 
 @torch.no_grad()

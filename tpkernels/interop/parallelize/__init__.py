@@ -7,15 +7,19 @@ swaps     the plan on this rank: modules replaced by layers of hf_modules, or ke
 trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
           (probe), and whether outputs and gradients are the unsharded model's (verify)
 sequence  which modules share tokens (tokens), and a trial of that (sequence_trial): sequence_parallel
+as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
 from tpkernels.interop.parallelize.gradient_sums import sum_gradients
@@ -39,6 +43,7 @@ def parallelize(
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
     sequence_parallel: bool = False,
+    as_dtensor: bool = False,
 ) -> nn.Module:
     """Replace layers by those that hold this rank's shard of the weights; returns the same model.
 
@@ -57,6 +62,8 @@ def parallelize(
         made up, if the model is one of `transformers` or takes ids or features, and for models of up to
         2**27 parameters. False: no comparison
     sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
+    as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
+        that torch's own clipping, checkpoints and optimizers see the unsharded model
     """
     if mode.fix("parallelize"):
         raise ValueError(
@@ -65,14 +72,19 @@ def parallelize(
         )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    choices = _requested(model, plan, weights, verify, sequence_parallel, named, world)
+    request = _Request(plan, weights, verify, sequence_parallel, as_dtensor)
+    choices = _agreed(model, request, named, world, state)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
     chosen, partial = first_that_works(model, choices, verify, world, state)
     sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
     carry_out(model, planned(model, chosen, world), world, state)
-    sum_gradients(model, partial, world)
+    if as_dtensor:
+        assert isinstance(state, DeviceMesh)
+        hold_dtensors(model, partial, state, world)
+    else:
+        sum_gradients(model, partial, world)
     if sharing:
         share_tokens(model, sharing, world)
     remember_buffers(model)
@@ -81,35 +93,53 @@ def parallelize(
     return model
 
 
-def _requested(
+@dataclass(frozen=True)
+class _Request:
+    """What the caller asks for, the same on all ranks."""
+
+    plan: Plan | None
+    weights: object
+    verify: object
+    sequence_parallel: bool
+    as_dtensor: bool
+
+    def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[Choice]:
+        """The plans that may be taken; an error if the first does not fit."""
+        if self.weights not in ("check", "broadcast"):
+            raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
+        require_verify(self.verify)
+        if self.sequence_parallel and (self.verify is False or self.as_dtensor):
+            raise ValueError(
+                "sequence_parallel: expected as_dtensor=False, and a verify that is not False, for a copy of "
+                "the model is called to find what works on which tokens"
+            )
+        refuse_wrapped("parallelize", model)
+        given = None if self.plan is None else [Choice("the plan", self.plan)]
+        choices = choices_for(model, world.size) if given is None else given
+        planned(model, choices[0].plan, world)
+        if self.as_dtensor:
+            for choice in choices:
+                require_dtensors(choice.plan, state)
+        return choices
+
+
+def _agreed(
     model: nn.Module,
-    plan: Plan | None,
-    weights: object,
-    verify: object,
-    sequence_parallel: bool,
+    request: _Request,
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
+    state: State,
 ) -> list[Choice]:
     """All ranks ask for the same, and it can be done; or all ranks raise the same error."""
     problem: Exception | None = None
     choices: list[Choice] = []
     try:
-        if weights not in ("check", "broadcast"):
-            raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
-        require_verify(verify)
-        if sequence_parallel and verify is False:
-            raise ValueError(
-                "sequence_parallel: expected a verify that is not False, for a copy of the model is called "
-                "to find what works on which tokens"
-            )
-        refuse_wrapped("parallelize", model)
-        choices = [Choice("the plan", plan)] if plan is not None else choices_for(model, world.size)
-        planned(model, choices[0].plan, world)
+        choices = request.choices(model, world, state)
     except (ValueError, TypeError) as error:
         problem = error
-    request = f"parallelize(plan={[choice.plan for choice in choices]}, weights={weights!r}, "
-    request += f"sequence_parallel={sequence_parallel})"
-    agree_on(f"{request}: {problem}" if problem else request, named, world.group)
+    # example inputs are compared by the trial
+    words = f"parallelize({replace(request, verify=None)}, {[choice.plan for choice in choices]})"
+    agree_on(f"{words}: {problem}" if problem else words, named, world.group)
     if problem:  # the same on all ranks
         raise problem
     return choices

@@ -1,0 +1,127 @@
+"""Parameters of a parallelized model as DTensors of the unsharded ones, which torch's own tools understand.
+
+    split along dimension d     Shard(d); without the rows that pad a vocabulary
+    others                      Replicate
+
+While a module's forward runs, its parameters are the local tensors, padded again. Gradients that are partial
+sums are summed over the ranks in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpkernels.interop.dtensor import is_chunked
+from tpkernels.interop.parallelize.plan import Parameters, Plan, SharedHeads, Split
+from tpkernels.interop.shards import TensorShard, shard_of
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import TENSOR_DIM, State, TensorWorld
+from tpkernels.ops.tensor_parallel.mappings import copy_to_region
+
+
+def require_dtensors(plan: Plan, state: State) -> None:
+    """Raise unless parameters split by `plan` can be DTensors over `state`."""
+    if not isinstance(state, DeviceMesh):
+        raise ValueError(
+            "as_dtensor=True: expected a DeviceMesh, as in parallelize(model, mesh, ...): of the mesh that "
+            f"fully_shard gets a dimension of, got {state!r}"
+        )
+    for pattern, said in plan.items():
+        for entry in said if isinstance(said, tuple) else (said,):
+            if isinstance(entry, Split) and entry.stacked != 1:
+                raise ValueError(_refusal(f"plan: {pattern!r}", f"{entry.stacked} weights stacked in one"))
+            if isinstance(entry, Parameters | SharedHeads):
+                raise ValueError(_refusal(f"plan: {pattern!r}", f"a {type(entry).__name__}"))
+
+
+@torch.no_grad()
+def hold_dtensors(model: nn.Module, partial: Collection[str], mesh: DeviceMesh, world: TensorWorld) -> None:
+    """Replace each parameter by a DTensor over the tensor-parallel dimension of `mesh`.
+
+    partial: names of parameters whose gradients are partial, besides those marked `sequence_parallel`
+    """
+    tensor_mesh = mesh if mesh.ndim == 1 else mesh[TENSOR_DIM]
+    named = dict(model.named_parameters())
+    summed = {id(p) for name, p in named.items() if name in partial or Attributes.of(p).sequence_parallel}
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in list(model.named_modules()):
+        old = {short: p for short, p in module._parameters.items() if p is not None}
+        for short, parameter in old.items():
+            if id(parameter) not in made:
+                shard = shard_of(f"{prefix}.{short}".lstrip("."), module, parameter, world)
+                made[id(parameter)] = _dtensor(f"{prefix}.{short}", shard, tensor_mesh)
+            setattr(module, short, made[id(parameter)])
+        if isinstance(module, ParallelModule):
+            module.holds_dtensors = True
+        if old:
+            own = frozenset(short for short, p in old.items() if id(p) in summed)
+            local = _LocalParameters(own, {short: p.shape for short, p in old.items()}, world)
+            module.register_forward_pre_hook(local.enter)
+            module.register_forward_hook(local.leave, always_call=True)
+
+
+def _dtensor(name: str, shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
+    local, placement = shard.local, Replicate() if shard.dim is None else Shard(shard.dim)
+    if shard.dim is not None:
+        if not is_chunked(shard):
+            raise ValueError(_refusal(f"'{name}'", f"{shard.ranges} of its dimension {shard.dim}"))
+        local = next(shard.chunks()).view.clone()  # without padding
+    stride = tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
+    distributed = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=torch.Size(shard.shape), stride=stride
+    )
+    parameter = nn.Parameter(distributed, requires_grad=shard.tensor.requires_grad)
+    # backward sums it: nobody else is to do it again
+    replace(Attributes.of(shard.tensor), sequence_parallel=False).put_on(parameter)
+    return parameter
+
+
+def _refusal(what: str, how: str) -> str:
+    return (
+        f"as_dtensor=True: {what}: expected weights of which each rank holds one range of rows or columns, "
+        f"as DTensor's Shard has it, got {how}; leave as_dtensor out: tpkernels' clip_grad_norm_, dcp and "
+        "full_state_dict take the model as it is, under fully_shard, too"
+    )
+
+
+class _LocalParameters:
+    """During a module's forward, an attribute of each parameter's name hides it: the local tensor.
+
+    Wrappers such as fully_shard replace parameters: `enter` takes what is registered at the time.
+
+    summed: names of those whose gradients are partial
+    shapes: of the local tensors, padding included
+    """
+
+    def __init__(self, summed: frozenset[str], shapes: Mapping[str, torch.Size], world: TensorWorld) -> None:
+        self.summed = summed
+        self.shapes = shapes
+        self.world = world
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        for name, shape in self.shapes.items():
+            parameter: Tensor | None = module._parameters[name]
+            if not isinstance(parameter, DTensor):
+                raise TypeError(
+                    f"'{name}': expected a DTensor, as parallelize made it, got {type(parameter)}"
+                )
+            local: Tensor = parameter.to_local()
+            if name in self.summed:
+                local = copy_to_region(local.reshape(-1), self.world.group).view(local.shape)
+            if local.shape[:1] != shape[:1]:
+                local = F.pad(local, (*[0, 0] * (local.ndim - 1), 0, shape[0] - local.shape[0]))
+            object.__setattr__(module, name, local)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        for name in self.shapes:
+            vars(module).pop(name, None)
