@@ -12,11 +12,22 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _MODULES
     from tpkernels.interop import full_state_dict as full_state_dict
     from tpkernels.interop import huggingface as huggingface
     from tpkernels.interop import megatron as megatron
+    from tpkernels.interop import megatron_core as megatron_core
     from tpkernels.interop import mpu as mpu
     from tpkernels.interop import safetensors as safetensors
     from tpkernels.interop.parallelize import plan as plan
 
-_MODULES = ("dcp", "dtensor", "full_state_dict", "huggingface", "megatron", "mpu", "plan", "safetensors")
+_MODULES = (
+    "dcp",
+    "dtensor",
+    "full_state_dict",
+    "huggingface",
+    "megatron",
+    "megatron_core",
+    "mpu",
+    "plan",
+    "safetensors",
+)
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
