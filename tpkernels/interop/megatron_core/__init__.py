@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.interop.megatron_core.linear import (
         linear_with_frozen_weight as linear_with_frozen_weight,
     )
-    from tpkernels.interop.megatron_core.linear import (  # a longer line than the linter's
+    from tpkernels.interop.megatron_core.linear import (
         linear_with_grad_accumulation_and_async_allreduce as linear_with_grad_accumulation_and_async_allreduce,  # noqa: E501
     )
     from tpkernels.interop.megatron_core.norm import LayerNorm as LayerNorm
@@ -43,7 +43,12 @@ if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        try:
+            return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("megatron"):
+                raise
+            raise ImportError(f"megatron_core.{name} needs Megatron: pip install megatron-core") from error
 
 
 def __dir__() -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import layers as theirs
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,47 +21,12 @@ class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] #
     does without apex.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Callable[[Tensor], object],
-        bias: bool = True,
-        gather_output: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        skip_bias_add: bool = False,
-        skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: list[Tensor] | None = None,
-        grad_output_buffer: list[Tensor] | None = None,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        disable_grad_reduce: bool = False,
-        tp_group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        """options: those of Megatron's constructor, which each version has more of"""
         require_draining("ColumnParallelLinear", config)
         unfused = copy.copy(config)  # Megatron refuses the fusion where apex is not installed
         unfused.gradient_accumulation_fusion = False
-        super().__init__(
-            input_size,
-            output_size,
-            config=unfused,
-            init_method=init_method,
-            bias=bias,
-            gather_output=gather_output,
-            stride=stride,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            embedding_activation_buffer=embedding_activation_buffer,
-            grad_output_buffer=grad_output_buffer,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            disable_grad_reduce=disable_grad_reduce,
-            tp_group=tp_group,
-        )
+        super().__init__(input_size, output_size, config=unfused, **options)
         self.config = config
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
 
@@ -76,15 +41,24 @@ class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] #
         grad_output_buffer: list[Tensor] | None,
         wgrad_deferral_limit: int | None,
         tp_group: ProcessGroup | None,
+        gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Megatron's `forward` calls it, and gathers the output where that is asked for.
 
         wgrad_deferral_limit: `forward` has kept as many inputs; outputs' gradients are kept for these
         """
-        require_supported("ColumnParallelLinear", self.config)
+        require_supported(self)
         if not weight.requires_grad:
             return linear.linear_with_frozen_weight(
-                input, weight, bias, False, allreduce_dgrad, sequence_parallel, tp_group
+                input,
+                weight,
+                bias,
+                False,
+                allreduce_dgrad,
+                sequence_parallel,
+                tp_group,
+                output_dtype=output_dtype,
             )
         inputs = self.embedding_activation_buffer
         deferred = grad_output_buffer is not None and bool(inputs) and inputs[-1] is input
@@ -97,4 +71,5 @@ class ColumnParallelLinear(theirs.ColumnParallelLinear):  # type: ignore[misc] #
             sequence_parallel,
             grad_output_buffer if deferred else None,
             tp_group=tp_group,
+            output_dtype=output_dtype,
         )

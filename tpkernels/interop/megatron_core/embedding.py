@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel import layers as theirs
 from torch import Tensor
 
 from tpkernels import ops
-from tpkernels.interop.megatron_core.limits import require_supported
+from tpkernels.interop.megatron_core.limits import require_no_invariance, require_whole_weight
 
 
 class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[misc] # Megatron is not typed
@@ -22,7 +22,8 @@ class VocabParallelEmbedding(theirs.VocabParallelEmbedding):  # type: ignore[mis
         returns: (batch, sequence, features), or this rank's (sequence, batch, features) if
             reduce_scatter_embeddings
         """
-        require_supported("VocabParallelEmbedding", None)
+        require_no_invariance("VocabParallelEmbedding")
+        require_whole_weight("VocabParallelEmbedding", getattr(self, "gtp_remat_size", 1))
         scattered = self.reduce_scatter_embeddings
         ids = input_.transpose(0, 1).contiguous() if scattered else input_
         split = scattered and self.tp_group.size() > 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, is_grad_enabled
 from torch.distributed import ProcessGroup
 
 from tpkernels import ops
 from tpkernels.interop.megatron_core.accumulation import AddToMainGrad, KeepForLater
-from tpkernels.interop.megatron_core.limits import require_own_main_grad
+from tpkernels.interop.megatron_core.limits import require_dtype, require_own_main_grad, require_whole_weight
 from tpkernels.ops.inputs import apply
 from tpkernels.ops.main_grad import accumulating
 
@@ -26,6 +27,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     wgrad_deferral_limit: int | None = 0,
     async_grad_allreduce: bool | None = None,
     tp_group: ProcessGroup | None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """input weightᵀ + bias.
 
@@ -35,7 +38,10 @@ def linear_with_grad_accumulation_and_async_allreduce(
     grad_output_buffer: the weight's gradient is not computed, but the output's is appended to this list
     wgrad_deferral_limit: must be 0, no limit: a layer decides in forward what it defers
     async_grad_allreduce: has no effect, as in Megatron
+    gtp_remat_size, output_dtype: of later sources than 0.16; 1, and None or the dtype of input
     """
+    require_whole_weight(OP, gtp_remat_size)
+    require_dtype(OP, output_dtype, input)
     if allreduce_dgrad and sequence_parallel:
         raise ValueError(f"{OP}: expected allreduce_dgrad or sequence_parallel, got both")
     fused = gradient_accumulation_fusion and weight.requires_grad and is_grad_enabled()
@@ -69,11 +75,16 @@ def linear_with_frozen_weight(
     grad_output_buffer: list[Tensor] | None = None,
     wgrad_deferral_limit: None = None,
     async_grad_allreduce: bool | None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """input weightᵀ + bias, of whose backward the weight gets no gradient; input is not saved for it.
 
     gradient_accumulation_fusion, async_grad_allreduce: have no effect, as in Megatron
+    gtp_remat_size, output_dtype: as in `linear_with_grad_accumulation_and_async_allreduce`
     """
+    require_whole_weight("linear_with_frozen_weight", gtp_remat_size)
+    require_dtype("linear_with_frozen_weight", output_dtype, input)
     if grad_output_buffer is not None or wgrad_deferral_limit is not None:
         raise ValueError(
             "linear_with_frozen_weight: expected no grad_output_buffer and no wgrad_deferral_limit: a frozen "

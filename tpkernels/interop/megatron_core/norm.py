@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpkernels.interop.megatron_core.limits import require_supported
+from tpkernels.interop.megatron_core.limits import require_no_invariance
 from tpkernels.layers import norm as ours
 
 
@@ -34,6 +34,8 @@ def build_norm(
 class LayerNorm(ours.LayerNorm):
     """With Megatron's constructor; parameters are marked `sequence_parallel` where config says so."""
 
+    returns_residual = False  # asked by later sources than 0.16
+
     def __init__(
         self,
         config: Any,
@@ -56,6 +58,8 @@ class LayerNorm(ours.LayerNorm):
 class RMSNorm(ours.RMSNorm):
     """As `LayerNorm`."""
 
+    returns_residual = False  # asked by later sources than 0.16
+
     def __init__(
         self,
         config: Any,
@@ -76,7 +80,7 @@ class RMSNorm(ours.RMSNorm):
 
 
 def _require_plain(name: str, config: Any) -> None:
-    require_supported(name, config)
+    require_no_invariance(name)
     for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
         if getattr(config, option):
             raise NotImplementedError(f"{name}: expected config.{option}=False, got True")

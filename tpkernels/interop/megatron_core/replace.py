@@ -8,12 +8,14 @@ from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import layers as theirs
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from tpkernels.interop.megatron_core.column import ColumnParallelLinear
 from tpkernels.interop.megatron_core.embedding import VocabParallelEmbedding
+from tpkernels.interop.megatron_core.limits import require_no_transformer_engine
 from tpkernels.interop.megatron_core.norm import LayerNorm, build_norm
 from tpkernels.interop.megatron_core.row import RowParallelLinear
 
@@ -22,12 +24,15 @@ from tpkernels.interop.megatron_core.row import RowParallelLinear
 def layers() -> Iterator[None]:
     """Inside, Megatron's layers and local norms are built as ours, whoever names them.
 
-    They stay ours afterwards. Its subclasses, and Transformer Engine's layers, are built as they are.
+    They stay ours afterwards. Subclasses of Megatron's layers are built as they are; linear layers of
+    Transformer Engine are refused.
     """
     with ExitStack() as stack:
         for there, here in _pairs():
             stack.enter_context(_with_attribute(there, "__init__", _building(there, here)))
         stack.enter_context(_with_attribute(WrappedTorchNorm, "__new__", _new_norm))
+        for foreign in _of_transformer_engine():
+            stack.enter_context(_with_attribute(foreign, "__init__", require_no_transformer_engine))
         yield
 
 
@@ -42,6 +47,12 @@ def _pairs() -> list[tuple[type[nn.Module], type[nn.Module]]]:
 
         pairs.append((FusedLayerNorm, LayerNorm))
     return pairs
+
+
+def _of_transformer_engine() -> list[type[nn.Module]]:
+    names = ("TELinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear")
+    found = [getattr(transformer_engine, name, None) for name in names if transformer_engine.HAVE_TE]
+    return [each for each in found if each is not None]
 
 
 def _building(theirs: type[nn.Module], ours: type[nn.Module]) -> Callable[..., None]:

@@ -24,8 +24,8 @@ class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megat
 
         input_: (tokens, ..., input_size_per_partition), or input_size unless input_is_parallel
         """
+        require_supported(self)
         name = type(self).__name__
-        require_supported(name, self.config)
         if self.explicit_expert_comm and not self.skip_bias_add:
             raise ValueError(
                 f"{name}: expected skip_bias_add=True for an expert whose outputs the token dispatcher sums"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.tensor_parallel import layers as theirs
 from torch import nn
 
 from tpkernels.interop.megatron_core.column import ColumnParallelLinear
@@ -22,17 +25,24 @@ class _SpecProvider(LocalSpecProvider):  # type: ignore[misc] # Megatron is not 
     def row_parallel_linear(self) -> type[nn.Module]:
         return RowParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> Callable[..., nn.Module]:
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> Callable[..., nn.Module]:
         return build_norm
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type[nn.Module], MLPSubmodules | None]:
-        """With grouped products these are Megatron's own."""
-        module, submodules = super().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
-        if submodules is not None:
-            submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        return module, submodules
+    def grouped_mlp_modules(self, *asked: bool) -> Any:
+        """The experts' module and submodules; those of grouped products are Megatron's own."""
+        made = super().grouped_mlp_modules(*asked)
+        if isinstance(made, partial):  # of later sources than 0.16
+            return partial(made, submodules=_ours(made.keywords["submodules"]))
+        module, submodules = made
+        return module, _ours(submodules)
+
+
+def _ours(submodules: Any) -> Any:
+    if submodules is None or submodules.linear_fc1 is not theirs.ColumnParallelLinear:
+        return submodules
+    return replace(submodules, linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 def spec_provider() -> BackendSpecProvider:
