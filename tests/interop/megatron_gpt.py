@@ -172,7 +172,7 @@ def _without_wrapper(config: Any, chunks: list[Any], case: Case) -> tuple[Any, .
     for chunk in chunks:
         chunk.ddp_config = DistributedDataParallelConfig()
     parameters = [each for chunk in chunks for each in chunk.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # to which the size of a gradient matters
+    optimizer = torch.optim.SGD(parameters, lr=0.1)  # to which the size of a gradient matters
 
     def step() -> None:
         group = parallel_state.get_tensor_model_parallel_group()
