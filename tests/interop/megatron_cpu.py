@@ -54,7 +54,9 @@ def stand_in_for_cuda() -> None:
 
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
+    moe_utils.te_general_gemm = None  # which 0.16 reads, and does not define
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     param_and_grad_buffer._coalescing_manager = _one_by_one
 

@@ -130,7 +130,11 @@ def _model(config: Any, case: Case, ours: bool, stage: int | None) -> nn.Module:
     with megatron_core.layers() if ours else _marked_norms():
         model: nn.Module = GPTModel(
             config,
-            get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm),
+            get_gpt_layer_local_spec(
+                config.num_moe_experts,
+                normalization=config.normalization,
+                qk_layernorm=config.qk_layernorm,
+            ),
             VOCAB,
             TOKENS,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -80,7 +80,9 @@ SAME_BITS = {
     "distributed_optimizer": Case(ddp={"use_distributed_optimizer": True}, tied=True, config=FUSED),
     "virtual_pipeline": Case(pp=2, vpp=2, microbatches=4, ddp={}, tied=True, config=FUSED),
 }
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
 ROUNDED = {
+    "sequence_experts": Case(ddp={}, config=SEQUENCE | FUSED | EXPERTS | {"add_bias_linear": False}),
     "rms_norm": Case(rope=True, config=LLAMA),
     "sequence": Case(config=SEQUENCE),
     "sequence_rope_gqa": Case(rope=True, config=LLAMA | SEQUENCE),
