@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron.core.extensions import transformer_engine
-from megatron.core.tensor_parallel import layers as theirs
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
@@ -37,11 +36,9 @@ def layers() -> Iterator[None]:
 
 
 def _pairs() -> list[tuple[type[nn.Module], type[nn.Module]]]:
-    pairs: list[tuple[type[nn.Module], type[nn.Module]]] = [
-        (theirs.ColumnParallelLinear, ColumnParallelLinear),
-        (theirs.RowParallelLinear, RowParallelLinear),
-        (theirs.VocabParallelEmbedding, VocabParallelEmbedding),
-    ]
+    """Megatron's class and ours: its own, by whatever names it may be reached."""
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    pairs: list[tuple[type[nn.Module], type[nn.Module]]] = [(kind.__base__, kind) for kind in kinds]
     if find_spec("apex") is not None:  # else Megatron does not name it
         from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 

@@ -42,6 +42,9 @@ class RowParallelLinear(theirs.RowParallelLinear):  # type: ignore[misc] # Megat
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
 
+    def backward_dw(self) -> None:
+        """Nothing is left to do: backward computes the weight's gradient, `delay_wgrad_compute` or not."""
+
     def _sum_over_ranks(self, name: str, x: Tensor) -> Tensor:
         weight, main_grad = self.weight, None
         if self.gradient_accumulation_fusion and weight.requires_grad and is_grad_enabled():
