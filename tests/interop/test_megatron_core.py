@@ -283,9 +283,11 @@ def test_comparison_sees_planted_faults(two, plant, config):
 
 def test_nothing_is_imported_before_it_is_used():
     program = (
-        "import sys; from tpkernels.interop import megatron_core; dir(megatron_core)\n"
+        "import sys; from tpkernels.interop import megatron_core\n"
+        "dir(megatron_core)\n"
         "assert not {'torch', 'megatron'} & set(sys.modules)\n"
         "sys.modules['megatron'] = None\n"
+        "assert dir(megatron_core) == []\n"
         "try:\n    megatron_core.layers\nexcept ImportError as error:\n    print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

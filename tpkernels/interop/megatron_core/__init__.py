@@ -7,6 +7,7 @@ with megatron_core.layers():
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
@@ -52,4 +53,5 @@ if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOME)
+    """What can be had: tools that list a module ask for all of it."""
+    return sorted(_HOME) if find_spec("megatron") is not None else []
