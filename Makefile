@@ -9,7 +9,7 @@ RANKS  ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers wheel sdist clean
+.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv o
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB)
 	$(PIP) install -q -c constraints.txt safetensors transformers accelerate
 	$(BIN)/python -m pytest tests/interop tests/test_docs.py -k "interop or README"
+
+check-megatron: $(READY) ## train Megatron-Core's own GPTModel, which it installs (17 MB), with its layers and with ours
+	$(PIP) install -q -c constraints.txt megatron-core
+	$(BIN)/python -m pytest tests/interop tests/test_docs.py -k "megatron_core or megatron.md"
 
 docs: $(READY) ## run the code blocks and commands of README and docs
 	$(BIN)/python -m pytest tests/test_docs.py

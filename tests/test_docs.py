@@ -77,8 +77,9 @@ def _execute(program_and_folder: list[str]) -> int:
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
 def test_code_block_runs(block, tmp_path):
-    if "from transformers" in block.text and find_spec("transformers") is None:
-        pytest.skip("transformers is not installed (make check-transformers installs it)")
+    for package in ("transformers", "megatron"):
+        if f"from {package}" in block.text and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (make check-{package} installs it)")
     ran = run_block(block, tmp_path)
     assert ran.returncode == 0, ran.stderr
 

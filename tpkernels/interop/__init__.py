@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _MODULES
     from tpkernels.interop import full_state_dict as full_state_dict
     from tpkernels.interop import huggingface as huggingface
     from tpkernels.interop import megatron as megatron
+    from tpkernels.interop import megatron_core as megatron_core
     from tpkernels.interop import mpu as mpu
     from tpkernels.interop import parallel_styles as parallel_styles
     from tpkernels.interop import safetensors as safetensors
@@ -25,6 +26,7 @@ _MODULES = (
     "megatron",
     "mpu",
     "parallel_styles",
+    "megatron_core",
     "plan",
     "safetensors",
 )

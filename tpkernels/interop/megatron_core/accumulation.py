@@ -1,0 +1,48 @@
+"""What becomes of a weight's gradient that the product itself does not compute.
+
+The product then takes the weight as a constant, and `y` passes through one of these, for backward to see dy.
+
+    AddToMainGrad   main_grad += dyᵀ x
+    KeepForLater    dy is appended to a list; Megatron computes dyᵀ x after the last backward
+
+Both take the weight as `ops.main_grad.accumulating` gives it, which keeps Megatron's protocol of
+`grad_added_to_main_grad`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.ops.inputs import Context, tokens_of
+from tpkernels.ops.main_grad import weight_gradient
+
+Passed = tuple[Tensor | None, None, None, None]
+
+
+class AddToMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, y: Tensor, weight: Tensor, x: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.main_grad = main_grad
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Context, dy: Tensor) -> Passed:
+        (x,) = ctx.saved_tensors
+        weight_gradient(tokens_of(dy), tokens_of(x), ctx.main_grad)
+        return dy, None, None, None
+
+
+class KeepForLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, dys: list[Tensor]) -> Tensor:
+        ctx.dys = dys
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.dys.append(dy)
+        return dy, None, None
