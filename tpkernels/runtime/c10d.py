@@ -94,6 +94,11 @@ def takes_cpu_tensors_by_gloo(group: ProcessGroup) -> bool:
     return "cpu:gloo" in distributed_c10d._world.pg_backend_config[group].split(",")
 
 
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Change the time-out of what follows in `group`."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def destroy_group(group: ProcessGroup) -> None:
     """Destroy `group`, unless it is destroyed, perhaps with the default group."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
