@@ -137,8 +137,8 @@ class Layout:
         data = self.dense.dp * self.context
         if self.hybrid and data % max([2, *hybrid_sizes(data)]):
             raise check.InvalidSizes(
-                "hybrid_context_parallel: expected data x context ranks that powers of two below their number "
-                f"divide, got {data}"
+                "hybrid_context_parallel: expected data x context ranks that the powers of two below their "
+                f"number divide, got {data}"
             )
         return ListedPlan(
             world_size=self.world_size,
