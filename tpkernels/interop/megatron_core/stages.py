@@ -21,14 +21,14 @@ __all__ = [
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this is the first stage; unless ignore_virtual, whether `vp_stage` is the first of all."""
-    at_stage = get_pipeline_model_parallel_rank() == 0
-    return at_stage and (_last_virtual(ignore_virtual, vp_stage) is None or vp_stage == 0)
+    last = _last_virtual(ignore_virtual, vp_stage)
+    return get_pipeline_model_parallel_rank() == 0 and (last is None or vp_stage == 0)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this is the last stage; unless ignore_virtual, whether `vp_stage` is the last of all."""
-    at_stage = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
     last = _last_virtual(ignore_virtual, vp_stage)
+    at_stage = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
     return at_stage and (last is None or vp_stage == last)
 
 
