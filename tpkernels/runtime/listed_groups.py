@@ -44,7 +44,7 @@ def create_listed_groups(
     """
     lists = {name: tuple(tuple(sorted(ranks)) for ranks in its.groups) for name, its in wanted.items()}
     everyone = dist.is_initialized() and any(c10d.splits_the_world(its.backend) for its in wanted.values())
-    members = _members(lists.values())
+    members = _members(lists.values(), dist.get_world_size() if dist.is_initialized() else 0)
     if dist.is_initialized() and not everyone and dist.get_rank() not in members:
         return {}
     backends = {name: its.backend for name, its in wanted.items() if its.backend}
@@ -84,8 +84,10 @@ def destroy_listed_groups(made: Mapping[str, ProcessGroup]) -> None:
         c10d.destroy_group(group)
 
 
-def _members(lists: Iterable[tuple[Ranks, ...]]) -> Ranks:
-    return tuple(sorted({rank for groups in lists for ranks in groups for rank in ranks}))
+def _members(lists: Iterable[tuple[Ranks, ...]], world_size: int) -> Ranks:
+    """Those that exist; all are checked once they agree."""
+    named = {rank for groups in lists for ranks in groups for rank in ranks}
+    return tuple(sorted(rank for rank in named if 0 <= rank < world_size))
 
 
 def _check(lists: Mapping[str, tuple[Ranks, ...]], world_size: int) -> None:

@@ -33,6 +33,8 @@ class ListedPlan(GroupPlan):
         for ranks in listed:
             if rank in ranks:
                 return ranks
+        if "embedding" in kind and not listed:
+            return ()
         if "embedding" in kind:  # that of the rank's own pipeline
             pipeline = set(self._group_at(rank, "pp"))
             return next((ranks for ranks in listed if not pipeline.isdisjoint(ranks)), ())

@@ -114,8 +114,7 @@ def all_to_all(
     even = [input_.shape[0] // ranks] * ranks
     sent = even if input_split_sizes is None else [int(size) for size in input_split_sizes]
     received = even if output_split_sizes_ is None else [int(size) for size in output_split_sizes_]
-    arrived = _functional_collectives.all_to_all_single_autograd(input_.contiguous(), received, sent, group)
-    return arrived
+    return _functional_collectives.all_to_all_single_autograd(input_.contiguous(), received, sent, group)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: State = None) -> Tensor:
