@@ -38,11 +38,7 @@ def sums() -> dict[str, bool]:
         twin = ps.get_data_parallel_group(True, independent_all_gather=True)
         found[f"{sizes} twin"] = total(twin) == total(ps.get_data_parallel_group(True))
         found[f"{sizes} other"] = twin is not ps.get_data_parallel_group(True)
-        gloo = ps.get_data_parallel_group_gloo(True), ps.get_expert_data_parallel_group_gloo()
-        found[f"{sizes} gloo"] = gloo == (
-            ps.get_data_parallel_group(True),
-            ps.get_expert_data_parallel_group(),
-        )
+        found[f"{sizes} gloo"] = ps.get_data_parallel_group_gloo(True) is ps.get_data_parallel_group(True)
         ps.destroy_model_parallel()
     return found
 
@@ -106,13 +102,8 @@ def an_mlp_of_groups_that_are_passed() -> list[list[float]]:
     ps.initialize_model_parallel(2)
     found = []
     collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
-    for state in (
-        None,
-        collection,
-        SimpleNamespace(tp=collection.tp),
-        collection.tp,
-        from_megatron(collection),
-    ):
+    holder = SimpleNamespace(tp=collection.tp)
+    for state in (None, collection, holder, collection.tp, from_megatron(collection)):
         manual_seed(5)
         found.append(reference_mlp(state))
     return found

@@ -78,9 +78,7 @@ class Two:
 def test_what_stands_for_a_group_of_more_holds_weights_and_says_so():
     world = tensor_world(Two(1))
     assert (world.rank, world.size, world.ranks) == (1, 2, ())
-    with pytest.raises(
-        ParallelStateError, match=r"said by Two, which is no process group: .* no process group"
-    ):
+    with pytest.raises(ParallelStateError, match=r"was said by Two, which is no process group: a layer may"):
         _ = world.group
     with pytest.raises(ValueError, match=r"rank\(\) below size\(\) 2, got 2"):
         tensor_world(Two(2))

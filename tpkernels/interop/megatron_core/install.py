@@ -143,8 +143,19 @@ class _Loader(Loader):
             sys.modules[name] = module
         vars(module).update({key: value for key, value in vars(original).items() if key[:2] != "__"})
         vars(module).update(ours)
+        vars(module)["__aside__"] = original
+        module.__class__ = _Served
         # What stays Megatron's looks in its own module for functions; its classes may be bases of ours.
         vars(original).update({key: value for key, value in ours.items() if isfunction(value)})
+
+
+class _Served(ModuleType):
+    """What is set here, by a test that replaces a function, is set for Megatron's own code, too."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name[:2] != "__" and not isinstance(value, type):
+            setattr(vars(self)["__aside__"], name, value)
 
 
 def _ours(name: str) -> dict[str, Any]:
