@@ -1,6 +1,6 @@
 """An import hook: Megatron's `parallel_state` and `tensor_parallel` from tpkernels, the rest its own.
 
-    from tpkernels.interop.megatron_core.install import install
+    from tpkernels.interop.megatron_core.import_hook import install
     install()  # before anything of Megatron is imported
     from megatron.core import parallel_state, tensor_parallel
 

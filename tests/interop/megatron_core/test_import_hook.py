@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.interop.megatron_core import install as hook
+from tpkernels.interop.megatron_core import import_hook as hook
 
 ROOT = Path(__file__).parents[3]
 ROOM = ROOT / "tpkernels" / "interop" / "megatron_core"
@@ -22,7 +22,7 @@ def test_modules_of_megatron_come_from_here_and_the_rest_from_megatron():
     ours = all((ROOM / f"{name}.py").exists() for name in LAYERS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.interop.megatron_core.install_program"],
+        [sys.executable, "-m", "tests.interop.megatron_core.import_hook_program"],
         env=environment | {"LAYERS": "yes" if ours else "no"},
         cwd=ROOT,
         capture_output=True,

@@ -12,7 +12,7 @@ import warnings
 
 from tests.checks import error_of
 from tests.fake_world import fake_rank
-from tpkernels.interop.megatron_core import install as hook
+from tpkernels.interop.megatron_core import import_hook as hook
 
 
 def home(function: object) -> str:
