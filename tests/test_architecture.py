@@ -176,7 +176,12 @@ def test_groups_are_created_in_one_place():
             or "new_group(" in (ROOT / path).read_text()
         )
     ]
-    assert [path.name for path in creators] == ["qualify_world.py", "c10d.py", "process_groups.py"]
+    assert [path.name for path in creators] == [
+        "qualify_world.py",
+        "c10d.py",
+        "listed_groups.py",
+        "process_groups.py",
+    ]
 
 
 def test_rules_see_planted_faults():

@@ -34,6 +34,13 @@ def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     if args and isinstance(args[0], bool):
         distribute, args = args[0], args[1:]
         _refuse_own_bool(function, args, kwargs)
+    return recomputed(function, distribute, args, kwargs)
+
+
+def recomputed(
+    function: Callable[..., T], distribute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> T:
+    """`checkpoint`, for callers that have no bool to guess about. distribute: save shards of args[0]"""
     ways: dict[str, Any] = {"use_reentrant": False}
     if not torch.compiler.is_compiling():  # the compiler restores random numbers by itself
         tracker = get_rng_tracker()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -13,10 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.state import ParallelState, ParallelStateError, current, current_or_none, on_the_fly
+from tpkernels.topology.sizes import not_negative, positive
 from tpkernels.tp_invariance import mode
 
+
+class TensorGroupHolder(Protocol):
+    """Such as Megatron's ProcessGroupCollection."""
+
+    @property
+    def tp(self) -> object: ...
+
+
+class RankAndSize(Protocol):
+    """What stands for a group without being one: enough for one rank, and to hold the weights of more."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
 # None: the current parallel state. A mesh needs one dimension, or one that is called "tp".
-State = ParallelState | ProcessGroup | DeviceMesh | None
+State = ParallelState | ProcessGroup | DeviceMesh | TensorGroupHolder | RankAndSize | None
 
 TENSOR_DIM = "tp"
 
@@ -29,7 +46,9 @@ class TensorWorld:
     current state.
     """
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None, why: str = "set on the fly") -> None:
+        """why: there is no group, if there is none"""
+        self._why = why
         self.rank = rank
         self.size = size
         self._group = None if group is None else ref(group)
@@ -43,7 +62,7 @@ class TensorWorld:
             return group  # the checks below would run once, while tracing
         if self._group is None:
             raise ParallelStateError(
-                f"tensor rank {self.rank} of {self.size} was set on the fly: a layer may hold its weights, "
+                f"tensor rank {self.rank} of {self.size} was {self._why}: a layer may hold its weights, "
                 "but there is no process group to compute with; build it after "
                 "initialize_model_parallel(...) with that size"
             )
@@ -87,8 +106,9 @@ class TensorWorld:
 def tensor_world(state: State = None) -> TensorWorld:
     """The tensor-parallel world of `state`.
 
-    state: a parallel state, the process group itself, or a device mesh; None: the current parallel state,
-        with rank and size that were set on the fly
+    state: a parallel state, the process group itself, a device mesh, or what has such a group as its `tp`,
+        as Megatron's ProcessGroupCollection; what has rank() and size() only will do for one rank; None: the
+        current parallel state, with rank and size that were set on the fly
     """
     given: object = state  # callers need not be type-checked
     if given is None:
@@ -99,10 +119,14 @@ def tensor_world(state: State = None) -> TensorWorld:
         return _of_group(_group_of_mesh(given))
     if isinstance(given, ProcessGroup):
         return _of_group(given)
+    if (group := getattr(given, "tp", None)) is not None:
+        return tensor_world(group)
+    if callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None)):
+        return _of_rank_and_size(given)
     got = "the group of other ranks" if given is dist.GroupMember.NON_GROUP_MEMBER else repr(given)
     raise TypeError(
-        "state: expected a ParallelState, a process group that this rank is in, a DeviceMesh, or None for "
-        f"the current parallel state, got {got}"
+        "state: expected a ParallelState, a process group that this rank is in, a DeviceMesh, what has one "
+        f"of these as its `tp`, or None for the current parallel state, got {got}"
     )
 
 
@@ -133,6 +157,14 @@ def _of_group(group: ProcessGroup) -> TensorWorld:
     if not c10d.is_alive(group):
         raise ParallelStateError("state: expected a process group that is alive, got one that was destroyed")
     return TensorWorld(group.rank(), group.size(), group)
+
+
+def _of_rank_and_size(given: Any) -> TensorWorld:
+    rank, size = not_negative(given.rank(), "rank()"), positive(given.size(), "size()")
+    if rank >= size:
+        raise ValueError(f"state: expected a rank() below size() {size}, got {rank} of {given!r}")
+    group = c10d.group_of_this_rank() if size == 1 and dist.is_initialized() else None
+    return TensorWorld(rank, size, group, f"said by {type(given).__name__}, which is no process group")
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:

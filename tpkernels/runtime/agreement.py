@@ -25,9 +25,14 @@ class World:
     rank: int
     size: int
     timeout: timedelta
+    ranks: tuple[int, ...] | None = None  # those that agree, if not ranks 0 to size - 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self.size)) if self.ranks is None else self.ranks
 
     def agree(self, request: str) -> int:
-        """Compare `request` with rank 0's; return how many requests this world has made so far.
+        """Compare `request` with the first rank's; return how many requests this world has made so far.
 
         Raises the same error on every rank if any rank's request differs, and within `timeout` if a rank
         never makes one.
@@ -68,14 +73,16 @@ class _Board:
     store: Store
 
     def compare(self) -> None:
-        rank = self.world.rank
+        rank, first = self.world.rank, self.world.members[0]
         self.store.set(f"arrived/{rank}", "")
-        if rank == 0:
+        if rank == first:
             self.store.set("request", self.request)
         late = self.store.check(["verdict"])  # the others have given up
         if not late and self._wait("request"):
             asked = self.store.get("request").decode()
-            differ = f"ranks disagree: rank 0 asked for {asked}, but rank {rank} asked for {self.request}"
+            differ = (
+                f"ranks disagree: rank {first} asked for {asked}, but rank {rank} asked for {self.request}"
+            )
             self._say("" if asked == self.request else differ)
         elif not late:
             self._give_up()
@@ -105,7 +112,7 @@ class _Board:
         rank, seconds = self.world.rank, f"{self.world.timeout.total_seconds():g} s"
         # One rank looks for the others, so that a large world does not ask the store world x world questions.
         if self.store.add("overdue", 1) == 1:
-            missing = [str(r) for r in range(self.world.size) if not self.store.check([f"arrived/{r}"])]
+            missing = [str(r) for r in self.world.members if not self.store.check([f"arrived/{r}"])]
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else "some rank"
             came = "did not call it" if missing else "called it too late"
             self._write(f"rank {rank} waited {seconds} in {self.request}: {who} {came}")

@@ -89,9 +89,33 @@ def new_group(
     return group
 
 
+def group_of_this_rank() -> ProcessGroup:
+    """A group of this rank alone, for what stands for such a group; torch keeps it until it is shut down."""
+    if dist.get_world_size() == 1:
+        return default_group()
+    name, known = f"tpkernels/this rank/{dist.get_rank()}", distributed_c10d._world.pg_names
+    for group, its in known.items():
+        if its == name:
+            return group
+    alone = (dist.get_rank(),)
+    return new_group(
+        alone,
+        name=name,
+        description="tpkernels this rank",
+        timeout=default_timeout(),
+        backend=None,
+        options=None,
+    )
+
+
 def takes_cpu_tensors_by_gloo(group: ProcessGroup) -> bool:
     """Whether collectives of `group` on CPU tensors go through gloo."""
     return "cpu:gloo" in distributed_c10d._world.pg_backend_config[group].split(",")
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Change the time-out of what follows in `group`."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def destroy_group(group: ProcessGroup) -> None:

@@ -7,10 +7,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from hashlib import sha1
 from itertools import count
 from typing import Any, SupportsIndex, TypeGuard
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from tpkernels.runtime import c10d
 from tpkernels.runtime.agreement import World
@@ -22,6 +24,7 @@ from tpkernels.runtime.state import (
     install,
     uninstall,
 )
+from tpkernels.topology.groups import Ranks
 from tpkernels.topology.plan import KINDS, GroupPlan, Kind, plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
 from tpkernels.tp_invariance import mode
@@ -84,7 +87,7 @@ def start(
     if current_or_none() is not None:
         request += " while its model parallel groups are already initialized"
     # before any check, so that all ranks raise if one has a bad argument
-    call = _agree(request, timeout)
+    call = agree(request, timeout)
     if current_or_none() is not None:
         raise ParallelStateError(
             "model parallel groups are already initialized: call destroy_model_parallel() first, or "
@@ -108,7 +111,7 @@ def create_parallel_state(
     Every rank calls it with an equal plan. `destroy_parallel_state(state)` destroys the groups.
     """
     request = as_text(create_parallel_state, locals())
-    call = _agree(request, timeout)
+    call = agree(request, timeout)
     if not isinstance(plan, GroupPlan):
         raise TypeError(f"plan: expected a GroupPlan, as plan_groups(...) makes it, got {plan!r}")
     if plan.world_size != dist.get_world_size():
@@ -128,11 +131,14 @@ def destroy_model_parallel() -> None:
 
 def destroy_parallel_state(state: ParallelState) -> None:
     """Destroy the process groups of `state`."""
+    for group in reversed(list(state.further.values())):
+        c10d.destroy_group(group)
     if isinstance(state.process_groups, ProcessGroups):  # not a caller's own groups
         destroy_process_groups(state.process_groups)
 
 
-def _agree(request: str, timeout: timedelta | None) -> int:
+def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -> int:
+    """Compare `request` among `ranks`, by default all; return a number that no earlier call of theirs had."""
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
@@ -140,19 +146,31 @@ def _agree(request: str, timeout: timedelta | None) -> int:
     mode.fix("a parallel state")
     if dist.get_backend() == "fake":  # a single process
         return next(_FAKE_CALLS)
-    return _world(timeout).agree(request + mode.described)
+    return _world(timeout, ranks).agree(request + mode.described)
 
 
-def _meet(request: str, call: int, problem: str, timeout: timedelta | None) -> None:
+def meet(
+    request: str, call: int, problem: str, timeout: timedelta | None, ranks: Ranks | None = None
+) -> None:
+    """Return once `ranks`, by default all, have done what they agreed on. problem: why this one has not"""
     if dist.get_backend() != "fake":
-        _world(timeout).meet(request, call, problem)
+        _world(timeout, ranks).meet(request, call, problem)
     elif problem:
         raise ParallelStateError(problem)
 
 
-def _world(timeout: timedelta | None) -> World:
+def _world(timeout: timedelta | None, ranks: Ranks | None = None) -> World:
     limit = timeout if _is_timeout(timeout) else c10d.default_timeout()
-    return World(c10d.default_store(), dist.get_rank(), dist.get_world_size(), limit)
+    store = c10d.default_store()
+    if ranks is None:
+        return World(store, dist.get_rank(), dist.get_world_size(), limit)
+    store = PrefixStore(f"tpkernels/among/{digest(ranks)}", store)
+    return World(store, dist.get_rank(), len(ranks), limit, ranks)
+
+
+def digest(ranks: object) -> str:
+    """A short name of ranks, the same in every process."""
+    return sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 def _is_timeout(timeout: object) -> TypeGuard[timedelta]:
@@ -192,7 +210,7 @@ def _create(
     try:
         # A rank that went on, perhaps to the end of a short program, would break connections that slower
         # ranks are still making. If one rank has failed, all raise.
-        _meet(request, call, problem, timeout)
+        meet(request, call, problem, timeout)
     except ParallelStateError:
         if groups is not None:
             destroy_process_groups(groups)

@@ -112,7 +112,7 @@ def kinds_alike(
     alike: dict[Kind, Kind] = {}
     seen: dict[Ranks, Kind] = {}
     for kind in sorted(kinds, key=lambda kind: "embedding" in kind):
-        alike[kind] = kind if kind in options else seen.setdefault(plan.group_of(0, kind), kind)
+        alike[kind] = kind if kind in options else seen.setdefault(plan.members_near(0, kind), kind)
     return alike
 
 

@@ -166,13 +166,14 @@ class RngTracker:
     def replay(self, moment: Snapshot) -> Iterator[None]:
         """Draw the same numbers as after `moment`; after the block all streams continue where they were."""
         present = self.snapshot()
-        self._return_to(moment)
+        self.return_to(moment)
         try:
             yield
         finally:
-            self._return_to(present)
+            self.return_to(present)
 
-    def _return_to(self, moment: Snapshot) -> None:
+    def return_to(self, moment: Snapshot) -> None:
+        """All streams as they were, and the same one live."""
         self._live = moment.live
         self._waiting = dict(moment.states)
         torch.set_rng_state(moment.cpu)
@@ -203,21 +204,39 @@ def manual_seed(seed: int, *, cuda_only: bool = False) -> None:
         is neither seeded nor forked
     """
     state, changed = current(), on_the_fly()
-    seed = checked_seed(seed)
     tensor_rank = state.rank_in("tp") if changed.tensor_rank is None else changed.tensor_rank
-    model_seed = checked_seed(seed + _MODEL_PARALLEL_OFFSET + tensor_rank)
     expert_rank = state.rank_in("ep") if changed.expert_rank is None else changed.expert_rank
     in_expert = tensor_rank if changed.expert_tensor_rank is None else changed.expert_tensor_rank
-    expert_seed = checked_seed(seed + _EXPERT_PARALLEL_OFFSET + _EXPERT_RANK_STRIDE * expert_rank + in_expert)
-    tracker = get_rng_tracker()
-    tracker.reset(cuda_only=cuda_only)
+    seed_streams(get_rng_tracker(), seed, tensor_rank, expert_rank, in_expert, cuda_only=cuda_only)
     if cuda_only:
         torch.cuda.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-    tracker.add(DATA_PARALLEL_STREAM, seed)
-    tracker.add(MODEL_PARALLEL_STREAM, model_seed)
-    tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
+
+
+def seed_streams(
+    tracker: RngTracker,
+    seed: int,
+    tensor_rank: int,
+    expert_rank: int,
+    rank_in_expert: int,
+    *,
+    cuda_only: bool,
+) -> None:
+    """New named streams, as Megatron seeds them. The live stream does not change."""
+    seed = checked_seed(seed)
+    seeds = {
+        DATA_PARALLEL_STREAM: seed,
+        MODEL_PARALLEL_STREAM: seed + _MODEL_PARALLEL_OFFSET + tensor_rank,
+        EXPERT_PARALLEL_STREAM: seed
+        + _EXPERT_PARALLEL_OFFSET
+        + _EXPERT_RANK_STRIDE * expert_rank
+        + rank_in_expert,
+    }
+    seeds = {name: checked_seed(each) for name, each in seeds.items()}
+    tracker.reset(cuda_only=cuda_only)
+    for name, each in seeds.items():
+        tracker.add(name, each)
 
 
 def checked_seed(seed: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.distributed import ProcessGroup
 
@@ -26,6 +26,7 @@ class ParallelState:
     rank: int
     plan: GroupPlan
     process_groups: Mapping[Kind, ProcessGroup]  # equal groups share one object
+    further: Mapping[str, ProcessGroup] = field(default_factory=dict)  # of no kind in the plan, by name
 
     def ranks(self, kind: Kind) -> Ranks:
         """The global ranks of this process's `kind` group."""

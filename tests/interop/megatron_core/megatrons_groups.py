@@ -1,0 +1,105 @@
+"""Every group of a parallel state by Megatron's getters: of Megatron's own module, or of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+GETTERS: list[tuple[str, dict[str, Any]]] = [
+    ("get_model_parallel_group", {}),
+    ("get_tensor_model_parallel_group", {}),
+    ("get_pipeline_model_parallel_group", {}),
+    ("get_data_parallel_group", {}),
+    ("get_data_parallel_group", {"with_context_parallel": True}),
+    ("get_data_parallel_group", {"with_context_parallel": True, "partial_data_parallel": True}),
+    ("get_context_parallel_group", {}),
+    ("get_embedding_group", {"check_initialized": False}),
+    ("get_position_embedding_group", {"check_initialized": False}),
+    ("get_amax_reduction_group", {}),
+    ("get_amax_reduction_group", {"with_context_parallel": True}),
+    ("get_amax_reduction_group", {"tp_only_amax_red": True}),
+    ("get_amax_reduction_group", {"with_context_parallel": True, "tp_only_amax_red": True}),
+    ("get_tensor_and_data_parallel_group", {}),
+    ("get_tensor_and_data_parallel_group", {"with_context_parallel": True}),
+    ("get_tensor_and_context_parallel_group", {}),
+    ("get_expert_model_parallel_group", {}),
+    ("get_expert_tensor_parallel_group", {}),
+    ("get_expert_tensor_and_model_parallel_group", {}),
+    ("get_expert_tensor_model_pipeline_parallel_group", {}),
+    ("get_expert_data_parallel_group", {}),
+    ("get_expert_data_parallel_group", {"partial_expert_data_parallel": True}),
+    ("get_intra_distributed_optimizer_instance_group", {}),
+    ("get_inter_distributed_optimizer_instance_group", {"check_initialized": False}),
+]
+MEASURES = [  # without arguments
+    "model_parallel_is_initialized",
+    "get_tensor_model_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_pipeline_model_parallel_rank",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "get_tensor_model_parallel_src_rank",
+    "get_model_parallel_src_rank",
+    "get_data_parallel_src_rank",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_data_parallel_world_size",
+    "get_data_parallel_rank",
+    "get_context_parallel_world_size",
+    "get_context_parallel_rank",
+    "get_context_parallel_global_ranks",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_context_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "get_expert_model_parallel_world_size",
+    "get_expert_model_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "has_separate_all_gather_group",
+    "get_all_ranks",
+]
+
+
+def answers(module: ModuleType, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """All that `module` says after initialize_model_parallel(**sizes) on this rank, or that it refuses."""
+    try:
+        module.initialize_model_parallel(**sizes)
+        found: dict[str, Any] = {name: getattr(module, name)() for name in MEASURES}
+        for name, arguments in GETTERS:
+            found[f"{name}({arguments})"] = ranks_of(getattr(module, name)(**arguments))
+        if (
+            "hierarchical_context_parallel_sizes" in sizes
+        ):  # else Megatron answers with those of an earlier state
+            found["hierarchical"] = ranks_of(module.get_hierarchical_context_parallel_groups())
+        if sizes.get("hybrid_context_parallel"):
+            ranks = module.get_data_parallel_world_size(with_context_parallel=True)
+            for size in (size for size in (2, 4) if 2 * size <= ranks):
+                group = module.get_hybrid_data_context_parallel_groups(group_size=size)
+                found[f"hybrid {size}"] = ranks_of(group)
+        return found
+    except (RuntimeError, AssertionError) as error:
+        return {"refused": True, "why": str(error)}
+    finally:
+        module.destroy_model_parallel()
+
+
+def ranks_of(group: Any) -> Any:
+    if group is None:
+        return None
+    return (
+        [ranks_of(each) for each in group] if isinstance(group, list) else dist.get_process_group_ranks(group)
+    )

@@ -1,0 +1,238 @@
+"""Megatron's groups, ranks and sizes for many sizes and orders: listed here, and asked of Megatron itself."""
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fake_world import each_rank, fake_rank
+from tests.interop.megatron_core.megatrons_groups import answers
+from tpkernels.interop.megatron_core import parallel_state as ps
+from tpkernels.runtime.state import ParallelStateError, current
+from tpkernels.topology.sizes import InvalidSizes
+
+ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "cp-tp-dp-ep-pp", "tp-ep-dp-pp")
+
+
+def sizes_of(
+    tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int, order: str, **more: Any
+) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": expert_tensor,
+        "order": order,
+        "create_gloo_process_groups": False,
+        **more,
+    }
+
+
+CASES = [
+    *(sizes_of(*each, order) for each in product((1, 2), repeat=5) for order in ORDERS[1:]),
+    sizes_of(2, 1, 2, 2, 1, ORDERS[0], num_distributed_optimizer_instances=2),
+    sizes_of(1, 2, 1, 1, 2, ORDERS[0], num_distributed_optimizer_instances=2),
+    sizes_of(2, 2, 1, 1, 2, ORDERS[0], virtual_pipeline_model_parallel_size=3),
+    sizes_of(1, 2, 2, 2, 1, ORDERS[0], create_all_gather_group=True),
+    sizes_of(1, 1, 2, 1, 1, ORDERS[0], hybrid_context_parallel=True),
+    sizes_of(2, 4, 1, 1, 2, ORDERS[0], hybrid_context_parallel=True),
+    sizes_of(1, 4, 1, 1, 1, ORDERS[0], get_embedding_ranks=lambda ranks: [ranks[1], ranks[3]]),
+    sizes_of(1, 4, 1, 1, 1, ORDERS[0], get_position_embedding_ranks=lambda ranks: ranks),
+    sizes_of(3, 1, 1, 1, 1, ORDERS[0]),
+    sizes_of(4, 4, 1, 1, 1, ORDERS[0]),
+    sizes_of(1, 1, 1, 8, 2, ORDERS[0]),
+    sizes_of(2, 1, 1, 1, 2, "pp-dp"),
+]
+
+
+def said(sizes: dict[str, Any]) -> str:
+    return "-".join(
+        str(value if isinstance(value, int | str) else name)
+        for name, value in sizes.items()
+        if name != "create_gloo_process_groups"
+    )
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=said)
+def test_answers_are_megatrons(sizes):
+    theirs = pytest.importorskip("megatron.core.parallel_state", reason="needs megatron-core to compare with")
+    if sizes.get("num_distributed_optimizer_instances"):
+        pytest.importorskip("einops", reason="Megatron makes such groups by einops")
+    for rank in (0, 6):
+        with fake_rank(rank, 8):
+            expected = answers(theirs, sizes)
+        with fake_rank(rank, 8):
+            found = answers(ps, sizes)
+        if "refused" in expected or "refused" in found:
+            assert found.get("refused") == expected.get("refused"), (found, expected)
+        else:
+            assert found == expected
+
+
+# Without Megatron: ranks of a grid by listing its places, as an independent way.
+
+
+def listed(rank: int, axes: list[tuple[str, int]], along: str) -> list[int]:
+    """axes: (name, size), the fastest first"""
+    places = [
+        dict(zip([name for name, _ in reversed(axes)], at, strict=True))
+        for at in product(*(range(size) for _, size in reversed(axes)))
+    ]
+    fixed = [name for name, _ in axes if name not in along.split("-")]
+    return [other for other, at in enumerate(places) if all(at[a] == places[rank][a] for a in fixed)]
+
+
+def named(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+@pytest.mark.parametrize("expert_tensor", [1, 4])
+def test_experts_with_a_tensor_size_of_their_own(expert_tensor):
+    for rank in each_rank(16):
+        ps.initialize_model_parallel(
+            2,
+            2,
+            context_parallel_size=2,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        dense = [("tp", 2), ("cp", 2), ("dp", 2), ("pp", 2)]
+        experts = [("tp", expert_tensor), ("ep", 2), ("dp", 16 // (4 * expert_tensor)), ("pp", 2)]
+        assert prod(size for _, size in experts) == 16
+        assert named(ps.get_tensor_model_parallel_group()) == listed(rank, dense, "tp")
+        assert named(ps.get_data_parallel_group(True)) == listed(rank, dense, "dp-cp")
+        assert named(ps.get_tensor_and_data_parallel_group()) == listed(rank, dense, "tp-dp")
+        assert named(ps.get_expert_tensor_parallel_group()) == listed(rank, experts, "tp")
+        assert named(ps.get_expert_model_parallel_group()) == listed(rank, experts, "ep")
+        assert named(ps.get_expert_data_parallel_group()) == listed(rank, experts, "dp")
+        assert named(ps.get_expert_tensor_and_model_parallel_group()) == listed(rank, experts, "tp-ep")
+        whole = ps.get_expert_tensor_model_pipeline_parallel_group()
+        assert named(whole) == listed(rank, experts, "tp-ep-pp")
+        assert ps.get_expert_tensor_parallel_world_size() == expert_tensor
+        assert current().size("expert_tp") == expert_tensor
+        ps.destroy_model_parallel()
+
+
+def test_instances_of_the_distributed_optimizer():
+    for rank in each_rank(8):
+        ps.initialize_model_parallel(
+            2, num_distributed_optimizer_instances=2, create_gloo_process_groups=False
+        )
+        data = [rank % 2 + 2 * i for i in range(4)]
+        own = data[:2] if rank < 4 else data[2:]
+        assert named(ps.get_data_parallel_group(True)) == data
+        assert named(ps.get_data_parallel_group(True, True)) == own
+        assert named(ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)) == own
+        assert named(ps.get_inter_distributed_optimizer_instance_group()) == [rank % 4, rank % 4 + 4]
+        both = ps.get_intra_distributed_optimizer_instance_group()
+        assert named(both) == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
+        with pytest.raises(ValueError, match="with_context_parallel=True"):
+            ps.get_data_parallel_group(False, True)
+        ps.destroy_model_parallel()
+
+
+def test_hierarchical_context_groups():
+    for rank in each_rank(8):
+        ps.initialize_model_parallel(
+            context_parallel_size=8,
+            hierarchical_context_parallel_sizes=[2, 4],
+            create_gloo_process_groups=False,
+        )
+        inner, outer = (named(group) for group in ps.get_hierarchical_context_parallel_groups())
+        assert inner == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert outer == [rank % 2 + 2 * i for i in range(4)]
+        ps.destroy_model_parallel()
+    with fake_rank(0, 8), pytest.raises(InvalidSizes, match=r"product is 8, got \[2, 2\]"):
+        ps.initialize_model_parallel(
+            context_parallel_size=8,
+            hierarchical_context_parallel_sizes=[2, 2],
+            create_gloo_process_groups=False,
+        )
+
+
+def test_what_is_not_supported_is_refused_and_leaves_no_state():
+    wrong = {
+        "use_sharp": True,
+        "sharp_enabled_group": "dp",
+        "pipeline_model_parallel_comm_backend": "ucc",
+        "gtp_remat_size": 2,
+        "rank_offset": 4,
+        "high_priority_stream_groups": ["tp"],
+    }
+    for name, value in wrong.items():
+        with fake_rank(0, 4):
+            with pytest.raises(InvalidSizes, match=f"{name}|communicator"):
+                ps.initialize_model_parallel(2, **{name: value})
+            assert not ps.is_initialized()
+    with fake_rank(0, 8), pytest.raises(InvalidSizes, match="hybrid_context_parallel"):
+        ps.initialize_model_parallel(8, hybrid_context_parallel=True)
+
+
+def test_before_initialization():
+    assert (ps.get_data_parallel_rank(), ps.get_context_parallel_world_size()) == (0, 0)
+    assert ps.get_expert_tensor_parallel_world_size() is None
+    assert ps._MODEL_PARALLEL_GROUP is None
+    assert ps.get_tensor_model_parallel_group(check_initialized=False) is None
+    with pytest.raises(AttributeError, match="_NO_SUCH_GROUP"):
+        _ = ps._NO_SUCH_GROUP
+    for getter in (ps.get_tensor_model_parallel_group, ps.get_global_memory_buffer):
+        with pytest.raises(AssertionError, match="not initialized"):
+            getter()
+    with fake_rank(0, 2), pytest.raises(ParallelStateError, match="not initialized"):
+        ps.get_data_parallel_rank()
+    with pytest.warns(DeprecationWarning, match="use is_initialized"):
+        assert ps.is_unitialized()
+
+
+def test_virtual_stages_are_asked_for_by_vp_stage():
+    with fake_rank(3, 4):
+        ps.initialize_model_parallel(1, 4, 2, create_gloo_process_groups=False)
+        assert ps.is_pipeline_last_stage()
+        assert not ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
+        assert ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
+        assert ps.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=1)
+        assert not ps.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=0)
+        with pytest.raises(AssertionError, match="vp_stage must be passed"):
+            ps.is_pipeline_first_stage(ignore_virtual=False) or ps.is_pipeline_last_stage(
+                ignore_virtual=False
+            )
+        with pytest.raises(ValueError, match="from 0 to 1, got 2"):
+            ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=2)
+
+
+def test_the_memory_buffer_grows_and_is_forgotten():
+    with fake_rank(0, 2):
+        ps.initialize_model_parallel(2, create_gloo_process_groups=False)
+        buffer = ps.get_global_memory_buffer()
+        small = buffer.get_tensor((2, 3), torch.float32, "mpu")
+        assert buffer.get_tensor([6], torch.float32, "mpu").data_ptr() == small.data_ptr()
+        assert buffer.get_tensor((6,), torch.float32, "other").data_ptr() != small.data_ptr()
+        assert buffer.get_tensor((4, 4), torch.bfloat16, "mpu").dtype == torch.bfloat16
+        ps.destroy_model_parallel()
+        with pytest.raises(AssertionError):
+            ps.get_global_memory_buffer()
+
+
+def test_masked_groups_and_default_embeddings():
+    masked = ps.generate_masked_orthogonal_rank_groups
+    assert masked(8, [2, 2, 2], [False, True, True]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    with pytest.raises(InvalidSizes):
+        masked(9, [2, 2, 2], [True, False, False])
+    assert ps.default_embedding_ranks([4, 5, 6]) == [4, 6]
+    assert ps.default_embedding_ranks([4]) == ps.default_position_embedding_ranks([4, 5]) == [4]
+    grid = ps.RankGenerator(tp=2, ep=1, dp=2, pp=1, cp=1, order="tp-dp", rank_offset=10)
+    assert grid.get_ranks("dp") == [[10, 12], [11, 13]]
+    for refused in (
+        lambda: ps.RankGenerator(1, 2, 1, 1, 2, "tp-ep-cp"),
+        lambda: ps.RankGenerator(1, 1, 2, 1, 1, "tp"),
+        lambda: ps.RankGenerator(1, 1, 2, 1, 1, "tp-dp-xp"),
+    ):
+        with pytest.raises(InvalidSizes):
+            refused()
+    with pytest.raises(ValueError, match="expected axes of"):
+        grid.get_ranks("sp")

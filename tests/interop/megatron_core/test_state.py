@@ -1,0 +1,216 @@
+"""Random streams, recomputation, utilities and mappings under Megatron's names."""
+
+import pytest
+import torch
+
+from tests.fake_world import fake_rank
+from tests.interop.megatron_core import state_cases as cases
+from tpkernels.interop.megatron_core import mappings, rng, utilities
+from tpkernels.interop.megatron_core import parallel_state as ps
+from tpkernels.runtime.random import get_rng_tracker, manual_seed
+from tpkernels.topology.sizes import InvalidSizes
+
+
+@pytest.fixture(autouse=True)
+def _streams_as_before():
+    tracker, moment = get_rng_tracker(), get_rng_tracker().snapshot()
+    yield
+    tracker.reset()
+    tracker.return_to(moment)
+    rng.initialize_rng_tracker(force_reset=True)
+
+
+def test_streams_have_megatrons_seeds_and_the_callers_generator_stays(ranks4):
+    assert ranks4.run(cases.streams) == cases.expected_streams()
+
+
+def test_recomputation_draws_alike_and_gives_the_same_gradients(ranks2):
+    assert ranks2.run(cases.recomputed) == [[True] * 8] * 2
+
+
+def test_utilities_of_a_tensor_group(ranks4):
+    for rank, found in enumerate(ranks4.run(cases.utilities_of_ranks)):
+        first = rank // 2 * 2
+        assert found == [
+            [float(i) for i in range(6 * (rank % 2), 6 * (rank % 2) + 6)],
+            True,
+            True,
+            True,
+            [[first] * 3] * 2,
+            [first, [0, 4], True],
+            [first + 5, rank % 2 + 5],
+            rank % 2 == 0,
+            rank < 2,
+        ]
+
+
+def test_broadcasts_that_fail_leave_no_rank_waiting(ranks2):
+    first, second = ranks2.run(cases.broadcasts_that_fail)
+    assert first[0] == second[0]
+    assert "expected data['a'] of torch.float32, got torch.float64" in first[0][1]
+    assert "expected 'b' in data of the first rank" in second[1][1]
+    assert first[2] == ("nothing", "")
+    assert "expected the first rank's keys ['a'], got ['b']" in second[2][1]
+
+
+def test_regions_of_unequal_rows(ranks2):
+    assert ranks2.run(cases.uneven_regions) == [[0.0] * 4] * 2
+
+
+def test_regions_of_the_last_dimension(ranks2):
+    assert ranks2.run(cases.last_dimension) == [[0.0] * 4] * 2
+
+
+def test_rows_are_exchanged(ranks2):
+    first, second = ranks2.run(cases.exchanged)
+    assert first[0] == [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0], [14.0, 15.0]]
+    assert second[0] == [[2.0, 3.0], [4.0, 5.0]]
+    assert first[1:3] == second[1:3] == [True, [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]]
+    assert first[3:] == [[[0.0, 1.0], [4.0, 5.0], [100.0, 101.0], [104.0, 105.0]], True]
+    assert second[3:] == [[[2.0, 3.0], [6.0, 7.0], [102.0, 103.0], [106.0, 107.0]], True]
+
+
+# Streams, without ranks.
+
+
+def test_a_tracker_of_its_own_forks_nests_and_is_restored():
+    tracker = rng.CudaRNGStatesTracker()
+    assert not tracker.is_initialized()
+    before = torch.get_rng_state()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        first = torch.rand(3)
+        with tracker.fork("b"):
+            other = torch.rand(3)
+            with tracker.fork("a"):
+                second = torch.rand(3)
+    assert torch.equal(before, torch.get_rng_state())
+    tracker.set_states(states)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(6), torch.cat([first, second]))
+    with tracker.fork("b"):
+        assert torch.equal(torch.rand(3), other)
+    for name, seed in (("c", 1), ("a", 3)):
+        with pytest.raises(ValueError, match=r"taken by another|exists already"):
+            tracker.add(name, seed)
+    tracker.set_states({})
+    assert tracker.states_ == {}
+    assert not tracker.is_initialized()
+    with pytest.raises(ValueError, match="expected the states"):
+        tracker.set_states({"a": 1234})
+    assert "a" not in get_rng_tracker().get_states()
+
+
+def test_the_face_and_the_process_share_streams():
+    with fake_rank(1, 2):
+        ps.initialize_model_parallel(2, create_gloo_process_groups=False)
+        rng.model_parallel_cuda_manual_seed(5)
+        ours = {k: v["cpu"] for k, v in get_rng_tracker().get_states().items() if k != "default"}
+        assert ours.keys() == rng.get_all_rng_states().keys()
+        assert all(torch.equal(ours[k], v) for k, v in rng.get_all_rng_states().items())
+        rng.model_parallel_cuda_manual_seed(5, tp_rank=0, ep_rank=3, etp_rank=2)
+        moved = rng.get_all_rng_states()
+        for name, seed in (("model-parallel-rng", 5 + 2718), ("expert-parallel-rng", 5 + 1024 + 302)):
+            assert torch.equal(moved[name], torch.Generator().manual_seed(seed).get_state())
+        with pytest.raises(TypeError, match="a seed must be an integer"):
+            rng.model_parallel_cuda_manual_seed(True)
+        assert rng.get_all_rng_states().keys() == moved.keys()
+
+
+def test_a_program_seeded_by_torch_draws_as_without_streams():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    with fake_rank(0, 1):
+        ps.initialize_model_parallel(create_gloo_process_groups=False)
+        torch.manual_seed(3)
+        first = torch.rand(1)
+        rng.model_parallel_cuda_manual_seed(9)
+        with rng.get_cuda_rng_tracker().fork():
+            torch.rand(5)
+        assert torch.equal(torch.cat([first, torch.rand(3)]), expected)
+
+
+def test_inference_draws_from_one_stream():
+    rng.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    tracker = rng.get_cuda_rng_tracker()
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with tracker.fork("no such stream"):
+        assert torch.equal(torch.rand(2), expected)
+
+
+def test_what_streams_do_not_have_is_refused():
+    with pytest.raises(NotImplementedError, match="use_cudagraphable_rng"):
+        rng.CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    with pytest.raises(NotImplementedError, match="use_te_rng_tracker"):
+        rng.get_cuda_rng_tracker(use_te_rng_tracker=True)
+    assert not rng.is_graph_safe_cuda_rng_tracker(rng.get_cuda_rng_tracker())
+
+
+def test_a_checkpoints_states_go_to_megatron_and_back():
+    with fake_rank(0, 1):
+        ps.initialize_model_parallel(create_gloo_process_groups=False)
+        manual_seed(13)
+        saved = rng.states_to_megatron(get_rng_tracker().get_states())
+        assert set(saved) == {"torch_rng_state", "rng_tracker_states"}
+        expected = torch.rand(2)
+        with get_rng_tracker().fork():
+            named = torch.rand(2)
+        get_rng_tracker().set_states(rng.states_from_megatron(saved))
+        assert torch.equal(torch.rand(2), expected)
+        with get_rng_tracker().fork():
+            assert torch.equal(torch.rand(2), named)
+    cuda = torch.zeros(16, dtype=torch.uint8)
+    theirs = {
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": cuda,
+        "rng_tracker_states": {"a": cuda},
+    }
+    ours = rng.states_from_megatron(theirs)
+    assert {name: list(state) for name, state in ours.items()} == {"default": ["cpu", "cuda"], "a": ["cuda"]}
+    assert rng.states_to_megatron(ours).keys() == theirs.keys()
+    with pytest.raises(ValueError, match="without"):
+        rng.states_from_megatron({"torch_rng_state": cuda})
+
+
+def test_states_become_generators_and_back():
+    state = torch.Generator().manual_seed(4).get_state()
+    generator = rng.convert_cuda_rng_state(state, to_graphable=True)
+    assert isinstance(generator, torch.Generator)
+    assert rng.convert_cuda_rng_state(generator, to_graphable=True) is generator
+    assert torch.equal(rng.convert_cuda_rng_state(generator), state)
+    assert rng.convert_cuda_rng_state(state) is state
+    with pytest.raises(ValueError, match="expected a tensor or a generator, got int"):
+        rng.convert_cuda_rng_state(3)
+
+
+# Utilities, without ranks.
+
+
+def test_splits_that_do_not_divide_are_refused():
+    x = torch.arange(12.0).view(3, 4)
+    first, second = utilities.split_tensor_along_last_dim(x, 2)
+    assert first.data_ptr() == x.data_ptr()
+    assert torch.equal(second, x[:, 2:])
+    assert utilities.split_tensor_along_last_dim(x, 2, True)[1].is_contiguous()
+    assert utilities.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 4) == (3, 6)
+    assert utilities.divide(12, 4) == 3
+    with fake_rank(1, 8):
+        ps.initialize_model_parallel(8, create_gloo_process_groups=False)
+        for refused in (
+            lambda: utilities.split_tensor_along_last_dim(x, 3),
+            lambda: utilities.split_tensor_into_1d_equal_chunks(x),
+            lambda: utilities.VocabUtility.vocab_range_from_global_vocab_size(13, 1, 4),
+        ):
+            with pytest.raises(InvalidSizes, match="not divisible"):
+                refused()
+        for wrong in ([1] * 7, [2] * 8):
+            with pytest.raises(ValueError, match=r"rows of each of 8 ranks|expected 2 rows"):
+                mappings.gather_from_sequence_parallel_region(x, output_split_sizes=wrong)
+        with pytest.raises(ValueError, match="expected 8 rows"):
+            mappings.reduce_scatter_to_sequence_parallel_region(x, input_split_sizes=[1] * 8)
+        with pytest.raises(ValueError, match="8 ranks divide"):
+            mappings.all_to_all(ps.get_tensor_model_parallel_group(), x)

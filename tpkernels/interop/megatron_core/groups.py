@@ -1,0 +1,176 @@
+"""Process groups by Megatron's short names, passed explicitly, and Megatron's groups as a state of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tpkernels.interop.megatron_core import parallel_state
+from tpkernels.runtime.state import ParallelState, ParallelStateError
+from tpkernels.topology.groups import Kind
+from tpkernels.topology.listed import ListedPlan
+
+
+@dataclass(init=False, repr=False)
+class ProcessGroupCollection:
+    """Groups of one model, to pass to Megatron's functions, or to tpkernels' layers as `state=`.
+
+    A group that was not set is no attribute; one that this rank is not in may be None.
+    """
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    mp: ProcessGroup
+    embd: ProcessGroup | None
+    pos_embd: ProcessGroup | None
+    cp: ProcessGroup
+    tp_cp: ProcessGroup
+    hcp: list[ProcessGroup] | None
+    ep: ProcessGroup
+    expt_tp: ProcessGroup
+    tp_ep: ProcessGroup
+    tp_ep_pp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    dp: ProcessGroup
+    dp_cp: ProcessGroup
+    expt_dp: ProcessGroup
+    intra_dp_cp: ProcessGroup
+    intra_expt_dp: ProcessGroup
+    inter_dist_opt: ProcessGroup | None
+    intra_dist_opt: ProcessGroup
+
+    def __init__(self, **groups: ProcessGroup | list[ProcessGroup] | None) -> None:
+        known = {each.name for each in fields(self)}
+        for name, group in groups.items():
+            if name not in known:
+                raise ValueError(f"no group is called {name!r}; known are {', '.join(sorted(known))}")
+            setattr(self, name, group)
+
+    def __repr__(self) -> str:
+        said = []
+        for each in fields(self):
+            if hasattr(self, each.name):
+                group = getattr(self, each.name)
+                size = [one.size() for one in group] if isinstance(group, list) else group and group.size()
+                said.append(f"{each.name}({size})")
+        return f"ProcessGroupCollection({', '.join(said) or 'empty'})"
+
+    @classmethod
+    def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> ProcessGroupCollection:
+        """The groups of the current parallel state. required_pgs: their names; None: all"""
+        names = [each.name for each in fields(cls)] if required_pgs is None else list(required_pgs)
+        unknown = set(names) - _GETTERS.keys()
+        if unknown:
+            raise ValueError(f"no groups are called {sorted(unknown)}; known are {', '.join(_GETTERS)}")
+        return cls(**{name: _GETTERS[name](parallel_state) for name in names})
+
+
+Getter = Callable[[Any], Any]
+
+
+def _get(name: str, **arguments: Any) -> Getter:
+    return lambda module: getattr(module, name)(**arguments)
+
+
+_if_any = partial(_get, check_initialized=False)
+_GETTERS: Mapping[str, Getter] = {  # of a module like Megatron's parallel_state
+    "tp": _if_any("get_tensor_model_parallel_group"),
+    "pp": _if_any("get_pipeline_model_parallel_group"),
+    "mp": _if_any("get_model_parallel_group"),
+    "embd": _if_any("get_embedding_group"),
+    "pos_embd": _if_any("get_position_embedding_group"),
+    "cp": _if_any("get_context_parallel_group"),
+    "tp_cp": _if_any("get_tensor_and_context_parallel_group"),
+    "hcp": _if_any("get_hierarchical_context_parallel_groups"),
+    "ep": _if_any("get_expert_model_parallel_group"),
+    "expt_tp": _if_any("get_expert_tensor_parallel_group"),
+    "tp_ep": _if_any("get_expert_tensor_and_model_parallel_group"),
+    "tp_ep_pp": _if_any("get_expert_tensor_model_pipeline_parallel_group"),
+    "tp_dp_cp": _if_any("get_tensor_and_data_parallel_group", with_context_parallel=True),
+    "dp": _get("get_data_parallel_group"),
+    "dp_cp": _get("get_data_parallel_group", with_context_parallel=True),
+    "expt_dp": _if_any("get_expert_data_parallel_group"),
+    "intra_dp_cp": _get("get_data_parallel_group", with_context_parallel=True, partial_data_parallel=True),
+    "intra_expt_dp": _if_any("get_expert_data_parallel_group", partial_expert_data_parallel=True),
+    "inter_dist_opt": _if_any("get_inter_distributed_optimizer_instance_group"),
+    "intra_dist_opt": _if_any("get_intra_distributed_optimizer_instance_group"),
+}
+_NAMES: Mapping[Kind, str] = {
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "dp": "dp",
+    "pp": "pp",
+    "model": "mp",
+    "dp_cp": "dp_cp",
+    "expert_dp": "expt_dp",
+    "embedding": "embd",
+    "position_embedding": "pos_embd",
+    "tp_cp": "tp_cp",
+    "tp_dp_cp": "tp_dp_cp",
+    "expert_tp": "expt_tp",
+    "expert_tp_ep": "tp_ep",
+    "expert_tp_ep_pp": "tp_ep_pp",
+}
+
+
+class HasTensorGroup(Protocol):
+    """Such as Megatron's ProcessGroupCollection, or ours."""
+
+    @property
+    def tp(self) -> ProcessGroup: ...
+
+
+def from_megatron(collection: HasTensorGroup | None = None) -> ParallelState:
+    """A parallel state of groups that Megatron has made, to pass to layers or to enter by `use(state)`.
+
+    Only this rank's groups are known. They stay Megatron's: `destroy_parallel_state` leaves them alone.
+
+    collection: Megatron's ProcessGroupCollection, or ours; None: the groups of `megatron.core.parallel_state`
+    """
+    found: dict[Kind, ProcessGroup] = {}
+    virtual = None
+    if collection is None:
+        module = import_module("megatron.core.parallel_state")
+        if not module.model_parallel_is_initialized():
+            raise ParallelStateError("megatron.core.parallel_state is not initialized: initialize it first")
+        collection = ProcessGroupCollection(**{name: get(module) for name, get in _GETTERS.items()})
+        found["tp_dp"] = module.get_tensor_and_data_parallel_group()
+        virtual = module.get_virtual_pipeline_model_parallel_world_size()
+    for kind, name in _NAMES.items():
+        group = getattr(collection, name, None)
+        if isinstance(group, ProcessGroup):
+            found[kind] = group
+    if "tp" not in found:
+        raise ParallelStateError(f"expected a tensor-parallel group of this rank, got {collection!r}")
+    ranks = {kind: dist.get_process_group_ranks(group) for kind, group in found.items()}
+    known_not_in = {kind for kind in ("embedding", "position_embedding") if hasattr(collection, _NAMES[kind])}
+
+    def lists(kind: Kind) -> list[list[int]]:
+        if kind == "alone":
+            return [[dist.get_rank()]]
+        if kind not in ranks and kind in known_not_in:
+            return []  # of other stages
+        if kind not in ranks:
+            raise ParallelStateError(f"Megatron's {kind} group is not known: it is not in {collection!r}")
+        return [ranks[kind]]
+
+    sizes = {kind: len(its) for kind, its in ranks.items()}
+    plan = ListedPlan(
+        world_size=dist.get_world_size(),
+        tensor=sizes["tp"],
+        pipeline=sizes.get("pp", 1),
+        context=sizes.get("cp", 1),
+        expert=sizes.get("ep", 1),
+        virtual_pipeline=virtual,
+        split_rank=None,
+        order=(),
+        lists=lists,
+    )
+    return ParallelState(rank=dist.get_rank(), plan=plan, process_groups=found)

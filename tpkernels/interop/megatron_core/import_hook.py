@@ -1,0 +1,181 @@
+"""An import hook: Megatron's `parallel_state` and `tensor_parallel` from tpkernels, the rest its own.
+
+    from tpkernels.interop.megatron_core.import_hook import install
+    install()  # before anything of Megatron is imported
+    from megatron.core import parallel_state, tensor_parallel
+
+`parallel_state` is ours alone. A module of `tensor_parallel` is Megatron's, executed aside, with our names in
+place of its own: what we do not have, such as `CheckpointWithoutOutput`, stays Megatron's, and calls ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from inspect import isfunction
+from types import ModuleType
+from typing import Any
+
+_ROOM = "tpkernels.interop.megatron_core"
+_STATE = "megatron.core.parallel_state"
+_TENSOR = "megatron.core.tensor_parallel"
+_ATTRIBUTES = (
+    "copy_tensor_model_parallel_attributes",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+)
+# module of Megatron -> module of ours -> names; none: all that it exports, and what Megatron's own code needs
+SERVED: Mapping[str, Mapping[str, Sequence[str]]] = {
+    _STATE: {"parallel_state": ()},
+    f"{_TENSOR}.cross_entropy": {"utilities": ("vocab_parallel_cross_entropy",)},
+    f"{_TENSOR}.data": {"utilities": ("broadcast_data",)},
+    f"{_TENSOR}.mappings": {"mappings": ()},
+    f"{_TENSOR}.random": {"rng": ()},
+    f"{_TENSOR}.utils": {
+        "utilities": (
+            "VocabUtility",
+            "divide",
+            "gather_split_1d_tensor",
+            "split_tensor_along_last_dim",
+            "split_tensor_into_1d_equal_chunks",
+        )
+    },
+    f"{_TENSOR}.layers": {
+        "utilities": _ATTRIBUTES,
+        "column": ("ColumnParallelLinear",),
+        "row": ("RowParallelLinear",),
+        "embedding": ("VocabParallelEmbedding",),
+        "linear": ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"),
+    },
+}
+
+
+class MegatronImportedError(RuntimeError):
+    """Megatron's modules were imported before `install`: what they have imported of each other stays."""
+
+
+def install() -> None:
+    """From now on `import megatron.core.parallel_state` and the modules of `tensor_parallel` give ours."""
+    if _Slot.finder is not None:
+        return
+    imported = sorted(name for name in sys.modules if name == "megatron.core" or name in SERVED)
+    if imported:
+        raise MegatronImportedError(
+            f"install() must be called before Megatron is imported, but {', '.join(imported)} "
+            f"{'is' if len(imported) == 1 else 'are'} imported already: call it in the program's first lines"
+        )
+    _Slot.finder = _Finder()
+    sys.meta_path.insert(0, _Slot.finder)
+
+
+def uninstall() -> None:
+    """Forget all of `megatron.core` that was imported since: a later import gives Megatron's own modules.
+
+    Modules that hold names of the forgotten ones keep them.
+    """
+    if _Slot.finder is None:
+        return
+    sys.meta_path.remove(_Slot.finder)
+    _Slot.finder = None
+    for name in [
+        name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")
+    ]:
+        del sys.modules[name]
+    vars(sys.modules.get("megatron", ModuleType("megatron"))).pop("core", None)
+    for name in [name for name in sys.modules if name.startswith(f"{_ROOM}.") and _is_of_megatron(name)]:
+        room = vars(sys.modules[_ROOM])
+        room.pop(name.rpartition(".")[2], None)
+        del sys.modules[name]
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install` inside the block, `uninstall` after it."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+class _Slot:
+    finder: _Finder | None = None
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in SERVED:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None:
+            spec.loader = _Loader(spec)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads Megatron's module aside, and puts our names over its."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        assert spec.loader is not None
+        self._theirs = spec.loader
+        self._aside = ModuleSpec(spec.name, spec.loader, origin=spec.origin)
+        self._aside.has_location = True
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name == _STATE:
+            vars(module).update(_ours(name))
+            return
+        original = module_from_spec(self._aside)
+        sys.modules[name] = original  # our layers are subclasses of Megatron's: they find those
+        try:
+            self._theirs.exec_module(original)
+            ours = _ours(name)
+        finally:
+            sys.modules[name] = module
+        vars(module).update({key: value for key, value in vars(original).items() if key[:2] != "__"})
+        vars(module).update(ours)
+        vars(module)["__aside__"] = original
+        module.__class__ = _Served
+        # What stays Megatron's looks in its own module for functions; its classes may be bases of ours.
+        vars(original).update({key: value for key, value in ours.items() if isfunction(value)})
+
+
+class _Served(ModuleType):
+    """What is set here, by a test that replaces a function, is set for Megatron's own code, too."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name[:2] != "__" and not isinstance(value, type):
+            setattr(vars(self)["__aside__"], name, value)
+
+
+def _ours(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for home, names in SERVED[name].items():
+        module = import_module(f"{_ROOM}.{home}")
+        if not names:
+            private = ("__getattr__", "_fork_rng", "_get_all_rng_states", "_set_all_rng_states")
+            names = [*module.__all__, *(each for each in private if each in vars(module))]
+        found |= {each: getattr(module, each) for each in names}
+    return found
+
+
+def _is_of_megatron(name: str) -> bool:
+    """Whether a module of ours has names of Megatron's."""
+    return any(
+        (
+            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+        ).startswith("megatron.")
+        or any(base.__module__.startswith("megatron.") for base in getattr(value, "__mro__", ()))
+        for value in vars(sys.modules[name]).values()
+        if isinstance(value, ModuleType | type) or callable(value)
+    )

@@ -1,0 +1,211 @@
+"""Megatron's `initialize_model_parallel`, by its positional arguments, over our agreement and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tpkernels.interop.megatron_core import memory_buffer
+from tpkernels.interop.megatron_core.plan import GLOO_TWINS, OPTION_NAMES, EmbeddingRanks, Layout
+from tpkernels.runtime import initialize as runtime
+from tpkernels.runtime import state as slot
+from tpkernels.runtime.c10d import takes_cpu_tensors_by_gloo
+from tpkernels.runtime.initialize import as_text, start
+from tpkernels.runtime.listed_groups import Listed, create_listed_groups
+from tpkernels.topology.plan import COMBINED_KINDS, KINDS, GroupPlan, Kind
+from tpkernels.topology.sizes import InvalidSizes, positive
+
+__all__ = [
+    "create_all_gather_groups",
+    "destroy_model_parallel",
+    "get_nccl_options",
+    "initialize_model_parallel",
+    "overwrite_nccl_comm_cfgs",
+]
+_ALL_KINDS = (*KINDS, *COMBINED_KINDS)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: float = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: EmbeddingRanks = None,
+    get_position_embedding_ranks: EmbeddingRanks = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    create_all_gather_group: bool | None = False,
+    *,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+) -> None:
+    """Split the world into Megatron's groups and make them this process's parallel state.
+
+    Every rank calls it with the same arguments; ranks that disagree all raise the same error.
+
+    pipeline_model_parallel_comm_backend: None, or the backend of the default process group
+    use_sharp, sharp_enabled_group: not supported: NCCL's environment decides
+    get_embedding_ranks, get_position_embedding_ranks: of a pipeline's ranks those that hold an embedding
+    distributed_timeout_minutes: 30, the default, stands for the time-out of the default process group
+    create_gloo_process_groups: twins of data-parallel groups that gloo moves CPU tensors for, where the
+        groups' own backends do not
+    gtp_remat_size and after: arguments of newer Megatrons, of which only the defaults are supported
+    """
+    given = dict(locals())
+    request = f"megatron_core.{as_text(initialize_model_parallel, given)}"
+    expert_tensor = expert_tensor_parallel_size or tensor_model_parallel_size
+    settings: dict[str, Any] = {}
+    layouts: list[Layout] = []
+    options: dict[Kind, Any] = {}
+
+    def plan(world_size: int) -> GroupPlan:
+        _refuse(given)
+        layout = Layout(
+            world_size=world_size,
+            tensor=positive(tensor_model_parallel_size, "tensor_model_parallel_size"),
+            pipeline=positive(pipeline_model_parallel_size, "pipeline_model_parallel_size"),
+            context=positive(context_parallel_size, "context_parallel_size"),
+            expert=positive(expert_model_parallel_size, "expert_model_parallel_size"),
+            expert_tensor=positive(expert_tensor, "expert_tensor_parallel_size"),
+            instances=positive(num_distributed_optimizer_instances, "num_distributed_optimizer_instances"),
+            order=order,
+            embedding=get_embedding_ranks,
+            position_embedding=get_position_embedding_ranks,
+            hierarchical=tuple(hierarchical_context_parallel_sizes or ()),
+            hybrid=hybrid_context_parallel,
+            all_gather_twin=bool(create_all_gather_group),
+        )
+        layouts.append(layout)
+        settings.update(_communicators(nccl_communicator_config_path, high_priority_stream_groups))
+        for kind in _ALL_KINDS:
+            if found := settings.get(OPTION_NAMES.get(kind, kind)):
+                options[kind] = found
+        # chosen by a function of each pipeline: rank 0's may look like another kind, and others' not
+        if get_embedding_ranks is not None:
+            options.setdefault("embedding", None)
+        if get_position_embedding_ranks is not None:
+            options.setdefault("position_embedding", None)
+        return layout.checked(virtual_pipeline_model_parallel_size)
+
+    limit = _limit(distributed_timeout_minutes)
+    state = start(request, plan, limit, None, options, _ALL_KINDS)
+    try:
+        twins = _twins_needed(state) if create_gloo_process_groups else ()
+        wanted = layouts[0].further_groups(settings, twins)
+        if wanted:
+            further = create_listed_groups(wanted, what="Megatron's groups", timeout=limit)
+            slot.install(replace(state, further=further))
+        memory_buffer.set_global_memory_buffer()
+    except BaseException:
+        destroy_model_parallel()
+        raise
+
+
+def destroy_model_parallel() -> None:
+    """Destroy all groups and forget what was set. Harmless when there are none."""
+    memory_buffer.destroy_global_memory_buffer()
+    memory_buffer.destroy_global_symmetric_memory_buffer()
+    runtime.destroy_model_parallel()
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False,
+    timeout: timedelta | None = None,
+    nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """Second communicators of the data and context ranks, and of the expert data ranks if asked for.
+
+    They are the caller's: `torch.distributed.destroy_process_group` destroys them.
+    """
+    plan, configs = slot.current().plan, nccl_comm_cfgs or {}
+    wanted = {"dp_cp": Listed(plan.groups["dp_cp"], options=get_nccl_options("dp_cp", configs))}
+    if for_expert_parallelism:
+        wanted["ep_dp"] = Listed(plan.groups["expert_dp"], options=get_nccl_options("ep_dp", configs))
+    made = create_listed_groups(wanted, what="create_all_gather_groups", timeout=timeout)
+    return made["dp_cp"], made.get("ep_dp")
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    defaults = {
+        "use_sharp": (False, "NCCL's environment variables decide"),
+        "sharp_enabled_group": (None, "NCCL's environment variables decide"),
+        "gtp_remat_size": (1, "weights are not gathered for each use"),
+        "expert_gtp_remat_size": (1, "weights are not gathered for each use"),
+        "rank_offset": (0, "groups are of the whole world; see HyperCommGrid for others"),
+        "local_world_size": (None, "groups are of the whole world; see HyperCommGrid for others"),
+    }
+    for name, (default, why) in defaults.items():
+        if given[name] != default:
+            raise InvalidSizes(f"{name}: expected {default!r}, got {given[name]!r}: {why}")
+    backend = given["pipeline_model_parallel_comm_backend"]
+    if backend not in (None, dist.get_backend()):
+        raise InvalidSizes(
+            f"pipeline_model_parallel_comm_backend: expected None or {dist.get_backend()!r}, the backend of "
+            f"the default process group, got {backend!r}"
+        )
+
+
+def _limit(minutes: float) -> timedelta | None:
+    """30, Megatron's default, means the time-out of the default process group."""
+    return None if minutes == 30 else timedelta(minutes=minutes)
+
+
+def _twins_needed(state: slot.ParallelState) -> tuple[str, ...]:
+    return () if takes_cpu_tensors_by_gloo(state.process_group("dp")) else GLOO_TWINS
+
+
+def _communicators(path: str | None, high_priority: Sequence[str] | None) -> dict[str, Any]:
+    """NCCL's options by Megatron's names of groups."""
+    configs: dict[str, Any] = {}
+    if path is not None:
+        yaml = import_module("yaml")  # optional: needed for this file alone
+        configs = yaml.safe_load(Path(path).read_text()) or {}
+    for name in high_priority or ():
+        overwrite_nccl_comm_cfgs(configs, name, ("is_high_priority_stream", True))
+    return {name: get_nccl_options(name, configs) for name in configs}
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """`ProcessGroupNCCL.Options` of the settings for `pg_name`; None if there are none."""
+    if pg_name not in nccl_comm_cfgs:
+        return None
+    if not dist.is_nccl_available():
+        raise InvalidSizes(f"settings for the {pg_name} communicator: expected a torch with NCCL")
+    settings = dict(nccl_comm_cfgs[pg_name])
+    options = dist.ProcessGroupNCCL.Options(
+        is_high_priority_stream=settings.pop("is_high_priority_stream", False)
+    )
+    for name, value in settings.items():
+        if name not in ("cga_cluster_size", "max_ctas", "min_ctas", "net_name"):
+            raise InvalidSizes(f"settings for the {pg_name} communicator: {name!r} is not known")
+        if name == "net_name" and str(value).lower() not in ("ib", "socket"):
+            raise InvalidSizes(f"net_name: expected 'IB' or 'socket', got {value!r}")
+        setattr(options.config, name, value)
+    return options
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, Any], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one setting of a communicator."""
+    nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]

@@ -1,0 +1,286 @@
+"""Megatron's random streams and `checkpoint`, over `runtime.random`: the streams that our layers draw from.
+
+Where there is CUDA the streams are of its generator alone, as Megatron's. Where there is none they are of the
+CPU's, so that programs run there, too. Neither seeds or moves the CPU's generator that the caller draws from:
+only inside `fork(name)` does the CPU's give the numbers of a stream, and only where there is no CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tpkernels.interop.megatron_core import getters
+from tpkernels.layers.checkpoint import recomputed
+from tpkernels.parallel_state.dense import get_tensor_model_parallel_rank
+from tpkernels.runtime import random as streams
+from tpkernels.runtime.random import (
+    DATA_PARALLEL_STREAM,
+    DEFAULT_STREAM,
+    EXPERT_PARALLEL_STREAM,
+    MODEL_PARALLEL_STREAM,
+    Generators,
+    RngTracker,
+    Snapshot,
+)
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "convert_cuda_rng_state",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "initialize_rng_tracker",
+    "is_checkpointing",
+    "is_graph_safe_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+]
+
+T = TypeVar("T")
+States = Mapping[str, Tensor | torch.Generator]
+
+
+class CudaRNGStatesTracker:
+    """Megatron's face of a tracker: a state is one tensor; the default stream is not among them."""
+
+    def __init__(
+        self,
+        use_cudagraphable_rng: bool = False,
+        is_inference_rng_tracker: bool = False,
+        *,
+        tracker: RngTracker | None = None,
+    ) -> None:
+        """tracker: the streams, by default new ones"""
+        if use_cudagraphable_rng:
+            raise NotImplementedError(
+                "use_cudagraphable_rng: expected False: tpkernels' streams are states, not generators that "
+                "CUDA graphs register"
+            )
+        self.use_cudagraphable_rng = False
+        self.is_inference_rng_tracker = is_inference_rng_tracker
+        self.tracker = RngTracker(cuda_only=torch.cuda.is_available()) if tracker is None else tracker
+
+    def is_initialized(self) -> bool:
+        """Whether there are streams."""
+        return bool(self.get_states())
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self.tracker.reset()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """The state of each stream: of the CUDA generator, or of the CPU's where there is no CUDA."""
+        states: dict[str, Tensor] = states_to_megatron(self.tracker.get_states())["rng_tracker_states"]
+        return states
+
+    @property
+    def states_(self) -> dict[str, Tensor]:
+        return self.get_states()
+
+    def set_states(self, states: States) -> None:
+        """Continue from what `get_states` returned, here or in Megatron. Other streams are forgotten."""
+        if states:
+            self.tracker.set_states(states)
+        else:
+            self.tracker.reset()
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream that starts from `seed`."""
+        self.tracker.add(name, seed)
+
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> AbstractContextManager[None]:
+        """Draw from the stream `name` inside the block."""
+        return self.tracker.fork(name)
+
+
+class _InferenceTracker(CudaRNGStatesTracker):
+    """Inference draws from one stream: the default one."""
+
+    def add(self, name: str, seed: int) -> None:
+        """Nothing."""
+
+    def set_states(self, states: States) -> None:
+        """Nothing."""
+
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> AbstractContextManager[None]:
+        """Nothing: draw from the default stream."""
+        return nullcontext()
+
+
+class _Slot:
+    tracker: CudaRNGStatesTracker | None = None
+    checkpoints: int = 0  # that are running
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Make the face of this process's streams, unless there is one."""
+    if use_te_rng_tracker:
+        raise NotImplementedError("use_te_rng_tracker: expected False: the streams are tpkernels'")
+    if force_reset or _Slot.tracker is None:
+        chosen = _InferenceTracker if inference_rng_tracker else CudaRNGStatesTracker
+        _Slot.tracker = chosen(
+            use_cudagraphable_rng, inference_rng_tracker, tracker=streams.get_rng_tracker()
+        )
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """The streams of this process. The arguments count for the first call."""
+    initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    assert _Slot.tracker is not None
+    return _Slot.tracker
+
+
+def get_all_rng_states() -> dict[str, Tensor]:
+    return get_cuda_rng_tracker().get_states()
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+    *,
+    gtp_remat_rank: int | None = None,
+    egtp_remat_rank: int | None = None,
+    gtp_remat_world_size: int | None = None,
+    egtp_remat_world_size: int | None = None,
+) -> None:
+    """Seed the CUDA generator and the named streams of this rank. The CPU's generator does not change.
+
+    tp_rank, ep_rank, etp_rank: by default those of the current parallel state
+    gtp_remat_rank and after: arguments of newer Megatrons, which change nothing for one rank
+    """
+    for size in (gtp_remat_world_size, egtp_remat_world_size):
+        if size not in (None, 1):
+            raise NotImplementedError(f"gtp_remat_world_size: expected 1, got {size}")
+    initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
+    streams.seed_streams(
+        streams.get_rng_tracker(),
+        seed,
+        get_tensor_model_parallel_rank() if tp_rank is None else tp_rank,
+        getters.get_expert_model_parallel_rank() if ep_rank is None else ep_rank,
+        (getters.get_expert_tensor_parallel_rank() or 0) if etp_rank is None else etp_rank,
+        cuda_only=torch.cuda.is_available(),
+    )
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    return EXPERT_PARALLEL_STREAM
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    return DATA_PARALLEL_STREAM
+
+
+def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: object) -> bool:
+    return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
+
+
+def convert_cuda_rng_state(
+    state: Tensor | torch.Generator, to_graphable: bool = False
+) -> Tensor | torch.Generator:
+    """A state as a tensor, or as a generator that CUDA graphs can register."""
+    if not isinstance(state, Tensor | torch.Generator):
+        raise ValueError(f"state: expected a tensor or a generator, got {type(state).__name__}")
+    if isinstance(state, Tensor) and to_graphable:
+        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+        return generator.set_state(state)
+    if isinstance(state, torch.Generator) and not to_graphable:
+        return state.get_state()
+    return state
+
+
+# What checkpoints of Megatron's training hold: torch_rng_state, cuda_rng_state, rng_tracker_states.
+
+
+def states_to_megatron(states: Mapping[str, Generators]) -> dict[str, Any]:
+    """What `get_rng_tracker().get_states()` gave, as Megatron saves it."""
+    default = states[DEFAULT_STREAM]
+    named = {"cpu": "torch_rng_state", "cuda": "cuda_rng_state"}
+    saved: dict[str, Any] = {named[device]: state for device, state in default.items()}
+    saved["rng_tracker_states"] = {
+        name: state["cuda"] if "cuda" in state else state["cpu"]
+        for name, state in states.items()
+        if name != DEFAULT_STREAM
+    }
+    return saved
+
+
+def states_from_megatron(saved: Mapping[str, Any]) -> dict[str, Generators]:
+    """What Megatron saved, for `get_rng_tracker().set_states`, whose streams must be of the same device."""
+    missing = {"torch_rng_state", "rng_tracker_states"} - saved.keys()
+    if missing:
+        raise ValueError(
+            f"expected the random states of a checkpoint of Megatron's, got one without {sorted(missing)}"
+        )
+    cpu = torch.Generator().get_state().numel()
+    states: dict[str, Generators] = {DEFAULT_STREAM: {"cpu": saved["torch_rng_state"]}}
+    if "cuda_rng_state" in saved:
+        states[DEFAULT_STREAM]["cuda"] = saved["cuda_rng_state"]
+    for name, state in saved["rng_tracker_states"].items():
+        tensor = convert_cuda_rng_state(state)
+        assert isinstance(tensor, Tensor)
+        states[name] = {"cpu" if tensor.numel() == cpu else "cuda": tensor}
+    return states
+
+
+# Recomputation.
+
+
+def checkpoint(function: Callable[..., T], distribute_saved_activations: bool | None, *args: Any) -> T:
+    """function(*args), recomputed in backward.
+
+    distribute_saved_activations: each tensor-parallel rank saves its shard of args[0]. The argument itself
+        stays as it is, while Megatron puts the shard into it.
+    """
+
+    def running(*given: Any) -> T:
+        _Slot.checkpoints += 1
+        try:
+            return function(*given)
+        finally:
+            _Slot.checkpoints -= 1
+
+    return recomputed(running, bool(distribute_saved_activations), args, {})
+
+
+def is_checkpointing() -> bool:
+    """Whether a function of `checkpoint` is running, for the first or the second time."""
+    return _Slot.checkpoints > 0
+
+
+# What Megatron's own CheckpointWithoutOutput asks its module for.
+
+
+def _get_all_rng_states() -> tuple[Snapshot]:
+    return (streams.get_rng_tracker().snapshot(),)
+
+
+def _set_all_rng_states(moment: Snapshot) -> None:
+    streams.get_rng_tracker().return_to(moment)
+
+
+@contextmanager
+def _fork_rng() -> Iterator[None]:
+    tracker = streams.get_rng_tracker()
+    with tracker.replay(tracker.snapshot()):
+        yield
