@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 class CombinedOptimizer(Optimizer):
     """Optimizers over different parameters: one `step`, one list of parameter groups, one state.
 
-    Parameter groups are those of the optimizers, in their order, with the options of each. Keep the optimizers,
-    or do not: they go on sharing their state with this one.
+    Parameter groups are those of the optimizers, in their order. The optimizers share their state with this
+    one from then on.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:

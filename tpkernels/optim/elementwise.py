@@ -1,4 +1,4 @@
-"""Which optimizers are right on shards: those that update each element from that element's gradients alone."""
+"""Which optimizers are right on shards: those that update each element by its own gradients alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from tpkernels.layers.world import State
 from tpkernels.optim.combined import CombinedOptimizer
 from tpkernels.optim.muon import Muon
 
-# By class name, wherever a class comes from. torch's, and those of packages that users name most.
-ELEMENTWISE = frozenset("Adadelta Adagrad Adam Adamax AdamW ASGD Lion NAdam RAdam RMSprop Rprop SGD".split())
+# By class name: torch's, and names that other packages use for the same mathematics.
+ELEMENTWISE = {
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "FusedAdam", "FusedSGD", "Lion", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD"),
+}
 _WHY = {
     "Adafactor": "its factors are means over rows and columns, and it scales by the norm of the parameter",
     "LAMB": "it scales by the norms of the parameter and the update",
@@ -20,7 +23,7 @@ _WHY = {
     "Muon": "it orthogonalizes the matrix; use tpkernels.optim.Muon",
     "Shampoo": "its factors are products of the matrix with itself",
     "SOAP": "its factors are products of the matrix with itself",
-    "8bit": "blocks of elements share a scale, and a shard has other blocks",
+    "bit": "blocks of elements share a scale, and a shard has other blocks",  # 8bit, 4bit, bitsandbytes
 }
 
 
@@ -36,12 +39,14 @@ def require_elementwise(optimizer: Optimizer, model: nn.Module, *, state: State 
         return
     split = {shard.local: name for name, shard in shards_of(model, state).items() if shard.dim is not None}
     for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
-        if isinstance(each, Muon) or type(each).__name__ in ELEMENTWISE:
+        kind = type(each).__name__
+        quantized = type(each).__module__.startswith("bitsandbytes")  # its AdamW may have states of 8 bits
+        if isinstance(each, Muon) or (kind in ELEMENTWISE and not quantized):
             continue
         names = [split[p] for group in each.param_groups for p in group["params"] if p in split]
         if names:
-            kind = type(each).__name__
-            why = next((why for word, why in _WHY.items() if word.lower() in kind.lower()), None)
+            described = f"{type(each).__module__}.{kind}".lower()
+            why = next((why for word, why in _WHY.items() if word.lower() in described), None)
             raise ValueError(
                 f"require_elementwise: {kind} has '{names[0]}'"
                 + f" and {len(names) - 1} more" * (len(names) > 1)

@@ -6,8 +6,8 @@ R ranks. In a round each matrix has one owner:
     compute    each owner, on its full matrices
     scatter    all-to-all: each owner sends to each rank the shards of its results
 
-Shards travel in bfloat16, in one flat buffer a round and direction: two collectives, however many matrices. The
-next round is gathered while this one is computed.
+Shards travel in bfloat16, in one flat buffer a round and direction: two collectives, however many matrices.
+The next round is gathered while this one is computed.
 """
 
 from __future__ import annotations
@@ -103,9 +103,8 @@ class FullMatrices:
         data = torch.cat(flat) if flat else torch.empty(0, dtype=WIRE, device=device)
         received = data.new_empty(sum(map(sum, sizes)))
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        rows = [list(map(sum, sizes)), counts]
-        as_bytes = (flat.view(torch.uint8).view(-1, WIRE.itemsize) for flat in (received, data))  # for gloo
-        work = start_all_to_all(self.group, *as_bytes, *rows)
+        into, out = (flat.view(torch.uint8).view(-1, WIRE.itemsize) for flat in (received, data))  # for gloo
+        work = start_all_to_all(self.group, into, out, list(map(sum, sizes)), counts)
         return _Moving(work, data, received, sizes, self.group)
 
     def _ranks(self) -> Iterable[int]:

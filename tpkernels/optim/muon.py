@@ -46,8 +46,8 @@ class Muon(torch.optim.Muon):
 
     params: matrices of `model`: see `hidden_matrices`. `main_grad` is used before `grad`
     model: whose layers say how matrices are sharded
-    split_stacked: each of the weights stacked in one parameter (`partition_stride`), as gate and up may be, is
-        a matrix by itself; False: the parameter is one matrix, as torch takes it
+    split_stacked: each of the weights stacked in one parameter (`partition_stride`), as gate and up may be,
+        is a matrix by itself; False: the parameter is one matrix, as torch takes it
     round_bytes: about how much each rank holds of full matrices at a time
     state: as the model was built with; by default found in its layers
     """
@@ -78,7 +78,15 @@ class Muon(torch.optim.Muon):
         self._exchange: FullMatrices | None = None
         self._positions: dict[Tensor, int] = {}  # in the exchange
         super().__init__(
-            params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn
+            params,
+            lr,  # type: ignore[arg-type]  # torch's takes a tensor, too, and says so in its documentation only
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
         )
         self.defaults["split_stacked"] = split_stacked
 
@@ -171,8 +179,8 @@ class Muon(torch.optim.Muon):
         known = self._shards.get(parameter)
         if known is None:
             raise ValueError(
-                f"Muon: expected parameters of `model`, got a tensor {tuple(parameter.shape)} that is not one of "
-                "them; build the optimizer after the model has its final parameters"
+                f"Muon: expected parameters of `model`, got another tensor {tuple(parameter.shape)}; "
+                "build the optimizer after the model has its final parameters"
             )
         name, shard = known
         if parameter.ndim != 2 or parameter.is_complex():
