@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
+from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
 from tpkernels.interop.parallelize.trial import Verify, require_verify, tried
@@ -52,6 +53,9 @@ def parallelize(
             "parallelize: expected TP-invariance to be off, for it does not reach what the model computes "
             "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
         )
+    if (inner := base_model(model)) is not model:
+        parallelize(inner, state, plan=plan, weights=weights, verify=verify)
+        return model
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
     _require_request(model, plan, weights, verify, named, world)

@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from tpkernels.interop.parallelize.lora import split_with
+
 Kind = Literal["column", "row", "head", "embedding"]
 KINDS = ("column", "row", "head", "embedding")
 KEPT = ("partial", "replicated")
@@ -80,7 +82,8 @@ def matches(model: nn.Module, plan: Plan) -> list[Match]:
             raise ValueError(
                 f"plan: {pattern!r} fits no module; there are {_some([name for name, _ in named])}"
             )
-        for name, module in fitting:
+        kind = entry.kind if isinstance(entry, Split) else ""
+        for name, module in (place for each in fitting for place in split_with(*each, kind)):
             other, _ = found.setdefault(module, (pattern, Match(name, module, entry)))
             if other != pattern:
                 raise ValueError(f"plan: '{name}' fits both {other!r} and {pattern!r}; make one narrower")
