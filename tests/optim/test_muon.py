@@ -49,6 +49,26 @@ def test_in_bfloat16_torch_s_own_sums_depend_on_strides(ranks2, ranks4):
                 assert roundings <= 1.0
 
 
+def test_torch_s_muon_scales_a_momentum_in_bfloat16_and_ours_does_not(ranks1):
+    theirs, ours = ranks1.run(_momenta)[0]
+    assert torch.equal(ours, torch.full((4, 4), 0.5, dtype=torch.bfloat16))
+    assert torch.equal(theirs, ours / 2.0)  # its norm
+
+
+def _momenta() -> list[torch.Tensor]:
+    tpkernels.initialize_model_parallel(1)
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    found = []
+    for optimizer in (
+        torch.optim.Muon([model.weight], nesterov=False, momentum=0.5),
+        Muon([model.weight], model=model, nesterov=False, momentum=0.5),
+    ):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        found.append(optimizer.state[model.weight]["momentum_buffer"])
+    return found
+
+
 def test_a_wrong_option_would_be_seen(ranks2):
     for found in ranks2.run(differences, 2, {}, {"split_stacked": True}, torch.float32):
         assert found.keys() == {"stacked.weight"}

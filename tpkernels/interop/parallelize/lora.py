@@ -38,11 +38,10 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
 
 def base_model(model: nn.Module) -> nn.Module:
     """The model inside a PeftModel, whose names plans are for; any other model itself."""
-    if _is_of_peft(model) and hasattr(model, "get_base_model"):
-        inner = model.get_base_model()
-        assert isinstance(inner, nn.Module)
-        return inner
-    return model
+    find = getattr(model, "get_base_model", None)
+    inner = find() if _is_of_peft(model) and callable(find) else model
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def refuse_what_differs(name: str, *, dropout: float, variant: str, initialization: object = True) -> None:
