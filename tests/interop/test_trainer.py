@@ -1,4 +1,4 @@
-"""What docs/trainers.md says of Lightning Fabric, accelerate and Hugging Face's Trainer, where they are installed."""
+"""What docs/trainers.md says of Lightning Fabric, accelerate and Trainer, where they are installed."""
 
 from __future__ import annotations
 
@@ -59,11 +59,14 @@ def test_fabric_trains_as_a_plain_loop(tmp_path):
     assert losses_of_both_ranks(ran(FABRIC, tmp_path)) == both(unsharded(8, 1))
 
 
-def test_fabric_that_wraps_the_model_is_refused(tmp_path):
+def test_fabric_that_wraps_the_model_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("lightning", reason="lightning is not installed")
-    single = 'strategy=SingleDeviceStrategy(torch.device("cpu"))'
-    assert single in FABRIC
-    found = ran(FABRIC.replace(single, 'accelerator="cpu", devices=2, strategy="ddp"'), tmp_path)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)  # as under torchrun: Fabric starts no processes
+    made = 'Fabric(strategy=SingleDeviceStrategy(torch.device("cpu")), precision="32-true")'
+    assert made in FABRIC
+    text = FABRIC.replace(made, 'Fabric(accelerator="cpu", devices=2, strategy="ddp")\nfabric.launch()')
+    found = ran(text, tmp_path)
     assert found.returncode == 1
     assert "ValueError: DistributedDataParallel over ranks 0, 1 would average different" in found.stderr
 
