@@ -126,7 +126,7 @@ def merged(kind: str, when: str) -> tuple[list[str], float]:
 def saved(folder: str, when: str) -> tuple[Tensor, float, float]:
     """Logits; how far are those of the unsharded model, and of a split one, that read the adapter."""
     initialize_model_parallel(dist.get_world_size())
-    model = with_lora("llama", when, modules_to_save=["norm"] if when == "before" else None)
+    model = with_lora("llama", when, modules_to_save=["norm", "lm_head"])
     steps(model, 2)
     logits = model(input_ids=IDS).logits.detach()
     save_adapter(model, folder)

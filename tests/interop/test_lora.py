@@ -10,9 +10,23 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
+from tests.blocks import blocks_of
 from tests.interop.lora_cases import checkpointed, clipped, merged, refusals, saved, trained
+from tests.test_docs import ROOT, run_on_two_ranks
 
+PAGE = "lora.md"
 WHEN = ("before", "after")
+
+
+def test_the_program_of_the_page_runs(tmp_path):
+    (block,) = [b for b in blocks_of(PAGE, (ROOT / "docs" / PAGE).read_text()) if b.language == "py"]
+    program = tmp_path / "program.py"
+    program.write_text(block.text)
+    ran = run_on_two_ranks(program, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        p.name for p in (tmp_path / "adapter").iterdir()
+    }
 
 
 @pytest.mark.parametrize("when", WHEN)

@@ -1,10 +1,4 @@
-"""Which rank orthogonalizes which matrix, and in which round it is gathered. Loads no torch.
-
->>> [[(job.position, job.owner) for job in jobs] for jobs in plan_rounds([5, 1, 1, 3], [8, 8, 8, 8], 2, 100)]
-[[(0, 0), (3, 1), (1, 1), (2, 1)]]
->>> [[(job.position, job.owner) for job in jobs] for jobs in plan_rounds([5, 1, 1, 3], [8, 8, 8, 8], 2, 8)]
-[[(0, 0), (3, 1)], [(1, 1), (2, 0)]]
-"""
+"""Which rank orthogonalizes which matrix, and in which round it is gathered."""
 
 from __future__ import annotations
 
