@@ -27,6 +27,7 @@ class Matrices(nn.Module):
         state = tpkernels.create_parallel_state(
             tpkernels.plan_groups(world_size=dist.get_world_size(), tensor=tensor)
         )
+        self.state = state
         where: dict[str, Any] = {"bias": False, "state": state, "dtype": dtype}
         self.wide = ColumnParallelLinear(40, 16, **where)
         self.tall = ColumnParallelLinear(8, 48, **where)
@@ -83,9 +84,11 @@ def differences(
 ) -> dict[str, tuple[int, float]]:
     """In how many elements matrices differ from torch's after three steps, and by how many roundings.
 
-    own: options of our Muon only
+    own: options of our Muon only; "shared": with the data-parallel group
     """
     model = Matrices(tensor, dtype)
+    if own.pop("shared", False):
+        own["data_parallel_group"] = model.state.process_group("dp")
     start = values_for(model, "weights", 0, dtype)
     optimizer = Muon(model.parameters(), model=model, **options, **own)
     for step in range(STEPS):
@@ -118,13 +121,18 @@ def stacked_difference(tensor: int) -> bool:
     return not torch.equal(weight.local, cut(weight, torch.cat([half.detach() for half in halves])))
 
 
-def collectives(layers: int, round_bytes: int) -> dict[str, int]:
+def collectives(layers: int, round_bytes: int, tensor: int) -> dict[str, int]:
     """How many of each kind torch.distributed is asked for in a step over so many layers."""
     state = tpkernels.create_parallel_state(
-        tpkernels.plan_groups(world_size=dist.get_world_size(), tensor=dist.get_world_size())
+        tpkernels.plan_groups(world_size=dist.get_world_size(), tensor=tensor)
     )
     model = nn.ModuleList(ColumnParallelLinear(8, 16, bias=False, state=state) for _ in range(layers))
-    optimizer = Muon(model.parameters(), model=model, round_bytes=round_bytes)
+    optimizer = Muon(
+        model.parameters(),
+        model=model,
+        round_bytes=round_bytes,
+        data_parallel_group=state.process_group("dp"),
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

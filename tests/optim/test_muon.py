@@ -39,6 +39,13 @@ def test_rounds_do_not_matter(ranks2, ranks4):
         assert ranks.run(differences, size, {}, {"round_bytes": 1}, torch.float32) == [{}] * size
 
 
+@pytest.mark.parametrize(("pool", "tensor"), [("ranks2", 1), ("ranks4", 1), ("ranks4", 2), ("ranks2", 2)])
+def test_data_parallel_ranks_that_share_the_work_have_the_same_bits(pool, tensor, request):
+    ranks = request.getfixturevalue(pool)
+    for own in ({"shared": True}, {"shared": True, "round_bytes": 1}):
+        assert ranks.run(differences, tensor, {}, own, torch.float32) == [{}] * ranks.world_size
+
+
 def test_in_bfloat16_torch_s_own_sums_depend_on_strides(ranks2, ranks4):
     """So that few elements may be rounded the other way: `weight.add_(update)` of a transposed update."""
     for ranks in (ranks2, ranks4):
@@ -83,12 +90,17 @@ def test_weights_stacked_in_one_may_be_matrices_of_their_own(pool, tensor, reque
 
 def test_a_step_takes_two_exchanges_however_many_matrices(ranks2, ranks4):
     for ranks in (ranks2, ranks4):
-        (one, *_), (many, *_) = (ranks.run(collectives, layers, 2**28) for layers in (1, 16))
+        size = ranks.world_size
+        (one, *_), (many, *_) = (ranks.run(collectives, layers, 2**28, size) for layers in (1, 16))
         assert one == many  # sends and receives compare what ranks bring
         assert one["c10d::alltoall_base_"] == 2
         assert one.keys() == {"c10d::alltoall_base_", "c10d::send", "c10d::recv_"}
-    for found in ranks2.run(collectives, 8, 1):  # rounds of two matrices
+    for found in ranks2.run(collectives, 8, 1, 2):  # rounds of two matrices
         assert found["c10d::alltoall_base_"] == 8
+    for layers in (4, 16):  # two replicas of two ranks share them
+        for found in ranks4.run(collectives, layers, 2**28, 2):
+            assert found["c10d::alltoall_base_"] == 2
+            assert found["c10d::_allgather_base_"] == 1
 
 
 @pytest.mark.parametrize(("pool", "tensor"), POOLS[1:])

@@ -1,13 +1,17 @@
 """A function of full matrices, computed once each, of which every rank of a group holds shards.
 
-R ranks. In a round each matrix has one owner:
+Each matrix has one owner among the R ranks of the group. In a round:
 
     gather     all-to-all: each rank sends to each owner its shards of the owner's matrices
     compute    each owner, on its full matrices
     scatter    all-to-all: each owner sends to each rank the shards of its results
 
 Shards travel in bfloat16, in one flat buffer a round and direction: two collectives, however many matrices.
-The next round is gathered while this one is computed.
+The next round is gathered while this one is computed. A matrix that is replicated is computed by all ranks.
+
+With D data-parallel replicas of the group, each replica does that for its own matrices only; then
+
+    replicas   all-gather over the data-parallel ranks, which hold the same shards: of the results
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tpkernels.comm.groups import start_all_to_all
+from tpkernels.comm.groups import start_all_gather, start_all_to_all
 from tpkernels.interop.shards import TensorShard
 from tpkernels.optim.rounds import Job, plan_rounds
 
@@ -32,13 +36,41 @@ class FullMatrices:
     """Where shards of `shards` go, and come back from."""
 
     def __init__(
-        self, shards: Sequence[TensorShard], costs: Sequence[int], group: ProcessGroup, round_bytes: int
+        self,
+        shards: Sequence[TensorShard],
+        costs: Sequence[int],
+        group: ProcessGroup,
+        replicas: ProcessGroup | None,
+        round_bytes: int,
     ) -> None:
-        """shards: the same matrices on all ranks, none of them replicated; costs: of `compute`, of each"""
+        """shards: the same matrices on all ranks; costs: of `compute`, of each"""
         self.shards = shards
         self.group = group
-        sizes = [WIRE.itemsize * shard.shape[0] * shard.shape[1] for shard in shards]
-        self.rounds = plan_rounds(costs, sizes, group.size(), round_bytes)
+        self.replicas = replicas
+        self.replica_of: dict[int, int] = {}  # by position
+        split = [i for i, shard in enumerate(shards) if shard.dim is not None and group.size() > 1]
+        alone = [i for i in range(len(shards)) if i not in set(split)]
+        self.rounds = self._dealt(split, costs, group.size(), round_bytes)
+        self.computed_here = [
+            job.position for jobs in self._dealt(alone, costs, 1, round_bytes) for job in jobs
+        ]
+
+    def _dealt(
+        self, positions: Sequence[int], costs: Sequence[int], ranks: int, round_bytes: int
+    ) -> list[list[Job]]:
+        """This replica's jobs, by round; their owners are among so many ranks of it."""
+        count, here = (1, 0) if self.replicas is None else (self.replicas.size(), self.replicas.rank())
+        sizes = [WIRE.itemsize * self.shards[i].shape[0] * self.shards[i].shape[1] for i in positions]
+        rounds = []
+        for jobs in plan_rounds([costs[i] for i in positions], sizes, ranks * count, round_bytes):
+            mine = []
+            for job in jobs:
+                position, (replica, owner) = positions[job.position], divmod(job.owner, ranks)
+                self.replica_of[position] = replica
+                if replica == here:
+                    mine.append(Job(position, owner))
+            rounds.append(mine)
+        return rounds
 
     @torch.no_grad()
     def apply(self, compute: Compute, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -46,6 +78,33 @@ class FullMatrices:
 
         held: this rank's shards without padding, by position; the same positions on all ranks
         """
+        own = self._of_this_replica(compute, held)
+        yield from own if self.replicas is None else self._of_all(dict(own), held, self.replicas)
+
+    def _of_all(
+        self, own: Mapping[int, Tensor], held: Mapping[int, Tensor], replicas: ProcessGroup
+    ) -> Iterator[tuple[int, Tensor]]:
+        """With the results of other replicas."""
+        positions = [[i for i in held if self.replica_of[i] == replica] for replica in range(replicas.size())]
+        longest = max(sum(held[i].numel() for i in some) for some in positions)
+        if not longest:
+            return
+        sent = torch.zeros(longest, dtype=WIRE, device=next(iter(held.values())).device)
+        mine = [own[i].reshape(-1).to(WIRE) for i in positions[replicas.rank()]]
+        if mine:
+            torch.cat(mine, out=sent[: sum(map(len, mine))])
+        gathered = sent.new_empty(replicas.size(), longest)
+        work = start_all_gather(replicas, gathered.view(-1).view(torch.uint8), sent.view(torch.uint8))
+        _wait(work, "all-gather of results", replicas)
+        for some, flat in zip(positions, gathered, strict=True):
+            sizes = [held[i].numel() for i in some]
+            for i, result in zip(some, flat[: sum(sizes)].split(sizes), strict=True):
+                yield i, result.view(held[i].shape)
+
+    def _of_this_replica(self, compute: Compute, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        for i in self.computed_here:
+            if i in held:
+                yield i, compute(i, held[i])
         rounds = [tuple(job for job in jobs if job.position in held) for jobs in self.rounds]
         rounds = [jobs for jobs in rounds if jobs]
         gathering = self._gather(rounds[0], held) if rounds else None
@@ -133,13 +192,17 @@ class _Moving:
 
     def wait(self) -> list[list[Tensor]]:
         """What each rank has sent, tensor by tensor."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"optim: an all-to-all of matrices failed in process group '{self.group.group_name}' of "
-                f"{self.group.size()} ranks, here on rank {dist.get_rank()}; a rank died, came too late, or "
-                f"left the common order of calls. Cause: {error}"
-            ) from error
+        _wait(self.work, "all-to-all of matrices", self.group)
         by_rank = self.received.split(list(map(sum, self.sizes)))
         return [list(own.split(list(sizes))) for own, sizes in zip(by_rank, self.sizes, strict=True)]
+
+
+def _wait(work: Work, what: str, group: ProcessGroup) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"optim: an {what} failed in process group '{group.group_name}' of {group.size()} ranks, here on "
+            f"rank {dist.get_rank()}; a rank died, came too late, or left the common order of calls. Cause: "
+            f"{error}"
+        ) from error

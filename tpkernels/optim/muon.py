@@ -13,9 +13,11 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.comm.groups import required_group
 from tpkernels.comm.supported import Problem
 from tpkernels.interop.shards import TensorShard, shards_of, world_of
 from tpkernels.layers.attributes import Attributes
@@ -42,12 +44,15 @@ class Muon(torch.optim.Muon):
     """torch.optim.Muon of the unsharded model, to the bit: the same arguments, defaults and state.
 
     Called by all ranks of the tensor-parallel group, with the same arguments. A replicated matrix is
-    orthogonalized by every rank. Data-parallel ranks all take the same step, from reduced gradients.
+    orthogonalized by every rank. Data-parallel ranks all take the same step, from reduced gradients, or share
+    the work, if you pass their group.
 
     params: matrices of `model`: see `hidden_matrices`. `main_grad` is used before `grad`
     model: whose layers say how matrices are sharded
     split_stacked: each of the weights stacked in one parameter (`partition_stride`), as gate and up may be,
         is a matrix by itself; False: the parameter is one matrix, as torch takes it
+    data_parallel_group: ranks that hold the same shards, and whose gradients are reduced: each replica
+        orthogonalizes some of the matrices. Called by all of them then
     round_bytes: about how much each rank holds of full matrices at a time
     state: as the model was built with; by default found in its layers
     """
@@ -66,12 +71,16 @@ class Muon(torch.optim.Muon):
         *,
         model: nn.Module,
         split_stacked: bool = False,
+        data_parallel_group: ProcessGroup | None = None,
         round_bytes: int = ROUND_BYTES,
         state: State = None,
     ) -> None:
         if round_bytes < 1:
             raise ValueError(f"Muon: expected round_bytes of 1 or more, got {round_bytes}")
         self._world = world_of(model, state)
+        self._replicas = None
+        if data_parallel_group is not None and required_group(data_parallel_group).size() > 1:
+            self._replicas = data_parallel_group
         self._shards = {shard.local: (name, shard) for name, shard in shards_of(model, state).items()}
         self._round_bytes = round_bytes
         self._split_stacked = split_stacked
@@ -113,25 +122,13 @@ class Muon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = list(self._work())
-        if self._world.size > 1:
-            self._agree(work)
+        found = list(self._work())
+        self._agree(found)
         exchange = self._exchange or self._planned()
-        gathered: dict[int, _Work] = {}
-        held: dict[int, Tensor] = {}
-        for each in work:
-            direction = self._direction(each)
-            position = self._positions.get(each.shard.local)
-            if position is None:
-                _update(each, _orthogonalized(each, direction))
-            else:
-                gathered[position], held[position] = each, _held(each.shard, direction).bfloat16()
-
-        def compute(position: int, full: Tensor) -> Tensor:
-            return _orthogonalized(gathered[position], full)
-
-        for position, result in exchange.apply(compute, held):
-            _update(gathered[position], result)
+        work = {self._positions[each.shard.local]: each for each in found}
+        held = {i: _held(each.shard, self._direction(each)).bfloat16() for i, each in work.items()}
+        for i, result in exchange.apply(lambda i, full: _orthogonalized(work[i], full), held):
+            _update(work[i], result)
         return loss
 
     def _work(self) -> Iterator[_Work]:
@@ -153,16 +150,20 @@ class Muon(torch.optim.Muon):
             for group in self.param_groups
         ]
         brought = tuple(describe(f"gradient of {each.name}", each.gradient, strides=False) for each in work)
-        agree(Claim(f"Muon.step with {options}", () if problem else brought, problem), self._world.group)
+        claim = Claim(f"Muon.step with {options}", () if problem else brought, problem)
+        for group in (self._world.group if self._world.size > 1 else None, self._replicas):
+            if group is not None:
+                agree(claim, group)
+        if problem is not None:
+            claim.refuse()
 
     def _planned(self) -> FullMatrices:
-        """The exchange of all sharded matrices."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        sharded = [p for p in parameters if self._world.size > 1 and self._shards[p][1].dim is not None]
-        self._positions = {parameter: position for position, parameter in enumerate(sharded)}
-        shards = [self._shards[parameter][1] for parameter in sharded]
+        """The exchange of all matrices."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._positions = {parameter: position for position, parameter in enumerate(parameters)}
+        shards = [self._shards[parameter][1] for parameter in parameters]
         costs = [multiplications(shard.shape) for shard in shards]
-        self._exchange = FullMatrices(shards, costs, self._world.group, self._round_bytes)
+        self._exchange = FullMatrices(shards, costs, self._world.group, self._replicas, self._round_bytes)
         return self._exchange
 
     def _direction(self, work: _Work) -> Tensor:
