@@ -165,7 +165,8 @@ def _require_linear(target: nn.Module) -> None:
             f"LoRA: expected linear layers that parallelize has split as column or row, got "
             f"{type(target).__name__}; leave it out of target_modules, or apply LoRA before parallelize"
         )
-    if getattr(target, "stacks", ()) or getattr(target, "sequence_parallel", False):
+    shares_tokens = getattr(target, "sequence_parallel", False) or getattr(target, "tokens", None) is not None
+    if shares_tokens or getattr(target, "stacks", ()):
         raise ValueError(
             "LoRA: expected a layer without sequence_parallel, whose stacked weights have one size, got "
             f"{target}; apply LoRA before parallelize"
