@@ -52,6 +52,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
         "tp_invariance",
         "parallel_state",
     },
+    "optim": {"comm", "interop", "layers", "topology"},
     "parallel_state": {"runtime", "topology"},
     "cli": None,  # on top: anything
 }

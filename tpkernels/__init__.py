@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels import interop as interop
     from tpkernels import ops as ops
+    from tpkernels import optim as optim
     from tpkernels import parallel_state as parallel_state
     from tpkernels.buckets.collectives import bucketed_all_gather as bucketed_all_gather
     from tpkernels.buckets.collectives import bucketed_all_reduce_ as bucketed_all_reduce_
@@ -78,6 +79,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
 _HOME = {
     "interop": "tpkernels",
     "ops": "tpkernels",
+    "optim": "tpkernels",
     "parallel_state": "tpkernels",
     "bucketed_all_gather": "tpkernels.buckets.collectives",
     "bucketed_all_reduce_": "tpkernels.buckets.collectives",

@@ -23,6 +23,7 @@ from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dten
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
 from tpkernels.interop.parallelize.gradient_sums import sum_gradients
+from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
@@ -70,6 +71,17 @@ def parallelize(
             "parallelize: expected TP-invariance to be off, for it does not reach what the model computes "
             "between its layers; use tpkernels.GPT or the parallel layers, or turn it off"
         )
+    if (inner := base_model(model)) is not model:
+        parallelize(
+            inner,
+            state,
+            plan=plan,
+            weights=weights,
+            verify=verify,
+            sequence_parallel=sequence_parallel,
+            as_dtensor=as_dtensor,
+        )
+        return model
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
     request = _Request(plan, weights, verify, sequence_parallel, as_dtensor)

@@ -196,7 +196,8 @@ def _found(name: str, module: nn.Module, shorts: tuple[str, ...]) -> dict[str, n
             layer = module.get_submodule(short)
         except AttributeError:
             return {}
-        if not is_linear(layer) and not is_conv1d(layer):
+        inner = getattr(layer, "base_layer", layer)  # inside an adapter
+        if not is_linear(inner) and not is_conv1d(inner):
             return {}
-        found[f"{name}.{short}" if name else short] = layer
+        found[f"{name}.{short}" if name else short] = inner
     return found

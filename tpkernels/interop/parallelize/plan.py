@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from tpkernels.interop.parallelize.lora import split_with
+
 Kind = Literal["column", "row", "row_of_full", "head", "embedding"]
 KINDS = ("column", "row", "row_of_full", "head", "embedding")
 KEPT = ("partial", "replicated")
@@ -140,8 +142,9 @@ def matches(model: nn.Module, plan: Plan) -> list[Match]:
         fitting = [pattern] if pattern in named else [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
             raise ValueError(f"plan: {pattern!r} fits no module; there are {_some(list(named))}")
-        for name in fitting:
-            module = named[name]
+        first = entries[0]
+        kind = first.kind if isinstance(first, Split) else "column" * isinstance(first, SharedHeads)
+        for name, module in (place for each in fitting for place in split_with(each, named[each], kind)):
             if module not in taken:
                 found += [Match(name, module, entry) for entry in entries]
             other, both = taken.setdefault(module, (pattern, beside))

@@ -108,7 +108,7 @@ def _linear(
             holder = _holder(modules, name)
             layers = holders.setdefault(holder, Layers(holder, {}, {}))
             split = layers.rows if "rowwise" in style else layers.columns
-            split[name] = modules[name]
+            split[name] = getattr(modules[name], "base_layer", modules[name])  # inside an adapter
     for holder, layers in holders.items():
         styles = {named[name] for name in (*layers.columns, *layers.rows)}
         shorts = {name.rpartition(".")[2] for name in layers.columns}

@@ -1,0 +1,90 @@
+"""LoRA layers of peft in a model that is split: a plan's entry for a layer is for the layer that LoRA wraps.
+
+Y = W X + scaling * B A X. Where W is split along its out_features, B is too, and A is replicated; where W is
+split along its in_features, A is too, and B is replicated. peft is not imported: a model without it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that a plan's entry for `module` is for: itself, or those that an adapter of peft has in it.
+
+    kind: how the plan splits it, as in `Split`; "" if it keeps the module
+    """
+    if not _is_of_peft(module):
+        yield name, module
+        return
+    inside = dict(module.named_modules(prefix=name))
+    if type(module).__name__ == "ModulesToSaveWrapper":
+        for path in (f"{name}.original_module", *_below(inside, f"{name}.modules_to_save.")):
+            yield path, inside[path]
+        return
+    _require_plain_lora(name, module)
+    yield f"{name}.base_layer", inside[f"{name}.base_layer"]
+    if kind == "embedding":
+        raise ValueError(
+            f"'{name}': expected no LoRA on an embedding whose rows are split; leave it out of target_modules"
+        )
+    factors = {"": ("lora_A", "lora_B")}.get(kind, ("lora_A",) if kind.startswith("row") else ("lora_B",))
+    for factor in factors:
+        for path in _below(inside, f"{name}.{factor}."):
+            yield path, inside[path]
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside a PeftModel, whose names plans are for; any other model itself."""
+    find = getattr(model, "get_base_model", None)
+    inner = find() if _is_of_peft(model) and callable(find) else model
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def refuse_what_differs(name: str, *, dropout: float, variant: str, initialization: object = True) -> None:
+    """An error for options of LoRA that would not be right on shards.
+
+    name: of the layer
+    variant: such as DoRA; "" for none
+    """
+    if variant:
+        raise ValueError(
+            f"'{name}': expected plain LoRA, got {variant}, whose norms or routes need the full weight; "
+            "leave it off"
+        )
+    if dropout:
+        raise ValueError(
+            f"'{name}': expected lora_dropout=0.0, got {dropout}: ranks would drop different features of one "
+            "input, or the same of different ones"
+        )
+    if initialization not in (True, False, "gaussian"):
+        raise ValueError(
+            f"'{name}': expected init_lora_weights True, False or 'gaussian', got {initialization!r}, which "
+            "needs the full weight; apply LoRA before parallelize"
+        )
+
+
+def _require_plain_lora(name: str, module: nn.Module) -> None:
+    if not hasattr(module, "lora_A") or not isinstance(getattr(module, "base_layer", None), nn.Module):
+        raise TypeError(
+            f"'{name}': expected LoRA, or no adapter, got {type(module).__name__} of peft; merge it, or "
+            "parallelize before"
+        )
+    if getattr(module, "merged", False):
+        raise ValueError(f"'{name}': expected LoRA that is not merged; call unmerge_adapter() first")
+    variants = getattr(module, "lora_variant", {})
+    variant = next((type(found).__name__ for found in variants.values()), "")
+    rates = [getattr(found, "p", 0.0) for found in getattr(module, "lora_dropout", nn.ModuleDict()).values()]
+    refuse_what_differs(name, dropout=max(rates, default=0.0), variant=variant)
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
+
+
+def _below(inside: dict[str, nn.Module], prefix: str) -> list[str]:
+    """One level below: a layer for each adapter."""
+    return [path for path in inside if path.startswith(prefix) and "." not in path.removeprefix(prefix)]

@@ -1,0 +1,173 @@
+"""LoRA of peft on a model that `parallelize` has split, and adapters saved as full weights.
+
+    split along out_features    A is replicated, B is split as the layer is
+    split along in_features     A is split as the layer is, B is replicated
+
+Ranks exchange as many features as the rank of the adapter, in forward or backward. This file imports peft.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel  # type: ignore[import-not-found]
+from peft.tuners import lora  # type: ignore[import-not-found]
+from torch import Tensor, nn
+
+from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
+from tpkernels.interop.parallelize.lora import refuse_what_differs
+from tpkernels.interop.raise_on_all_ranks import raise_on_all_ranks
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.parallel_module import ParallelModule
+from tpkernels.layers.world import State
+from tpkernels.ops.replicas import copy_first_rank_
+from tpkernels.topology.shard import ranges_of
+
+_SPLIT_OUT, _SPLIT_IN = (ColumnLinear, ColumnConv1D), (RowLinear, RowConv1D)
+
+
+def on_shards(config: LoraConfig) -> LoraConfig:
+    """The same configuration, for `get_peft_model` of a model that is split already."""
+    config._register_custom_module({ParallelModule: ShardedLora})
+    return config
+
+
+def save_adapter(
+    model: PeftModel, folder: str | os.PathLike[str], adapter_name: str = "default", *, state: State = None
+) -> None:
+    """What `model.save_pretrained` writes of an unsharded model; `PeftModel.from_pretrained` reads it.
+
+    Called by all ranks of the world; global rank 0 writes. Only the adapter's weights are gathered.
+
+    state: as the model was built with; by default found in its layers
+    """
+    with raise_on_all_ranks("save_adapter"):
+        config = model.peft_config[adapter_name]
+        if config.bias != "none":
+            raise ValueError(f"save_adapter: expected LoRA with bias='none', got {config.bias!r}")
+        trained = {
+            name: module
+            for name, module in model.named_modules()
+            if name.endswith(
+                tuple(f".{part}.{adapter_name}" for part in ("lora_A", "lora_B", "modules_to_save"))
+            )
+        }
+    # a name of a module's child has no dots
+    found = full_state_dict(nn.ModuleDict({k.replace(".", "/"): m for k, m in trained.items()}), state=state)
+    with raise_on_all_ranks("save_adapter"):
+        if dist.get_rank() == 0:
+            full = {name.replace("/", "."): tensor for name, tensor in found.items()}
+            model.save_pretrained(
+                folder, selected_adapters=[adapter_name], save_embedding_layers=False, state_dict=full
+            )
+
+
+class ShardedLora(lora.Linear):  # type: ignore[misc]  # untyped where peft is not installed
+    """peft's LoRA of a linear layer, whose factors are split as the layer is."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+        target = base_layer.get_base_layer() if isinstance(base_layer, lora.LoraLayer) else base_layer
+        _require_linear(target)
+        config = copy(config)
+        config.fan_in_fan_out = isinstance(target, ColumnConv1D | RowConv1D)  # of the weight's layout
+        super().__init__(base_layer, adapter_name, config, **kwargs)
+
+    def _get_in_out_features(self, module: ParallelModule) -> tuple[int, int]:
+        """Of the full layer: factors are drawn as for the unsharded model, then cut."""
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        sizes = list(weight.shape)
+        sizes[Attributes.of(weight).partition_dim] *= module.world.size
+        return (sizes[0], sizes[1]) if isinstance(module, ColumnConv1D | RowConv1D) else (sizes[1], sizes[0])
+
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+    ) -> None:
+        """Add an adapter: the first rank's, whatever other ranks have drawn."""
+        base = self.get_base_layer()
+        variant = self.resolve_lora_variant(config=config)
+        refuse_what_differs(
+            str(kwargs.get("target_name") or type(base).__name__),
+            dropout=config.lora_dropout,
+            variant="" if variant is None else type(variant).__name__,
+            initialization=config.init_lora_weights,
+        )
+        super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
+        factors = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        copy_first_rank_([p.detach() for factor in factors for p in factor.parameters()], base.world.group)
+        if isinstance(base, _SPLIT_OUT):
+            self.lora_B[adapter_name] = _column_factor(factors[1], base)
+        else:
+            self.lora_A[adapter_name] = _row_factor(factors[0], base)
+
+
+class ColumnFactor(ColumnParallelLinear):
+    """B of a layer that is split along its out_features."""
+
+    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_)[0]
+
+
+class RowFactor(RowParallelLinear):
+    """A of a layer that is split along its in_features."""
+
+    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_)[0]
+
+
+def _column_factor(full: nn.Linear, base: ParallelModule) -> ColumnFactor:
+    stride = Attributes.of(base.get_parameter("weight")).partition_stride
+    new = ColumnFactor(
+        full.in_features,
+        full.out_features,
+        bias=full.bias is not None,
+        gather_output=getattr(base, "gather_output", False),
+        stride=stride,
+        state=base.world.group,
+        device="meta",
+    )
+    _take(new, full, base, dim=0, stride=stride)
+    return new
+
+
+def _row_factor(full: nn.Linear, base: ParallelModule) -> RowFactor:
+    new = RowFactor(
+        full.in_features,
+        full.out_features,
+        bias=False,
+        input_is_parallel=getattr(base, "input_is_parallel", True),
+        state=base.world.group,
+        device="meta",
+    )
+    _take(new, full, base, dim=1, stride=1)
+    return new
+
+
+@torch.no_grad()
+def _take(new: ParallelModule, full: nn.Linear, base: ParallelModule, *, dim: int, stride: int) -> None:
+    """This rank's shard of each parameter."""
+    world = base.world
+    ranges = ranges_of(world.rank, size=full.weight.shape[dim], ranks=world.size, stride=stride)
+    for short, old in full.named_parameters():
+        own = torch.cat([old.narrow(dim, each.start, len(each)) for each in ranges], dim)
+        setattr(new, short, nn.Parameter(own, requires_grad=old.requires_grad))
+
+
+def _require_linear(target: nn.Module) -> None:
+    if type(target) not in (*_SPLIT_OUT, *_SPLIT_IN):
+        raise TypeError(
+            f"LoRA: expected linear layers that parallelize has split as column or row, got "
+            f"{type(target).__name__}; leave it out of target_modules, or apply LoRA before parallelize"
+        )
+    shares_tokens = getattr(target, "sequence_parallel", False) or getattr(target, "tokens", None) is not None
+    if shares_tokens or getattr(target, "stacks", ()):
+        raise ValueError(
+            "LoRA: expected a layer without sequence_parallel, whose stacked weights have one size, got "
+            f"{target}; apply LoRA before parallelize"
+        )

@@ -1,0 +1,9 @@
+"""Optimizers for parameters that are shards, where torch's take a shard for the full parameter."""
+
+from __future__ import annotations
+
+from tpkernels.optim.combined import CombinedOptimizer as CombinedOptimizer
+from tpkernels.optim.elementwise import require_elementwise as require_elementwise
+from tpkernels.optim.muon import Muon as Muon
+from tpkernels.optim.newton_schulz import orthogonalize as orthogonalize
+from tpkernels.optim.parameters import hidden_matrices as hidden_matrices

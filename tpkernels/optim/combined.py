@@ -1,0 +1,65 @@
+"""Several optimizers as one, for what takes one: schedulers, trainers, checkpoints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class CombinedOptimizer(Optimizer):
+    """Optimizers over different parameters: one `step`, one list of parameter groups, one state.
+
+    Parameter groups are those of the optimizers, in their order. The optimizers share their state with this
+    one from then on.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise ValueError("CombinedOptimizer: expected one optimizer or more, got none")
+        owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(set(owned)) < len(owned):
+            raise ValueError(
+                "CombinedOptimizer: expected different parameters in each optimizer, got some twice"
+            )
+        self.optimizers = optimizers
+        self._counts = [len(optimizer.param_groups) for optimizer in optimizers]
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for optimizer in optimizers:
+            state.update(optimizer.state)
+        self.state = state
+        self._share()
+
+    def _share(self) -> None:
+        """Give each optimizer its groups, and all of them one state."""
+        start = 0
+        for optimizer, count in zip(self.optimizers, self._counts, strict=True):
+            optimizer.param_groups = self.param_groups[start : start + count]
+            optimizer.state = self.state
+            start += count
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if len(self.param_groups) >= sum(self._counts):
+            raise ValueError(
+                "CombinedOptimizer: add the group to one of the optimizers before they are combined"
+            )
+        super().add_param_group(param_group)

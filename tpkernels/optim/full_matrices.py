@@ -1,0 +1,208 @@
+"""A function of full matrices, computed once each, of which every rank of a group holds shards.
+
+Each matrix has one owner among the R ranks of the group. In a round:
+
+    gather     all-to-all: each rank sends to each owner its shards of the owner's matrices
+    compute    each owner, on its full matrices
+    scatter    all-to-all: each owner sends to each rank the shards of its results
+
+Shards travel in bfloat16, in one flat buffer a round and direction: two collectives, however many matrices.
+The next round is gathered while this one is computed. A matrix that is replicated is computed by all ranks.
+
+With D data-parallel replicas of the group, each replica does that for its own matrices only; then
+
+    replicas   all-gather over the data-parallel ranks, which hold the same shards: of the results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from tpkernels.comm.groups import start_all_gather, start_all_to_all
+from tpkernels.interop.shards import TensorShard
+from tpkernels.optim.rounds import Job, plan_rounds
+
+WIRE = torch.bfloat16
+Compute = Callable[[int, Tensor], Tensor]  # of the matrix at a position; may overwrite it
+
+
+class FullMatrices:
+    """Where shards of `shards` go, and come back from."""
+
+    def __init__(
+        self,
+        shards: Sequence[TensorShard],
+        costs: Sequence[int],
+        group: ProcessGroup,
+        replicas: ProcessGroup | None,
+        round_bytes: int,
+    ) -> None:
+        """shards: the same matrices on all ranks; costs: of `compute`, of each"""
+        self.shards = shards
+        self.group = group
+        self.replicas = replicas
+        self.replica_of: dict[int, int] = {}  # by position
+        split = [i for i, shard in enumerate(shards) if shard.dim is not None and group.size() > 1]
+        alone = [i for i in range(len(shards)) if i not in set(split)]
+        self.rounds = self._dealt(split, costs, group.size(), round_bytes)
+        self.computed_here = [
+            job.position for jobs in self._dealt(alone, costs, 1, round_bytes) for job in jobs
+        ]
+
+    def _dealt(
+        self, positions: Sequence[int], costs: Sequence[int], ranks: int, round_bytes: int
+    ) -> list[list[Job]]:
+        """This replica's jobs, by round; their owners are among so many ranks of it."""
+        count, here = (1, 0) if self.replicas is None else (self.replicas.size(), self.replicas.rank())
+        sizes = [WIRE.itemsize * self.shards[i].shape[0] * self.shards[i].shape[1] for i in positions]
+        rounds = []
+        for jobs in plan_rounds([costs[i] for i in positions], sizes, ranks * count, round_bytes):
+            mine = []
+            for job in jobs:
+                position, (replica, owner) = positions[job.position], divmod(job.owner, ranks)
+                self.replica_of[position] = replica
+                if replica == here:
+                    mine.append(Job(position, owner))
+            rounds.append(mine)
+        return rounds
+
+    @torch.no_grad()
+    def apply(self, compute: Compute, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """This rank's shard of each result, with its position.
+
+        held: this rank's shards without padding, by position; the same positions on all ranks
+        """
+        own = self._of_this_replica(compute, held)
+        yield from own if self.replicas is None else self._of_all(dict(own), held, self.replicas)
+
+    def _of_all(
+        self, own: Mapping[int, Tensor], held: Mapping[int, Tensor], replicas: ProcessGroup
+    ) -> Iterator[tuple[int, Tensor]]:
+        """With the results of other replicas."""
+        positions = [[i for i in held if self.replica_of[i] == replica] for replica in range(replicas.size())]
+        longest = max(sum(held[i].numel() for i in some) for some in positions)
+        if not longest:
+            return
+        sent = torch.zeros(longest, dtype=WIRE, device=next(iter(held.values())).device)
+        mine = [own[i].reshape(-1).to(WIRE) for i in positions[replicas.rank()]]
+        if mine:
+            torch.cat(mine, out=sent[: sum(map(len, mine))])
+        gathered = sent.new_empty(replicas.size(), longest)
+        work = start_all_gather(replicas, gathered.view(-1).view(torch.uint8), sent.view(torch.uint8))
+        _wait(work, "all-gather of results", replicas)
+        for some, flat in zip(positions, gathered, strict=True):
+            sizes = [held[i].numel() for i in some]
+            for i, result in zip(some, flat[: sum(sizes)].split(sizes), strict=True):
+                yield i, result.view(held[i].shape)
+
+    def _of_this_replica(self, compute: Compute, held: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        for i in self.computed_here:
+            if i in held:
+                yield i, compute(i, held[i])
+        rounds = [tuple(job for job in jobs if job.position in held) for jobs in self.rounds]
+        rounds = [jobs for jobs in rounds if jobs]
+        gathering = self._gather(rounds[0], held) if rounds else None
+        scattering: _Moving | None = None
+        for number, jobs in enumerate(rounds):
+            assert gathering is not None
+            received = gathering.wait()
+            if number + 1 < len(rounds):
+                gathering = self._gather(rounds[number + 1], held)
+            begun = self._compute(compute, jobs, received)
+            if scattering is not None:
+                yield from self._taken(rounds[number - 1], scattering.wait())
+            scattering = begun
+        if scattering is not None:
+            yield from self._taken(rounds[-1], scattering.wait())
+
+    def _gather(self, jobs: Sequence[Job], held: Mapping[int, Tensor]) -> _Moving:
+        me = self.group.rank()
+        return self._exchange(
+            [[held[job.position] for job in jobs if job.owner == owner] for owner in self._ranks()],
+            [[self._elements(job, rank) for job in jobs if job.owner == me] for rank in self._ranks()],
+        )
+
+    def _compute(
+        self, compute: Compute, jobs: Sequence[Job], received: Sequence[Sequence[Tensor]]
+    ) -> _Moving:
+        """Compute what this rank owns, from what each rank has sent, and send shards of it."""
+        me = self.group.rank()
+        results: list[list[Tensor]] = [[] for _ in self._ranks()]
+        for number, job in enumerate(job for job in jobs if job.owner == me):
+            shard = self.shards[job.position]
+            full = received[0][0].new_empty(shard.shape)
+            for rank, flat in enumerate(shards[number] for shards in received):
+                for chunk in shard.chunks(flat.view(self._shape(job, rank)), rank):
+                    full[chunk.where] = chunk.view
+            result = compute(job.position, full)
+            for rank, own in enumerate(results):
+                assert shard.dim is not None
+                ranges = [result.narrow(shard.dim, each.start, len(each)) for each in shard.ranges[rank]]
+                own.append(torch.cat(ranges, shard.dim).to(WIRE))
+        sizes = [[self._elements(job, me) for job in jobs if job.owner == owner] for owner in self._ranks()]
+        return self._exchange(results, sizes)
+
+    def _taken(
+        self, jobs: Sequence[Job], received: Sequence[Sequence[Tensor]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        arrived = [iter(shards) for shards in received]
+        for job in jobs:
+            yield job.position, next(arrived[job.owner]).view(self._shape(job, self.group.rank()))
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> _Moving:
+        """sent: what each rank gets; sizes: the numbers of elements that each rank sends here"""
+        flat = [tensor.reshape(-1).to(WIRE) for tensors in sent for tensor in tensors]
+        device = self.shards[0].local.device
+        data = torch.cat(flat) if flat else torch.empty(0, dtype=WIRE, device=device)
+        received = data.new_empty(sum(map(sum, sizes)))
+        counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        into, out = (flat.view(torch.uint8).view(-1, WIRE.itemsize) for flat in (received, data))  # for gloo
+        work = start_all_to_all(self.group, into, out, list(map(sum, sizes)), counts)
+        return _Moving(work, data, received, sizes, self.group)
+
+    def _ranks(self) -> Iterable[int]:
+        return range(self.group.size())
+
+    def _shape(self, job: Job, rank: int) -> tuple[int, ...]:
+        shard = self.shards[job.position]
+        assert shard.dim is not None
+        length = sum(map(len, shard.ranges[rank]))
+        return (*shard.shape[: shard.dim], length, *shard.shape[shard.dim + 1 :])
+
+    def _elements(self, job: Job, rank: int) -> int:
+        rows, columns = self._shape(job, rank)
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """An exchange under way; `sent` is kept until it is over."""
+
+    work: Work
+    sent: Tensor
+    received: Tensor
+    sizes: Sequence[Sequence[int]]
+    group: ProcessGroup
+
+    def wait(self) -> list[list[Tensor]]:
+        """What each rank has sent, tensor by tensor."""
+        _wait(self.work, "all-to-all of matrices", self.group)
+        by_rank = self.received.split(list(map(sum, self.sizes)))
+        return [list(own.split(list(sizes))) for own, sizes in zip(by_rank, self.sizes, strict=True)]
+
+
+def _wait(work: Work, what: str, group: ProcessGroup) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"optim: an {what} failed in process group '{group.group_name}' of {group.size()} ranks, here on "
+            f"rank {dist.get_rank()}; a rank died, came too late, or left the common order of calls. Cause: "
+            f"{error}"
+        ) from error

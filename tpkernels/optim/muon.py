@@ -1,0 +1,247 @@
+"""Muon for tensor-parallel models: one rank orthogonalizes each full matrix, as if it were not sharded.
+
+Momentum, weight decay and the update are elementwise, and stay with the shards. A step sends each shard twice
+in bfloat16: its momentum to the matrix's owner, and the result's shard back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import ParamsT
+
+from tpkernels.comm.agreement import Claim, agree, describe
+from tpkernels.comm.groups import required_group
+from tpkernels.comm.supported import Problem
+from tpkernels.interop.shards import TensorShard, shards_of, world_of
+from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.replicas import gradient_of
+from tpkernels.layers.world import State
+from tpkernels.optim.full_matrices import FullMatrices
+from tpkernels.optim.newton_schulz import EPS, NS_COEFFICIENTS, NS_STEPS, multiplications, orthogonalize
+
+ROUND_BYTES = 2**28  # of matrices that a rank receives at a time, in bfloat16
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One matrix in one step."""
+
+    name: str
+    shard: TensorShard
+    options: dict[str, Any]
+    gradient: Tensor
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon of the unsharded model, to the bit: the same arguments, defaults and state.
+
+    Called by all ranks of the tensor-parallel group, with the same arguments. A replicated matrix is
+    orthogonalized by every rank. Data-parallel ranks all take the same step, from reduced gradients, or share
+    the work, if you pass their group.
+
+    params: matrices of `model`: see `hidden_matrices`. `main_grad` is used before `grad`
+    model: whose layers say how matrices are sharded
+    split_stacked: each of the weights stacked in one parameter (`partition_stride`), as gate and up may be,
+        is a matrix by itself; False: the parameter is one matrix, as torch takes it
+    data_parallel_group: ranks that hold the same shards, and whose gradients are reduced: each replica
+        orthogonalizes some of the matrices. Called by all of them then
+    round_bytes: about how much each rank holds of full matrices at a time
+    state: as the model was built with; by default found in its layers
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        eps: float = EPS,
+        ns_steps: int = NS_STEPS,
+        adjust_lr_fn: str | None = None,
+        *,
+        model: nn.Module,
+        split_stacked: bool = False,
+        data_parallel_group: ProcessGroup | None = None,
+        round_bytes: int = ROUND_BYTES,
+        state: State = None,
+    ) -> None:
+        if round_bytes < 1:
+            raise ValueError(f"Muon: expected round_bytes of 1 or more, got {round_bytes}")
+        self._world = world_of(model, state)
+        self._replicas = None
+        if data_parallel_group is not None and required_group(data_parallel_group).size() > 1:
+            self._replicas = data_parallel_group
+        self._shards = {shard.local: (name, shard) for name, shard in shards_of(model, state).items()}
+        self._round_bytes = round_bytes
+        self._split_stacked = split_stacked
+        self._exchange: FullMatrices | None = None
+        self._positions: dict[Tensor, int] = {}  # in the exchange
+        super().__init__(
+            params,
+            lr,  # type: ignore[arg-type]  # torch's takes a tensor, too, and says so in its documentation only
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+        )
+        self.defaults["split_stacked"] = split_stacked
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; also called for each group at construction."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("split_stacked", self._split_stacked)
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"Muon: expected adjust_lr_fn 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
+            )
+        for parameter in group["params"]:
+            self._require_matrix(parameter)
+        self._exchange = None  # made again by the next step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = list(self._work())
+        self._agree(found)
+        exchange = self._exchange or self._planned()
+        work = {self._positions[each.shard.local]: each for each in found}
+        held = {i: _held(each.shard, self._direction(each)).bfloat16() for i, each in work.items()}
+        for i, result in exchange.apply(lambda i, full: _orthogonalized(work[i], full), held):
+            _update(work[i], result)
+        return loss
+
+    def _work(self) -> Iterator[_Work]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    name, shard = self._shards[parameter]
+                    yield _Work(name, shard, group, gradient)
+
+    def _agree(self, work: list[_Work]) -> None:
+        """Ranks have gradients of the same matrices and the same options, or all raise."""
+        problem: Problem | None = None
+        sparse = [each.name for each in work if each.gradient.is_sparse]
+        if sparse:
+            problem = "RuntimeError", f"expected dense gradients, got a sparse one of '{sparse[0]}'"
+        options = [
+            {key: said for key, said in group.items() if key != "params" and not isinstance(said, Tensor)}
+            for group in self.param_groups
+        ]
+        brought = tuple(describe(f"gradient of {each.name}", each.gradient, strides=False) for each in work)
+        claim = Claim(f"Muon.step with {options}", () if problem else brought, problem)
+        for group in (self._world.group if self._world.size > 1 else None, self._replicas):
+            if group is not None:
+                agree(claim, group)
+        if problem is not None:
+            claim.refuse()
+
+    def _planned(self) -> FullMatrices:
+        """The exchange of all matrices."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._positions = {parameter: position for position, parameter in enumerate(parameters)}
+        shards = [self._shards[parameter][1] for parameter in parameters]
+        costs = [multiplications(shard.shape) for shard in shards]
+        self._exchange = FullMatrices(shards, costs, self._world.group, self._replicas, self._round_bytes)
+        return self._exchange
+
+    def _direction(self, work: _Work) -> Tensor:
+        """What is orthogonalized, after the momentum has taken the gradient in."""
+        state, options, gradient = self.state[work.shard.local], work.options, work.gradient
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        momentum: Tensor = state[MOMENTUM]
+        momentum.lerp_(gradient, 1 - options["momentum"])
+        return gradient.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+
+    def _require_matrix(self, parameter: Tensor) -> None:
+        """Before any rank communicates: torch's Muon looks at the first groups only."""
+        known = self._shards.get(parameter)
+        if known is None:
+            raise ValueError(
+                f"Muon: expected parameters of `model`, got another tensor {tuple(parameter.shape)}; "
+                "build the optimizer after the model has its final parameters"
+            )
+        name, shard = known
+        if parameter.ndim != 2 or parameter.is_complex():
+            raise ValueError(
+                f"Muon: expected real matrices, but '{name}' is {tuple(parameter.shape)} {parameter.dtype}; "
+                "leave it to another optimizer, as tpkernels.optim.hidden_matrices does"
+            )
+        attributes = Attributes.of(parameter)
+        ranks = attributes.tensor_parallel_ranks
+        if shard.dim is not None and (attributes.expert_tp or ranks not in ((), self._world.ranks)):
+            raise ValueError(
+                f"Muon: '{name}' is sharded over other ranks than the tensor-parallel group; use one Muon "
+                "for each group, and pass its `state`"
+            )
+
+
+def _orthogonalized(work: _Work, full: Tensor) -> Tensor:
+    """A full matrix; with `split_stacked` each of the weights in it by itself."""
+    options = work.options
+    weights = full.chunk(_stacked(work), work.shard.dim or 0)
+    found = [
+        orthogonalize(
+            weight,
+            ns_coefficients=options["ns_coefficients"],
+            ns_steps=options["ns_steps"],
+            eps=options["eps"],
+        )
+        for weight in weights
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, work.shard.dim or 0)
+
+
+def _update(work: _Work, result: Tensor) -> None:
+    """Weight decay and one step along this rank's shard of the orthogonal matrix; padding stays as it is."""
+    lr, options = work.options["lr"], work.options
+    lr = lr.item() if isinstance(lr, Tensor) else lr
+    own = _held(work.shard, work.shard.local)
+    rows, columns = work.shard.shape
+    if work.shard.dim == 0:
+        rows //= _stacked(work)
+    elif work.shard.dim == 1:
+        columns //= _stacked(work)
+    own.mul_(1 - lr * options["weight_decay"])
+    own.add_(result, alpha=-lr * _adjustment(rows, columns, options["adjust_lr_fn"]))
+
+
+def _stacked(work: _Work) -> int:
+    """How many matrices the parameter is."""
+    shard = work.shard
+    return len(shard.ranges[shard.rank]) if work.options["split_stacked"] and shard.dim is not None else 1
+
+
+def _adjustment(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _held(shard: TensorShard, tensor: Tensor) -> Tensor:
+    """A tensor of the shard's shape without the padding of a vocabulary."""
+    if shard.dim is None:
+        return tensor
+    return tensor.narrow(shard.dim, 0, sum(len(each) for each in shard.ranges[shard.rank]))
