@@ -6,6 +6,7 @@ plan      patterns of module names, and what becomes of the modules that match
 swaps     the plan on this rank: modules replaced by layers of hf_modules, or kept with shards (adopted)
 trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
           (probe), and whether outputs and gradients are the unsharded model's (verify)
+sequence  which modules share tokens (tokens), and a trial of that (sequence_trial): sequence_parallel
 buffers   what a model on the meta device needs when it gets memory
 """
 
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
+from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.saving import save_full_weights
-from tpkernels.interop.parallelize.swaps import carry_out, planned, sum_gradients
+from tpkernels.interop.parallelize.sequence import share_tokens
+from tpkernels.interop.parallelize.sequence_trial import sharing_tried
+from tpkernels.interop.parallelize.swaps import carry_out, planned
 from tpkernels.interop.parallelize.trial import Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
@@ -34,6 +38,7 @@ def parallelize(
     plan: Plan | None = None,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Replace layers by those that hold this rank's shard of the weights; returns the same model.
 
@@ -51,6 +56,7 @@ def parallelize(
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto":
         made up, if the model is one of `transformers` or takes ids or features, and for models of up to
         2**27 parameters. False: no comparison
+    sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     """
     if mode.fix("parallelize"):
         raise ValueError(
@@ -59,13 +65,16 @@ def parallelize(
         )
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    choices = _requested(model, plan, weights, verify, named, world)
+    choices = _requested(model, plan, weights, verify, sequence_parallel, named, world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
     chosen, partial = first_that_works(model, choices, verify, world, state)
+    sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
     carry_out(model, planned(model, chosen, world), world, state)
     sum_gradients(model, partial, world)
+    if sharing:
+        share_tokens(model, sharing, world)
     remember_buffers(model)
     keep_ties(model)
     save_full_weights(model)
@@ -77,6 +86,7 @@ def _requested(
     plan: Plan | None,
     weights: object,
     verify: object,
+    sequence_parallel: bool,
     named: list[tuple[str, Tensor]],
     world: TensorWorld,
 ) -> list[Choice]:
@@ -87,12 +97,18 @@ def _requested(
         if weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {weights!r}")
         require_verify(verify)
+        if sequence_parallel and verify is False:
+            raise ValueError(
+                "sequence_parallel: expected a verify that is not False, for a copy of the model is called "
+                "to find what works on which tokens"
+            )
         refuse_wrapped("parallelize", model)
         choices = [Choice("the plan", plan)] if plan is not None else choices_for(model, world.size)
         planned(model, choices[0].plan, world)
     except (ValueError, TypeError) as error:
         problem = error
-    request = f"parallelize(plan={[choice.plan for choice in choices]}, weights={weights!r})"
+    request = f"parallelize(plan={[choice.plan for choice in choices]}, weights={weights!r}, "
+    request += f"sequence_parallel={sequence_parallel})"
     agree_on(f"{request}: {problem}" if problem else request, named, world.group)
     if problem:  # the same on all ranks
         raise problem

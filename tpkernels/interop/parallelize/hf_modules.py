@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels import ops
+from tpkernels.interop.parallelize.tokens import Tokens
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -18,9 +19,6 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, scatter_to_region
 from tpkernels.topology.shard import shard_size, split_vocabulary
-
-# Dynamo cannot trace transfers: its graph ends before this one.
-_gather = torch.compiler.disable(ops.vocab_gather)
 
 
 def replacement(
@@ -61,6 +59,20 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is an nn.Linear, or of a class derived from it that computes what that does."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear) or isinstance(module, ParallelModule):
+        return type(module) is nn.Linear
+    weight = module.weight
+    if weight.is_meta or not weight.is_floating_point() or set(module._parameters) != {"weight", "bias"}:
+        return False
+    with torch.no_grad():
+        x = torch.arange(2 * module.in_features, device=weight.device).view(2, -1).cos().to(weight.dtype)
+        return torch.equal(module(x), F.linear(x, weight, module.bias)) or torch.allclose(
+            module(x), F.linear(x, weight, module.bias), rtol=1e-2, atol=1e-5
+        )
+
+
 def oriented_shape(module: nn.Module) -> tuple[int, int]:
     """(out_features, in_features) of the module's weight; of an embedding (ids, features) for its rows."""
     weight = module.weight
@@ -74,6 +86,8 @@ class ColumnLinear(ColumnParallelLinear):
 
     stacks: sizes of the weights that are concatenated in this one
     """
+
+    tokens: Tokens | None = None  # if set, what gathered them sums the input's gradient
 
     def __init__(
         self, in_features: int, out_features: int, stacks: tuple[int, ...], *, bias: bool, state: State
@@ -93,11 +107,16 @@ class ColumnLinear(ColumnParallelLinear):
             vars(parameter)["partition_stride"] = len(stacks)
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        if self.tokens is not None:
+            assert self.weight is not None
+            return ops.linear(input_, self.weight, self.bias)
         return super().forward(input_)[0]
 
 
 class RowLinear(RowParallelLinear):
     """Called like nn.Linear, with this rank's features."""
+
+    tokens: Tokens | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, state: State) -> None:
         super().__init__(
@@ -105,6 +124,9 @@ class RowLinear(RowParallelLinear):
         )
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        if self.tokens is not None:
+            assert self.weight is not None
+            return self.tokens.row_linear(input_, self.weight, self.bias)
         return super().forward(input_)[0]
 
 
@@ -176,6 +198,7 @@ class ColumnConv1D(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    tokens: Tokens | None = None
 
     def __init__(self, in_features: int, out_features: int, *, stacks: tuple[int, ...], state: State) -> None:
         super().__init__(state)
@@ -189,6 +212,8 @@ class ColumnConv1D(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features / R)"""
         self.require_features(x, self.in_features, "every rank needs all of them")
+        if self.tokens is not None:
+            return ops.linear(x, self.weight.t(), self.bias)
         features: Tensor = ops.column_linear(x, self.weight.t(), self.bias, self.world.group)
         return features
 
@@ -198,6 +223,7 @@ class RowConv1D(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    tokens: Tokens | None = None
 
     def __init__(self, in_features: int, out_features: int, *, state: State) -> None:
         super().__init__(state)
@@ -209,6 +235,8 @@ class RowConv1D(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features / R) -> (..., out_features)"""
         self.require_features(x, self.own_features, "it takes this rank's features")
+        if self.tokens is not None:
+            return self.tokens.row_linear(x, self.weight.t(), self.bias)
         return ops.row_linear(x, self.weight.t(), self.bias, self.world.group)
 
 
@@ -233,8 +261,7 @@ class HeadLinear(ParallelModule):
         self.require_features(input_, self.in_features, "every rank needs all of them")
         group = self.world.group
         features = ops.column_linear(input_, self.weight, self.bias, group)
-        output: Tensor = _gather(features, group, vocab_size=self.out_features)
-        return output
+        return ops.vocab_gather(features, group, vocab_size=self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from tpkernels.interop.parallelize.twins import Inputs
 
 
-def made_up_inputs(model: nn.Module, ranks: int) -> Inputs | None:
+def made_up_inputs(model: nn.Module, ranks: int, *, divided: bool = False) -> Inputs | None:
     """For a model of `transformers` arguments by name; else ids if the first embedding or linear layer is an
-    embedding, or features; None without such a layer."""
+    embedding, or features; None without such a layer.
+
+    divided: ranks share the tokens, whose number is a multiple of theirs
+    """
     batch, tokens = islice((n for n in count(2) if gcd(n, ranks) == 1), 2)
+    tokens = 2 * ranks if divided else tokens
     main = getattr(model, "main_input_name", None)
     if isinstance(main, str) and (config := getattr(model, "config", None)) is not None:
         return _named(model, config, main, batch, tokens)
@@ -53,7 +57,10 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Input
 
 
 def _vocabulary(model: Any, config: Any) -> int:
-    table = model.get_input_embeddings()
+    try:
+        table = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a model of text and images has several
+        table = None
     if isinstance(table, nn.Embedding):
         return table.num_embeddings
     size: int = config.get_text_config().vocab_size

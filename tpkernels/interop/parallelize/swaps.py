@@ -1,8 +1,8 @@
-"""What a plan does to a model on this rank: modules replaced, numbers changed, gradients summed."""
+"""What a plan does to a model on this rank: modules replaced, numbers changed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.adopted import adopt_parameters, adopt_table
 from tpkernels.interop.parallelize.cut import Cut, stacks_of
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape, replacement
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape, replacement
 from tpkernels.interop.parallelize.plan import (
     Divided,
     Kept,
@@ -138,8 +138,8 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
     if kind in ("head", "embedding"):
         split = split_vocabulary(out_features, ranks=world.size)
         rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)
-        own = type(old) is nn.Linear or type(old) is nn.Embedding
-        return Swap(name, old, kind if own else "table", _parts(old, weight=rows, bias=rows))
+        derived = isinstance(old, nn.Embedding) and type(old) is not nn.Embedding
+        return Swap(name, old, "table" if derived else kind, _parts(old, weight=rows, bias=rows))
     size = in_features if kind.startswith("row") else out_features
     stacks = stacks_of(size, entry.stacked)
     step = world.size * entry.unit
@@ -236,7 +236,7 @@ def _fits(old: nn.Module, kind: str) -> bool:
         return isinstance(old, nn.Embedding)
     if kind == "column" and type(old) is nn.Embedding:
         return True
-    return type(old) is nn.Linear or (kind in ("column", "row") and is_conv1d(old))
+    return is_linear(old) or (kind in ("column", "row") and is_conv1d(old))
 
 
 def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, str, int]]:
@@ -353,37 +353,3 @@ class _OwnShare:
 
     def __call__(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output / self.world.size
-
-
-def sum_gradients(model: nn.Module, names: Collection[str], world: TensorWorld) -> None:
-    """Sum gradients of these parameters over the ranks, in every backward."""
-    chosen = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-    for module in model.modules():
-        own = tuple(short for short, p in module._parameters.items() if p is not None and id(p) in chosen)
-        if own:
-            summed = _SummedGradients(own, world)
-            module.register_forward_pre_hook(summed.enter)
-            module.register_forward_hook(summed.leave, always_call=True)
-
-
-class _SummedGradients:
-    """During a module's forward, these parameters of it pass `copy_to_region`.
-
-    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `enter` takes what is
-    registered under its name at the time, and an attribute of that name hides the parameter until `leave`.
-    """
-
-    def __init__(self, names: tuple[str, ...], world: TensorWorld) -> None:
-        self.names = names
-        self.world = world
-
-    def enter(self, module: nn.Module, _: Any) -> None:
-        for name in self.names:
-            parameter = module._parameters[name]
-            if parameter is not None:
-                copied = copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)
-                object.__setattr__(module, name, copied)
-
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        for name in self.names:
-            vars(module).pop(name, None)

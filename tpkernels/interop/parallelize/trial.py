@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.interop.parallelize.made_up import made_up_inputs
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names, graph_of_rank, partial_parameters
+from tpkernels.interop.parallelize.sequence import Sharing
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, twin_of
 from tpkernels.interop.parallelize.verify import Reference, difference, reference_of
@@ -63,7 +64,7 @@ def tried(
         partial = partial_parameters(model, planned(model, plan, world), seen or {})
     except ValueError as error:
         problem = error
-    _raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
+    raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
     if verify is False or dist.get_backend(world.group) == "fake":
         return partial
     found: Reference | str  # the same on all ranks
@@ -72,9 +73,9 @@ def tried(
     elif not fits:
         found = f"it has {size} numbers, and a comparison takes 26 bytes for each"
     else:
-        found = _reference(model, inputs, given is not None, world)
+        found = reference_alike(model, inputs, given is not None, world)
     if isinstance(found, Reference):
-        _compare(found, plan, partial, world, state)
+        compare(found, plan, partial, world, state)
     elif not certain:
         raise ValueError(
             "plan: expected one, or verify=example inputs: the model brings none, and one by names of layers "
@@ -93,7 +94,7 @@ def _probed(
     model: nn.Module, plan: Plan, inputs: Inputs, world: TensorWorld, fits: bool
 ) -> dict[str, bool] | None:
     """By name, whether a parameter sees this rank's features only; None if the model does not run."""
-    device = _device(world) if fits else None
+    device = device_of(world) if fits else None
     try:
         twin = twin_of(model, device=device)
     except Exception:  # a module that cannot be copied
@@ -109,22 +110,30 @@ def _probed(
         raise
 
 
-def _reference(model: nn.Module, inputs: Inputs, required: bool, world: TensorWorld) -> Reference | str:
+def reference_alike(model: nn.Module, inputs: Inputs, required: bool, world: TensorWorld) -> Reference | str:
     """The unsharded model's run, or why there is none: an error if the caller gave the inputs."""
     found: Reference | str
     try:
-        found = reference_of(model, inputs, _device(world))
+        found = reference_of(model, inputs, device_of(world))
     except Exception as error:
         found = f"in float64 and float32 it raises {type(error).__name__}: {error}"
     refused = isinstance(found, str) and required
     problem = ValueError(f"verify: the unsharded model cannot be compared with: {found}") if refused else None
-    _raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
+    raise_alike(problem, "not compared" if isinstance(found, str) else f"compared in {found.dtype}", world)
     return found
 
 
-def _compare(found: Reference, plan: Plan, partial: Names, world: TensorWorld, state: State) -> None:
+def compare(
+    found: Reference,
+    plan: Plan,
+    partial: Names,
+    world: TensorWorld,
+    state: State,
+    sharing: Sharing | None = None,
+) -> None:
     differences: list[str | None] = [None] * world.size
-    dist.all_gather_object(differences, difference(found, plan, partial, world, state), group=world.group)
+    own = difference(found, plan, partial, world, state, sharing)
+    dist.all_gather_object(differences, own, group=world.group)
     for rank, different in enumerate(differences):
         if different is not None:
             raise ValueError(
@@ -134,12 +143,12 @@ def _compare(found: Reference, plan: Plan, partial: Names, world: TensorWorld, s
             )
 
 
-def _device(world: TensorWorld) -> torch.device:
+def device_of(world: TensorWorld) -> torch.device:
     """Where a model on the meta device is run."""
     return torch.device("cuda" if dist.get_backend(world.group) == "nccl" else "cpu")
 
 
-def _raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
+def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
     """The problem of the first rank that has one, on all of them; or all must have found the same."""
     if dist.get_backend(world.group) == "fake":
         if problem:

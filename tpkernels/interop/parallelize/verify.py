@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
 from tpkernels.interop.parallelize.probe import Names
-from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned, sum_gradients
+from tpkernels.interop.parallelize.sequence import Sharing, share_tokens
+from tpkernels.interop.parallelize.swaps import Swap, carry_out, planned
 from tpkernels.interop.parallelize.twins import Inputs, aside, call, floating_tensors, twin_of
 from tpkernels.layers.world import State, TensorWorld
 
@@ -74,7 +76,12 @@ def _reference(model: nn.Module, inputs: Inputs, device: torch.device, dtype: to
 
 
 def difference(
-    reference: Reference, plan: Plan, partial: Names, world: TensorWorld, state: State
+    reference: Reference,
+    plan: Plan,
+    partial: Names,
+    world: TensorWorld,
+    state: State,
+    sharing: Sharing | None = None,
 ) -> str | None:
     """What the split model does differently, in words. Called by all ranks; splits the reference's model."""
     model, full, tolerance = reference.model, reference.run, reference.tolerance
@@ -83,6 +90,8 @@ def difference(
     swap_of = {n: swaps[id(m)] for n, m in model.named_modules(remove_duplicate=False) if id(m) in swaps}
     carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
+    if sharing:
+        share_tokens(model, sharing, world)
     try:
         split = _run(model, reference.inputs)
     except Exception as error:

@@ -1,0 +1,297 @@
+"""Models whose ranks share tokens, compared with unsharded ones, and models that must not share them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.checks import error_of
+from tests.interop.architecture_cases import losses_of
+from tests.interop.split_cases import PLAN as TOY_PLAN
+from tests.interop.split_cases import differences, loss_of, toy
+from tests.models.small import IDS, TARGETS
+from tests.planning.test_work import Wire
+from tpkernels import check_replicas, initialize_model_parallel, parallelize
+from tpkernels.interop.parallelize import sequence, sequence_trial, tokens
+from tpkernels.interop.parallelize.plan import Split
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
+
+ODD = IDS[:, :5]
+
+
+class Attention(nn.Module):
+    """Four heads, with norms of queries and keys; as in `transformers`, shapes are those of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, hidden_states: Tensor, rotated: Tensor) -> tuple[Tensor, None]:
+        heads = *hidden_states.shape[:-1], -1, 4
+        q, k, v = (layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(
+            self.q_norm(q) * rotated, self.k_norm(k) * rotated, v, is_causal=True
+        )
+        return self.out(y.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class MLP(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.down(F.gelu(self.up(x))))
+        return y
+
+
+class Mixture(nn.Module):
+    """Experts that all take all tokens, in the proportions of a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(MLP() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(self.experts))
+
+
+class Layer(nn.Module):
+    def __init__(self, mlp: nn.Module, between: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(16), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(16), mlp
+        self.between = between
+
+    def forward(self, hidden_states: Tensor, rotated: Tensor) -> Tensor:
+        y, _ = self.attention(hidden_states=self.norm1(hidden_states), rotated=rotated)
+        hidden_states = hidden_states + y
+        if self.between is not None:
+            hidden_states = self.between(hidden_states)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+class Stack(nn.Module):
+    """kind: gpt, mixture, or what is wrong with it"""
+
+    checkpointing: bool | None = None  # with use_reentrant
+
+    def __init__(self, kind: str = "gpt") -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.positions = nn.Embedding(37, 16), nn.Embedding(8, 16)
+        made = {"mixture": Mixture, "dropout inside": lambda: MLP(0.5)}.get(kind, MLP)
+        between: Callable[[Tensor], Tensor] | None = {
+            "mean": lambda x: x - x.mean(-2, keepdim=True),
+            "dropout": nn.Dropout(0.5),
+            "convolution": Convolution(),
+        }.get(kind)
+        self.layers = nn.ModuleList(Layer(made(), between) for _ in range(2))
+        if kind == "twice":
+            self.layers.append(self.layers[0])
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 37)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions.weight[: ids.shape[1]]
+        rotated = torch.arange(ids.shape[1]).add(1).to(x.dtype).cos()[:, None]
+        for layer in reversed(self.layers) if self.kind == "backward" else self.layers:
+            if self.checkpointing is None:
+                x = layer(x, rotated=rotated)
+            else:
+                x = checkpoint(layer, x, rotated, use_reentrant=self.checkpointing)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+PLAN: dict[str, Any] = {
+    "embed": "embedding",
+    "layers.*.attention.[qkv]": Split("column", unit=4),
+    "layers.*.attention.out": Split("row", unit=4),
+    "layers.*.mlp*.up": "column",
+    "layers.*.mlp*.down": "row",
+    "head": "head",
+}
+
+
+def stack(kind: str = "gpt") -> Any:
+    torch.manual_seed(4)
+    return Stack(kind).double()
+
+
+def shared(kind: str = "gpt", **options: Any) -> Any:
+    return parallelize(stack(kind), plan=PLAN, sequence_parallel=True, **options)
+
+
+def trained_alike(kind: str, how: str = "plain") -> list[str]:
+    """What differs from the unsharded model: logits, gradients, and losses of five steps of AdamW."""
+    initialize_model_parallel(dist.get_world_size())
+    if kind == "direct":  # columns and rows are children of layers
+        whole, split = toy(), parallelize(toy(), plan=TOY_PLAN, sequence_parallel=True)
+    else:
+        whole, split = stack(kind), shared(kind)
+    if how in ("checkpointed", "reentrant"):
+        split.checkpointing = how == "reentrant"
+    elif how == "copied":
+        split = deepcopy(split)
+    elif how == "pickled":
+        split = pickle.loads(pickle.dumps(split))
+    model = split
+    if how == "compiled":
+        torch._dynamo.reset()
+        model = torch.compile(split, fullgraph=True, backend="aot_eager")
+    wrong = differences(split, whole)
+    for each in (split.eval(), whole.eval()):
+        each.zero_grad()
+    if not torch.allclose(model(ODD), whole(ODD), rtol=0, atol=1e-12):
+        wrong.append("logits of tokens that ranks do not divide")
+    wrong += [f"{name} of these" for name in differences(split, whole)]
+    pairs = zip(losses_of(model.train()), losses_of(whole.train()), strict=True)
+    wrong += [f"loss {step}" for step, (ours, loss) in enumerate(pairs) if abs(ours - loss) > 1e-10]
+    check_replicas(split)
+    return wrong
+
+
+def odd_gradients() -> list[str]:
+    """In eval mode, of tokens that ranks do not divide, and before and after them of others."""
+    initialize_model_parallel(2)
+    whole, split = stack().eval(), shared().eval()
+    wrong = []
+    for ids, targets in ((IDS, TARGETS), (ODD, TARGETS[:, :5]), (IDS, TARGETS)):
+        for model in (split, whole):
+            model.zero_grad()
+            loss_of(model, ids, targets).backward()
+        for name in ("norm", "layers.0.norm1", "layers.1.mlp.down", "positions"):
+            for ours, expected in zip(
+                split.get_submodule(name).parameters(), whole.get_submodule(name).parameters(), strict=True
+            ):
+                if ours.shape == expected.shape and not torch.allclose(
+                    ours.grad, expected.grad, rtol=0, atol=1e-12
+                ):
+                    wrong.append(f"{name} of {ids.shape[1]}")
+    return wrong
+
+
+def under_fsdp() -> list[str]:
+    """Two copies of a model that two ranks share each, on half of the batch each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, split = stack(), parallelize(stack(), mesh, plan=PLAN, sequence_parallel=True)
+    expected = losses_of(whole)
+    for layer in split.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(split, mesh=mesh["dp"])
+    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    optimizer = torch.optim.AdamW(split.parameters(), lr=0.01)
+    wrong = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(split, IDS[own], TARGETS[own])
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach() / 2
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        if abs(mean.item() - expected[step]) > 1e-10:
+            wrong.append(f"loss {step}")
+    return wrong
+
+
+class SavedBytes:
+    """Of tensors that autograd keeps for backward, parameters not counted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.kept: dict[int, Tensor] = {}
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self.kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(x.untyped_storage().nbytes() for at, x in self.kept.items() if at not in self.weights)
+
+
+def costs() -> dict[str, tuple[int, float]]:
+    """Bytes that are saved for backward, and bytes that a rank sends in a forward and backward."""
+    initialize_model_parallel(dist.get_world_size())
+    found = {}
+    for name, options in (("plain", {}), ("shared", {"sequence_parallel": True})):
+        model = parallelize(stack().float(), plan=PLAN, **options)
+        saved = SavedBytes(model)
+        ids, targets = IDS.repeat(8, 1), TARGETS.repeat(8, 1)
+        with Wire() as wire:
+            with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda x: x):
+                loss = loss_of(model, ids, targets)
+            loss.backward()
+        found[name] = saved.total, wire.sent
+    return found
+
+
+def forms() -> dict[str, Any]:
+    """Which modules gather for their columns, and which are computed as without sequence parallelism."""
+    initialize_model_parallel(2)
+    kept, seen = sequence_trial.sharing_of, []
+    sequence_trial.sharing_of = lambda *args: seen.append(kept(*args)) or seen[-1]
+    try:
+        for kind in ("gpt", "mixture", "dropout inside"):
+            shared(kind)
+    finally:
+        sequence_trial.sharing_of = kept
+    return {"summed": [each.summed for each in seen], "whole": [each.whole for each in seen]}
+
+
+def refusals() -> dict[str, tuple[str, str]]:
+    initialize_model_parallel(2)
+    found = {kind: error_of(shared, kind) for kind in ("dropout", "convolution", "mean", "backward", "twice")}
+    found["not tried"] = error_of(shared, verify=False)
+    found["odd inputs"] = error_of(shared, verify=(ODD,))
+    flat = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    found["no list"] = error_of(parallelize, flat, plan={"0": "column", "1": "row"}, sequence_parallel=True)
+    found["no columns"] = error_of(parallelize, stack(), plan={"head": "head"}, sequence_parallel=True)
+    found["half"] = error_of(parallelize, stack(), plan={"layers.*.mlp.up": "column"}, sequence_parallel=True)
+    found["one rank asks"] = error_of(parallelize, stack(), plan=PLAN, sequence_parallel=dist.get_rank() == 0)
+    split = shared()
+    found["odd tokens"] = error_of(split, ODD)
+    found["afterwards"] = "nothing", str(differences(split, stack()))
+    return found
+
+
+def faults_seen() -> dict[str, str]:
+    """The comparison refuses what would be wrong."""
+    initialize_model_parallel(2)
+    found = {}
+    for name, holder, attribute, wrong in (
+        ("norms", sequence, "sum_gradients", lambda *_: None),
+        ("sums", tokens, "_gather_replicated", gather_from_sequence_region),
+        ("columns", tokens, "gather_from_sequence_region", tokens._gather_replicated),
+    ):
+        kept = getattr(holder, attribute)
+        setattr(holder, attribute, wrong)
+        try:
+            found[name] = error_of(shared)[1]
+        finally:
+            setattr(holder, attribute, kept)
+    return found

@@ -1,0 +1,333 @@
+"""Which modules share tokens under sequence parallelism: found in a plan and by one call of a copy.
+
+The layers are those of the nn.ModuleList that the plan's columns and rows lie in. In a layer, a child with
+split layers, such as attention or an MLP, gets all tokens; all other children, such as norms, must work on
+each token by itself, and get this rank's. Columns and rows that are children themselves do so, too.
+
+A child is plain if it has nothing but columns, a row and what works on this rank's features, if its columns
+take what it is called with, and if it returns what its row does. Its all-reduces become transfers of tokens:
+see `tokens`. Others, such as a mixture of experts, compute what they do without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpkernels.interop.parallelize.gradient_sums import sum_gradients
+from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
+from tpkernels.interop.parallelize.probe import Names
+from tpkernels.interop.parallelize.swaps import Swap, Work
+from tpkernels.interop.parallelize.tokens import After, Before, Move, Tokens, refuse_hidden_states
+from tpkernels.interop.parallelize.twins import Inputs, aside, call
+from tpkernels.layers.world import TensorWorld
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Names of what shares tokens.
+
+    layers: in the order of their calls
+    summed: modules that gather tokens for their columns, and sum these columns' gradients
+    whole: modules that gather tokens, and whose output is scattered
+    split: column and row layers that leave sums to `summed`, or return this rank's tokens
+    partial: parameters that see this rank's tokens only
+    """
+
+    layers: tuple[str, ...]
+    summed: tuple[str, ...]
+    whole: tuple[str, ...]
+    split: tuple[str, ...]
+    partial: tuple[str, ...]
+
+
+def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None:
+    """After `carry_out`."""
+    tokens = Tokens(world)
+    named = dict(model.named_modules(remove_duplicate=False))
+    first, last = named[sharing.layers[0]], named[sharing.layers[-1]]
+    moves: list[tuple[str, Move]] = [
+        (sharing.layers[0], tokens.begin),
+        *((name, tokens.all_for_columns) for name in sharing.summed),
+        *((name, tokens.all) for name in sharing.whole),
+    ]
+    for name, move in moves:
+        module = named[name]
+        module.register_forward_pre_hook(Before(move, first_argument(module)), with_kwargs=True)
+    for name in sharing.whole:
+        named[name].register_forward_hook(After(tokens.own))
+    last.register_forward_hook(After(tokens.all))
+    for name in sharing.split:
+        layer = named[name]
+        assert isinstance(layer, ColumnLinear | ColumnConv1D | RowLinear | RowConv1D)
+        layer.tokens = tokens
+    sum_gradients(model, sharing.partial, world, tokens)
+    for module in model.modules():
+        if module is not first and any(child is first for child in module.modules()):
+            module.register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
+
+
+def first_argument(module: nn.Module) -> str:
+    return next(iter(inspect.signature(module.forward).parameters), "")
+
+
+def sharing_of(twin: nn.Module, work: Work, inputs: Inputs, by_features: Names, ranks: int) -> Sharing:
+    """An error names the module that cannot share tokens. No communication.
+
+    work: of the twin
+    by_features: parameters between columns and rows, which see this rank's features
+    """
+    layers = _layers(twin, work)
+    entries = {name: entry for layer in layers for name, entry in _entries(twin, layer, work).items()}
+    watch = _Watch(ranks, layers, entries)
+    with watch.hooked(twin), aside(twin), torch.no_grad(), _Draws(watch):
+        try:
+            call(twin.train(), inputs)
+        except _Refused as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:
+            raise ValueError(
+                "sequence_parallel: expected a model that runs in train mode with the inputs of verify, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    watch.require_calls()
+    names = {id(p): name for name, p in twin.named_parameters()}
+    partial: set[str] = set()
+    for layer in layers:
+        partial |= _sharded_parameters(twin, layer, entries, names) - by_features
+    summed, whole, split = set(), set(), set()
+    for name, entry in entries.items():
+        if entry.direct or (entry.plain and _has_sums_only(twin, name, entry, names, by_features)):
+            split |= {swap.name for swap in entry.swaps}
+            if not entry.direct or entry.swaps[0].kind == "column":
+                summed.add(name)
+        else:
+            whole.add(name)
+    return Sharing(tuple(layers), *(tuple(sorted(each)) for each in (summed, whole, split, partial)))
+
+
+@dataclass
+class _Entry:
+    """A child of a layer that gets all tokens.
+
+    direct: it is a split layer itself
+    plain: its columns take what it is called with, and it returns what its row does, as far as is known
+    """
+
+    swaps: list[Swap]
+    direct: bool
+    plain: bool = True
+    called: bool = False
+
+
+def _layers(model: nn.Module, work: Work) -> list[str]:
+    """Names of the layers: the outermost nn.ModuleList that columns and rows lie in has them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, str] = {}
+    for swap in work.swaps:
+        if swap.kind in ("head", "embedding", "table"):
+            continue
+        path = swap.name.split(".")
+        above = (".".join(path[:length]) for length in range(1, len(path)))
+        stack = next((name for name in above if isinstance(modules[name], nn.ModuleList)), None)
+        if stack is None:
+            raise ValueError(
+                f"sequence_parallel: expected all columns and rows in layers of an nn.ModuleList, got "
+                f"'{swap.name}'"
+            )
+        found.setdefault(stack, swap.name)
+    if len(found) != 1:
+        raise ValueError(
+            "sequence_parallel: expected columns and rows in one nn.ModuleList of layers, got "
+            f"{', '.join(repr(name) for name in found.values()) or 'none'}"
+        )
+    (stack,) = found
+    layers = list(modules[stack].children())
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"sequence_parallel: expected layers of their own in '{stack}', got one twice")
+    return [f"{stack}.{number}" for number in range(len(layers))]
+
+
+def _entries(model: nn.Module, layer: str, work: Work) -> dict[str, _Entry]:
+    found: dict[str, _Entry] = {}
+    for swap in work.swaps:
+        if not swap.name.startswith(f"{layer}."):
+            continue
+        child = swap.name.removeprefix(f"{layer}.").partition(".")[0]
+        name = f"{layer}.{child}"
+        found.setdefault(name, _Entry([], swap.name == name)).swaps.append(swap)
+    for name, entry in found.items():
+        kinds = [swap.kind for swap in entry.swaps]
+        if entry.direct and kinds[0] not in ("column", "row"):
+            raise ValueError(f"sequence_parallel: '{name}' cannot share tokens: it is a {kinds[0]}")
+        entry.plain = "column" in kinds and kinds.count("row") == 1 and set(kinds) == {"column", "row"}
+    return found
+
+
+def _sharded_parameters(
+    model: nn.Module, layer: str, entries: dict[str, _Entry], names: dict[int, str]
+) -> set[str]:
+    """Of the children that get this rank's tokens; an error names one that may need all of them."""
+    found = set()
+    for child, module in [("", model.get_submodule(layer)), *model.get_submodule(layer).named_children()]:
+        name = f"{layer}.{child}".rstrip(".")
+        if name in entries:
+            continue
+        for part in module.modules() if child else [module]:
+            for parameter in part._parameters.values():
+                if parameter is None:
+                    continue
+                if not child or (parameter.ndim > 1 and type(part) is not nn.Linear):
+                    raise ValueError(
+                        f"sequence_parallel: '{names[id(parameter)]}' is in a layer, but not beside columns "
+                        "and rows, and it cannot be told whether what it does needs all tokens; split it, "
+                        "too, or parallelize the model without sequence_parallel"
+                    )
+                found.add(names[id(parameter)])
+    return found
+
+
+def _has_sums_only(
+    model: nn.Module, name: str, entry: _Entry, names: dict[int, str], by_features: Names
+) -> bool:
+    split = {id(p) for swap in entry.swaps for p in swap.old.parameters()}
+    return all(id(p) in split or names[id(p)] in by_features for p in model.get_submodule(name).parameters())
+
+
+class _Refused(Exception):
+    pass
+
+
+@dataclass
+class _Watch:
+    """What is seen in one call of the unsharded model."""
+
+    ranks: int
+    layers: list[str]
+    entries: dict[str, _Entry]
+    tokens: int = 0
+    order: list[str] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+    hidden: Tensor | None = None  # what the current entry was called with
+    rows: list[Tensor] = field(default_factory=list)  # what row layers returned in it
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        split = {swap.old: swap for entry in self.entries.values() for swap in entry.swaps}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs, name=name: self.before(name, module, split, args, kwargs),
+                with_kwargs=True,
+                prepend=True,
+            )
+            module.register_forward_hook(
+                lambda module, _, output, name=name: self.after(name, module, split, output)
+            )
+        yield
+
+    def before(
+        self,
+        name: str,
+        module: nn.Module,
+        split: dict[nn.Module, Swap],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.running.append(name)
+        if name in self.layers:
+            self.order.append(name)
+            x = self.first(name, module, args, kwargs)
+            self.tokens = self.tokens or x.shape[-2]
+            if self.tokens % self.ranks:
+                raise _Refused(
+                    f"verify: expected inputs with a number of tokens that {self.ranks} ranks divide, for "
+                    f"sequence_parallel, got {self.tokens} in '{name}'"
+                )
+            self.require_all_tokens(name, x)
+        entry = self.entries.get(name)
+        if entry is not None:
+            self.hidden, entry.called = self.first(name, module, args, kwargs), True
+            self.rows.clear()
+            if not entry.direct:
+                self.require_all_tokens(name, self.hidden)
+        if module in split and split[module].kind == "column":
+            current = self.current_entry()
+            if current is not None and (args[0] if args else None) is not self.hidden:
+                self.entries[current].plain = False
+
+    def after(self, name: str, module: nn.Module, split: dict[nn.Module, Swap], output: Any) -> None:
+        self.running.pop()
+        if module in split and split[module].kind == "row":
+            self.rows.append(output)
+        entry = self.entries.get(name)
+        if entry is not None and not entry.direct:
+            returned = output[0] if isinstance(output, tuple) else output
+            if not isinstance(returned, Tensor):
+                raise _Refused(f"sequence_parallel: expected a tensor from '{name}', got {type(returned)}")
+            self.require_all_tokens(name, returned)
+            entry.plain = entry.plain and any(returned is row for row in self.rows)
+        if name == self.layers[-1] and not isinstance(output, Tensor | tuple):
+            raise _Refused(f"sequence_parallel: expected a tensor from '{name}', got {type(output)}")
+
+    def current_entry(self) -> str | None:
+        return next((name for name in self.running if name in self.entries), None)
+
+    def first(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        x = args[0] if args else kwargs.get(first_argument(module))
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+            raise _Refused(
+                f"sequence_parallel: expected '{name}' to be called with hidden states first, got {type(x)}"
+            )
+        return x
+
+    def require_all_tokens(self, name: str, x: Tensor) -> None:
+        if x.shape[-2] != self.tokens:
+            raise _Refused(
+                f"sequence_parallel: expected {self.tokens} tokens in dimension -2 of the hidden states of "
+                f"'{name}', got {tuple(x.shape)}"
+            )
+
+    def require_calls(self) -> None:
+        if self.order != self.layers:
+            raise ValueError(
+                f"sequence_parallel: expected one call of each of the layers '{self.layers[0]}' to "
+                f"'{self.layers[-1]}', in this order, got {len(self.order)} calls"
+            )
+        missing = [name for name, entry in self.entries.items() if not entry.called]
+        if missing:
+            raise ValueError(f"sequence_parallel: expected calls of '{missing[0]}', got none")
+
+
+class _Draws(TorchDispatchMode):
+    """Refuses random numbers for tokens that ranks share: ranks would draw the same for other tokens."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        running = self.watch.running
+        inside = any(name in self.watch.layers for name in running)
+        if inside and not self.watch.current_entry() and _draws(function, args, kwargs or {}):
+            raise _Refused(
+                f"sequence_parallel: '{running[-1]}' draws random numbers for hidden states between columns "
+                "and rows, such as a dropout; set its probability to 0, or parallelize the model without "
+                "sequence_parallel"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers; attention does for its own dropout only."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    names = [argument.name for argument in function._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0

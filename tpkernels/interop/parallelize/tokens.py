@@ -1,0 +1,124 @@
+"""Layers whose tokens ranks share: hidden states are sharded from the first layer to the last.
+
+R ranks; hidden states (..., S tokens, H features) are (..., S / R, H) between modules of a layer:
+
+    where                                  forward                     backward
+    before the first layer                 our shard of the tokens     all-gather
+    before a module of columns and rows    all-gather                  reduce-scatter, of what columns leave
+    its row layers                         reduce-scatter              all-gather
+    before a module of any kind            all-gather                  our shard: all ranks have the gradient
+    after it                               our shard of the tokens     all-gather
+    after the last layer                   all-gather                  our shard
+
+In eval mode a number of tokens that the ranks do not divide, such as the one of a step of generation, is not
+sharded: then every rank has all tokens, and row layers all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpkernels import ops
+from tpkernels.layers.world import TensorWorld
+from tpkernels.ops.tensor_parallel.mappings import (
+    copy_to_region,
+    gather_from_sequence_region,
+    scatter_to_sequence_region,
+)
+
+
+class Tokens:
+    """How the tokens of a model's layers lie in the current call."""
+
+    def __init__(self, world: TensorWorld) -> None:
+        self.world = world
+        self.sharded = False
+
+    def begin(self, x: Tensor, layer: nn.Module) -> Tensor:
+        """x: what the first layer is called with; returns what it gets"""
+        count, ranks = x.shape[-2], self.world.size
+        if count % ranks and layer.training:
+            raise ValueError(
+                f"sequence_parallel: expected a number of tokens that the {ranks} ranks divide, got {count} "
+                f"in {tuple(x.shape)}; pad sequences to a multiple of {ranks}"
+            )
+        self.sharded = count % ranks == 0
+        return self.own(x)
+
+    def own(self, x: Tensor, _: object = None) -> Tensor:
+        """This rank's tokens of x, which is the same on all ranks."""
+        return _along_tokens(scatter_to_sequence_region, x, self.world) if self.sharded else x
+
+    def all(self, x: Tensor, _: object = None) -> Tensor:
+        """All tokens, for what computes the same on all ranks."""
+        return _along_tokens(_gather_replicated, x, self.world) if self.sharded else x
+
+    def all_for_columns(self, x: Tensor, _: object = None) -> Tensor:
+        """All tokens, for column layers that leave their part of the gradient to be summed here."""
+        if self.sharded:
+            return _along_tokens(gather_from_sequence_region, x, self.world)
+        return copy_to_region(x, self.world.group)
+
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., S, features of this rank) -> (..., S / R, out_features)"""
+        group = self.world.group
+        if not self.sharded:
+            return ops.row_linear(x, weight, bias, group)
+        first = x.transpose(0, -2)
+        return (
+            ops.row_linear(first, weight, bias, group, sequence_parallel=True).transpose(0, -2).contiguous()
+        )
+
+
+def _along_tokens(move: Callable[..., Tensor], x: Tensor, world: TensorWorld) -> Tensor:
+    """`move` works along dimension 0; without a batch, or with a batch of one, nothing is copied."""
+    return move(x.transpose(0, -2), world.group).transpose(0, -2).contiguous()
+
+
+def _gather_replicated(x: Tensor, group: Any) -> Tensor:
+    return gather_from_sequence_region(x, group, tensor_parallel_output_grad=False)
+
+
+Move = Callable[[Tensor, nn.Module], Tensor]
+
+
+class Before:
+    """Before a module's forward: moves its first argument, which callers may name."""
+
+    def __init__(self, move: Move, name: str) -> None:
+        self.move = move
+        self.name = name
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (self.move(args[0], module), *args[1:]), kwargs
+        return args, {**kwargs, self.name: self.move(kwargs[self.name], module)}
+
+
+class After:
+    """After a module's forward: moves what it returns, or the first of several."""
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return self.move(output, module)
+        return (self.move(output[0], module), *output[1:])
+
+
+def refuse_hidden_states(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    """Before a model's forward: what `transformers` would collect between layers are shards."""
+    asked = kwargs.get("output_hidden_states")
+    if asked is None:
+        asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
+    if asked:
+        raise ValueError(
+            "sequence_parallel: expected output_hidden_states=False, for between layers each rank has its "
+            "shard of the tokens; parallelize the model without sequence_parallel"
+        )
