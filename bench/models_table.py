@@ -1,4 +1,4 @@
-"""The page of models of `transformers`, `docs/models-supported.md`: each is tried, and compared, on two ranks.
+"""The page of models of `transformers`, `docs/models-supported.md`: each is tried and compared, on two ranks.
 
 python -m bench.models_table             write the page
 python -m bench.models_table Qwen Gemma  only those whose names contain a word; no page is written
@@ -26,24 +26,25 @@ SECONDS = 120.0  # of one model on a loaded machine, importing it included
 UNSOUND = ("wrong", "fails")
 HEADER = """# Models of transformers that were tried
 
-`parallelize(model)`, with no plan and nothing else, on {ranks} tensor-parallel ranks (gloo, CPU), against the unsharded model
-over {steps} steps of AdamW: architectures of `transformers` {transformers} with random weights at tiny sizes (1 or 2
-layers, 32 features, 4 heads, 2 of keys and values, 61 ids). Written {date} with torch {torch} by
-`python -m bench.models_table`, part of `make check-transformers`; sizes and inputs are in
-`tests/interop/architectures.py`.
+`parallelize(model)`, with no plan and nothing else, on {ranks} tensor-parallel ranks (gloo, CPU), against
+the unsharded model over {steps} steps of AdamW: architectures of `transformers` {transformers} with
+random weights at tiny sizes (1 or 2 layers, 32 features, 4 heads, 2 of keys and values, 61 ids). Written
+{date} with torch {torch} by `python -m bench.models_table`, part of `make check-transformers`; sizes and
+inputs are in `tests/interop/architectures.py`.
 
 {counts}
 
-- **right**: losses, gradients and outputs are the unsharded model's but for rounding. *loss*: the largest difference of
-  the {steps} losses, in float32 as `transformers` computes them. *gradients*: the relative difference of their norm at the first
-  step, which AdamW would not show. *outputs*: after the steps, relative to the largest. "fp32": the model does not
-  run in float64, as most with experts.
-- **a rank holds**: the fraction of the model's numbers; one half is the least. Where it is more, layers stay on every
-  rank, and a warning of `parallelize` names them.
-- **refused**: an error before anything is replaced, given below the table. **wrong** and **fails** (an error in training)
-  are faults of the splitting, and of `parallelize` there must be none.
+- **right**: losses, gradients and outputs are the unsharded model's but for rounding. *loss*: the largest
+  difference of the {steps} losses, which `transformers` computes in float32. *gradients*: the relative
+  difference of their norm at the first step, which AdamW would not show. *outputs*: after the steps,
+  relative to the largest. "fp32": the model does not run in float64, as most with experts.
+- **a rank holds**: the fraction of the model's numbers; one half is the least. Where it is more, layers
+  stay on every rank, and a warning of `parallelize` names them.
+- **refused**: an error before anything is replaced, given below the table. **wrong** and **fails** (an
+  error in training) are faults of the splitting, and of `parallelize` there must be none.
 - **transformers itself**: the same model, saved and loaded by `from_pretrained` with
-  `DistributedConfig(tp_size={ranks})`, under the same comparison; in parentheses the largest of the three differences. "no plan": it has none for this model, and loads nothing.
+  `DistributedConfig(tp_size={ranks})`, compared alike; in parentheses the largest of the three
+  differences. "no plan": `transformers` cannot split this model.
 """
 COLUMNS = (
     "model",
@@ -72,8 +73,10 @@ def page(outcomes: Mapping[str, Both], kinds: Mapping[str, Mapping[str, object]]
 
 
 def _counts(outcomes: Mapping[str, Both], kinds: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    yield "| | tried | `parallelize` right | refused | wrong or fails | transformers itself right | no plan | wrong, refused or fails |"
-    yield "|---" * 8 + "|"
+    columns = ["", "tried", "`parallelize` right", "refused", "wrong or fails", "transformers itself right"]
+    columns += ["no plan", "wrong, refused or fails"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     for kind, names in [*kinds.items(), ("**All**", outcomes)]:
         mine, its = zip(*(outcomes[name] for name in names), strict=True)
         numbers = [

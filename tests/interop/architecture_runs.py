@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -68,8 +69,7 @@ def ours(name: str, split: Callable[[nn.Module], nn.Module] = parallelize) -> Ou
 
 def theirs(name: str, folder: str) -> Outcome:
     """Of the tensor parallelism of `transformers`, which splits what it loads from a folder."""
-    from transformers.distributed import DistributedConfig
-
+    config = import_module("transformers.distributed").DistributedConfig
     model, dtype = _in_widest_dtype(name)
     if not model.tp_plan:
         return Outcome("no plan")
@@ -82,7 +82,7 @@ def theirs(name: str, folder: str) -> Outcome:
         sharded = type(model).from_pretrained(  # type: ignore[attr-defined]
             path,
             dtype=getattr(torch, dtype),
-            distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
+            distributed_config=config(tp_size=dist.get_world_size()),
         )
         sharded.train()
     except Exception as error:

@@ -8,6 +8,7 @@ added to all weights, because zeros and ones hide what is added or multiplied to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -229,9 +230,7 @@ ARCHITECTURES: Mapping[str, Sizes] = {name: sizes for kind in KINDS.values() for
 
 def model_of(name: str) -> nn.Module:
     """The unsharded model, the same on all ranks, in float32."""
-    import transformers
-
-    cls = getattr(transformers, name.partition(",")[0])
+    cls = getattr(import_module("transformers"), name.partition(",")[0])
     config = _config(cls.config_class, ARCHITECTURES[name])
     torch.manual_seed(2)
     model: nn.Module = cls(config)
