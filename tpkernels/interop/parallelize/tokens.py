@@ -96,7 +96,7 @@ class Columns:
         outputs = ops.column_linear(first, weights, biases, group, sequence_parallel=sharded)
         for layer, output in zip(self.layers, outputs, strict=True):
             back = output.transpose(0, -2).contiguous() if sharded else output
-            object.__setattr__(layer, READY, back)  # `nn.Module` would look at it twice
+            object.__setattr__(layer, READY, back)
         return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
 
 
