@@ -20,6 +20,7 @@ from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
 from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that_works
 from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.sequence_trial import sharing_tried
 from tpkernels.interop.parallelize.swaps import carry_out, planned
@@ -76,6 +77,7 @@ def parallelize(
         share_tokens(model, sharing, world)
     remember_buffers(model)
     keep_ties(model)
+    save_full_weights(model)
     return model
 
 

@@ -22,6 +22,7 @@ KEYS_AND_VALUES |= {"Wk", "Wv"}
 HEADS: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
 HEADS += ("num_kv_heads", "all_head_size", "inner_dim")
 FEATURES: tuple[str, ...] = ("embed_dim", "hidden_size", "dim", "d_model", "embed_size")
+SHARED = ("num_key_value_heads", "num_kv_heads")
 GROUPS = "num_key_value_groups"
 
 
@@ -74,9 +75,15 @@ def split_attention(
             return gathered(layers, ranks)
         else:
             entries[name] = [Split("column", unit=width // heads)]
-    around = _numbers(holder, numbers, ranks)
-    if local and type(getattr(holder, GROUPS, None)) is int:
-        around.append(Number(GROUPS, queries // ranks // local[0]))
+    around: list[Entry] = []
+    if local:
+        changed = {GROUPS: queries // ranks // local[0]}
+        changed |= {name: local[0] for name in SHARED if name in numbers}
+        around += [Number(name, count) for name, count in changed.items() if _is_number(holder, name)]
+        numbers = tuple(name for name in numbers if name not in SHARED)
+    divided = [name for name in numbers if _is_number(holder, name) and getattr(holder, name) % ranks == 0]
+    if divided:
+        around.append(Divided(*divided))
     if around:
         entries[layers.holder] = around
     return entries
@@ -120,10 +127,8 @@ def _queries(holder: nn.Module, features: int, size: int | None) -> int | None:
     return features // size if size and features % size == 0 else None
 
 
-def _numbers(holder: nn.Module, names: tuple[str, ...], ranks: int) -> list[Entry]:
-    found = [name for name in names if type(getattr(holder, name, None)) is int]
-    divisible = [name for name in found if getattr(holder, name) % ranks == 0]
-    return [Divided(*divisible)] if divisible else []
+def _is_number(holder: nn.Module, name: str) -> bool:
+    return type(getattr(holder, name, None)) is int
 
 
 def packed_attention(layers: Layers, holder: nn.Module, ranks: int) -> Entries | None:

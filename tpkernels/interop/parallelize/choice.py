@@ -94,4 +94,5 @@ def _tell(choice: Choice, failed: list[tuple[Choice, Exception]]) -> None:
     for other, error in failed:
         warnings.warn(f"parallelize: {other.name} does not work: {error}. {choice.name} does", stacklevel=4)
     if choice.whole:
-        warnings.warn(f"parallelize: {choice.name}: {'; '.join(choice.whole)}", stacklevel=4)
+        more = f"; and {len(choice.whole) - 1} more like it" if len(choice.whole) > 1 else ""
+        warnings.warn(f"parallelize: {choice.name}: {choice.whole[0]}{more}", stacklevel=4)

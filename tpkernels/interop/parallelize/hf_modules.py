@@ -59,6 +59,20 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is an nn.Linear, or of a class derived from it that computes what that does."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear) or isinstance(module, ParallelModule):
+        return type(module) is nn.Linear
+    weight = module.weight
+    if weight.is_meta or not weight.is_floating_point() or set(module._parameters) != {"weight", "bias"}:
+        return False
+    with torch.no_grad():
+        x = torch.arange(2 * module.in_features, device=weight.device).view(2, -1).cos().to(weight.dtype)
+        return torch.equal(module(x), F.linear(x, weight, module.bias)) or torch.allclose(
+            module(x), F.linear(x, weight, module.bias), rtol=1e-2, atol=1e-5
+        )
+
+
 def oriented_shape(module: nn.Module) -> tuple[int, int]:
     """(out_features, in_features) of the module's weight; of an embedding (ids, features) for its rows."""
     weight = module.weight

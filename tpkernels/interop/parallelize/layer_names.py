@@ -27,7 +27,7 @@ from tpkernels.interop.parallelize.attention import (
     split_attention,
     split_evenly,
 )
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape
 from tpkernels.interop.parallelize.plan import Divided, Parameters, Plan, Split
 from tpkernels.interop.parallelize.vocabulary import with_vocabulary
 
@@ -196,7 +196,7 @@ def _found(name: str, module: nn.Module, shorts: tuple[str, ...]) -> dict[str, n
             layer = module.get_submodule(short)
         except AttributeError:
             return {}
-        if type(layer) is not nn.Linear and not is_conv1d(layer):
+        if not is_linear(layer) and not is_conv1d(layer):
             return {}
         found[f"{name}.{short}" if name else short] = layer
     return found

@@ -57,7 +57,10 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Input
 
 
 def _vocabulary(model: Any, config: Any) -> int:
-    table = model.get_input_embeddings()
+    try:
+        table = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a model of text and images has several
+        table = None
     if isinstance(table, nn.Embedding):
         return table.num_embeddings
     size: int = config.get_text_config().vocab_size

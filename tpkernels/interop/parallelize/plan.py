@@ -154,21 +154,19 @@ def matches(model: nn.Module, plan: Plan) -> list[Match]:
 
 
 def heads_read(rank: int, *, heads: int, queries: int, ranks: int) -> tuple[int, ...]:
-    """Which heads of keys and values a rank's queries read, each as often as its attention expects.
+    """Which heads of keys and values a rank's queries read, in their order, and as many on every rank.
 
-    Rank 1 of 2 with 4 queries: the third and the fourth, which read the second of 2 heads, or with 3 of 12
-    queries each a head of its own.
+    Each once, if as many of the rank's queries read each; else one for each query.
 
-    >>> heads_read(1, heads=2, queries=4, ranks=2)
-    (1,)
+    >>> heads_read(1, heads=2, queries=8, ranks=4)
+    (0,)
     >>> heads_read(0, heads=3, queries=12, ranks=2)
     (0, 0, 0, 0, 1, 1)
     """
     each, group = queries // ranks, queries // heads
     read = [query // group for query in range(rank * each, (rank + 1) * each)]
-    distinct = sorted(set(read))
-    even = all(read.count(head) * len(distinct) == each for head in distinct)
-    return tuple(distinct) if even else tuple(read)
+    # queries of a rank are whole groups, or lie in one
+    return tuple(sorted(set(read))) if each % group == 0 or group % each == 0 else tuple(read)
 
 
 def llama_plan(config: Any) -> Plan:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tpkernels.interop.parallelize.adopted import adopt_parameters, adopt_table
 from tpkernels.interop.parallelize.cut import Cut, stacks_of
-from tpkernels.interop.parallelize.hf_modules import is_conv1d, oriented_shape, replacement
+from tpkernels.interop.parallelize.hf_modules import is_conv1d, is_linear, oriented_shape, replacement
 from tpkernels.interop.parallelize.plan import (
     Divided,
     Kept,
@@ -138,8 +138,8 @@ def _swap(name: str, old: nn.Module, entry: Split, world: TensorWorld) -> Swap:
     if kind in ("head", "embedding"):
         split = split_vocabulary(out_features, ranks=world.size)
         rows = Cut(0, (split.ids_of(world.rank),), split.shard_size, out_features)
-        own = type(old) is nn.Linear or type(old) is nn.Embedding
-        return Swap(name, old, kind if own else "table", _parts(old, weight=rows, bias=rows))
+        derived = isinstance(old, nn.Embedding) and type(old) is not nn.Embedding
+        return Swap(name, old, "table" if derived else kind, _parts(old, weight=rows, bias=rows))
     size = in_features if kind.startswith("row") else out_features
     stacks = stacks_of(size, entry.stacked)
     step = world.size * entry.unit
@@ -236,7 +236,7 @@ def _fits(old: nn.Module, kind: str) -> bool:
         return isinstance(old, nn.Embedding)
     if kind == "column" and type(old) is nn.Embedding:
         return True
-    return type(old) is nn.Linear or (kind in ("column", "row") and is_conv1d(old))
+    return is_linear(old) or (kind in ("column", "row") and is_conv1d(old))
 
 
 def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, str, int]]:

@@ -7,7 +7,7 @@ and ones hide what is added or multiplied too often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,8 @@ def difference(
         split = _run(model, reference.inputs)
     except Exception as error:
         return f"it raises {type(error).__name__}: {error}"
-    located = _first_output(full, split, swap_of, tolerance)
+    shares = {name for name, module in model.named_modules() if module in work.shared}
+    located = _first_output(full, split, swap_of, shares, tolerance)
     if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
         return f"it returns {_shapes(split.returned)} instead of {_shapes(full.returned)}{located}"
     alike = [pair for pair in zip(full.returned, split.returned, strict=True) if _same_shape(*pair)]
@@ -131,10 +132,14 @@ def _run(model: nn.Module, inputs: Inputs) -> Run:
     return Run(returned, outputs)
 
 
-def _first_output(full: Run, split: Run, swap_of: Mapping[str, Swap], tolerance: float) -> str:
-    """The first module, in the order of execution, that returns something else."""
+def _first_output(
+    full: Run, split: Run, swap_of: Mapping[str, Swap], shares: Set[str], tolerance: float
+) -> str:
+    """The first module, in the order of execution, that returns something else and is not to: a share."""
     before = ""
     for (name, number), found in split.outputs.items():
+        if name in shares:
+            continue
         expected = full.outputs.get((name, number), [])
         if name in swap_of:
             expected = [swap_of[name].own_output(x) for x in expected]

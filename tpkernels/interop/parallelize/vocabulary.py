@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tpkernels.interop.parallelize.hf_modules import is_linear
 from tpkernels.interop.parallelize.plan import Entry, Split
 
 Said = dict[str, Entry | tuple[Entry, ...]]
@@ -52,7 +53,7 @@ def _kind(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding):
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return "embedding" if plain else None
-    return "head" if type(module) is nn.Linear else None
+    return "head" if is_linear(module) else None
 
 
 def _called(model: nn.Module, name: str) -> nn.Module | None:

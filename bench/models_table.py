@@ -1,0 +1,173 @@
+"""The page of models of `transformers`, `docs/models-supported.md`: each is tried, and compared, on two ranks.
+
+python -m bench.models_table             write the page
+python -m bench.models_table Qwen Gemma  only those whose names contain a word; no page is written
+
+It ends with 1 if a model that `parallelize` took was wrong, or failed, since it should have been refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.interop.architecture_runs import STEPS, Outcome, ours, theirs
+from tests.interop.architectures import ARCHITECTURES, KINDS
+from tests.ranks import RankFailure, RankPool
+
+PAGE = Path(__file__).parents[1] / "docs" / "models-supported.md"
+RANKS = 2
+SECONDS = 120.0  # of one model on a loaded machine, importing it included
+UNSOUND = ("wrong", "fails")
+HEADER = """# Models of transformers that were tried
+
+`parallelize(model)`, with no plan and nothing else, on {ranks} tensor-parallel ranks (gloo, CPU), against the unsharded model
+over {steps} steps of AdamW: architectures of `transformers` {transformers} with random weights at tiny sizes (1 or 2
+layers, 32 features, 4 heads, 2 of keys and values, 61 ids). Written {date} with torch {torch} by
+`python -m bench.models_table`, part of `make check-transformers`; sizes and inputs are in
+`tests/interop/architectures.py`.
+
+{counts}
+
+- **right**: losses, gradients and outputs are the unsharded model's but for rounding. *loss*: the largest difference of
+  the {steps} losses, in float32 as `transformers` computes them. *gradients*: the relative difference of their norm at the first
+  step, which AdamW would not show. *outputs*: after the steps, relative to the largest. "fp32": the model does not
+  run in float64, as most with experts.
+- **a rank holds**: the fraction of the model's numbers; one half is the least. Where it is more, layers stay on every
+  rank, and a warning of `parallelize` names them.
+- **refused**: an error before anything is replaced, given below the table. **wrong** and **fails** (an error in training)
+  are faults of the splitting, and of `parallelize` there must be none.
+- **transformers itself**: the same model, saved and loaded by `from_pretrained` with
+  `DistributedConfig(tp_size={ranks})`, under the same comparison; in parentheses the largest of the three differences. "no plan": it has none for this model, and loads nothing.
+"""
+COLUMNS = (
+    "model",
+    "dtype",
+    "parallelize",
+    "loss",
+    "gradients",
+    "outputs",
+    "a rank holds",
+    "transformers itself",
+)
+Both = tuple[Outcome, Outcome]
+
+
+def page(outcomes: Mapping[str, Both], kinds: Mapping[str, Mapping[str, object]] = KINDS) -> str:
+    """Of `parallelize` and of transformers itself, for each architecture."""
+    text = HEADER.format(
+        ranks=RANKS,
+        steps=STEPS,
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        torch=version("torch").partition("+")[0],
+        transformers=version("transformers"),
+        counts="\n".join(_counts(outcomes, kinds)),
+    )
+    return text + "".join("\n".join(_section(kind, names, outcomes)) for kind, names in kinds.items())
+
+
+def _counts(outcomes: Mapping[str, Both], kinds: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+    yield "| | tried | `parallelize` right | refused | wrong or fails | transformers itself right | no plan | wrong, refused or fails |"
+    yield "|---" * 8 + "|"
+    for kind, names in [*kinds.items(), ("**All**", outcomes)]:
+        mine, its = zip(*(outcomes[name] for name in names), strict=True)
+        numbers = [
+            len(mine),
+            _count(mine, "right"),
+            _count(mine, "refused"),
+            _count(mine, *UNSOUND),
+            _count(its, "right"),
+            _count(its, "no plan"),
+            _count(its, *UNSOUND, "refused"),
+        ]
+        yield f"| {kind} | {' | '.join(map(str, numbers))} |"
+
+
+def _count(outcomes: tuple[Outcome, ...], *verdicts: str) -> int:
+    return sum(outcome.verdict in verdicts for outcome in outcomes)
+
+
+def _section(kind: str, names: Mapping[str, object], outcomes: Mapping[str, Both]) -> Iterator[str]:
+    yield f"\n## {kind}\n"
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for name in names:
+        yield row(name, *outcomes[name])
+    whys = [
+        (name, who, outcome)
+        for name in names
+        for who, outcome in zip(("", " of transformers itself"), outcomes[name], strict=True)
+        if outcome.why
+    ]
+    if whys:
+        yield "\nWhy not:\n"
+        for name, who, outcome in whys:
+            yield f"- `{name}`{who}, {outcome.verdict}: {first_sentence(outcome.why)}"
+    yield ""
+
+
+def row(name: str, mine: Outcome, its: Outcome) -> str:
+    apart = [f"{off:.0e}" if off else "0" for off in mine.apart] if mine.apart else [""] * 3
+    held = f"{mine.held:.2f}" if mine.apart else ""
+    other = f"{_strong(its)} ({max(its.apart):.0e})" if its.apart else _strong(its)
+    dtype = mine.dtype.replace("float", "fp")
+    return f"| `{name}` | {dtype} | {_strong(mine)} | {' | '.join(apart)} | {held} | {other} |"
+
+
+def _strong(outcome: Outcome) -> str:
+    return f"**{outcome.verdict}**" if outcome.verdict in UNSOUND else outcome.verdict
+
+
+def first_sentence(text: str) -> str:
+    """Of an error, in one line of Markdown."""
+    line = " ".join(text.split())
+    end = min((at for at in (line.find(". "), line.find("; ")) if at > 0), default=len(line))
+    return line[: min(end, 300)].rstrip(".").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def tried(names: list[str], told: Callable[[str], None] = print) -> dict[str, Both]:
+    """Each by ranks that go on with the next model if one ends them."""
+    mine: dict[str, Outcome] = {}
+    found: dict[str, Both] = {}
+    with RankPool(RANKS) as pool:
+        for name in names:
+            mine[name] = _outcome(pool, ours, name)
+            told(f"{name}: {mine[name].verdict} {mine[name].apart or first_sentence(mine[name].why)}")
+    with RankPool(RANKS) as pool, TemporaryDirectory() as folder:
+        for name in names:
+            found[name] = mine[name], _outcome(pool, theirs, name, folder)
+            told(f"{name}, by transformers itself: {found[name][1].verdict}")
+    return found
+
+
+def _outcome(pool: RankPool, function: Callable[..., Outcome], *args: str) -> Outcome:
+    """The worst of the ranks'."""
+    try:
+        outcomes = pool.run(function, *args, timeout=SECONDS)
+    except RankFailure as failure:
+        return Outcome("fails", str(failure).partition("\n")[2])
+    return max(outcomes, key=lambda outcome: ("right", "no plan", "refused", *UNSOUND).index(outcome.verdict))
+
+
+def main(words: list[str]) -> int:
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    names = [name for name in ARCHITECTURES if not words or any(word in name for word in words)]
+    outcomes = tried(names)
+    if not words:
+        PAGE.write_text(page(outcomes), encoding="utf-8")
+    unsound = [name for name, (mine, _) in outcomes.items() if mine.verdict in UNSOUND]
+    print(f"{len(names)} models tried; wrong, or failed in training: {', '.join(unsound) or 'none'}")
+    return 1 if unsound else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

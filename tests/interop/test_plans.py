@@ -1,0 +1,56 @@
+"""Models are split without a plan of the caller's: by one that they bring, or by names of layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.interop.plan_cases import by_names, from_the_meta_device, refusals, split_by_its_own_plan
+from tpkernels.interop.parallelize.plan import heads_read
+
+
+@pytest.mark.parametrize(("pool", "kv_heads"), [("ranks2", 2), ("ranks2", 1), ("ranks4", 4), ("ranks4", 2)])
+def test_a_model_that_brings_a_plan_is_the_whole_one(pool, kv_heads, request):
+    for wrong in request.getfixturevalue(pool).run(split_by_its_own_plan, kv_heads):
+        assert wrong == []
+
+
+def test_it_is_built_without_memory(ranks2):
+    assert ranks2.run(from_the_meta_device) == [[], []]
+
+
+def test_layers_are_known_by_their_names(ranks2):
+    for wrong, told in ranks2.run(by_names, False):
+        assert (wrong, told) == ([], [])
+
+
+def test_the_next_plan_is_taken_where_one_is_wrong(ranks2):
+    (wrong, told), other = ranks2.run(by_names, True)
+    assert (wrong, other) == ([], ([], []))
+    assert "'middle' does not take this rank's features" in told[0]
+    assert "a plan by names of layers (gathered) does" in told[0]
+
+
+def test_unknown_styles_and_layers_are_refused(ranks2):
+    for strange, nameless, large, crooked, untouched in ranks2.run(refusals):
+        assert strange[0] == nameless[0] == large[0] == crooked[0] == "ValueError"
+        assert "'layers.5.down_proj': expected a style among all_reduce, colwise" in strange[1]
+        assert "got 'sideways'" in strange[1]
+        assert "the model brings none and none of its layers is known by name" in nameless[1]
+        assert "must be compared with the unsharded model, which was not done: it has 1342" in large[1]
+        assert "the split model does not do what the unsharded one does" in crooked[1]
+        assert untouched[1] == "True"
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "ranks"),
+    [(1, 4, 4), (2, 8, 4), (2, 8, 2), (3, 12, 2), (3, 12, 4), (6, 12, 4), (3, 6, 2)],
+)
+def test_ranks_compute_as_many_heads_and_read_the_right_ones(heads, queries, ranks):
+    counts = set()
+    for rank in range(ranks):
+        read = heads_read(rank, heads=heads, queries=queries, ranks=ranks)
+        counts.add(len(read))
+        own = range(rank * queries // ranks, (rank + 1) * queries // ranks)
+        for place, query in enumerate(own):
+            assert read[place * len(read) // len(own)] == query * heads // queries
+    assert len(counts) == 1
