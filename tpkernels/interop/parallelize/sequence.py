@@ -169,7 +169,7 @@ def _entries(model: nn.Module, layer: str, work: Work) -> dict[str, _Entry]:
         name = f"{layer}.{child}"
         found.setdefault(name, _Entry([], swap.name == name)).swaps.append(swap)
     for name, entry in found.items():
-        kinds = [swap.kind for swap in entry.swaps]
+        kinds = ["table" if isinstance(swap.old, nn.Embedding) else swap.kind for swap in entry.swaps]
         if entry.direct and kinds[0] not in ("column", "row"):
             raise ValueError(f"sequence_parallel: '{name}' cannot share tokens: it is a {kinds[0]}")
         entry.plain = "column" in kinds and kinds.count("row") == 1 and set(kinds) == {"column", "row"}
