@@ -136,7 +136,7 @@ def trained_alike(how: str) -> list[str]:
     if how in ("checkpointed", "reentrant"):
         whole.checkpointing = split.checkpointing = how == "reentrant"  # type: ignore[assignment]
     elif how == "compiled":
-        split.attentions[0].compile(backend="aot_eager", fullgraph=True)
+        split.compile(backend="aot_eager", fullgraph=True)
     elif how == "copied":
         model = split = deepcopy(split)
     elif how == "pickled":

@@ -166,7 +166,7 @@ def trained_alike(kind: str, how: str = "plain") -> list[str]:
     wrong = differences(split, whole)
     for each in (split.eval(), whole.eval()):
         each.zero_grad()
-    if not torch.allclose(model(ODD), whole(ODD), rtol=0, atol=1e-12):
+    if not torch.allclose(split(ODD), whole(ODD), rtol=0, atol=1e-12):
         wrong.append("logits of tokens that ranks do not divide")
     wrong += [f"{name} of these" for name in differences(split, whole)]
     pairs = zip(losses_of(model.train()), losses_of(whole.train()), strict=True)
@@ -260,7 +260,7 @@ def forms() -> dict[str, Any]:
             shared(kind)
     finally:
         sequence_trial.sharing_of = kept
-    return {"summed": [each.summed for each in seen], "whole": [each.whole for each in seen]}
+    return {"columns": [dict(each.columns) for each in seen], "whole": [each.whole for each in seen]}
 
 
 def refusals() -> dict[str, tuple[str, str]]:
@@ -286,12 +286,11 @@ def faults_seen() -> dict[str, str]:
     for name, holder, attribute, wrong in (
         ("norms", sequence, "sum_gradients", lambda *_: None),
         ("sums", tokens, "_gather_replicated", gather_from_sequence_region),
-        ("columns", tokens, "gather_from_sequence_region", tokens._gather_replicated),
     ):
         kept = getattr(holder, attribute)
         setattr(holder, attribute, wrong)
         try:
-            found[name] = error_of(shared)[1]
+            found[name] = error_of(shared, "mixture")[1]
         finally:
             setattr(holder, attribute, kept)
     return found

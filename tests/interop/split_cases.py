@@ -153,7 +153,7 @@ def as_citizens() -> list[str]:
     wrong = []
     whole = toy()
     split = parallelize(deepcopy(whole), plan=PLAN)
-    compiled = torch.compile(split, backend="aot_eager")
+    compiled = torch.compile(split, backend="aot_eager", fullgraph=True)
     for model, reference in ((compiled, whole), (deepcopy(split), whole)):
         wrong += differences(model, reference)
     wrong += wrong_gradients(split, whole)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels import ops
-from tpkernels.interop.parallelize.tokens import Tokens
+from tpkernels.interop.parallelize.tokens import Tokens, ready
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.embedding import VocabParallelEmbedding
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -87,7 +87,7 @@ class ColumnLinear(ColumnParallelLinear):
     stacks: sizes of the weights that are concatenated in this one
     """
 
-    tokens: Tokens | None = None  # if set, what gathered them sums the input's gradient
+    tokens: Tokens | None = None  # if set, what gathers them computes this layer, too
 
     def __init__(
         self, in_features: int, out_features: int, stacks: tuple[int, ...], *, bias: bool, state: State
@@ -107,10 +107,11 @@ class ColumnLinear(ColumnParallelLinear):
             vars(parameter)["partition_stride"] = len(stacks)
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        if self.tokens is not None:
-            assert self.weight is not None
-            return ops.linear(input_, self.weight, self.bias)
-        return super().forward(input_)[0]
+        return super().forward(input_)[0] if self.tokens is None else ready(self)
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        assert self.weight is not None
+        return self.weight, self.bias
 
 
 class RowLinear(RowParallelLinear):
@@ -213,9 +214,13 @@ class ColumnConv1D(ParallelModule):
         """(..., in_features) -> (..., out_features / R)"""
         self.require_features(x, self.in_features, "every rank needs all of them")
         if self.tokens is not None:
-            return ops.linear(x, self.weight.t(), self.bias)
-        features: Tensor = ops.column_linear(x, self.weight.t(), self.bias, self.world.group)
+            return ready(self)
+        features: Tensor = ops.column_linear(x, *self.weight_and_bias(), self.world.group)
         return features
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """As those of nn.Linear."""
+        return self.weight.t(), self.bias
 
 
 class RowConv1D(ParallelModule):

@@ -25,7 +25,7 @@ from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.hf_modules import ColumnConv1D, ColumnLinear, RowConv1D, RowLinear
 from tpkernels.interop.parallelize.probe import Names
 from tpkernels.interop.parallelize.swaps import Swap, Work
-from tpkernels.interop.parallelize.tokens import After, Before, Move, Tokens, refuse_hidden_states
+from tpkernels.interop.parallelize.tokens import After, Before, Columns, Move, Tokens, refuse_hidden_states
 from tpkernels.interop.parallelize.twins import Inputs, aside, call
 from tpkernels.layers.world import TensorWorld
 
@@ -35,16 +35,16 @@ class Sharing:
     """Names of what shares tokens.
 
     layers: in the order of their calls
-    summed: modules that gather tokens for their columns, and sum these columns' gradients
+    columns: by module, column layers that take what it is called with
+    rows: row layers that return this rank's tokens
     whole: modules that gather tokens, and whose output is scattered
-    split: column and row layers that leave sums to `summed`, or return this rank's tokens
     partial: parameters that see this rank's tokens only
     """
 
     layers: tuple[str, ...]
-    summed: tuple[str, ...]
+    columns: tuple[tuple[str, tuple[str, ...]], ...]
+    rows: tuple[str, ...]
     whole: tuple[str, ...]
-    split: tuple[str, ...]
     partial: tuple[str, ...]
 
 
@@ -53,21 +53,24 @@ def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None
     tokens = Tokens(world)
     named = dict(model.named_modules(remove_duplicate=False))
     first, last = named[sharing.layers[0]], named[sharing.layers[-1]]
-    moves: list[tuple[str, Move]] = [
-        (sharing.layers[0], tokens.begin),
-        *((name, tokens.all_for_columns) for name in sharing.summed),
-        *((name, tokens.all) for name in sharing.whole),
-    ]
+    moves: list[tuple[str, Move]] = [(sharing.layers[0], tokens.begin)]
+    moves += [(name, tokens.all) for name in sharing.whole]
+    for name, columns in sharing.columns:
+        layers = [named[column] for column in columns]
+        moves.append((name, Columns(tokens, layers)))
+        for layer in layers:
+            assert isinstance(layer, ColumnLinear | ColumnConv1D)
+            layer.tokens = tokens
     for name, move in moves:
         module = named[name]
         module.register_forward_pre_hook(Before(move, first_argument(module)), with_kwargs=True)
     for name in sharing.whole:
         named[name].register_forward_hook(After(tokens.own))
     last.register_forward_hook(After(tokens.all))
-    for name in sharing.split:
-        layer = named[name]
-        assert isinstance(layer, ColumnLinear | ColumnConv1D | RowLinear | RowConv1D)
-        layer.tokens = tokens
+    for name in sharing.rows:
+        row = named[name]
+        assert isinstance(row, RowLinear | RowConv1D)
+        row.tokens = tokens
     sum_gradients(model, sharing.partial, world, tokens)
     for module in model.modules():
         if module is not first and any(child is first for child in module.modules()):
@@ -102,15 +105,17 @@ def sharing_of(twin: nn.Module, work: Work, inputs: Inputs, by_features: Names, 
     partial: set[str] = set()
     for layer in layers:
         partial |= _sharded_parameters(twin, layer, entries, names) - by_features
-    summed, whole, split = set(), set(), set()
+    columns: list[tuple[str, tuple[str, ...]]] = []
+    rows: list[str] = []
+    whole: list[str] = []
     for name, entry in entries.items():
         if entry.direct or (entry.plain and _has_sums_only(twin, name, entry, names, by_features)):
-            split |= {swap.name for swap in entry.swaps}
-            if not entry.direct or entry.swaps[0].kind == "column":
-                summed.add(name)
+            taken = tuple(swap.name for swap in entry.swaps if swap.kind == "column")
+            columns += [(name, taken)] if taken else []
+            rows += [swap.name for swap in entry.swaps if swap.kind == "row"]
         else:
-            whole.add(name)
-    return Sharing(tuple(layers), *(tuple(sorted(each)) for each in (summed, whole, split, partial)))
+            whole.append(name)
+    return Sharing(tuple(layers), tuple(columns), tuple(rows), tuple(whole), tuple(sorted(partial)))
 
 
 @dataclass
@@ -149,7 +154,7 @@ def _layers(model: nn.Module, work: Work) -> list[str]:
             f"{', '.join(repr(name) for name in found.values()) or 'none'}"
         )
     (stack,) = found
-    layers = list(modules[stack].children())
+    layers = modules[stack]._modules.values()  # `children` leaves out what comes again
     if len(set(layers)) != len(layers):
         raise ValueError(f"sequence_parallel: expected layers of their own in '{stack}', got one twice")
     return [f"{stack}.{number}" for number in range(len(layers))]
@@ -164,7 +169,7 @@ def _entries(model: nn.Module, layer: str, work: Work) -> dict[str, _Entry]:
         name = f"{layer}.{child}"
         found.setdefault(name, _Entry([], swap.name == name)).swaps.append(swap)
     for name, entry in found.items():
-        kinds = [swap.kind for swap in entry.swaps]
+        kinds = ["table" if isinstance(swap.old, nn.Embedding) else swap.kind for swap in entry.swaps]
         if entry.direct and kinds[0] not in ("column", "row"):
             raise ValueError(f"sequence_parallel: '{name}' cannot share tokens: it is a {kinds[0]}")
         entry.plain = "column" in kinds and kinds.count("row") == 1 and set(kinds) == {"column", "row"}

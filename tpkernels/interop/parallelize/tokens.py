@@ -4,11 +4,15 @@ R ranks; hidden states (..., S tokens, H features) are (..., S / R, H) between m
 
     where                                  forward                     backward
     before the first layer                 our shard of the tokens     all-gather
-    before a module of columns and rows    all-gather                  reduce-scatter, of what columns leave
-    its row layers                         reduce-scatter              all-gather
-    before a module of any kind            all-gather                  our shard: all ranks have the gradient
+    column layers of a module              one all-gather              one reduce-scatter, one all-gather
+    row layers                             reduce-scatter              all-gather
+    before a module of any other kind      all-gather                  our shard: all ranks have the gradient
     after it                               our shard of the tokens     all-gather
     after the last layer                   all-gather                  our shard
+
+Columns of a module, such as queries, keys and values, are computed before it is called, as one operator that
+keeps this rank's tokens for backward. The module gets NaN in the shape of the full hidden states, which only
+its columns may read.
 
 In eval mode a number of tokens that the ranks do not divide, such as the one of a step of generation, is not
 sharded: then every rank has all tokens, and row layers all-reduce.
@@ -19,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.tensor_parallel.mappings import (
-    copy_to_region,
     gather_from_sequence_region,
     scatter_to_sequence_region,
 )
@@ -56,12 +60,6 @@ class Tokens:
         """All tokens, for what computes the same on all ranks."""
         return _along_tokens(_gather_replicated, x, self.world) if self.sharded else x
 
-    def all_for_columns(self, x: Tensor, _: object = None) -> Tensor:
-        """All tokens, for column layers that leave their part of the gradient to be summed here."""
-        if self.sharded:
-            return _along_tokens(gather_from_sequence_region, x, self.world)
-        return copy_to_region(x, self.world.group)
-
     def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(..., S, features of this rank) -> (..., S / R, out_features)"""
         group = self.world.group
@@ -82,6 +80,38 @@ def _gather_replicated(x: Tensor, group: Any) -> Tensor:
     return gather_from_sequence_region(x, group, tensor_parallel_output_grad=False)
 
 
+class Columns:
+    """Column layers that take what their module is called with."""
+
+    def __init__(self, tokens: Tokens, layers: list[nn.Module]) -> None:
+        self.tokens = tokens
+        self.layers = layers
+
+    def __call__(self, x: Tensor, _: nn.Module) -> Tensor:
+        """Computes them all; returns what the module is called with instead."""
+        group, sharded = self.tokens.world.group, self.tokens.sharded
+        pairs = [layer.weight_and_bias() for layer in self.layers]  # type: ignore[operator]
+        weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+        first = x.transpose(0, -2) if sharded else x
+        outputs = ops.column_linear(first, weights, biases, group, sequence_parallel=sharded)
+        for layer, output in zip(self.layers, outputs, strict=True):
+            back = output.transpose(0, -2).contiguous() if sharded else output
+            object.__setattr__(layer, READY, back)
+        return x.new_full((), torch.nan).expand(*back.shape[:-1], x.shape[-1])
+
+
+def ready(layer: nn.Module) -> Tensor:
+    """What `Columns` computed for this call of the layer."""
+    output: Tensor | None = vars(layer).pop(READY, None)
+    if output is None:
+        raise RuntimeError(
+            f"sequence_parallel: expected one call of each {type(layer).__name__} in each call of the module "
+            "that it was computed for, got another"
+        )
+    return output
+
+
+READY = "_ready"
 Move = Callable[[Tensor, nn.Module], Tensor]
 
 

@@ -134,11 +134,14 @@ def compare(
     differences: list[str | None] = [None] * world.size
     own = difference(found, plan, partial, world, state, sharing)
     dist.all_gather_object(differences, own, group=world.group)
+    subject, advice = (
+        ("sequence_parallel", "Parallelize without it") if sharing else ("plan", "Mend the plan")
+    )
     for rank, different in enumerate(differences):
         if different is not None:
             raise ValueError(
-                f"plan: the split model does not do what the unsharded one does: on tensor rank {rank}, "
-                f"{different} ({found.tolerance:.0e} is allowed, in {found.dtype}). Mend the plan; the model "
+                f"{subject}: the split model does not do what the unsharded one does: on tensor rank {rank}, "
+                f"{different} ({found.tolerance:.0e} is allowed, in {found.dtype}). {advice}; the model "
                 "is as it was"
             )
 
