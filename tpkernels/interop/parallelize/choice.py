@@ -24,9 +24,11 @@ from tpkernels.layers.world import State, TensorWorld
 
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
 BROUGHT = "the plan that the model brings"
-# Types of models of `transformers` without a plan that plans by names were compared with.
+# Types of models of `transformers` with which plans by names were compared, in each of their variants.
 KNOWN = frozenset(
-    {"gpt2", "gpt_neo", "gptj", "opt", "bert", "roberta", "electra", "distilbert", "t5", "bart"}
+    """bart bert bloom camembert codegen distilbert electra falcon gpt2 gpt_bigcode gpt_neo gpt_oss gptj granitemoe
+    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe lfm2 lfm2_moe mbart mpt opt persimmon phimoe qwen2_moe roberta
+    t5 umt5 vit whisper xlm-roberta""".split()
 )
 
 
@@ -47,17 +49,17 @@ class Choice:
 def choices_for(model: nn.Module, ranks: int) -> list[Choice]:
     """In the order in which they are tried; an error if there is none."""
     found: list[Choice] = []
+    config: Any = getattr(model, "config", None)
+    known = getattr(config, "model_type", None) in KNOWN
     if styles_of(model):
         whole: list[str] = []
         brought = own_plan(model, ranks, whole.append)
         more: list[str] = []
         completed = plan_by_names(model, ranks, "heads", more.append, brought)
         if completed != brought:
-            found.append(Choice(f"{BROUGHT}, and names of layers", completed, False, whole + more))
+            found.append(Choice(f"{BROUGHT}, and names of layers", completed, known, whole + more))
         if brought:
             found.append(Choice(BROUGHT, brought, True, whole))
-    config: Any = getattr(model, "config", None)
-    known = getattr(config, "model_type", None) in KNOWN
     for depth in DEPTHS:
         whole = []
         plan = plan_by_names(model, ranks, depth, whole.append)
