@@ -24,12 +24,40 @@ from tpkernels.layers.world import State, TensorWorld
 
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
 BROUGHT = "the plan that the model brings"
-# Types of models of `transformers` with which plans by names were compared, in each of their variants.
-KNOWN = frozenset(
-    """bart bert bloom camembert codegen distilbert electra falcon gpt2 gpt_bigcode gpt_neo gpt_oss gptj granitemoe
-    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe lfm2 lfm2_moe mbart mpt opt persimmon phimoe qwen2_moe roberta
-    t5 umt5 vit whisper xlm-roberta""".split()
-)
+# Types of models of `transformers` whose plans by names were compared with the unsharded model.
+KNOWN = {  # fmt: skip
+    "bart",
+    "bert",
+    "bloom",
+    "camembert",
+    "codegen",
+    "distilbert",
+    "electra",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_oss",
+    "gptj",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "lfm2",
+    "lfm2_moe",
+    "mbart",
+    "mpt",
+    "opt",
+    "persimmon",
+    "phimoe",
+    "qwen2_moe",
+    "roberta",
+    "t5",
+    "umt5",
+    "vit",
+    "whisper",
+    "xlm-roberta",
+}
 
 
 @dataclass(frozen=True)
