@@ -25,39 +25,14 @@ from tpkernels.layers.world import State, TensorWorld
 DEPTHS: tuple[Depth, ...] = ("heads", "heads and features", "gathered attention", "gathered", "mlp")
 BROUGHT = "the plan that the model brings"
 # Types of models of `transformers` whose plans by names were compared with the unsharded model.
-KNOWN = {  # fmt: skip
-    "bart",
-    "bert",
-    "bloom",
-    "camembert",
-    "codegen",
-    "distilbert",
-    "electra",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_oss",
-    "gptj",
-    "granitemoe",
-    "granitemoeshared",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "lfm2",
-    "lfm2_moe",
-    "mbart",
-    "mpt",
-    "opt",
-    "persimmon",
-    "phimoe",
-    "qwen2_moe",
-    "roberta",
-    "t5",
-    "umt5",
-    "vit",
-    "whisper",
-    "xlm-roberta",
+# fmt: off
+KNOWN = {
+    "bart", "bert", "bloom", "camembert", "codegen", "distilbert", "electra", "falcon", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "lfm2", "lfm2_moe", "mbart", "mpt", "opt", "persimmon", "phimoe", "qwen2_moe",
+    "roberta", "t5", "umt5", "vit", "whisper", "xlm-roberta",
 }
+# fmt: on
 
 
 @dataclass(frozen=True)
