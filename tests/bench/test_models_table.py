@@ -43,7 +43,7 @@ def test_rows_say_by_how_much_and_why_not(monkeypatch):
         "C": ["fp64", "refused", "", "", "", "", "**wrong** (2e-01)"],
     }
     assert "\n- `C`, refused: ValueError: 'a\\|b' is odd\n" in page
-    assert "\n| **All** | 3 | 1 | 1 | 1 | 1 | 1 | 1 |\n" in page
+    assert "\n| **All** | 3 | 1 | 0 | 1 | 1 | 1 | 1 | 1 |\n" in page
 
 
 def test_errors_are_told_by_their_first_sentence():
