@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
@@ -66,11 +65,9 @@ def parallelize(
         (_require_equal if weights == "check" else _make_equal)(real, world)
     partial = tried(model, plan, verify, world, state)
     carry_out(model, planned(model, plan, world), state)
+    sum_gradients(model, partial, world)
     if as_dtensor:
-        assert isinstance(state, DeviceMesh)
-        hold_dtensors(model, partial, state, world)
-    else:
-        sum_gradients(model, partial, world)
+        hold_dtensors(model, state, world)
     remember_buffers(model)
     keep_ties(model)
     return model
