@@ -299,7 +299,7 @@ def of_marked_norm() -> list[bool]:
     """The gradient of a norm of this rank's tokens: complete after backward, and not summed again."""
     mesh = mesh_of(1, 2)
     norm = RMSNorm(8, sequence_parallel=True)
-    hold_dtensors(norm, (), mesh, tensor_world(mesh))
+    hold_dtensors(norm, mesh, tensor_world(mesh))
     tokens = torch.arange(32.0).view(2, 2, 8).sin()
     norm(tokens[dist.get_rank()]).square().sum().backward()
     weight = torch.ones(8, requires_grad=True)

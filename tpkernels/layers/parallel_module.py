@@ -102,12 +102,16 @@ class MarkedModule(nn.Module):
 
 
 class ParallelModule(MarkedModule):
-    """A module over a tensor-parallel group."""
+    """A module over a tensor-parallel group.
+
+    holds_dtensors: whether parameters are DTensors over the tensor-parallel ranks, of the full shape
+    """
+
+    holds_dtensors = False
 
     def __init__(self, state: State) -> None:
         super().__init__()
         self.world = tensor_world(state)
-        self.holds_dtensors = False  # whether parameters are DTensors over the tensor-parallel ranks
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
         """Become a parallel module that was built as another one.

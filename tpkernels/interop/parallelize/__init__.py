@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors, require_dtensors
 from tpkernels.interop.parallelize.buffers import keep_ties, remember_buffers
@@ -92,11 +91,9 @@ def parallelize(
     chosen, partial = first_that_works(model, choices, verify, world, state)
     sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
     carry_out(model, planned(model, chosen, world), world, state)
+    sum_gradients(model, partial, world)
     if as_dtensor:
-        assert isinstance(state, DeviceMesh)
-        hold_dtensors(model, partial, state, world)
-    else:
-        sum_gradients(model, partial, world)
+        hold_dtensors(model, state, world)
     if sharing:
         share_tokens(model, sharing, world)
     remember_buffers(model)

@@ -9,7 +9,7 @@ sums are summed over the ranks in backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -45,37 +45,34 @@ def require_dtensors(plan: Plan, state: State) -> None:
 
 
 @torch.no_grad()
-def hold_dtensors(model: nn.Module, partial: Collection[str], mesh: DeviceMesh, world: TensorWorld) -> None:
-    """Replace each parameter by a DTensor over the tensor-parallel dimension of `mesh`.
-
-    partial: names of parameters whose gradients are partial, besides those marked `sequence_parallel`
-    """
-    tensor_mesh = mesh if mesh.ndim == 1 else mesh[TENSOR_DIM]
+def hold_dtensors(model: nn.Module, state: State, world: TensorWorld) -> None:
+    """Replace each parameter by a DTensor over the tensor-parallel dimension of `state`, a DeviceMesh."""
+    assert isinstance(state, DeviceMesh)
+    mesh = state if state.ndim == 1 else state[TENSOR_DIM]
     named = dict(model.named_parameters())
-    summed = {id(p) for name, p in named.items() if name in partial or Attributes.of(p).sequence_parallel}
-    made: dict[int, nn.Parameter] = {}
-    for prefix, module in list(model.named_modules()):
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in named}
+    shards = {name: shard_of(name, owners[name], p, world) for name, p in named.items()}
+    for name, shard in shards.items():
+        if shard.dim is not None and not is_chunked(shard):
+            raise ValueError(_refusal(f"'{name}'", f"{shard.ranges} of its dimension {shard.dim}"))
+    made = {id(p): _dtensor(shards[name], mesh) for name, p in named.items()}
+    marked = {id(p) for p in named.values() if Attributes.of(p).sequence_parallel}
+    for module in list(model.modules()):
         old = {short: p for short, p in module._parameters.items() if p is not None}
         for short, parameter in old.items():
-            if id(parameter) not in made:
-                shard = shard_of(f"{prefix}.{short}".lstrip("."), module, parameter, world)
-                made[id(parameter)] = _dtensor(f"{prefix}.{short}", shard, tensor_mesh)
             setattr(module, short, made[id(parameter)])
         if isinstance(module, ParallelModule):
             module.holds_dtensors = True
         if old:
-            own = frozenset(short for short, p in old.items() if id(p) in summed)
-            local = _LocalParameters(own, {short: p.shape for short, p in old.items()}, world)
-            module.register_forward_pre_hook(local.enter)
+            summed = frozenset(short for short, p in old.items() if id(p) in marked)
+            local = _LocalParameters(summed, {short: p.shape for short, p in old.items()}, world)
+            module.register_forward_pre_hook(local.enter, prepend=True)  # other hooks see local tensors, too
             module.register_forward_hook(local.leave, always_call=True)
 
 
-def _dtensor(name: str, shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
-    local, placement = shard.local, Replicate() if shard.dim is None else Shard(shard.dim)
-    if shard.dim is not None:
-        if not is_chunked(shard):
-            raise ValueError(_refusal(f"'{name}'", f"{shard.ranges} of its dimension {shard.dim}"))
-        local = next(shard.chunks()).view.clone()  # without padding
+def _dtensor(shard: TensorShard, mesh: DeviceMesh) -> nn.Parameter:
+    placement = Replicate() if shard.dim is None else Shard(shard.dim)
+    local = next(shard.chunks()).view  # without padding
     stride = tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape)))
     distributed = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=torch.Size(shard.shape), stride=stride
@@ -99,7 +96,7 @@ class _LocalParameters:
 
     Wrappers such as fully_shard replace parameters: `enter` takes what is registered at the time.
 
-    summed: names of those whose gradients are partial
+    summed: names of those that were marked `sequence_parallel`: their gradients are partial
     shapes: of the local tensors, padding included
     """
 

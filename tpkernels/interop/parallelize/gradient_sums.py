@@ -31,8 +31,8 @@ def sum_gradients(
 class _SummedGradients:
     """During a module's forward, these parameters of it pass `copy_to_region`.
 
-    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `enter` takes what is
-    registered under its name at the time, and an attribute of that name hides the parameter until `leave`.
+    Nothing is attached to a parameter, because wrappers such as fully_shard replace it: `enter` takes what
+    the module has under its name at the time, and an attribute of that name hides it until `leave`.
     """
 
     def __init__(self, names: tuple[str, ...], world: TensorWorld, tokens: Tokens | None) -> None:
@@ -44,7 +44,7 @@ class _SummedGradients:
         if self.tokens is not None and not self.tokens.sharded:
             return
         for name in self.names:
-            parameter = module._parameters[name]
+            parameter = getattr(module, name)
             if parameter is not None:
                 copied = copy_to_region(parameter.reshape(-1), self.world.group).view(parameter.shape)
                 object.__setattr__(module, name, copied)
