@@ -7,7 +7,7 @@ in bfloat16: its momentum to the matrix's owner, and the result's shard back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -226,7 +226,7 @@ def _update(work: _Work, result: Tensor) -> None:
     for (size, _), weight, step in zip(stacked, own.split(held, dim), result.split(held, dim), strict=True):
         shape = [*work.shard.shape]
         shape[dim] = size
-        weight.add_(step, alpha=-lr * _adjustment(*shape, options["adjust_lr_fn"]))
+        weight.add_(step, alpha=-lr * _adjustment(shape, options["adjust_lr_fn"]))
 
 
 def _stacked(work: _Work) -> list[tuple[int, int]]:
@@ -240,7 +240,8 @@ def _stacked(work: _Work) -> list[tuple[int, int]]:
     return [(sum(len(ranges[i]) for ranges in shard.ranges), len(own[i])) for i in range(len(own))]
 
 
-def _adjustment(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+def _adjustment(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
+    rows, columns = shape
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
