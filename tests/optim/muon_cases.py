@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,25 @@ def stacked_difference(tensor: int) -> bool:
     weight.local.grad = cut(weight, gradient)
     Muon([weight.local], lr=LR, model=model, split_stacked=True).step()
     return not torch.equal(weight.local, cut(weight, torch.cat([half.detach() for half in halves])))
+
+
+def uneven_difference() -> bool:
+    """Whether stacked weights of 16 and 8 rows on two ranks are treated as torch does two parameters."""
+    state = tpkernels.create_parallel_state(tpkernels.plan_groups(world_size=2, tensor=2))
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(12, 12))
+    ranges = tuple((range(8 * r, 8 * r + 8), range(16 + 4 * r, 20 + 4 * r)) for r in range(2))
+    shard = TensorShard(model.weight, (24, 12), 0, ranges, dist.get_rank())
+    gradient = torch.randn(24, 12, generator=torch.Generator().manual_seed(4))
+    parts = [nn.Parameter(torch.zeros(16, 12)), nn.Parameter(torch.zeros(8, 12))]
+    for part, own in zip(parts, gradient.split([16, 8]), strict=True):
+        part.grad = own.clone()
+    torch.optim.Muon(parts).step()
+    with patch("tpkernels.optim.muon.shards_of", lambda *_: {"weight": shard}):
+        optimizer = Muon([model.weight], model=model, split_stacked=True, state=state)
+    model.weight.grad = cut(shard, gradient)
+    optimizer.step()
+    return not torch.equal(model.weight, cut(shard, torch.cat([part.detach() for part in parts])))
 
 
 def collectives(layers: int, round_bytes: int, tensor: int) -> dict[str, int]:

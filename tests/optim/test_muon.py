@@ -14,6 +14,7 @@ from tests.optim.muon_cases import (
     refused,
     stacked_difference,
     trained,
+    uneven_difference,
 )
 from tpkernels.optim import Muon, hidden_matrices, orthogonalize
 
@@ -86,6 +87,10 @@ def test_a_wrong_option_would_be_seen(ranks2):
 def test_weights_stacked_in_one_may_be_matrices_of_their_own(pool, tensor, request):
     ranks = request.getfixturevalue(pool)
     assert ranks.run(stacked_difference, tensor) == [False] * ranks.world_size
+
+
+def test_stacked_weights_may_have_other_sizes(ranks2):
+    assert ranks2.run(uneven_difference) == [False] * 2
 
 
 def test_a_step_takes_two_exchanges_however_many_matrices(ranks2, ranks4):

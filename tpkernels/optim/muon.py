@@ -7,7 +7,7 @@ in bfloat16: its momentum to the matrix's owner, and the result's shard back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -200,41 +200,48 @@ class Muon(torch.optim.Muon):
 
 def _orthogonalized(work: _Work, full: Tensor) -> Tensor:
     """A full matrix; with `split_stacked` each of the weights in it by itself."""
-    options = work.options
-    weights = full.chunk(_stacked(work), work.shard.dim or 0)
-    found = [
-        orthogonalize(
-            weight,
-            ns_coefficients=options["ns_coefficients"],
-            ns_steps=options["ns_steps"],
-            eps=options["eps"],
-        )
-        for weight in weights
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found, work.shard.dim or 0)
+    options, dim = work.options, work.shard.dim or 0
+    return torch.cat(
+        [
+            orthogonalize(
+                weight,
+                ns_coefficients=options["ns_coefficients"],
+                ns_steps=options["ns_steps"],
+                eps=options["eps"],
+            )
+            for weight in full.split([size for size, _ in _stacked(work)], dim)
+        ],
+        dim,
+    )
 
 
 def _update(work: _Work, result: Tensor) -> None:
     """Weight decay and one step along this rank's shard of the orthogonal matrix; padding stays as it is."""
-    lr, options = work.options["lr"], work.options
+    lr, options, dim = work.options["lr"], work.options, work.shard.dim or 0
     lr = lr.item() if isinstance(lr, Tensor) else lr
+    stacked = _stacked(work)
+    held = [length for _, length in stacked]
     own = _held(work.shard, work.shard.local)
-    rows, columns = work.shard.shape
-    if work.shard.dim == 0:
-        rows //= _stacked(work)
-    elif work.shard.dim == 1:
-        columns //= _stacked(work)
     own.mul_(1 - lr * options["weight_decay"])
-    own.add_(result, alpha=-lr * _adjustment(rows, columns, options["adjust_lr_fn"]))
+    for (size, _), weight, step in zip(stacked, own.split(held, dim), result.split(held, dim), strict=True):
+        shape = [*work.shard.shape]
+        shape[dim] = size
+        weight.add_(step, alpha=-lr * _adjustment(shape, options["adjust_lr_fn"]))
 
 
-def _stacked(work: _Work) -> int:
-    """How many matrices the parameter is."""
+def _stacked(work: _Work) -> list[tuple[int, int]]:
+    """Size of each matrix that the parameter is along its split dimension, and what this rank holds of it."""
     shard = work.shard
-    return len(shard.ranges[shard.rank]) if work.options["split_stacked"] and shard.dim is not None else 1
+    if shard.dim is None:
+        return [(shard.shape[0], shard.shape[0])]
+    own = shard.ranges[shard.rank]
+    if not work.options["split_stacked"]:
+        return [(shard.shape[shard.dim], sum(map(len, own)))]
+    return [(sum(len(ranges[i]) for ranges in shard.ranges), len(own[i])) for i in range(len(own))]
 
 
-def _adjustment(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+def _adjustment(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
+    rows, columns = shape
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
