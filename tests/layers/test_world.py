@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,3 +138,39 @@ def test_a_compiled_function_may_ask_for_the_group():
         world = tensor_world()
         size = torch.compile(lambda x: x * world.group.size(), fullgraph=True, backend="eager")
         assert size(torch.ones(1)) == 2
+
+
+class Standing:
+    """What stands for a group, with a rank and a size and nothing else."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = lambda: rank
+        self.size = lambda: size
+
+
+def test_what_stands_for_a_group_of_one_gets_one():
+    with fake_rank(2, 4):
+        world = tensor_world(Standing(0, 1))
+        assert dist.get_process_group_ranks(world.group) == [2]
+        assert tensor_world(Standing(0, 1)).group is world.group
+    with fake_rank(0, 1):
+        assert tensor_world(Standing(0, 1)).group is dist.group.WORLD
+    with pytest.raises(ParallelStateError, match="was said by Standing, which is no process group"):
+        _ = tensor_world(Standing(0, 1)).group  # no torch.distributed
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0), (0.5, 2)])
+def test_what_stands_for_a_group_must_make_sense(rank, size):
+    with pytest.raises((ValueError, TypeError), match=r"rank\(\)|size\(\)"):
+        tensor_world(Standing(rank, size))
+
+
+def test_what_holds_a_group_as_tp_will_do():
+    with fake_rank(1, 4):
+        state = create_parallel_state(plan_groups(world_size=4, tensor=2))
+        for held in (state, state.process_group("tp"), Standing(1, 2)):
+            world = tensor_world(SimpleNamespace(tp=held))
+            assert (world.rank, world.size) == (1, 2)
+        for wrong in (SimpleNamespace(tp=None), SimpleNamespace(tp=2)):
+            with pytest.raises(TypeError, match="what has one of these as its `tp`"):
+                tensor_world(wrong)

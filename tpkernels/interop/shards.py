@@ -156,9 +156,14 @@ def world_of(model: nn.Module, state: State = None) -> TensorWorld:
 def require_one_stage(state: State = None) -> None:
     """Refuse pipelines: stages may use one name for different tensors."""
     found = current_or_none() if state is None else state
-    if isinstance(found, ParallelState) and found.size("pp") > 1:
+    if isinstance(found, ParallelState):
+        stages = found.size("pp")
+    else:  # what holds groups, as Megatron's ProcessGroupCollection
+        pipeline = getattr(found, "pp", None)
+        stages = 1 if pipeline is None else pipeline.size()
+    if stages > 1:
         raise ValueError(
-            f"expected a model in one piece, got one of {found.size('pp')} pipeline stages, whose tensors "
+            f"expected a model in one piece, got one of {stages} pipeline stages, whose tensors "
             "may have the same names; save each stage's state_dict by itself"
         )
 

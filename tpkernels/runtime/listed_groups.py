@@ -66,7 +66,7 @@ def create_listed_groups(
                     backend=its.backend,
                     options=deepcopy(its.options),  # torch writes name, ranks and time-out into it
                 )
-            elif everyone:
+            elif c10d.splits_the_world(its.backend):
                 c10d.stand_aside()
     except Exception as error:
         problem = f"rank {dist.get_rank()} could not make {what}: {error}"
