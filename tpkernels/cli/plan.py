@@ -25,7 +25,9 @@ def main(argv: Sequence[str]) -> int:
         "layout of ranks for a model. Needs no GPU and no process group.",
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="how many ranks (GPUs)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default 8)"
+    )
     is_for_model = any(word.partition("=")[0] == "--model" for word in arguments)
     if not is_for_model:
         _add_options(parser)

@@ -30,7 +30,7 @@ class TrainConfig:
     max_norm: float = field(default=1.0, metadata={"help": "of all gradients, which are scaled down to it"})
     dropout: float = field(default=0.0, metadata={"help": "probability"})
     dtype: torch.dtype = field(
-        default=torch.float32, metadata={"help": "(default: bfloat16 on GPUs, float32 on the CPU)"}
+        default=torch.float32, metadata={"help": "of weights (default: bfloat16 on GPUs, float32 on the CPU)"}
     )
     recompute: Recompute = field(default="none", metadata={"help": "what of a block backward computes again"})
     sequence_parallel: bool = field(
