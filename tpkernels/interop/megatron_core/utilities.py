@@ -131,7 +131,7 @@ def param_is_not_tensor_parallel_duplicate(
 
 
 def vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *, tp_group: State = None
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: State = None
 ) -> Tensor:
     """The loss of each token. vocab_parallel_logits: (..., this rank's columns)"""
     return functional.vocab_parallel_cross_entropy(
