@@ -214,3 +214,19 @@ def test_splits_that_do_not_divide_are_refused():
             mappings.reduce_scatter_to_sequence_parallel_region(x, input_split_sizes=[1] * 8)
         with pytest.raises(ValueError, match="8 ranks divide"):
             mappings.all_to_all(ps.get_tensor_model_parallel_group(), x)
+
+
+class Ranked:
+    def __init__(self, rank: int) -> None:
+        self.rank = lambda: rank
+
+
+def test_an_experts_replicas_are_counted_in_the_experts_group():
+    counted = utilities.param_is_not_tensor_parallel_duplicate
+    param = torch.zeros(1)
+    assert not counted(param, Ranked(1), expert_tp_group=Ranked(0))
+    param.allreduce = False
+    assert counted(param, Ranked(1), expert_tp_group=Ranked(0))
+    assert not counted(param, Ranked(1))
+    param.tensor_model_parallel = True
+    assert counted(param, Ranked(1), expert_tp_group=Ranked(1))

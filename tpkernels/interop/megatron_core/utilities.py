@@ -115,13 +115,23 @@ set_defaults_if_not_set_tensor_model_parallel_attributes = (
 copy_tensor_model_parallel_attributes = attributes.copy_tensor_model_parallel_attributes
 
 
-def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: State = None) -> bool:
-    """Whether this rank counts `param`: shards count on every rank, replicated ones on the first."""
-    return attributes.param_is_not_tensor_parallel_duplicate(param, tp_group)
+def param_is_not_tensor_parallel_duplicate(
+    param: Tensor, tp_group: State = None, *, expert_tp_group: State = None
+) -> bool:
+    """Whether this rank counts `param`: shards count on every rank, replicated ones on the first.
+
+    tp_group, expert_tp_group: also what has a rank() only; of a parameter with allreduce=False, an expert's,
+        the second counts, if it is given
+    """
+    said = attributes.Attributes.of(param)
+    group: Any = tp_group if said.allreduce or expert_tp_group is None else expert_tp_group
+    if said.tensor_model_parallel or not callable(getattr(group, "rank", None)):
+        return attributes.param_is_not_tensor_parallel_duplicate(param, group)
+    return bool(group.rank() == 0)
 
 
 def vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, *, tp_group: State = None
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: State = None
 ) -> Tensor:
     """The loss of each token. vocab_parallel_logits: (..., this rank's columns)"""
     return functional.vocab_parallel_cross_entropy(
