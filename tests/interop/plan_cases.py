@@ -278,7 +278,7 @@ def refusals() -> list[tuple[str, str]]:
     strange._tp_plan["layers.5.down_proj"] = "sideways"
     narrow = nn.Sequential(nn.Embedding(37, WIDTH), nn.Linear(WIDTH, 37))
     unheard = Named().double()
-    unheard.embed = nn.Embedding(2**23, WIDTH)  # too large to be compared
+    unheard.embed = nn.Embedding(2**23, WIDTH).double()  # too large to be compared
     torch.manual_seed(3)
     crooked = Crooked().double()
     untouched = {name: tensor.clone() for name, tensor in crooked.state_dict().items()}

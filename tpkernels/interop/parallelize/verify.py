@@ -135,7 +135,7 @@ def _run(model: nn.Module, inputs: Inputs) -> Run:
 def _first_output(
     full: Run, split: Run, swap_of: Mapping[str, Swap], shares: Set[str], tolerance: float
 ) -> str:
-    """The first module, in the order of execution, that returns something else; not one that is to: shares."""
+    """The first module, in the order of execution, that returns something else and is not to: a share."""
     before = ""
     for (name, number), found in split.outputs.items():
         if name in shares:
