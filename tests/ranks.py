@@ -136,6 +136,8 @@ def leave_world() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if "torch.distributed.tensor.debug" in sys.modules:  # DTensor remembers meshes, with their groups
+            sys.modules["torch.distributed.tensor.debug"]._clear_sharding_prop_cache()
 
 
 @dataclass(frozen=True)

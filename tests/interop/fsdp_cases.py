@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as storage
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 
 from tests.checks import error_of
 from tests.interop.split_cases import PLAN, Toy, loss_of
@@ -89,6 +89,7 @@ SEPARATE_PLAN: dict[str, Any] = {
 
 
 def mesh_of(data: int, tensor: int) -> DeviceMesh:
+    debug._clear_sharding_prop_cache()  # of an equal mesh of this case, with other groups
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
