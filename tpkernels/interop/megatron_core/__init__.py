@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.interop.megatron_core.column import ColumnParallelLinear as ColumnParallelLinear
     from tpkernels.interop.megatron_core.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from tpkernels.interop.megatron_core.grid import HyperCommGrid as HyperCommGrid
+    from tpkernels.interop.megatron_core.groups import ProcessGroupCollection as ProcessGroupCollection
+    from tpkernels.interop.megatron_core.groups import from_megatron as from_megatron
+    from tpkernels.interop.megatron_core.import_hook import install as install
+    from tpkernels.interop.megatron_core.import_hook import installed as installed
+    from tpkernels.interop.megatron_core.import_hook import uninstall as uninstall
     from tpkernels.interop.megatron_core.linear import (
         linear_with_frozen_weight as linear_with_frozen_weight,
     )
@@ -37,7 +43,14 @@ _HOME = {
     "layers": "replace",
     "RowParallelLinear": "row",
     "spec_provider": "spec",
+    "HyperCommGrid": "grid",
+    "ProcessGroupCollection": "groups",
+    "from_megatron": "groups",
+    "install": "import_hook",
+    "installed": "import_hook",
+    "uninstall": "import_hook",
 }
+_ALONE = ("grid", "groups", "import_hook")  # which need no Megatron
 
 if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
@@ -54,4 +67,5 @@ if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
 
 def __dir__() -> list[str]:
     """What can be had: tools that list a module ask for all of it."""
-    return sorted(_HOME) if find_spec("megatron") is not None else []
+    there = find_spec("megatron") is not None
+    return sorted(name for name, home in _HOME.items() if there or home in _ALONE)
