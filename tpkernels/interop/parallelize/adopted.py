@@ -88,8 +88,7 @@ class SummedModule(ParallelModule):
         """Every rank would add them; gradients are the first rank's, on all ranks."""
         try:
             for name in self.added_once:
-                parameter = self._parameters[name]
-                assert parameter is not None
+                parameter = getattr(self, name)
                 bias = copy_to_region(parameter, self.world.group)
                 own = bias if self.world.rank == 0 else torch.zeros_like(bias) * bias
                 object.__setattr__(self, name, own)  # an attribute of that name hides the parameter
