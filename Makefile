@@ -65,9 +65,9 @@ check-triton-3.6: $(VENV)-triton36/.ready ## the gate on Triton 3.6, in a venv o
 	PYTHONPATH=. $(VENV)-triton36/bin/python -m tpkernels check
 
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests, and docs/models-supported.md anew
-	$(PIP) install -q -c constraints.txt safetensors transformers accelerate
+	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning
 	$(BIN)/python -W ignore -m bench.models_table
-	$(BIN)/python -m pytest tests/interop tests/bench/test_models_table.py tests/test_docs.py -k "interop or models_table or README or huggingface"
+	$(BIN)/python -m pytest tests/interop tests/bench/test_models_table.py tests/test_docs.py -k "interop or models_table or README or huggingface or lora or trainers"
 
 check-megatron: $(READY) ## train Megatron-Core's own GPTModel, which it installs (17 MB), with its layers and with ours
 	$(PIP) install -q -c constraints.txt megatron-core

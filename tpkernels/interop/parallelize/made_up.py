@@ -41,7 +41,7 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Input
     vision = getattr(config, "vision_config", config)
     if main == "input_ids":
         inputs[main] = _ids(batch, tokens, _vocabulary(model, config))
-    elif main == "input_features":
+    elif main == "input_features" and hasattr(config, "num_mel_bins"):  # as Whisper's
         inputs[main] = _features(batch, config.num_mel_bins, 2 * config.max_source_positions)
     elif main != "pixel_values":
         return None
