@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
 
 from tests.checks import error_of
 from tpkernels import check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize

@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
 import transformers
 from peft import LoraConfig, get_peft_model
 

@@ -78,7 +78,8 @@ def planned(model: nn.Module, plan: Plan, world: TensorWorld) -> Work:
         elif isinstance(entry, Divided):
             work.numbers.extend(_divided(match, entry, world.size))
         elif isinstance(entry, Number):
-            _number_of(match, entry.attribute)
+            if type(number := _number_of(match, entry.attribute)) is not int:
+                raise ValueError(f"'{match.name}.{entry.attribute}': expected a number, got {number!r}")
             work.numbers.append((module, entry.attribute, entry.value))
         elif isinstance(entry, Tail):
             work.tails.append((module, entry.features))
@@ -243,7 +244,7 @@ def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, 
     found = []
     for attribute in entry.attributes:
         number = _number_of(match, attribute)
-        if number % ranks:
+        if type(number) is not int or number % ranks:
             raise ValueError(
                 f"'{match.name}.{attribute}': expected a number that {ranks} ranks divide, got {number!r}"
             )
@@ -251,12 +252,10 @@ def _divided(match: Match, entry: Divided, ranks: int) -> list[tuple[nn.Module, 
     return found
 
 
-def _number_of(match: Match, path: str) -> int:
+def _number_of(match: Match, path: str) -> Any:
     number: Any = match.module
     for attribute in path.split("."):
         number = getattr(number, attribute, None)
-    if type(number) is not int:
-        raise ValueError(f"'{match.name}.{path}': expected a number, got {number!r}")
     return number
 
 
