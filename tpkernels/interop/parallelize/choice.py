@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -92,7 +93,9 @@ def first_that_works(
         if world.rank == 0:
             _tell(choice, failed)
         return choice.plan, partial
-    raise failed[0][1]
+    others = "".join(f"; nor does {choice.name}: {shorten(str(error), 200)}" for choice, error in failed[1:])
+    first = failed[0][1]
+    raise type(first)(f"{first}{others}") from first
 
 
 def _tell(choice: Choice, failed: list[tuple[Choice, Exception]]) -> None:
