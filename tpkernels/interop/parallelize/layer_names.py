@@ -192,9 +192,10 @@ def _found(name: str, module: nn.Module, shorts: tuple[str, ...]) -> dict[str, n
     """The layers of these names, or none, if one is missing or is no linear layer."""
     found = {}
     for short in shorts:
-        try:
-            layer = module.get_submodule(short)
-        except AttributeError:
+        layer: nn.Module | None = module
+        for part in short.split("."):
+            layer = None if layer is None else layer._modules.get(part)
+        if layer is None:
             return {}
         inner = getattr(layer, "base_layer", layer)  # inside an adapter
         if not is_linear(inner) and not is_conv1d(inner):
