@@ -8,8 +8,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tpkernels
+from tests.checks import error_of
 from tpkernels import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
@@ -54,7 +57,7 @@ def hash_of(text: str) -> int:
 
 
 def cut(shard: TensorShard, full: Tensor) -> Tensor:
-    own = torch.zeros_like(shard.local)
+    own = torch.zeros_like(shard.tensor)
     for chunk in shard.chunks(own):
         chunk.view.copy_(full[chunk.where])
     return own
@@ -63,7 +66,7 @@ def cut(shard: TensorShard, full: Tensor) -> Tensor:
 def set_gradients(model: nn.Module, full: dict[str, Tensor]) -> None:
     for name, shard in shards_of(model).items():
         if not name.startswith("unused"):
-            shard.local.grad = cut(shard, full[name])
+            shard.tensor.grad = cut(shard, full[name])
 
 
 def reference(
@@ -100,9 +103,9 @@ def differences(
     for name, shard in shards_of(model).items():
         assert torch.equal(expected[name], start[name]) == name.startswith("unused")
         theirs = cut(shard, expected[name])
-        unequal = shard.local != theirs
+        unequal = shard.tensor != theirs
         if unequal.any():
-            apart = ((shard.local - theirs) / theirs).abs()[unequal]
+            apart = ((shard.tensor - theirs) / theirs).abs()[unequal]
             found[name] = int(unequal.sum()), float(apart.max()) / torch.finfo(dtype).eps
     return found
 
@@ -117,9 +120,9 @@ def stacked_difference(tensor: int) -> bool:
     for half, own in zip(halves, gradient.chunk(2), strict=True):
         half.grad = own.clone()
     torch.optim.Muon(halves, lr=LR).step()
-    weight.local.grad = cut(weight, gradient)
-    Muon([weight.local], lr=LR, model=model, split_stacked=True).step()
-    return not torch.equal(weight.local, cut(weight, torch.cat([half.detach() for half in halves])))
+    weight.tensor.grad = cut(weight, gradient)
+    Muon([weight.tensor], lr=LR, model=model, split_stacked=True).step()
+    return not torch.equal(weight.tensor, cut(weight, torch.cat([half.detach() for half in halves])))
 
 
 def uneven_difference() -> bool:
@@ -128,7 +131,7 @@ def uneven_difference() -> bool:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(12, 12))
     ranges = tuple((range(8 * r, 8 * r + 8), range(16 + 4 * r, 20 + 4 * r)) for r in range(2))
-    shard = TensorShard(model.weight, (24, 12), 0, ranges, dist.get_rank())
+    shard = TensorShard(model.weight, (24, 12), 0, ranges, dist.get_rank(), (0, 0))
     gradient = torch.randn(24, 12, generator=torch.Generator().manual_seed(4))
     parts = [nn.Parameter(torch.zeros(16, 12)), nn.Parameter(torch.zeros(8, 12))]
     for part, own in zip(parts, gradient.split([16, 8]), strict=True):
@@ -210,7 +213,7 @@ def half_way(folder: str, tensor: int, resumed: bool) -> dict[str, Tensor]:
         {"lr": LR},
         lambda step: values_for(model, "gradients", step, torch.float32),
     )
-    return {name: cut(shard, expected[name]) - shard.local for name, shard in shards_of(model).items()}
+    return {name: cut(shard, expected[name]) - shard.tensor for name, shard in shards_of(model).items()}
 
 
 def refused(case: str) -> str:
@@ -229,3 +232,9 @@ def refused(case: str) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
+
+
+def under_fully_shard() -> tuple[str, str]:
+    """A model whose parameters are DTensors."""
+    model = fully_shard(Matrices(1), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return error_of(Muon, hidden_matrices(model)[0], model=model)

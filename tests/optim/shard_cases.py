@@ -47,7 +47,7 @@ def wrong_on_shards(kind: str) -> tuple[float, str]:
         ours.step()
         theirs.step()
     apart = [
-        (shard.local.detach() - cut(shard, full[name].detach())).abs().max()
+        (shard.tensor.detach() - cut(shard, full[name].detach())).abs().max()
         for name, shard in shards_of(model).items()
     ]
     _, said = error_of(require_elementwise, ours, model)
@@ -102,5 +102,5 @@ def through_a_checkpoint(folder: str, tensor: int, resumed: bool) -> dict[str, T
             schedule.step()
     expected: dict[str, Tensor] = {}
     for name, shard in shards_of(model).items():
-        expected[name] = shard.local.detach().clone()
+        expected[name] = shard.tensor.detach().clone()
     return expected | {"rates": torch.tensor([group["lr"] for group in optimizer.param_groups])}

@@ -14,6 +14,7 @@ from tests.optim.muon_cases import (
     refused,
     stacked_difference,
     trained,
+    under_fully_shard,
     uneven_difference,
 )
 from tpkernels.optim import Muon, hidden_matrices, orthogonalize
@@ -143,6 +144,12 @@ def test_ranks_that_bring_other_things_are_told(case, said, ranks2):
 
 def test_vectors_tables_and_strangers_are_not_for_muon(ranks1):
     assert ranks1.run(_refusals) == [_EXPECTED]
+
+
+def test_parameters_under_fully_shard_are_refused(ranks2):
+    for kind, said in ranks2.run(under_fully_shard):
+        assert kind == "TypeError"
+        assert "'wide.weight': expected a plain parameter, got a DTensor" in said
 
 
 _EXPECTED = {

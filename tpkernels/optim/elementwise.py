@@ -37,7 +37,7 @@ def require_elementwise(optimizer: Optimizer, model: nn.Module, *, state: State 
     """
     if world_of(model, state).size == 1:
         return
-    split = {shard.local: name for name, shard in shards_of(model, state).items() if shard.dim is not None}
+    split = {shard.tensor: name for name, shard in shards_of(model, state).items() if shard.dim is not None}
     for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
         kind = type(each).__name__
         quantized = type(each).__module__.startswith("bitsandbytes")  # its AdamW may have states of 8 bits

@@ -158,7 +158,7 @@ class FullMatrices:
     def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> _Moving:
         """sent: what each rank gets; sizes: the numbers of elements that each rank sends here"""
         flat = [tensor.reshape(-1).to(WIRE) for tensors in sent for tensor in tensors]
-        device = self.shards[0].local.device
+        device = self.shards[0].tensor.device
         data = torch.cat(flat) if flat else torch.empty(0, dtype=WIRE, device=device)
         received = data.new_empty(sum(map(sum, sizes)))
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]

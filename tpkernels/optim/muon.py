@@ -21,6 +21,7 @@ from tpkernels.comm.groups import required_group
 from tpkernels.comm.supported import Problem
 from tpkernels.interop.shards import TensorShard, shards_of, world_of
 from tpkernels.layers.attributes import Attributes
+from tpkernels.layers.foreign import is_dtensor
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.layers.world import State
 from tpkernels.optim.full_matrices import FullMatrices
@@ -81,7 +82,13 @@ class Muon(torch.optim.Muon):
         self._replicas = None
         if data_parallel_group is not None and required_group(data_parallel_group).size() > 1:
             self._replicas = data_parallel_group
-        self._shards = {shard.local: (name, shard) for name, shard in shards_of(model, state).items()}
+        self._shards = {shard.tensor: (name, shard) for name, shard in shards_of(model, state).items()}
+        for parameter, (name, _) in self._shards.items():
+            if is_dtensor(parameter):
+                raise TypeError(
+                    f"Muon: '{name}': expected a plain parameter, got a DTensor, as `fully_shard` and "
+                    "`as_dtensor=True` make them; use DDP or GradientBuckets"
+                )
         self._round_bytes = round_bytes
         self._split_stacked = split_stacked
         self._exchange: FullMatrices | None = None
@@ -125,7 +132,7 @@ class Muon(torch.optim.Muon):
         found = list(self._work())
         self._agree(found)
         exchange = self._exchange or self._planned()
-        work = {self._positions[each.shard.local]: each for each in found}
+        work = {self._positions[each.shard.tensor]: each for each in found}
         held = {i: _held(each.shard, self._direction(each)).bfloat16() for i, each in work.items()}
         for i, result in exchange.apply(lambda i, full: _orthogonalized(work[i], full), held):
             _update(work[i], result)
@@ -168,7 +175,7 @@ class Muon(torch.optim.Muon):
 
     def _direction(self, work: _Work) -> Tensor:
         """What is orthogonalized, after the momentum has taken the gradient in."""
-        state, options, gradient = self.state[work.shard.local], work.options, work.gradient
+        state, options, gradient = self.state[work.shard.tensor], work.options, work.gradient
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         momentum: Tensor = state[MOMENTUM]
@@ -221,7 +228,7 @@ def _update(work: _Work, result: Tensor) -> None:
     lr = lr.item() if isinstance(lr, Tensor) else lr
     stacked = _stacked(work)
     held = [length for _, length in stacked]
-    own = _held(work.shard, work.shard.local)
+    own = _held(work.shard, work.shard.tensor)
     own.mul_(1 - lr * options["weight_decay"])
     for (size, _), weight, step in zip(stacked, own.split(held, dim), result.split(held, dim), strict=True):
         shape = [*work.shard.shape]

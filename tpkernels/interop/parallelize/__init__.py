@@ -117,11 +117,13 @@ class _Request:
         if self.weights not in ("check", "broadcast"):
             raise ValueError(f"weights: expected 'check' or 'broadcast', got {self.weights!r}")
         require_verify(self.verify)
-        if self.sequence_parallel and (self.verify is False or self.as_dtensor):
+        if self.sequence_parallel and self.verify is False:
             raise ValueError(
-                "sequence_parallel: expected as_dtensor=False, and a verify that is not False, for a copy of "
-                "the model is called to find what works on which tokens"
+                "sequence_parallel: expected a verify that is not False, for a copy of the model is called "
+                "to find what works on which tokens"
             )
+        if self.sequence_parallel and self.as_dtensor:
+            raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
         refuse_wrapped("parallelize", model)
         given = None if self.plan is None else [Choice("the plan", self.plan)]
         choices = choices_for(model, world.size) if given is None else given
