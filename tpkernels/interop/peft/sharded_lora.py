@@ -3,7 +3,7 @@
     split along out_features    A is replicated, B is split as the layer is
     split along in_features     A is split as the layer is, B is replicated
 
-Ranks exchange as many features as the rank of the adapter, in forward or backward. This file imports peft.
+Ranks exchange as many features as the rank of the adapter, in forward or backward.
 """
 
 from __future__ import annotations

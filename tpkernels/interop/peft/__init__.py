@@ -1,0 +1,17 @@
+"""LoRA of peft on a model that `parallelize` has split, and adapters saved whole. peft is imported at first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers
+    from tpkernels.interop.peft.sharded_lora import on_shards as on_shards
+    from tpkernels.interop.peft.sharded_lora import save_adapter as save_adapter
+
+if not TYPE_CHECKING:  # a checker that saw it would believe every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("on_shards", "save_adapter"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.sharded_lora"), name)
