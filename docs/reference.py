@@ -13,6 +13,7 @@ import pdoc
 MODULES = (
     "tpkernels",
     "tpkernels.ops",
+    "tpkernels.optim",
     "tpkernels.parallel_state",
     "tpkernels.gate",
     "tpkernels.interop",
