@@ -7,3 +7,5 @@ from tpkernels.optim.elementwise import require_elementwise as require_elementwi
 from tpkernels.optim.muon import Muon as Muon
 from tpkernels.optim.newton_schulz import orthogonalize as orthogonalize
 from tpkernels.optim.parameters import hidden_matrices as hidden_matrices
+
+__all__ = ["CombinedOptimizer", "Muon", "hidden_matrices", "orthogonalize", "require_elementwise"]
