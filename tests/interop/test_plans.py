@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.interop.plan_cases import by_names, from_the_meta_device, refusals, split_by_its_own_plan
+from tpkernels.interop.parallelize.hf_modules import is_linear
 from tpkernels.interop.parallelize.plan import heads_read
 
 
@@ -39,6 +42,35 @@ def test_unknown_styles_and_layers_are_refused(ranks2):
         assert "must be compared with the unsharded model, which was not done: it has 1342" in large[1]
         assert "the split model does not do what the unsharded one does" in crooked[1]
         assert untouched[1] == "True"
+
+
+class OfOwnWords(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class CutOff(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.clamp(-100, 100))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 1.001
+
+
+class Added(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.more = nn.Parameter(torch.zeros(()))  # a number that will not stay zero
+
+
+@pytest.mark.parametrize(
+    ("kind", "linear"),
+    [(nn.Linear, True), (OfOwnWords, True), (CutOff, False), (Scaled, False), (Added, False)],
+)
+def test_a_derived_layer_is_linear_if_it_computes_what_a_linear_one_does(kind, linear):
+    assert is_linear(kind(8, 12)) is linear
 
 
 @pytest.mark.parametrize(

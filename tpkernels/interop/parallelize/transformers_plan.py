@@ -23,7 +23,7 @@ pattern that fits nothing, as of layers that this config has not, is passed over
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -45,8 +45,7 @@ from tpkernels.interop.parallelize.vocabulary import with_vocabulary
 
 COLUMNS = ("colwise", "local_colwise")
 ROWS = ("rowwise", "local_rowwise")
-GATHERED = {"colwise_gather_output": "head", "colwise_rep": "head"}
-GATHERED |= {"rowwise_split_input": "row_of_full", "rowwise_rep": "row_of_full"}
+GATHERED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
 PACKED = {"packed_colwise": -2, "local_packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwise": -1}
 TABLES = ("embedding_rowwise", "embedding_colwise")
 KEPT = {"replicate": False, "sequence_parallel": False, "replicated_with_grad_allreduce": True}
@@ -110,25 +109,27 @@ def _linear(
             split = layers.rows if "rowwise" in style else layers.columns
             split[name] = getattr(modules[name], "base_layer", modules[name])  # inside an adapter
     for holder, layers in holders.items():
-        styles = {named[name] for name in (*layers.columns, *layers.rows)}
-        shorts = {name.rpartition(".")[2] for name in layers.columns}
-        if shorts == {"gate_up_proj"} and layers.rows:  # two weights in one, which only we split
-            yield split_evenly(layers, ranks, say, stacked=2)
-        elif styles <= GATHERED.keys():
-            yield packed_attention(layers, modules[holder], ranks) or gathered(layers, ranks)
-        elif layers.rows and head_size_of_holder(modules[holder]):
-            plain = Layers(holder, _of(layers.columns, named, COLUMNS), _of(layers.rows, named, ROWS))
+        if layers.rows and {name.rpartition(".")[2] for name in layers.columns} == {"gate_up_proj"}:
+            yield split_evenly(layers, ranks, say, stacked=2)  # two weights in one, which only we split
+            continue
+        full = _of(layers, named, lambda style: style in GATHERED)
+        plain = _of(layers, named, lambda style: style not in GATHERED)
+        if not plain.columns and not plain.rows:
+            yield packed_attention(full, modules[holder], ranks) or gathered(full, ranks)
+            continue
+        yield gathered(full, ranks)
+        if plain.rows and head_size_of_holder(modules[holder]):
             yield split_attention(plain, modules[holder], ranks, say)
-            yield gathered(
-                Layers(holder, _of(layers.columns, named, GATHERED), _of(layers.rows, named, GATHERED)), ranks
-            )
         else:
-            stacked = 2 if styles & PACKED.keys() else 1
-            yield split_evenly(layers, ranks, say, stacked=stacked)
+            packed = any(named[name] in PACKED for name in plain.columns)
+            yield split_evenly(plain, ranks, say, stacked=2 if packed else 1)
 
 
-def _of(layers: dict[str, nn.Module], named: Mapping[str, str], styles: Any) -> dict[str, nn.Module]:
-    return {name: layer for name, layer in layers.items() if named[name] in styles}
+def _of(layers: Layers, named: Mapping[str, str], fits: Callable[[str], bool]) -> Layers:
+    """Those whose style fits."""
+    columns = {name: layer for name, layer in layers.columns.items() if fits(named[name])}
+    rows = {name: layer for name, layer in layers.rows.items() if fits(named[name])}
+    return Layers(layers.holder, columns, rows)
 
 
 def _holder(modules: Mapping[str, nn.Module], name: str) -> str:
