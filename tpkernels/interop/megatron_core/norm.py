@@ -31,8 +31,8 @@ def build_norm(
     return kinds[config.normalization](config, hidden_size, eps)
 
 
-class LayerNorm(ours.LayerNorm):
-    """With Megatron's constructor; parameters are marked `sequence_parallel` where config says so."""
+class _BuiltByMegatron:
+    """Megatron's constructor; parameters are marked `sequence_parallel` where config says so."""
 
     returns_residual = False  # asked by later sources than 0.16
 
@@ -43,11 +43,11 @@ class LayerNorm(ours.LayerNorm):
         eps: float = 1e-5,
         persist_layer_norm: bool = False,
         zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
+        normalization: str = "",
     ) -> None:
-        _require_plain("LayerNorm", config)
+        _require_plain(type(self).__name__, config)
         super().__init__(
-            hidden_size,
+            hidden_size,  # type: ignore[call-arg]  # of the norm that is the other base
             eps,
             sequence_parallel=config.sequence_parallel,
             device=_device(config),
@@ -55,28 +55,12 @@ class LayerNorm(ours.LayerNorm):
         )
 
 
-class RMSNorm(ours.RMSNorm):
-    """As `LayerNorm`."""
+class LayerNorm(_BuiltByMegatron, ours.LayerNorm):
+    """Ours, with Megatron's constructor."""
 
-    returns_residual = False  # asked by later sources than 0.16
 
-    def __init__(
-        self,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "RMSNorm",
-    ) -> None:
-        _require_plain("RMSNorm", config)
-        super().__init__(
-            hidden_size,
-            eps,
-            sequence_parallel=config.sequence_parallel,
-            device=_device(config),
-            dtype=config.params_dtype,
-        )
+class RMSNorm(_BuiltByMegatron, ours.RMSNorm):
+    """Ours, with Megatron's constructor."""
 
 
 def _require_plain(name: str, config: Any) -> None:
