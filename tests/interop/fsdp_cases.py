@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,26 @@ def mean_loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+Clip = Callable[[nn.Module, DeviceMesh], Tensor]
+
+
+def clip_by_ours(model: nn.Module, mesh: DeviceMesh) -> Tensor:
+    if isinstance(model, GPT):
+        finalize_gradients(model, state=mesh)
+    return clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
+
+
+def clip_by_torch(model: nn.Module, _: DeviceMesh) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int = STEPS
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    steps: int = STEPS,
+    clip: Clip = clip_by_ours,
 ) -> list[tuple[float, float]]:
     """Loss of the full batch and norm of its gradient, for each step."""
     rows, place = len(IDS) // mesh["dp"].size(), mesh.get_local_rank("dp")
@@ -130,9 +149,7 @@ def train(
         optimizer.zero_grad()
         loss = mean_loss(model, IDS[own], TARGETS[own])
         loss.backward()
-        if isinstance(model, GPT):
-            finalize_gradients(model, state=mesh)
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
+        norm = clip(model, mesh)
         optimizer.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=mesh.get_group("dp"))
@@ -208,23 +225,7 @@ def train_by_torch(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int
 ) -> list[tuple[float, float]]:
     """As `train`, rounded to nine digits."""
-    rows, place = len(IDS) // mesh["dp"].size(), mesh.get_local_rank("dp")
-    own = slice(place * rows, (place + 1) * rows)
-    told = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = mean_loss(model, IDS[own], TARGETS[own])
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=mesh.get_group("dp"))
-        told.append(
-            (
-                mean.item() / mesh["dp"].size(),
-                (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
-            )
-        )
+    told = train(model, optimizer, mesh, steps, clip_by_torch)
     return [(round(loss, 9), round(norm, 9)) for loss, norm in told]
 
 
