@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tpkernels.dispatch import backends, norms, products, vocabulary
+from tpkernels.dispatch import backends, norms, products, scaled, vocabulary
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.record import Primitive, copied_into
@@ -87,6 +87,9 @@ layer_norm_grad = _primitive(norms.layer_norm_grad)
 lookup = _primitive(vocabulary.lookup)
 lookup_grad = _primitive(vocabulary.lookup_grad)
 softmax_statistics = _primitive(vocabulary.softmax_statistics)
+quantize = _primitive(scaled.quantize)
+dequantize = _primitive(scaled.dequantize)
+scaled_linear = _primitive(scaled.scaled_linear)
 
 # these change an argument: compiled code never sees them
 wgrad_accumulate_ = _eager(products.wgrad_accumulate_)

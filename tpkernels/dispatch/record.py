@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.kernels.activation_names import Activation, Glu
+from tpkernels.kernels.scaled import Scaled, empty_words
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import Kernel
 
@@ -46,6 +47,11 @@ class Layer:
 
     def weight(self) -> Tensor:
         return self.meta(self.out_features, self.in_features)
+
+    def scaled(self, rows: int, features: int) -> Scaled:
+        """In e4m3 with a scale a row."""
+        words = empty_words(rows, features, "rows", torch.device("meta"))
+        return Scaled(words, features, "e4m3", "rows")
 
     def meta(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Sizes and layout without memory."""
