@@ -40,7 +40,16 @@ mend()
 
 
 @triton.jit
-def _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION: tl.constexpr, GATED: tl.constexpr, FAST: tl.constexpr):
+def _values(
+    x_ptr,
+    u_ptr,
+    x_offsets,
+    u_offsets,
+    mask,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """f(x), or f(x) * u, in fp32."""
     values = act(tl.load(x_ptr + x_offsets, mask, 0.0).to(tl.float32), ACTIVATION, FAST)
     if GATED:
@@ -67,18 +76,26 @@ def _scale_of(amax, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _store_data(words_ptr, t, k, pitch, mask, values, scale_bits, FORMAT: tl.constexpr):
+def _store_data(
+    words_ptr, t, k, T, scales_at, pitch, values, scale_bits, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
     """v / scale, or zeros where the scale is NaN, at columns k of rows t."""
     fp8: tl.constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
     scale = scale_bits.to(tl.float32, bitcast=True)
-    data = tl.where(scale == scale, tl.div_rn(values, scale), 0.0).to(fp8)
-    tl.store(words_ptr.to(tl.pointer_type(fp8)) + t * pitch + k, data, mask)
+    if POWER_OF_TWO:  # whose inverse is exact, so that the product is the quotient
+        quotient = values * tl.div_rn(1.0, scale)
+    else:
+        quotient = tl.div_rn(values, scale)
+    data = tl.where(scale == scale, quotient, 0.0).to(fp8)
+    # both are multiples of 4, which Triton sees in products; it knows by itself where they are some of 16
+    mask = (t < T) & (k < scales_at // 4 * 4)
+    tl.store(words_ptr.to(tl.pointer_type(fp8)) + t * (pitch // 4 * 4) + k, data, mask)
 
 
 @triton.jit
-def _store_scales(words_ptr, t, in_rows, pitch, K, scale_bits):
+def _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale_bits):
     """The one scale of each row, and the zeros behind it."""
-    first = tl.cdiv(K, 4)
+    first = scales_at // 4
     i = tl.arange(0, 8)  # to the end of a sector, at most
     words = tl.where(i[None, :] == 0, scale_bits[:, None], 0)
     mask = in_rows[:, None] & (first + i < pitch // 4)[None, :]
@@ -96,6 +113,7 @@ def _quantize_rows_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -115,9 +133,10 @@ def _quantize_rows_kernel(
     u_offsets = t[:, None] * stride_ut + k[None, :] * stride_uk
     values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
     scale = _scale_of(tl.max(_sizes(values), axis=1), FORMAT, POWER_OF_TWO)
-    inside = in_rows[:, None] & (k < 4 * tl.cdiv(K, 4))[None, :]
-    _store_data(words_ptr, t[:, None], k[None, :], pitch, inside, values, scale[:, None], FORMAT)
-    _store_scales(words_ptr, t, in_rows, pitch, K, scale)
+    _store_data(
+        words_ptr, t[:, None], k[None, :], T, scales_at, pitch, values, scale[:, None], FORMAT, POWER_OF_TWO
+    )
+    _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
 
 
 @triton.jit
@@ -131,6 +150,7 @@ def _quantize_strips_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -146,7 +166,7 @@ def _quantize_strips_kernel(
     in_rows = t < T
     x_rows, u_rows = t[:, None] * stride_xt, t[:, None] * stride_ut
     largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
-    for start in tl.range(0, K, BLOCK_COLS):
+    for start in tl.range(0, K, BLOCK_COLS, num_stages=3):
         k = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
         mask = in_rows[:, None] & (k < K)[None, :]
         x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
@@ -154,14 +174,24 @@ def _quantize_strips_kernel(
         largest = tl.maximum(largest, _sizes(values))
     scale = _scale_of(tl.max(largest, axis=1), FORMAT, POWER_OF_TWO)
     blocks = tl.cdiv(K, BLOCK_COLS)
-    for done in tl.range(0, blocks):
+    for done in tl.range(0, blocks, num_stages=3):
         k = ((blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
         mask = in_rows[:, None] & (k < K)[None, :]
         x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
         values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
-        inside = in_rows[:, None] & (k < 4 * tl.cdiv(K, 4))[None, :]
-        _store_data(words_ptr, t[:, None], k[None, :], pitch, inside, values, scale[:, None], FORMAT)
-    _store_scales(words_ptr, t, in_rows, pitch, K, scale)
+        _store_data(
+            words_ptr,
+            t[:, None],
+            k[None, :],
+            T,
+            scales_at,
+            pitch,
+            values,
+            scale[:, None],
+            FORMAT,
+            POWER_OF_TWO,
+        )
+    _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
 
 
 @triton.jit
@@ -175,6 +205,7 @@ def _quantize_blocks_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -201,14 +232,13 @@ def _quantize_blocks_kernel(
     if SQUARE:
         largest = tl.broadcast_to(tl.max(largest, axis=0)[None, :], (BLOCK_ROWS, GROUPS))
     scale = _scale_of(largest, FORMAT, POWER_OF_TWO)
-    inside = in_rows & (k < 4 * tl.cdiv(K, 4))
-    _store_data(words_ptr, rows, k, pitch, inside, values, scale[:, :, None], FORMAT)
+    _store_data(words_ptr, rows, k, T, scales_at, pitch, values, scale[:, :, None], FORMAT, POWER_OF_TWO)
 
-    first_scale = words_ptr + t[:, None] * (pitch // 4) + tl.cdiv(K, 4)
+    first_scale = words_ptr + t[:, None] * (pitch // 4) + scales_at // 4
     tl.store(first_scale + s[None, :], scale, (t < T)[:, None] & (s < scales)[None, :])
     if col_tile == col_tiles - 1:
         i = scales + tl.arange(0, 8)[None, :]  # to the end of a sector, at most
-        mask = (t < T)[:, None] & (tl.cdiv(K, 4) + i < pitch // 4)
+        mask = (t < T)[:, None] & (scales_at // 4 + i < pitch // 4)
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 8), tl.int32), mask)
 
 
@@ -251,11 +281,11 @@ class _Tile:
     num_warps: int
 
 
-_COLUMNS = _Tile(32, 256, num_warps=8)  # of x that lies by columns: 64 bytes of each
-_LONG_ROWS = _Tile(1, 8192, num_warps=8)
+_COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
+_LONG_ROWS = _Tile(1, 8192, num_warps=16)
 _BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # of which a row's scales fill a sector
 _BLOCKS_BY_COLUMNS = _Tile(64, BLOCK, num_warps=8)
-_SQUARES = _Tile(BLOCK, BLOCK, num_warps=8)
+_SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
 
 
 def quantize(
@@ -324,9 +354,7 @@ def _quantize(
 ) -> Tensor:
     require_matrices(launcher, ("x", x), ("u", u))
     if u is not None and u.shape != x.shape:
-        raise ValueError(
-            f"{launcher}: expected u of the shape of g {tuple(x.shape)}, got {tuple(u.shape)}"
-        )
+        raise ValueError(f"{launcher}: expected u of the shape of g {tuple(x.shape)}, got {tuple(u.shape)}")
     for name, word, kinds in (("format", format, Format), ("scaling", scaling, Scaling)):
         if word not in get_args(kinds):
             words = " or ".join(map(repr, get_args(kinds)))
@@ -365,6 +393,7 @@ def _quantize(
         K,
         *x.stride(),
         *(x if u is None else u).stride(),
+        4 * launch.ceil_div(K, 4),
         4 * words.shape[1],
         **constants,
         BLOCK_ROWS=tile.block_rows,
@@ -376,7 +405,12 @@ def _quantize(
 def _words(launcher: str, out: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
     if out is None:  # made as fp32, of which tests see what was not written
         return launch.empty(shape, torch.float32, device).view(torch.int32)
-    if tuple(out.shape) != shape or out.dtype != torch.int32 or out.device != device or not out.is_contiguous():
+    if (
+        tuple(out.shape) != shape
+        or out.dtype != torch.int32
+        or out.device != device
+        or not out.is_contiguous()
+    ):
         raise ValueError(
             f"{launcher}: expected out contiguous, of shape {shape} in torch.int32 on {device}, got "
             f"{tuple(out.shape)} with strides {out.stride()} in {out.dtype} on {out.device}"
@@ -384,9 +418,7 @@ def _words(launcher: str, out: Tensor | None, shape: tuple[int, int], device: to
     return out
 
 
-def dequantize(
-    data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = None
-) -> Tensor:
+def dequantize(data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = None) -> Tensor:
     """data * scale, in fp32, rounded to dtype: "bfloat16", "float16" or "float32".
 
     data: (rows, columns) of fp8, of any strides
