@@ -3,8 +3,8 @@
 With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has no bf16: tensors of that type are held as
 the 16 raw bits. Upstream (3.6 to 3.9) `tl.dot` multiplies those bits as integers, and a cast from fp32 cuts
 the lower bits off where hardware rounds to nearest even. Of fp8 it makes fp16 before it multiplies, of NaN a
-number. `tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces these. It is called where kernels are defined, and does nothing in a
-process that compiles.
+number. `tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces these. It is called where
+kernels are defined, and does nothing in a process that compiles.
 """
 
 from __future__ import annotations

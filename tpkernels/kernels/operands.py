@@ -168,8 +168,9 @@ def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
         shapes = {(rows, 1), (rows, blocks)} | ({(-(-rows // BLOCK), blocks)} if data is not first else set())
         if tuple(scale.shape) not in shapes or scale.shape[1] != first_scale.shape[1]:
             raise ValueError(
-                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is 1 or {blocks}, the same "
-                f"for both matrices, got {tuple(scale.shape)}, where the first has {tuple(first_scale.shape)}"
+                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is 1 or {blocks}, the "
+                f"same for both matrices, got {tuple(scale.shape)}, where the first has "
+                f"{tuple(first_scale.shape)}"
             )
 
 
@@ -203,8 +204,8 @@ def require_results(
 ) -> None:
     """What a kernel is to write into: of these shapes, contiguous, apart from each other and the inputs.
 
-    Matrices have `dtype`, usually that of the first input, or fp32 if they may be `sums`; vectors are sums in fp32. Rows
-    of a larger contiguous matrix are contiguous.
+    Matrices have `dtype`, or that of the first input, or fp32 if they may be `sums`; vectors are sums in
+    fp32. Rows of a larger contiguous matrix are contiguous.
     """
     words = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
     if len(given) != len(wanted):

@@ -55,6 +55,7 @@ def _scaled_linear_kernel(
     FAST: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -75,15 +76,16 @@ def _scaled_linear_kernel(
         for k in range(0, K, BLOCK_DEPTH):
             x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
             w_block = load_block(w, n, k, N, K, stride_wn, 1, BLOCK_COLS, BLOCK_DEPTH, TMA)
-            # not into acc: where tensor cores are told to promote, Triton makes the same of it
-            products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
             if BY_BLOCK:
+                products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
                 s = k // 128
-                x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
-                w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
+                x_scale = load_vector(x_scale_ptr + s.to(tl.int64) * stride_xss, t, T, stride_xst, BLOCK_ROWS)
+                w_scale = _w_scale(w_scale_ptr + s.to(tl.int64) * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
                 acc += products * x_scale[:, None] * w_scale
+            elif IN_PLACE:
+                acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
             else:
-                acc += products
+                acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
         parts = split_columns(acc, PARTS)
         for p in tl.static_range(PARTS):
             n_part = n + p * PART
@@ -179,6 +181,7 @@ def scaled_linear_fwd(
             FAST=fast_math(into, target),
             BY_BLOCK=by_block,
             SHARED=shared,
+            IN_PLACE=target.capability // 10 in (9, 10),
             **launch.constants(tile, form),
         )
     return LinearForward(y, z if keep_z else None)
