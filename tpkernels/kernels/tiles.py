@@ -215,9 +215,9 @@ _HOPPER_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(64, 256, 128, num_warps=8, num_stages=4, parts=2, flatten=True),
 )
 _POINTER_FP8: tuple[MatmulTile, ...] = (
-    MatmulTile(128, 128, 64, num_warps=8, num_stages=3),
-    MatmulTile(64, 64, 64, num_warps=4, num_stages=3),
-    MatmulTile(16, 64, 64, num_warps=4, num_stages=3),
+    MatmulTile(128, 128, 128, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
+    MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
 
 
