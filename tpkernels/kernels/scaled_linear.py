@@ -78,11 +78,9 @@ def _scaled_linear_kernel(
             w_block = load_block(w, n, k, N, K, stride_wn, 1, BLOCK_COLS, BLOCK_DEPTH, TMA)
             if BY_BLOCK:
                 products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
-                s = k // 128
-                x_scale = load_vector(x_scale_ptr + s.to(tl.int64) * stride_xss, t, T, stride_xst, BLOCK_ROWS)
-                w_scale = _w_scale(
-                    w_scale_ptr + s.to(tl.int64) * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS
-                )
+                s = (k // 128).to(tl.int64)
+                x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
+                w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
                 acc += products * x_scale[:, None] * w_scale
             elif IN_PLACE:
                 acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)

@@ -213,7 +213,7 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(64, 128, 128, num_warps=4, num_stages=3, parts=2, per_processor=2),
 )
 # Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
-_HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=4, parts=4, flatten=True)
+_HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 _POINTER_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(128, 128, 128, num_warps=8, num_stages=3),
