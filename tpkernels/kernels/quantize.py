@@ -1,4 +1,4 @@
-"""Rows rounded to fp8 beside their scales, and back: kernels and launchers. Oracles: `scaled.quantize_ref`.
+"""Rows rounded to fp8, beside their scales: kernels and launchers. The oracle is `scaled.quantize_ref`.
 
 T rows, K columns, S scales a row; `scaled` says how words hold them:
 
@@ -8,8 +8,8 @@ T rows, K columns, S scales a row; `scaled` says how words hold them:
     data   = v / scale                                  (T, K)    rounded to fp8, nearest even
 
 The bits are those of the oracle: both divisions are true ones, and sizes are compared as integers, in whose
-order NaN is above infinity (a maximum of floating-point numbers drops NaN). With an activation they are those
-of the oracle up to its last bits: an element next to the middle of two numbers of fp8 may go to the other one.
+order NaN is above infinity (a maximum of floating-point numbers drops NaN). An activation differs from torch's
+by some of its last bits: an element next to the middle of two numbers of fp8 may then go to the other one.
 
 x may lie in memory by rows or by columns (`w.t()`), and is read along its memory either way; what is written
 is rows. Scales of rows need all of a row first: a program holds rows of up to 16k columns, and reads longer
@@ -30,10 +30,10 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
-from tpkernels.kernels.operands import DTYPES, require_matrices
+from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
-from tpkernels.kernels.scaled import DTYPE_OF, words_of
-from tpkernels.kernels.target import fast_math, target_of
+from tpkernels.kernels.scaled import words_of
+from tpkernels.kernels.target import fast_math, require_fp8, target_of
 from tpkernels.kernels.tiles import MAX_FEATURES, row_tile
 
 mend()
@@ -242,36 +242,6 @@ def _quantize_blocks_kernel(
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 8), tl.int32), mask)
 
 
-@triton.jit
-def _dequantize_kernel(
-    data_ptr,  # (T, K)
-    scale_ptr,  # (T, S)
-    y_ptr,  # (T, K) contiguous
-    T,
-    K,
-    stride_dt,
-    stride_dk,
-    stride_st,
-    stride_ss,  # 0: all of a row share one
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """One program takes BLOCK_ROWS rows of GROUPS times BLOCK columns."""
-    scales = tl.cdiv(K, BLOCK)
-    col_tiles = tl.cdiv(scales, GROUPS)
-    # int64: T * K passes 2**31 at 512k tokens of width 4096
-    t = (tl.program_id(0) // col_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    s = tl.program_id(0) % col_tiles * GROUPS + tl.arange(0, GROUPS)
-    k = (s[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)[None, :, :]
-    rows = t[:, None, None]
-    mask = (rows < T) & (k < K)
-    data = tl.load(data_ptr + rows * stride_dt + k * stride_dk, mask, 0.0).to(tl.float32)
-    in_scales = (t < T)[:, None] & (s < scales)[None, :]
-    scale = tl.load(scale_ptr + t[:, None] * stride_st + s[None, :] * stride_ss, in_scales, 0.0)
-    tl.store(y_ptr + rows * K + k, (data * scale[:, :, None]).to(y_ptr.dtype.element_ty), mask)
-
-
 @dataclass(frozen=True, slots=True)
 class _Tile:
     """What a program holds at a time."""
@@ -361,7 +331,13 @@ def _quantize(
             raise ValueError(f"{launcher}: expected {name} {words}, got {word!r}")
     target = target_of(x.device)
     T, K = x.shape
-    words = _words(launcher, out, (T, words_of(K, scaling)), x.device)
+    require_fp8(launcher, target)
+    shape = T, words_of(K, scaling)
+    if out is None:  # made as fp32, of which tests see what was not written
+        words = launch.empty(shape, torch.float32, x.device).view(torch.int32)
+    else:
+        inputs = (("x", x), ("u", u))
+        (words,) = launch.results(launcher, out, {"words": shape}, inputs, dtype=torch.int32)
     if not words.numel():
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
@@ -400,61 +376,3 @@ def _quantize(
         num_warps=tile.num_warps,
     )
     return words
-
-
-def _words(launcher: str, out: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
-    if out is None:  # made as fp32, of which tests see what was not written
-        return launch.empty(shape, torch.float32, device).view(torch.int32)
-    if (
-        tuple(out.shape) != shape
-        or out.dtype != torch.int32
-        or out.device != device
-        or not out.is_contiguous()
-    ):
-        raise ValueError(
-            f"{launcher}: expected out contiguous, of shape {shape} in torch.int32 on {device}, got "
-            f"{tuple(out.shape)} with strides {out.stride()} in {out.dtype} on {out.device}"
-        )
-    return out
-
-
-def dequantize(data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = None) -> Tensor:
-    """data * scale, in fp32, rounded to dtype: "bfloat16", "float16" or "float32".
-
-    data: (rows, columns) of fp8, of any strides
-    scale: (rows, 1), or (rows, columns / 128, rounded up); in fp32
-    """
-    T, K = data.shape
-    wanted = getattr(torch, dtype)
-    if wanted not in DTYPES:
-        raise TypeError(f"dequantize: expected bfloat16, float16 or float32 as dtype, got {dtype}")
-    if data.dtype not in DTYPE_OF.values() or scale.dtype != torch.float32:
-        raise TypeError(
-            f"dequantize: expected data in fp8 and scales in fp32, got {data.dtype} and {scale.dtype}"
-        )
-    target_of(data.device)
-    shapes = (T, 1), (T, launch.ceil_div(K, BLOCK))
-    if tuple(scale.shape) not in shapes or scale.device != data.device:
-        raise ValueError(
-            f"dequantize: expected scale of shape {shapes[0]} or {shapes[1]} for data {tuple(data.shape)}, on "
-            f"{data.device}; got {tuple(scale.shape)} on {scale.device}"
-        )
-    y = launch.empty((T, K), wanted, data.device)
-    if y.numel():
-        tile = _BLOCKS
-        programs = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(K, tile.block_cols)
-        launch.on(data.device, _dequantize_kernel, (programs,))(
-            data,
-            scale,
-            y,
-            T,
-            K,
-            *data.stride(),
-            scale.stride(0),
-            scale.stride(1) if scale.shape[1] > 1 else 0,
-            BLOCK=BLOCK,
-            BLOCK_ROWS=tile.block_rows,
-            GROUPS=tile.block_cols // BLOCK,
-            num_warps=tile.num_warps,
-        )
-    return y

@@ -104,6 +104,23 @@ def resident_programs(launcher: str, target: Target, per_processor: int, margin:
     return target.processors - margin if margin else target.processors * per_processor
 
 
+def fp8_obstacle(target: Target) -> str | None:
+    """Why kernels cannot multiply e4m3fn and e5m2 there; None if they can."""
+    if target.backend == "hip":
+        return "one of AMD, whose formats of fp8 differ"
+    if target.backend == "cuda" and target.capability < 89:
+        return f"{target.capability / 10}"
+    return None
+
+
+def require_fp8(launcher: str, target: Target) -> None:
+    if obstacle := fp8_obstacle(target):
+        raise ValueError(
+            f"{launcher}: fp8 expected a GPU of capability 8.9 or later (Ada, Hopper, Blackwell), got "
+            f"{obstacle}"
+        )
+
+
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:
     """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
