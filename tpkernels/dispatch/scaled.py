@@ -28,9 +28,7 @@ def _quantize(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, s
     return quantize_ref(x, format, scaling, power_of_two=power_of_two, square=square)
 
 
-def _empty_quantized(
-    x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool
-) -> Tensor:
+def _empty_quantized(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool) -> Tensor:
     return empty_words(x.shape[0], x.shape[1], scaling, x.device)
 
 

@@ -63,7 +63,7 @@ class HostExchange(MailboxExchange):
         self._closing = threading.Event()
         self._opener = os.getpid()
         self._pusher = _Pusher(f"push of {name}")
-        # what is dropped without `close` must leave no thread; nothing is under way then: a push holds its end
+        # what is dropped without `close` leaves no thread; nothing is under way then: a push holds its end
         finalize(self, self._pusher.close).atexit = False
 
     def late(self) -> int:
