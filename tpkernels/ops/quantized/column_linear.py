@@ -99,7 +99,7 @@ def _column_forward(
     """
     keep_z = keep and activation != "none"
     own, narrowest = span.activations(x), min(weight.shape[0] for weight in weights)
-    gathering = span.gather("column_linear", "gather of x in fp8", own, features=narrowest)
+    gathering = span.gather("column_linear", "gather of x", own, features=narrowest)
     scaled = [span.rows(weight) for weight in weights]
 
     def multiply(chunk: Scaled, ys_and_zs: list[Tensor]) -> None:
@@ -154,7 +154,7 @@ def _column_gradients(
     was_gathered = span.token_shards > 1
     own = Scaled(x, weights[0].shape[1], "e4m3", span.recipe.scaling)
     gathers = was_gathered and any(needs_dws) and not kept_rows
-    gathering = span.gather(op, "gather of x in fp8", own) if gathers else Done(x)
+    gathering = span.gather(op, "gather of x", own) if gathers else Done(x)
     dzs = [act_grad_ref(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     summing = None
     if needs_dx:

@@ -89,6 +89,7 @@ class Span(NamedTuple):
         if self.token_shards == 1:
             return Done(own.words)
         assert self.group is not None, "several ranks have a group"
+        name = f"{name} by {self.recipe}"  # ranks with other recipes would read each other's rows wrongly
         return start_rows(op, name, own.words, self.group, features, self.overlap)
 
     def rowwise(
