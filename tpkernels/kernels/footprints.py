@@ -10,12 +10,18 @@ from pathlib import Path
 import torch
 
 from tpkernels.files import parsed, read_text
-from tpkernels.kernels.operands import Form
+from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.target import Target
 from tpkernels.kernels.tiles import Kernel, MatmulTile
 
 TABLE = Path(__file__).with_name("budgets.json")
-SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHORT_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
 
 REGISTERS = 65_536  # of a multiprocessor, handed out in units of 8 to each thread
 BLOCK_BYTES = 1024  # of shared memory that CUDA takes for each block
@@ -108,7 +114,9 @@ def expected_shared_memory(
 
 
 def _compiled_as(dtype: torch.dtype) -> torch.dtype:
-    """fp16 takes what bf16 does, and not all of it is compiled."""
+    """fp16 takes what bf16 does, e5m2 what e4m3 does, and not all of it is compiled."""
+    if dtype in FP8:
+        return torch.float8_e4m3fn
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 

@@ -1,10 +1,10 @@
-"""What makes Triton's interpreter honest: bf16 products and casts, and the TMA reduce-add.
+"""What makes Triton's interpreter honest: bf16 and fp8 products, bf16 casts, and the TMA reduce-add.
 
 With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has no bf16: tensors of that type are held as
 the 16 raw bits. Upstream (3.6 to 3.9) `tl.dot` multiplies those bits as integers, and a cast from fp32 cuts
-the lower bits off where hardware rounds to nearest even. `tensor_descriptor.atomic_add` is missing
-altogether. `mend()` replaces the three. It is called where kernels are defined, and does nothing in a
-process that compiles.
+the lower bits off where hardware rounds to nearest even. Of fp8 it makes fp16 before it multiplies, of NaN a
+number. `tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces these. It is called where
+kernels are defined, and does nothing in a process that compiles.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels defined in this process are interpreted. Read when they are defined, as Triton does."""
@@ -32,6 +35,12 @@ def bf16_from_fp32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def fp32_from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """The value of each bf16, exactly."""
     return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def fp32_from_fp8(bits: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArray[np.float32]:
+    """The value of each fp8, exactly."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).numpy()
+    return np.asarray(values[bits], dtype=np.float32)
 
 
 def mend() -> None:
@@ -56,9 +65,12 @@ def mend() -> None:
 
 
 def _as_fp32(handle: Any) -> Any:
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle
-    return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
+    scalar = handle.dtype.scalar
+    if scalar == tl.bfloat16:
+        return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
+    if scalar in _FP8:
+        return interpreter.TensorHandle(fp32_from_fp8(handle.data, _FP8[scalar]), tl.float32)
+    return handle
 
 
 def _create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> None:

@@ -95,19 +95,21 @@ def results(
     inputs: Sequence[Named],
     *,
     sums: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """Where a kernel writes: into `out`, if that has what `require_results` says, else into new tensors.
 
     sums: a matrix may be in fp32, too: what is added to others before it is rounded
+    dtype: of matrices; None: that of the first input
     """
     if out is not None:
         given = (out,) if isinstance(out, Tensor) else tuple(out)
-        require_results(launcher, wanted, given, inputs, sums)
+        require_results(launcher, wanted, given, inputs, sums, dtype)
         return given
     like = inputs[0][1]
     assert like is not None, "the first input is always there"
     return tuple(
-        empty(shape, like.dtype if len(shape) == 2 else torch.float32, like.device)
+        empty(shape, (dtype or like.dtype) if len(shape) == 2 else torch.float32, like.device)
         for shape in wanted.values()
     )
 
@@ -140,7 +142,7 @@ def choose(
     else:
         require_form(launcher, form, target, dtype, layouts)
     ragged = any(layout.tma_obstacle() for layout in layouts)
-    if kernel != "wgrad" and matrices[-1][1].dtype != dtype:
+    if kernel != "wgrad" and matrices[-1][1].dtype == torch.float32 != dtype:
         if tile is not None and tile.consumers:
             raise ValueError(
                 f"{launcher}: expected a tile without consumers for a result in fp32, got {tile}"

@@ -9,12 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import Target
 
 Form = Literal["descriptor", "pointer"]
 Named = tuple[str, Tensor | None]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 TMA_ALIGNMENT = 16  # bytes: of the base address, and of the distance between rows
 MAX_TMA_STRIDE = 2**40  # bytes
 MAX_TMA_SIZE = 2**31 - 1  # elements a dimension: coordinates are int32
@@ -70,7 +72,7 @@ def lies_depth_first(weight: Tensor) -> bool:
 def choose_form(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> Form:
     """The form that fits: descriptors where the hardware has TMA and every matrix can be described.
 
-    `dtype` is that of the multiplied operands. fp32 takes pointers: true fp32 has no tensor-core
+    `dtype` is that of the first multiplied operand. fp32 takes pointers: true fp32 has no tensor-core
     instruction to feed.
     """
     return "pointer" if _descriptor_obstacle(target, dtype, layouts) else "descriptor"
@@ -92,8 +94,8 @@ def require_form(
 def _descriptor_obstacle(target: Target, dtype: torch.dtype, layouts: tuple[Layout, ...]) -> str | None:
     if not target.has_tma:
         return f"{target.backend} (capability {target.capability}) has no tensor memory accelerator"
-    if dtype.itemsize != 2:
-        return f"descriptor kernels multiply bfloat16 and float16, not {dtype}"
+    if dtype.itemsize > 2:
+        return f"descriptor kernels multiply bfloat16, float16 and fp8, not {dtype}"
     return next((obstacle for layout in layouts if (obstacle := layout.tma_obstacle())), None)
 
 
@@ -136,6 +138,42 @@ def require_tensors(launcher: str, *named: Named) -> None:
             )
 
 
+def require_scaled(launcher: str, *named: tuple[str, Tensor, Tensor]) -> None:
+    """Two matrices in fp8 that are multiplied, each with its scales: names, data and scale as of `Scaled`.
+
+    The second one's scales may be one for each 128 of its rows.
+    """
+    (_, first, first_scale), _ = named
+    for name, data, scale in named:
+        for what, tensor, dtypes in ((name, data, FP8), (f"{name}'s scale", scale, (torch.float32,))):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{launcher}: expected a Tensor as {what}, got {type(tensor).__name__}")
+            if tensor.dtype not in dtypes or tensor.layout != torch.strided:
+                words = " or ".join(map(str, dtypes))
+                raise TypeError(
+                    f"{launcher}: expected {what} dense and in {words}, got {tensor.layout} {tensor.dtype}"
+                )
+            if tensor.ndim != 2 or tensor.device != first.device:
+                raise ValueError(
+                    f"{launcher}: expected {what} of 2 dimensions on {first.device}, got shape "
+                    f"{tuple(tensor.shape)} on {tensor.device}"
+                )
+        rows, features = data.shape
+        if data.stride(1) != 1 and features > 1:
+            raise ValueError(
+                f"{launcher}: expected the rows of {name} contiguous, as tensor cores read fp8, got strides "
+                f"{data.stride()}: quantize the transposed matrix instead"
+            )
+        blocks = -(-features // BLOCK)
+        shapes = {(rows, 1), (rows, blocks)} | ({(-(-rows // BLOCK), blocks)} if data is not first else set())
+        if tuple(scale.shape) not in shapes or scale.shape[1] != first_scale.shape[1]:
+            raise ValueError(
+                f"{launcher}: expected {name}'s scale of shape ({rows}, S), where S is 1 or {blocks}, the "
+                f"same for both matrices, got {tuple(scale.shape)}, where the first has "
+                f"{tuple(first_scale.shape)}"
+            )
+
+
 def require_shape(launcher: str, name: str, tensor: Tensor | None, shape: tuple[int, ...], why: str) -> None:
     """`why` names where the expected shape comes from: "(out_features,) of weight (8, 4)"."""
     if tensor is not None and tuple(tensor.shape) != shape:
@@ -162,11 +200,12 @@ def require_results(
     given: Sequence[Tensor],
     inputs: Sequence[Named],
     sums: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """What a kernel is to write into: of these shapes, contiguous, apart from each other and the inputs.
 
-    Matrices have the dtype of the first input, or fp32 if they may be `sums`; vectors are sums in fp32. Rows
-    of a larger contiguous matrix are contiguous.
+    Matrices have `dtype`, or that of the first input, or fp32 if they may be `sums`; vectors are sums in
+    fp32. Rows of a larger contiguous matrix are contiguous.
     """
     words = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
     if len(given) != len(wanted):
@@ -175,7 +214,7 @@ def require_results(
     assert like is not None, "the first input is always there"
     taken = [(name, *_addresses(tensor)) for name, tensor in inputs if tensor is not None]
     for (name, shape), tensor in zip(wanted.items(), given, strict=True):
-        dtypes = {like.dtype} if len(shape) == 2 else {torch.float32}
+        dtypes = {dtype or like.dtype} if len(shape) == 2 else {torch.float32}
         dtypes |= {torch.float32} if sums else set()
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(

@@ -104,6 +104,17 @@ def resident_programs(launcher: str, target: Target, per_processor: int, margin:
     return target.processors - margin if margin else target.processors * per_processor
 
 
+def require_fp8(launcher: str, target: Target) -> None:
+    """That tensor cores multiply fp8, in the formats e4m3fn and e5m2; the interpreter does too."""
+    if target.backend == "hip":
+        raise ValueError(f"{launcher}: fp8 expected an NVIDIA GPU, got one of AMD")
+    if target.backend == "cuda" and target.capability < 89:
+        raise ValueError(
+            f"{launcher}: fp8 expected a GPU of capability 8.9 or later (Ada, Hopper, Blackwell), got "
+            f"{target.capability / 10}"
+        )
+
+
 def input_precision(dtype: torch.dtype, target: Target) -> Literal["ieee", "tf32"]:
     """How products of fp32 are multiplied: truly, unless torch's own setting lets its matmuls use tf32."""
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -20,7 +20,7 @@ import torch
 
 from tpkernels.kernels.matmul_tile import MatmulTile as MatmulTile
 from tpkernels.kernels.matmul_tile import compiles
-from tpkernels.kernels.operands import Form
+from tpkernels.kernels.operands import FP8, Form
 from tpkernels.kernels.target import Target
 
 Kernel = Literal["linear", "glu", "dgrad", "dglu", "wgrad"]
@@ -206,6 +206,19 @@ _POINTER_FP32: tuple[MatmulTile, ...] = (
     MatmulTile(64, 64, 16, num_warps=8, num_stages=3),
     MatmulTile(16, 64, 16, num_warps=4, num_stages=3),
 )
+# fp8: 128 of depth, of which tensor cores may sum no more. 128x256 spills with what promotes its sums.
+_DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
+    MatmulTile(128, 128, 128, num_warps=8, num_stages=4, parts=2, flatten=True),
+    MatmulTile(64, 128, 128, num_warps=4, num_stages=3, parts=2, per_processor=2),
+)
+_HOPPER_FP8: tuple[MatmulTile, ...] = (
+    MatmulTile(64, 256, 128, num_warps=8, num_stages=4, parts=2, flatten=True),
+)
+_POINTER_FP8: tuple[MatmulTile, ...] = (
+    MatmulTile(128, 128, 128, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
+    MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
+)
 
 
 def candidates(
@@ -217,6 +230,8 @@ def candidates(
     """
     tiles = default_tiles(kernel, form, dtype, target, ragged)
     if form == "descriptor" and target.backend == "cuda" and target.capability == 90:
+        if dtype in FP8:
+            return tiles + _HOPPER_FP8
         tiles += tuple(tile for tile in _HOPPER[kernel] if compiles(tile))
     return tiles
 
@@ -229,6 +244,8 @@ def default_tiles(
         return (_INTERPRETED,)
     if dtype == torch.float32:
         return _POINTER_FP32
+    if dtype in FP8 and (form == "descriptor" or not ragged):
+        return _DESCRIPTOR_FP8 if form == "descriptor" else _POINTER_FP8
     if ragged and form == "pointer":
         return _POINTER_RAGGED
     if kernel == "wgrad" and form == "descriptor" and target.capability >= 100:

@@ -1,0 +1,200 @@
+"""Fused `y = act(x̂ ŵᵀ + b)` of matrices in fp8: kernel and launcher. The oracle is `dispatch.scaled`'s.
+
+T tokens, K in_features, N out_features, S scales a row (one, or one for each 128 of K), see `scaled`:
+
+    rows     z = (x wᵀ) x_scale w_scaleᵀ + b                     (T, N)
+    blocks   z = Σ_s (x_s w_sᵀ) x_scale[:, s] w_scale[:, s]ᵀ + b    of 128 of depth each
+    y = act(z)                                                   (T, N)    of the fp32 z
+
+Tensor cores add products of fp8 with some 14 bits only, so what they add is promoted: 128 of depth at most
+are summed there, then added to a sum in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpkernels.kernels import launch
+from tpkernels.kernels.activations import Activation, require_activation
+from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
+from tpkernels.kernels.epilogues import act
+from tpkernels.kernels.linear import LinearForward
+from tpkernels.kernels.operands import Form, require_scaled, require_shape
+from tpkernels.kernels.recipe import BLOCK
+from tpkernels.kernels.target import fast_math, require_fp8, target_of
+from tpkernels.kernels.tiles import MatmulTile
+
+RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@triton.jit
+def _scaled_linear_kernel(
+    x,  # (T, K) of fp8, like every matrix here a tensor descriptor if TMA, else a pointer
+    w,  # (N, K) of fp8
+    x_scale_ptr,  # (T, S) fp32
+    w_scale_ptr,  # (N, S) fp32, or a row for each SQUARE rows of w
+    b_ptr,  # (N,), unread unless HAS_BIAS
+    z,  # (T, N) contiguous, untouched unless KEEP_Z
+    y,  # (T, N) contiguous
+    T,
+    N,
+    K,
+    stride_xt,
+    stride_wn,
+    stride_xst,
+    stride_xss,
+    stride_wsn,
+    stride_wss,
+    stride_bn,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP_Z: tl.constexpr,
+    FAST: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Each program computes every num_programs-th tile of y."""
+    PART: tl.constexpr = BLOCK_COLS // PARTS
+    row_tiles = tl.cdiv(T, BLOCK_ROWS)
+    col_tiles = tl.cdiv(N, BLOCK_COLS)
+    for index in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, col_tile = tile_at(index, row_tiles, col_tiles, GROUP)
+        t = row_tile * BLOCK_ROWS
+        n = col_tile * BLOCK_COLS
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+        for k in range(0, K, BLOCK_DEPTH):
+            x_block = load_block(x, t, k, T, K, stride_xt, 1, BLOCK_ROWS, BLOCK_DEPTH, TMA)
+            w_block = load_block(w, n, k, N, K, stride_wn, 1, BLOCK_COLS, BLOCK_DEPTH, TMA)
+            if BY_BLOCK:
+                products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
+                s = k // 128
+                x_scale = load_vector(x_scale_ptr + s.to(tl.int64) * stride_xss, t, T, stride_xst, BLOCK_ROWS)
+                w_scale = _w_scale(w_scale_ptr + s.to(tl.int64) * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
+                acc += products * x_scale[:, None] * w_scale
+            elif IN_PLACE:
+                acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
+            else:
+                acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
+        parts = split_columns(acc, PARTS)
+        for p in tl.static_range(PARTS):
+            n_part = n + p * PART
+            value = parts[p]
+            if not BY_BLOCK:
+                # one after the other: the product of two tiny scales may be too small for fp32
+                value *= load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None]
+                value *= _w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART)
+            if HAS_BIAS:
+                value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
+            if KEEP_Z:
+                store_block(z, value, t, n_part, T, N, N, 1, TMA)
+            store_block(y, act(value, ACTIVATION, FAST), t, n_part, T, N, N, 1, TMA)
+
+
+@triton.jit
+def _w_scale(source, n, N, stride, SHARED: tl.constexpr, SIZE: tl.constexpr):
+    """The scales of SIZE rows of w from n, to multiply the columns of a block: one where they share it."""
+    if SHARED == 1:
+        return load_vector(source, n, N, stride, SIZE)[None, :]
+    else:
+        tl.static_assert(SHARED % SIZE == 0, "columns of a block have several scales")
+        return tl.load(source + (n // SHARED).to(tl.int64) * stride)
+
+
+def scaled_linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = "none",
+    keep_z: bool = False,
+    dtype: str = "bfloat16",
+    out: launch.Out = None,
+    tile: MatmulTile | None = None,
+    form: Form | None = None,
+) -> LinearForward:
+    """act(x̂ ŵᵀ + bias) in `dtype`, with x̂ = x * x_scale and ŵ = weight * w_scale.
+
+    x: (tokens, in_features) in e4m3 or e5m2, its rows contiguous
+    weight: (out_features, in_features), likewise
+    x_scale: (tokens, S) in fp32; S is 1, or in_features / 128, rounded up
+    w_scale: (out_features, S), or (out_features / 128, rounded up, S), a row for each 128 rows of weight
+    bias: (out_features,)
+    out: where y is written, and z if it is kept and not y; rows of larger matrices, say
+    """
+    name = "scaled_linear_fwd"
+    if dtype not in RESULTS:
+        raise ValueError(f"{name}: expected dtype of {', '.join(RESULTS)}; got {dtype!r}")
+    require_scaled(name, ("x", x, x_scale), ("weight", weight, w_scale))
+    require_activation(name, activation)
+    (T, K), N, into = x.shape, weight.shape[0], RESULTS[dtype]
+    require_shape(name, "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
+    require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
+    target = target_of(x.device)
+    require_fp8(name, target)
+    separate_z = keep_z and activation != "none"
+    wanted = {"y": (T, N), "z": (T, N)} if separate_z else {"y": (T, N)}
+    inputs = (("x", x), ("weight", weight), ("x_scale", x_scale), ("w_scale", w_scale), ("bias", bias))
+    written = launch.results(name, out, wanted, inputs, dtype=into)
+    y, z = written[0], written[-1]
+    matrices = (("x", x), ("weight", weight), ("y", y), ("z", z))
+    form, tile = launch.choose(name, "linear", target, matrices, (T, N), tile, form)
+    shared = 1 if w_scale.shape[0] == N else BLOCK
+    by_block = x_scale.shape[1] != 1
+    _require_tile(tile, by_block, shared)
+    if y.numel():
+        part = (tile.block_rows, tile.block_cols // tile.parts)
+        y_operand = launch.operand(y, part, form)
+        launch.on(x.device, _scaled_linear_kernel, launch.grid(target, form, tile, T, N))(
+            launch.operand(x, (tile.block_rows, tile.block_depth), form),
+            launch.operand(weight, (tile.block_cols, tile.block_depth), form),
+            x_scale,
+            w_scale,
+            y if bias is None else bias,
+            launch.operand(z, part, form) if separate_z else y_operand,
+            y_operand,
+            T,
+            N,
+            K,
+            x.stride(0),
+            weight.stride(0),
+            x_scale.stride(0),
+            x_scale.stride(1),
+            w_scale.stride(0),
+            w_scale.stride(1),
+            0 if bias is None else bias.stride(0),
+            ACTIVATION=activation,
+            HAS_BIAS=bias is not None,
+            KEEP_Z=separate_z,
+            FAST=fast_math(into, target),
+            BY_BLOCK=by_block,
+            SHARED=shared,
+            IN_PLACE=target.capability // 10 in (9, 10),
+            **launch.constants(tile, form),
+        )
+    return LinearForward(y, z if keep_z else None)
+
+
+def _require_tile(tile: MatmulTile, by_block: bool, shared: int) -> None:
+    """No more of depth at a time than tensor cores may sum; no more columns than share a scale."""
+    if tile.consumers or tile.block_depth > BLOCK:
+        raise ValueError(
+            f"scaled_linear_fwd: expected a tile of at most {BLOCK} depth, without consumers, got {tile}"
+        )
+    width = tile.block_cols if by_block else tile.block_cols // tile.parts
+    if shared > 1 and width > shared:
+        raise ValueError(
+            f"scaled_linear_fwd: expected a tile of at most {shared} columns, which share scales, got {tile}"
+        )
