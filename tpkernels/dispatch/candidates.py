@@ -20,7 +20,8 @@ from tpkernels.kernels.footprints import (
     least_shared_memory,
 )
 from tpkernels.kernels.matmul_tile import MatmulTile, available, triton_version
-from tpkernels.kernels.operands import DTYPES, Form, choose_form
+from tpkernels.kernels.operands import DTYPES, FP8, Form, choose_form
+from tpkernels.kernels.target import fp8_obstacle
 from tpkernels.kernels.tiles import candidates as shipped_tiles
 from tpkernels.kernels.tiles import serves
 
@@ -88,7 +89,10 @@ def of_tile(form: Form, tile: MatmulTile) -> Candidate:
 
 def forms_of(problem: Problem, gpu: Gpu) -> tuple[Form, ...]:
     """The forms of our kernels that may serve; none where they cannot."""
-    if problem.empty or problem.dtype not in DTYPES or find_spec("triton") is None:
+    dtypes = DTYPES if problem.step != "scaled_linear" else FP8
+    if problem.empty or problem.dtype not in dtypes or find_spec("triton") is None:
+        return ()
+    if problem.dtype in FP8 and (fp8_obstacle(gpu.target) or problem.result not in DTYPES):
         return ()
     if choose_form(gpu.target, problem.dtype, problem.layouts) == "descriptor":
         return "descriptor", "pointer"
@@ -110,8 +114,9 @@ def obstacle(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> str | 
 
 def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> Footprint:
     """Compiled for this GPU by this Triton, else for any; of a tile that was not compiled, by arithmetic."""
+    kernel = problem.step if problem.step in ("dgrad_pairs", "scaled_linear") else problem.kernel
     found = compiled_footprint(
-        problem.step if problem.step == "dgrad_pairs" else problem.kernel,
+        kernel,
         form,
         problem.dtype,
         tile,
@@ -121,13 +126,13 @@ def _footprint(problem: Problem, form: Form, tile: MatmulTile, gpu: Gpu) -> Foot
     )
     if found:
         return found
-    least = least_shared_memory(problem.kernel, form, problem.dtype, tile)
+    least = least_shared_memory(kernel, form, problem.dtype, tile)
     if not least and form == "descriptor":
         least = expected_shared_memory(
             problem.kernel,
             problem.dtype,
             tile,
-            result=4 if tile.splits > 1 or "fp32" in _epilogue(problem) else 2,
+            result=4 if tile.splits > 1 or "fp32" in _epilogue(problem) else problem.result.itemsize,
             reads=problem.step in ("dgrad_act", "dglu")
             or (tile.splits == 1 and _epilogue(problem) == "+=bf16"),
         )
@@ -143,6 +148,9 @@ def _epilogue(problem: Problem) -> str:
             return "+=fp32" if problem.options == ("float32",) else "+=bf16"
         case "dglu":
             return f"{problem.options[0]}+h"
+        case "scaled_linear":
+            words = [word for word in problem.options if word not in ("bfloat16", "float16")]
+            return "+".join("=fp32" if word == "float32" else word for word in words)
     return "+".join(problem.options) or "none"
 
 

@@ -27,6 +27,7 @@ class Problem:
     step: str  # the name of the primitive
     kernel: Kernel
     dtype: torch.dtype  # of what is multiplied
+    result: torch.dtype
     tf32: bool  # whether fp32 may be multiplied so
     tokens: int  # their class, see `token_class`
     out_features: int
@@ -43,27 +44,38 @@ class Problem:
         *,
         written: Sequence[Tensor] | None,
         pairs: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> Problem:
         """matrices: that are read, those that are multiplied first
 
+        dtype: of the result, if it is another
         written: results beside them; None: one that is allocated
         pairs: of matrices whose products are summed, which is one product of as much more depth
         """
         first, second = matrices[0], matrices[1]
         weights = matrices[1 : 2 * pairs : 2]
         out_features = first.shape[1] if kernel == "wgrad" else sum(weight.shape[0] for weight in weights)
-        dtype = first.dtype
-        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        result_dtype = dtype or first.dtype
+        tf32 = first.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         layouts = tuple(Layout.of("", matrix) for matrix in matrices)
         results = tuple(Layout.of("", matrix) for matrix in written or ())
         # one stands for all of them, as it does where they are allocated: the one that is hardest to write
         layouts += tuple(sorted(results, key=lambda layout: layout.tma_obstacle() is None)[:1])
         problem = Problem(
-            step, kernel, dtype, tf32, first.shape[0], out_features, second.shape[1], options, layouts
+            step,
+            kernel,
+            first.dtype,
+            result_dtype,
+            tf32,
+            first.shape[0],
+            out_features,
+            second.shape[1],
+            options,
+            layouts,
         )
         if written is None:
             rows, cols = problem.product
-            result = Layout("", rows, cols, cols, 1, dtype.itemsize, address=0)
+            result = Layout("", rows, cols, cols, 1, result_dtype.itemsize, address=0)
             problem = replace(problem, layouts=(*layouts, result))
         return replace(problem, tokens=token_class(first.shape[0]))
 

@@ -69,6 +69,7 @@ class Library(NamedTuple):
 
 # how a problem names arguments that are there, or asked for
 OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db"}
+SCALES = frozenset(("x_scale", "w_scale"))  # arguments that any layout of is read as fast
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +107,39 @@ class Primitive(Generic[P, R]):
         """The problem that a call poses; its tensors may be on the meta device. out: what it writes into"""
         assert self.kernel is not None, "only what has tiles is timed"
         call = signature(self.by_torch).bind(*args, **kwargs).arguments
-        matrices = [value for value in call.values() if isinstance(value, Tensor) and value.ndim == 2]
+        matrices = [
+            value
+            for name, value in call.items()
+            if isinstance(value, Tensor) and value.ndim == 2 and name not in SCALES
+        ]
         words = [value for value in call.values() if isinstance(value, str)]
         words += [
             OPTIONS[name]
             for name, value in call.items()
             if name in OPTIONS and not (value is None or value is False)
         ]
+        if call.keys() >= SCALES:
+            words += words_of_scales(*matrices[:2], call["x_scale"], call["w_scale"])
         if self.changes_first:
             matrices = [*matrices[1:], matrices[0]]
             words.append(str(matrices[-1].dtype).removeprefix("torch."))
         written = [] if self.changes_first else [tensor for tensor in out if tensor.ndim == 2] or None
-        return Problem.of(self.name, self.kernel, matrices, tuple(words), written=written, pairs=self.pairs)
+        return Problem.of(
+            self.name,
+            self.kernel,
+            matrices,
+            tuple(words),
+            written=written,
+            pairs=self.pairs,
+            dtype=getattr(torch, call["dtype"]) if "dtype" in call else None,
+        )
+
+
+def words_of_scales(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor) -> list[str]:
+    """How a problem names what differs between products in fp8."""
+    words = [] if weight.dtype == x.dtype else [str(weight.dtype).removeprefix("torch.")]
+    words += ["blocks"] * (x_scale.shape[1] != 1)
+    return words + ["square"] * (w_scale.shape[0] != weight.shape[0])
 
 
 def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) -> None:

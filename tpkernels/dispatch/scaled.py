@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpkernels.dispatch.record import Layer, Primitive, launcher
-from tpkernels.kernels.activations import Activation, act_ref
-from tpkernels.kernels.recipe import Format, Scaling
+from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
+from tpkernels.kernels.activations import Activation, act_into, act_ref
+from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import dequantize_ref, empty_words, quantize_ref
+from tpkernels.kernels.target import Target
 
 Wide = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE: Mapping[Wide, torch.dtype] = {
@@ -28,9 +30,7 @@ def _quantize(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, s
     return quantize_ref(x, format, scaling, power_of_two=power_of_two, square=square)
 
 
-def _empty_quantized(
-    x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool
-) -> Tensor:
+def _empty_quantized(x: Tensor, format: Format, scaling: Scaling, power_of_two: bool, square: bool) -> Tensor:
     return empty_words(x.shape[0], x.shape[1], scaling, x.device)
 
 
@@ -75,16 +75,109 @@ def _scaled_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(z), z = x̂ ŵᵀ + bias -> (y, z), with x̂ = x * x_scale and ŵ = weight * w_scale.
 
-    x_scale, w_scale: (T, S), (N, S), as of `Scaled`; sums are in fp32, and rounded to dtype once
+    x_scale, w_scale: (T, S), (N, S), as of `Scaled`; with scales of blocks w_scale may be (N / 128, S), one
+        row for each 128 of weight
+    Sums are in fp32, and rounded to dtype once.
     """
     into = DTYPE[dtype]
-    wide = torch.promote_types(into, torch.float32)
-    if x_scale.shape[1] == 1:  # products of fp8 are exact in fp32
-        z = functional.linear(x.to(wide), weight.to(wide)) * (x_scale.to(wide) * w_scale.to(wide).t())
+    z = _scaled_product(x, weight, x_scale, w_scale, torch.promote_types(into, torch.float32))
+    z = z if bias is None else z + bias.to(z.dtype)
+    y = act_ref(z, activation).to(into)
+    return y, (y if activation == "none" else z.to(into)) if keep_z else None
+
+
+def _scaled_product(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, wide: torch.dtype) -> Tensor:
+    """x̂ ŵᵀ in fp32 or wider."""
+    if w_scale.shape[0] != weight.shape[0]:
+        w_scale = w_scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
+    if x_scale.shape[1] != 1:
+        return functional.linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide))
+    if x.is_cuda and torch.version.hip is None and wide == torch.float32 and x.numel() and weight.numel():
+        # bf16 holds all numbers of fp8, and its products are exact in fp32
+        z = torch.mm(x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), out_dtype=wide)
     else:
-        z = functional.linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide))
-    z = z if bias is None else z + bias.to(wide)
-    return act_ref(z, activation).to(into), z.to(into) if keep_z else None
+        z = functional.linear(x.to(wide), weight.to(wide))
+    # one after the other: the product of two tiny scales may be too small for fp32
+    return z * x_scale.to(wide) * w_scale.to(wide).t()
+
+
+def _scaled_linear_into(
+    out: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+    dtype: Wide,
+) -> None:
+    """out: y, and z if it is kept and not y"""
+    z = _scaled_product(x, weight, x_scale, w_scale, torch.promote_types(DTYPE[dtype], torch.float32))
+    z = z if bias is None else z.add_(bias)
+    if len(out) == 2:
+        out[1].copy_(z)
+    act_into(z, z, activation)
+    out[0].copy_(z)
+
+
+def _scaled_mm(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+    dtype: Wide,
+) -> tuple[Tensor, Tensor | None]:
+    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPE[dtype])
+    z = torch.empty_like(y) if keep_z and activation != "none" else y
+    _scaled_mm_into((y, z), x, weight, x_scale, w_scale, bias, activation, keep_z, dtype)
+    return y, z if keep_z else None
+
+
+def _scaled_mm_into(
+    out: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    keep_z: bool,
+    dtype: Wide,
+) -> None:
+    """By cuBLASLt or CUTLASS, which promote sums, too. The activation is that of the rounded z.
+
+    out: y, and z if it is kept and not y
+    """
+    y, z = out[0], out[-1]
+    torch._scaled_mm(
+        x,
+        weight.t(),
+        x_scale.contiguous(),
+        w_scale.t().contiguous(),
+        bias=None if bias is None else bias.to(z.dtype),
+        out_dtype=z.dtype,
+        use_fast_accum=False,
+        out=z,
+    )
+    act_into(y, z, activation)
+
+
+def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
+    """Row-wise scales, rows of whole 16-byte units, and not e5m2 by e5m2."""
+    e5m2 = problem.dtype == torch.float8_e5m2 and "float8_e4m3fn" not in problem.options
+    return (
+        target.backend == "cuda"
+        and target.capability >= 89
+        and problem.result == torch.bfloat16
+        and not {"blocks", "square"} & set(problem.options)
+        and not e5m2
+        and problem.out_features % 16 == problem.in_features % 16 == 0
+        and not any(layout.tma_obstacle() for layout in problem.layouts)
+    )
 
 
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
@@ -101,4 +194,7 @@ scaled_linear = Primitive(
     launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype"),
     _scaled_linear_sample,
     given=lambda *call: (True, call[6]),
+    into=_scaled_linear_into,
+    kernel="linear",
+    library=(Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=_scaled_mm_into),),
 )

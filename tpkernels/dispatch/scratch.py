@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tpkernels.dispatch.record import Primitive
+from tpkernels.kernels.operands import FP8
 
 ALIGNMENT = 16  # bytes; more of it decides nothing
+FP8_SIZE = 64.0  # of elements in fp8: as if the largest of thousands had been scaled to 448
 
 
 def scratch_like(arguments: tuple[Any, ...], depth: int, device: torch.device) -> tuple[Any, ...]:
@@ -24,17 +26,24 @@ def scratch_like(arguments: tuple[Any, ...], depth: int, device: torch.device) -
     """
     generator = torch.Generator(device).manual_seed(0)
     scale = max(depth, 1) ** -0.25
+    scaled = any(isinstance(argument, Tensor) and argument.dtype in FP8 for argument in arguments)
     return tuple(
-        _scratch(argument, scale, generator) if isinstance(argument, Tensor) else argument
+        _scratch(argument, scale, scaled, generator) if isinstance(argument, Tensor) else argument
         for argument in arguments
     )
 
 
-def _scratch(like: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+def _scratch(like: Tensor, scale: float, scaled: bool, generator: torch.Generator) -> Tensor:
+    """scaled: beside matrices in fp8, those in fp32 are their scales"""
     offset = like.data_ptr() % ALIGNMENT // like.element_size()
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     memory = torch.empty(extent, dtype=like.dtype, device=generator.device)
-    if like.is_floating_point() and like.ndim == 1:
+    if like.dtype in FP8:
+        wide = torch.randn(extent, generator=generator, device=generator.device)
+        memory.copy_(wide.mul_(FP8_SIZE).clamp_(-448, 448))
+    elif scaled and like.ndim == 2 and like.dtype == torch.float32:
+        memory.uniform_(0.5, 1.5, generator=generator).mul_(scale / FP8_SIZE)
+    elif like.is_floating_point() and like.ndim == 1:
         # a bias is added to products of a size of one: a column that goes without it is far off
         memory.uniform_(0.5, 1.5, generator=generator)
     elif like.is_floating_point():

@@ -58,7 +58,7 @@ def stem_of(kernel: str, form: Form, dtype: torch.dtype, tile: MatmulTile) -> st
     return f"{kernel}/{form}/{SHORT_NAMES[dtype]}/{tile.name}"
 
 
-def least_shared_memory(kernel: Kernel, form: Form, dtype: torch.dtype, tile: MatmulTile) -> int:
+def least_shared_memory(kernel: str, form: Form, dtype: torch.dtype, tile: MatmulTile) -> int:
     """Bytes that a block takes where it takes the fewest, of all that was compiled; 0 if unknown.
 
     A GPU with less cannot launch it, whatever its architecture and whichever Triton compiles.

@@ -78,9 +78,9 @@ def _scaled_linear_kernel(
             w_block = load_block(w, n, k, N, K, stride_wn, 1, BLOCK_COLS, BLOCK_DEPTH, TMA)
             if BY_BLOCK:
                 products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
-                s = k // 128
-                x_scale = load_vector(x_scale_ptr + s.to(tl.int64) * stride_xss, t, T, stride_xst, BLOCK_ROWS)
-                w_scale = _w_scale(w_scale_ptr + s.to(tl.int64) * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
+                s = (k // 128).to(tl.int64)
+                x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
+                w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
                 acc += products * x_scale[:, None] * w_scale
             elif IN_PLACE:
                 acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
@@ -104,11 +104,11 @@ def _scaled_linear_kernel(
 @triton.jit
 def _w_scale(source, n, N, stride, SHARED: tl.constexpr, SIZE: tl.constexpr):
     """The scales of SIZE rows of w from n, to multiply the columns of a block: one where they share it."""
-    if SHARED == 1:
-        return load_vector(source, n, N, stride, SIZE)[None, :]
-    else:
-        tl.static_assert(SHARED % SIZE == 0, "columns of a block have several scales")
+    if SHARED >= SIZE:  # both are powers of two
         return tl.load(source + (n // SHARED).to(tl.int64) * stride)
+    else:
+        i = n + tl.arange(0, SIZE)
+        return tl.load(source + (i // SHARED).to(tl.int64) * stride, mask=i < N, other=0.0)[None, :]
 
 
 def scaled_linear_fwd(
@@ -153,7 +153,8 @@ def scaled_linear_fwd(
     form, tile = launch.choose(name, "linear", target, matrices, (T, N), tile, form)
     shared = 1 if w_scale.shape[0] == N else BLOCK
     by_block = x_scale.shape[1] != 1
-    _require_tile(tile, by_block, shared)
+    if tile.consumers or tile.block_depth > BLOCK:
+        raise ValueError(f"{name}: expected a tile of at most {BLOCK} depth, without consumers, got {tile}")
     if y.numel():
         part = (tile.block_rows, tile.block_cols // tile.parts)
         y_operand = launch.operand(y, part, form)
@@ -185,16 +186,3 @@ def scaled_linear_fwd(
             **launch.constants(tile, form),
         )
     return LinearForward(y, z if keep_z else None)
-
-
-def _require_tile(tile: MatmulTile, by_block: bool, shared: int) -> None:
-    """No more of depth at a time than tensor cores may sum; no more columns than share a scale."""
-    if tile.consumers or tile.block_depth > BLOCK:
-        raise ValueError(
-            f"scaled_linear_fwd: expected a tile of at most {BLOCK} depth, without consumers, got {tile}"
-        )
-    width = tile.block_cols if by_block else tile.block_cols // tile.parts
-    if shared > 1 and width > shared:
-        raise ValueError(
-            f"scaled_linear_fwd: expected a tile of at most {shared} columns, which share scales, got {tile}"
-        )

@@ -105,14 +105,20 @@ def resident_programs(launcher: str, target: Target, per_processor: int, margin:
     return target.processors - margin if margin else target.processors * per_processor
 
 
-def require_fp8(launcher: str, target: Target) -> None:
-    """That tensor cores multiply fp8, in the formats e4m3fn and e5m2; the interpreter does too."""
+def fp8_obstacle(target: Target) -> str | None:
+    """Why kernels cannot multiply e4m3fn and e5m2 there; None if they can."""
     if target.backend == "hip":
-        raise ValueError(f"{launcher}: fp8 expected an NVIDIA GPU, got one of AMD")
+        return "one of AMD, whose formats of fp8 differ"
     if target.backend == "cuda" and target.capability < 89:
+        return f"{target.capability / 10}"
+    return None
+
+
+def require_fp8(launcher: str, target: Target) -> None:
+    if obstacle := fp8_obstacle(target):
         raise ValueError(
             f"{launcher}: fp8 expected a GPU of capability 8.9 or later (Ada, Hopper, Blackwell), got "
-            f"{target.capability / 10}"
+            f"{obstacle}"
         )
 
 

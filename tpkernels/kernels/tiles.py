@@ -173,6 +173,7 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
 # kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
+    ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),  # scales in the loop take sums to registers
 }
 # On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
 _BLACKWELL_WGRAD = (
@@ -211,9 +212,9 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(128, 128, 128, num_warps=8, num_stages=4, parts=2, flatten=True),
     MatmulTile(64, 128, 128, num_warps=4, num_stages=3, parts=2, per_processor=2),
 )
-_HOPPER_FP8: tuple[MatmulTile, ...] = (
-    MatmulTile(64, 256, 128, num_warps=8, num_stages=4, parts=2, flatten=True),
-)
+# Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
+_HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
+_BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 _POINTER_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(128, 128, 128, num_warps=8, num_stages=3),
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
@@ -229,9 +230,9 @@ def candidates(
     ragged: some address or row is not 16-byte aligned, so that elements are addressed one by one
     """
     tiles = default_tiles(kernel, form, dtype, target, ragged)
-    if form == "descriptor" and target.backend == "cuda" and target.capability == 90:
-        if dtype in FP8:
-            return tiles + _HOPPER_FP8
+    if form == "descriptor" and target.backend == "cuda" and dtype in FP8:
+        tiles += (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
+    elif form == "descriptor" and target.backend == "cuda" and target.capability == 90:
         tiles += tuple(tile for tile in _HOPPER[kernel] if compiles(tile))
     return tiles
 
