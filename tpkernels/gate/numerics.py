@@ -215,7 +215,7 @@ def _matmuls(of: Operands) -> Iterator[Case]:
 def _in_fp8() -> Iterator[Case]:
     for form, sizes in IN_FP8.items():
         of = RandomOperands(BF16, *sizes, chunks=1, form=form)
-        for scaling in scaled.SCALINGS:
+        for scaling in scaled.NAMES:
             way, call = f"{form}/fp8/{scaling}", partial(scaled.scaled_linear, of, scaling)
             for activation in ACTIVATIONS:
                 yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation))

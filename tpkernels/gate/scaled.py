@@ -6,7 +6,7 @@ that the pointer form is recorded for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from tpkernels.kernels.tiles import MatmulTile, candidates, sum_tile
 
 T, N, K = 2096, 512, 1024  # multiples of 16
 E4M3, E5M2 = DTYPE_OF["e4m3"], DTYPE_OF["e5m2"]
-SCALINGS: tuple[Scaling, ...] = ("rows", "blocks")
+NAMES: Mapping[Scaling, str] = {"rows": "", "blocks": "+blocks"}  # as a problem's options say
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +88,21 @@ def recipes() -> Iterator[Recipe]:
         if way.form == "pointer":
             for tile in candidates("linear", way.form, E4M3, way.target, ragged=True):
                 yield from _of_tile(way, tile, ragged=True)
-        for scaling in SCALINGS:
+        for scaling in NAMES:
             summed = partial(scaled_linear, scaling=scaling, optional=False, dtype="float32")
-            yield _recipe(way, sum_tile(way.form, E4M3, way.target), f"{scaling}=fp32", summed)
+            yield _recipe(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{NAMES[scaling]}", summed)
         gradient = partial(scaled_linear, optional=False, format="e5m2")
         largest = candidates("linear", way.form, E5M2, way.target)[0]
-        yield _recipe(way, largest, "rows+none", gradient, E5M2)
+        yield _recipe(way, largest, "none+float8_e4m3fn", gradient, E5M2)
 
 
 def _of_tile(way: _Way, tile: MatmulTile, ragged: bool = False) -> Iterator[Recipe]:
-    for scaling in SCALINGS:
+    for scaling in NAMES:
         costly = partial(scaled_linear, scaling=scaling, activation="gelu_tanh")
-        yield _recipe(way, tile, f"{scaling}+gelu_tanh+bias+z", costly, ragged=ragged)
+        yield _recipe(way, tile, f"gelu_tanh+bias+z{NAMES[scaling]}", costly, ragged=ragged)
         if way.form == "descriptor":
             plain = partial(scaled_linear, scaling=scaling, optional=False)
-            yield _recipe(way, tile, f"{scaling}+none", plain)
+            yield _recipe(way, tile, f"none{NAMES[scaling]}", plain)
 
 
 def _recipe(

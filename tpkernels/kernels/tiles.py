@@ -215,8 +215,9 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
 _HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
+# 128x128 spills with scales of blocks
 _POINTER_FP8: tuple[MatmulTile, ...] = (
-    MatmulTile(128, 128, 128, num_warps=8, num_stages=3),
+    MatmulTile(64, 128, 128, num_warps=8, num_stages=3),
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
@@ -245,8 +246,10 @@ def default_tiles(
         return (_INTERPRETED,)
     if dtype == torch.float32:
         return _POINTER_FP32
-    if dtype in FP8 and (form == "descriptor" or not ragged):
-        return _DESCRIPTOR_FP8 if form == "descriptor" else _POINTER_FP8
+    if dtype in FP8:
+        tiles = _DESCRIPTOR_FP8 if form == "descriptor" else _POINTER_RAGGED if ragged else _POINTER_FP8
+        # of fewer rows Hopper and the larger Blackwell make fp16 before they multiply
+        return tuple(tile for tile in tiles if tile.block_rows >= 64 or target.capability // 10 not in (9, 10))
     if ragged and form == "pointer":
         return _POINTER_RAGGED
     if kernel == "wgrad" and form == "descriptor" and target.capability >= 100:
