@@ -9,24 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from tpkernels.dispatch.scaled import DTYPE, Wide
 from tpkernels.gate.calls import Operands, Results
+from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.recording import MetaOperands, Recipe
 from tpkernels.kernels.activations import Activation, act_ref
-from tpkernels.kernels.footprints import stem_of
+from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.quantize import dequantize as dequantize_launcher
+from tpkernels.kernels.quantize import quantize as quantize_launcher
+from tpkernels.kernels.quantize import quantize_act, quantize_glu
 from tpkernels.kernels.recipe import Format, Scaling
-from tpkernels.kernels.scaled import DTYPE_OF, dequantize_ref
+from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.scaled_linear import scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, Target
-from tpkernels.kernels.tiles import MatmulTile, candidates, sum_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, candidates, serves, sum_tile
 
 T, N, K = 2096, 512, 1024  # multiples of 16
 E4M3, E5M2 = DTYPE_OF["e4m3"], DTYPE_OF["e5m2"]
 NAMES: Mapping[Scaling, str] = {"rows": "", "blocks": "+blocks"}  # as a problem's options say
+
+
+FEATURES = (1024, 8192, MAX_FEATURES)  # of rows that a program holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,78 @@ def scaled_linear(
     return {"y": (ours.y, act_ref(z, activation))} | ({"z": (ours.z, z)} if optional else {})
 
 
+def quantize(
+    of: Operands,
+    scaling: Scaling = "rows",
+    format: Format = "e4m3",
+    power_of_two: bool = False,
+    square: bool = False,
+    by_columns: bool = False,
+) -> Results:
+    """The words, byte for byte.
+
+    by_columns: of a matrix whose columns are contiguous, as those of a weight for dgrad
+    """
+    tokens, in_features, _ = of.sizes
+    x = of.matrix(in_features, tokens).t() if by_columns else of.matrix(tokens, in_features)
+    ways: dict[str, Any] = {"power_of_two": power_of_two, "square": square}
+    ours = quantize_launcher(x, format=format, scaling=scaling, **ways)
+    exact = quantize_ref(x, format, scaling, **ways)
+    return {"words": (ours.view(torch.uint8).float(), exact.view(torch.uint8).double())}
+
+
+def quantize_activation(of: Operands, scaling: Scaling = "rows", gated: bool = True) -> Results:
+    """Of silu(z) or silu(g) * u: what is rounded to fp8 may differ where fp32 does."""
+    tokens, in_features, _ = of.sizes
+    g, u = of.matrix(tokens, in_features), of.matrix(tokens, in_features)
+    if gated:
+        words = quantize_glu(g, u, kind="swiglu", format="e4m3", scaling=scaling)
+    else:
+        words = quantize_act(g, activation="silu", format="e4m3", scaling=scaling)
+    values = act_ref(g.double(), "silu") * (u.double() if gated else 1)
+    ours, exact = (
+        Scaled(one, in_features, "e4m3", scaling)
+        for one in (words, quantize_ref(values.float(), "e4m3", scaling))
+    )
+    # bf16 holds all numbers of e4m3
+    return {"scale": (ours.scale, exact.scale.double()), "data": (ours.data.bfloat16(), exact.data.double())}
+
+
+def dequantize(of: Operands, scaling: Scaling = "rows", dtype: Wide = "bfloat16") -> Results:
+    tokens, in_features, _ = of.sizes
+    given = of.scaled(tokens, in_features, "e4m3", scaling)
+    ours = dequantize_launcher(given.data, given.scale, dtype=dtype)
+    return {"y": (ours, dequantize_ref(given.data, given.scale, torch.float64))}
+
+
+QUANTIZED: Mapping[str, Callable[[Operands], Results]] = {
+    "rows+e5m2": partial(quantize, format="e5m2"),
+    "rows+power_of_two": partial(quantize, power_of_two=True),
+    "rows+by_columns": partial(quantize, by_columns=True),
+    "blocks": partial(quantize, scaling="blocks"),
+    "blocks+by_columns": partial(quantize, scaling="blocks", by_columns=True),
+    "blocks+square": partial(quantize, scaling="blocks", square=True),
+    "rows+silu": partial(quantize_activation, gated=False),
+    "rows+swiglu": quantize_activation,
+    "blocks+silu": partial(quantize_activation, scaling="blocks", gated=False),
+    "blocks+swiglu": partial(quantize_activation, scaling="blocks"),
+}
+
+
 def recipes() -> Iterator[Recipe]:
+    """Of what multiplies, and of what quantizes."""
+    yield from _products()
+    for features in FEATURES:
+        yield _row_recipe("quantize", f"{features}/rows", quantize, features)
+    for way, call in QUANTIZED.items():
+        yield _row_recipe("quantize", f"{K}/{way}", call)
+    yield _row_recipe("quantize", f"{2 * MAX_FEATURES}/rows", quantize, 2 * MAX_FEATURES)
+    yield _row_recipe("quantize", f"{K}/rows", quantize, dtype=torch.float32)
+    for scaling in NAMES:
+        yield _row_recipe("dequantize", f"{K}/{scaling}", partial(dequantize, scaling=scaling))
+
+
+def _products() -> Iterator[Recipe]:
     """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
 
     e5m2 is the format of gradients, which meet weights in e4m3: the largest tile of each form.
@@ -98,11 +177,24 @@ def recipes() -> Iterator[Recipe]:
 
 def _of_tile(way: _Way, tile: MatmulTile, ragged: bool = False) -> Iterator[Recipe]:
     for scaling in NAMES:
+        if not serves("linear", tile, (scaling,)):
+            continue
         costly = partial(scaled_linear, scaling=scaling, activation="gelu_tanh")
         yield _recipe(way, tile, f"gelu_tanh+bias+z{NAMES[scaling]}", costly, ragged=ragged)
         if way.form == "descriptor":
             plain = partial(scaled_linear, scaling=scaling, optional=False)
             yield _recipe(way, tile, f"none{NAMES[scaling]}", plain)
+
+
+def _row_recipe(
+    kernel: str,
+    way: str,
+    call: Callable[[MetaOperands], object],
+    features: int = K,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Recipe:
+    of = MetaOperands(dtype, T, features, N, chunks=1)
+    return Recipe(f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", call, of, H100, tuple(FP8_PRODUCTS))
 
 
 def _recipe(
