@@ -1,9 +1,10 @@
-"""What makes Triton's interpreter honest: bf16 and fp8 products, bf16 casts, and the TMA reduce-add.
+"""What makes Triton's interpreter honest: products and casts of bf16 and fp8, and the TMA reduce-add.
 
-With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has no bf16: tensors of that type are held as
-the 16 raw bits. Upstream (3.6 to 3.9) `tl.dot` multiplies those bits as integers, and a cast from fp32 cuts
-the lower bits off where hardware rounds to nearest even. Of fp8 it makes fp16 before it multiplies, of NaN a
-number. `tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces these. It is called where
+With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such tensors are held as raw bits.
+Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, and a cast from fp32 cuts the lower bits
+off where hardware rounds to nearest even. A cast to fp8 loses what rounding carries into the exponent, so that
+1.984 becomes 1; casts and products of fp8 take NaN for a number, and some numbers for zero.
+`tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of these. It is called where
 kernels are defined, and does nothing in a process that compiles.
 """
 
@@ -16,9 +17,8 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
-
-_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels defined in this process are interpreted. Read when they are defined, as Triton does."""
@@ -37,10 +37,23 @@ def fp32_from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+def fp8_from_fp32(values: npt.NDArray[np.float32], dtype: torch.dtype) -> npt.NDArray[np.uint8]:
+    """The bits of fp8, rounded to nearest even.
+
+    What is too large, infinity among it, becomes the largest number of its sign, and every NaN the one
+    without sign, as Nvidia's `cvt.rn.satfinite` does. Torch's own cast gives NaN (e4m3) or infinity (e5m2).
+    """
+    largest = torch.finfo(dtype).max
+    held = torch.from_numpy(np.array(values, dtype=np.float32)).clamp(-largest, largest)
+    return torch.where(held.isnan(), 0x7F, held.to(dtype).view(torch.uint8)).numpy()
+
+
 def fp32_from_fp8(bits: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArray[np.float32]:
     """The value of each fp8, exactly."""
-    values = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).numpy()
-    return np.asarray(values[bits], dtype=np.float32)
+    return torch.from_numpy(np.array(bits, dtype=np.uint8)).view(dtype).float().numpy()
 
 
 def mend() -> None:
@@ -48,7 +61,11 @@ def mend() -> None:
     builder = interpreter.InterpreterBuilder
     if not INTERPRETING or getattr(builder, "_mended_by_tpkernels", False):
         return
-    upstream_dot, upstream_cast = builder.create_dot, builder.cast_impl
+    upstream_dot, upstream_cast, upstream_fp8 = (
+        builder.create_dot,
+        builder.cast_impl,
+        builder.create_fp_to_fp,
+    )
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_imprecise: Any) -> Any:
         return upstream_dot(self, _as_fp32(a), _as_fp32(b), d, input_precision, max_imprecise)
@@ -58,19 +75,29 @@ def mend() -> None:
             return interpreter.TensorHandle(bf16_from_fp32(source.data), tl.bfloat16)
         return upstream_cast(self, source, target)
 
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (dtype := _FP8.get(target.scalar)) and rounding == ir.ROUNDING_MODE.RTNE:
+            return interpreter.TensorHandle(fp8_from_fp32(_as_fp32(source).data, dtype), target.scalar)
+        if source.dtype.scalar in _FP8:
+            wide = _as_fp32(source)
+            return wide if target.scalar == tl.float32 else cast_impl(self, wide, target)
+        return upstream_fp8(self, source, target, rounding)
+
     builder.create_dot = create_dot
+    builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
     builder.create_descriptor_reduce = _create_descriptor_reduce
     builder._mended_by_tpkernels = True
 
 
 def _as_fp32(handle: Any) -> Any:
-    scalar = handle.dtype.scalar
-    if scalar == tl.bfloat16:
-        return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
-    if scalar in _FP8:
-        return interpreter.TensorHandle(fp32_from_fp8(handle.data, _FP8[scalar]), tl.float32)
-    return handle
+    """Of what NumPy has no type for; all else as it is."""
+    kind = handle.dtype.scalar
+    if kind in _FP8:
+        return interpreter.TensorHandle(fp32_from_fp8(handle.data, _FP8[kind]), tl.float32)
+    if kind != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle(fp32_from_bf16(handle.data), tl.float32)
 
 
 def _create_descriptor_reduce(self: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> None:
