@@ -10,12 +10,13 @@ from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, act_ref
-from tpkernels.kernels.scaled import BLOCK, Scaled, quantize_ref, spread
+from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread
 from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
 from tpkernels.kernels.target import A100, B200, H100, MI300, RTX_5090, Target
 from tpkernels.kernels.tiles import MatmulTile
 
-TILE = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)
+TILE = MatmulTile(32, 64, 64, num_warps=4, num_stages=1, parts=2, group=2)
+DEEP = replace(TILE, block_depth=128, flatten=True)
 # (tokens, in_features, out_features), straddling the edges of TILE and of blocks of 128
 SHAPES = {
     "one_tile": (32, 32, 32),
@@ -23,18 +24,18 @@ SHAPES = {
     "blocks": (40, 384, 140),
     "one_row": (1, 1029, 144),
 }
-ALIGNED = (40, 1056, 136)  # from 1024 features on rows start at sectors: descriptors fit
+ALIGNED = (40, 1056, 72)  # from 1024 features on rows start at sectors: descriptors fit
 SCALINGS = ("rows", "blocks")
-FORMATS = {"e4m3": ("e4m3", "e4m3"), "e5m2_x_e4m3": ("e5m2", "e4m3"), "e4m3_x_e5m2": ("e4m3", "e5m2")}
+FORMATS = {"e5m2": ("e5m2", "e5m2"), "e5m2_x_e4m3": ("e5m2", "e4m3"), "e4m3_x_e5m2": ("e4m3", "e5m2")}
 
 
-def scaled(rows, features, format, scaling, device, square=False):
-    """Rows of sizes from a hundredth to three, so that no scale serves another row."""
+def scaled(rows, features, format, scaling, device, square=False, size=1.0):
+    """Rows of sizes from a hundredth to one, so that no scale serves another row."""
     x = torch.randn(rows, features, device=device)
     x *= (
         10
         ** torch.empty(-(-rows // BLOCK) if square else rows, 1, device=device)
-        .uniform_(-2, 2)
+        .uniform_(-2, 0)
         .repeat_interleave(BLOCK if square else 1, 0)[:rows]
     )
     return Scaled(quantize_ref(x, format, scaling, square=square), features, format, scaling)
@@ -44,7 +45,7 @@ def operands(shape, device, scaling="rows", formats=("e4m3", "e4m3"), square=Fal
     tokens, in_features, out_features = shape
     return (
         scaled(tokens, in_features, formats[0], scaling, device),
-        scaled(out_features, in_features, formats[1], scaling, device, square),
+        scaled(out_features, in_features, formats[1], scaling, device, square, max(in_features, 1) ** -0.5),
         torch.randn(out_features, device=device),
     )
 
@@ -78,11 +79,16 @@ def assert_scaled_linear(x, w, bias, activation="none", dtype="bfloat16", **opti
 
 
 @pytest.mark.parametrize("dtype", RESULTS)
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_scaled_linear_fwd_matches_float64(shape, scaling, formats, dtype, device):
-    assert_scaled_linear(*operands(shape, device, scaling, formats), "gelu_tanh", dtype)
+def test_scaled_linear_fwd_matches_float64(shape, scaling, dtype, device):
+    assert_scaled_linear(*operands(shape, device, scaling), "gelu_tanh", dtype)
+
+
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_formats_may_be_mixed(scaling, formats, device):
+    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling, formats), "none", "float32")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -97,15 +103,15 @@ def test_every_activation_matches_float64(scaling, activation, device):
 def test_both_forms_match_float64(scaling, bias, form, device):
     x, w, b = operands(ALIGNED, device, scaling)
     for parts in (1, 2):
-        tile = replace(TILE, block_depth=128, parts=parts, flatten=True)
+        tile = replace(DEEP, parts=parts)
         assert_scaled_linear(x, w, b if bias else None, "silu", form=form, tile=tile)
 
 
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
-@pytest.mark.parametrize("cols", [32, 256])
+@pytest.mark.parametrize("cols", [128, 256])
 def test_a_scale_for_128_rows_of_a_weight_gives_the_bits_of_one_for_each(cols, form, device):
-    x, w, b = operands((40, 1056, 264), device, "blocks", square=True)
-    tile = replace(TILE, block_cols=cols)
+    x, w, b = operands((16, 1056, 264), device, "blocks", square=True)
+    tile = replace(DEEP, block_cols=cols)
     repeated = run(x, w, b, tile=tile, form=form).y
     shared = scaled_linear_fwd(x.data, w.data, x.scale, w.scale[::BLOCK], b, tile=tile, form=form).y
     assert torch.equal(shared, repeated)
@@ -171,7 +177,7 @@ def test_without_activation_y_is_z(device):
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
 def test_rows_of_larger_matrices_are_written_and_no_others(form, dtype, device):
     x, w, b = operands(ALIGNED, device)
-    options = {"activation": "silu", "keep_z": True, "dtype": dtype, "form": form}
+    options = {"activation": "silu", "keep_z": True, "dtype": dtype, "form": form, "tile": DEEP}
     fresh = run(x, w, b, **options)
     around = [torch.full((3, *one.shape), 7.0, dtype=one.dtype, device=device) for one in fresh]
     run(x, w, b, out=tuple(matrices[1] for matrices in around), **options)
@@ -309,16 +315,13 @@ def launched(target, scaling="rows", dtype="bfloat16", shape=(8192, 4096, 4096))
     """What would be launched there, at this shape."""
     tokens, in_features, out_features = shape
     x, w = (
-        Scaled(quantize_ref_like(rows, in_features, scaling), in_features, "e4m3", scaling)
+        Scaled(empty_words(rows, in_features, scaling, torch.device("meta")), in_features, "e4m3", scaling)
         for rows in (tokens, out_features)
     )
+    y = torch.empty(tokens, out_features, dtype=RESULTS[dtype], device="meta")
     with launch.recording(target) as launches:
-        scaled_linear_fwd(x.data, w.data, x.scale, w.scale, dtype=dtype)
+        scaled_linear_fwd(x.data, w.data, x.scale, w.scale, dtype=dtype, out=y)
     return launches[0]
-
-
-def quantize_ref_like(rows, features, scaling):
-    return quantize_ref(torch.empty(rows, features, device="meta"), "e4m3", scaling)
 
 
 @pytest.mark.parametrize(("target", "name"), [(A100, "8.0"), (MI300, "one of AMD")], ids=["sm_80", "AMD"])
@@ -335,7 +338,7 @@ ADA = Target("cuda", 89, 142)
 def test_no_more_than_128_of_depth_are_summed_by_tensor_cores(target, scaling):
     """Triton promotes wgmma's sums, of which tensor cores of sm_100 need none; Ada's it adds in place."""
     constants = launched(target, scaling).constants
-    assert constants["BLOCK_DEPTH"] == 128
+    assert constants["BLOCK_DEPTH"] <= 128
     assert constants["BY_BLOCK"] == (scaling == "blocks")
     assert constants["IN_PLACE"] == (target in (H100, B200))
     assert constants["TMA"] == (target in (H100, B200))

@@ -35,7 +35,7 @@ def _scaled_linear_kernel(
     x,  # (T, K) of fp8, like every matrix here a tensor descriptor if TMA, else a pointer
     w,  # (N, K) of fp8
     x_scale_ptr,  # (T, S) fp32
-    w_scale_ptr,  # (N, S) fp32, or a row for each SQUARE rows of w
+    w_scale_ptr,  # (N, S) fp32, or a row for each SHARED rows of w
     b_ptr,  # (N,), unread unless HAS_BIAS
     z,  # (T, N) contiguous, untouched unless KEEP_Z
     y,  # (T, N) contiguous
@@ -82,7 +82,7 @@ def _scaled_linear_kernel(
                 x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
                 w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
                 acc += products * x_scale[:, None] * w_scale
-            elif IN_PLACE:
+            elif IN_PLACE:  # Triton adds the sums of BLOCK_DEPTH up in fp32, where tensor cores do not
                 acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
             else:
                 acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
@@ -184,7 +184,7 @@ def scaled_linear_fwd(
             FAST=fast_math(into, target),
             BY_BLOCK=by_block,
             SHARED=shared,
-            IN_PLACE=target.capability // 10 in (9, 10),
+            IN_PLACE=target.has_tma,
             **launch.constants(tile, form),
         )
     return LinearForward(y, z if keep_z else None)
