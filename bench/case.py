@@ -53,10 +53,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """Ways to compute the same tensors, "ours" and "naive" among them."""
+    """Ways to compute the same tensors, "ours" and "naive" among them.
+
+    tolerance: how far off a way may be, by norm; by default what its dtype allows
+    """
 
     work: Work
     ways: Mapping[str, Computation]
+    tolerance: float | None = None
 
     def check(self) -> None:
         """Right before quick: every way agrees with the naive one as well as its dtype allows."""
@@ -65,7 +69,7 @@ class Case:
             if name == "naive":  # one that accumulates would be a term ahead
                 continue
             for i, (actual, truth) in enumerate(zip(way(), expected, strict=True)):
-                tolerance = TOLERANCE.get(self.work.dtype, 2e-2)
+                tolerance = self.tolerance or TOLERANCE.get(self.work.dtype, 2e-2)
                 if actual.shape != truth.shape:
                     shapes = f"{tuple(actual.shape)}, expected {tuple(truth.shape)}"
                     raise AssertionError(f"{self.work}: result {i} of {name} has the shape {shapes}")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.case import Work
+from bench.cases import scaled
 from bench.cases.linear import case_of, passes_of
 from bench.measure import Seconds
 from bench.shapes import GPU_SET, SMOKE, Shape, all_shapes, shapes_of
@@ -34,6 +35,21 @@ CASES = [
     for shape in SHAPES
     for pass_ in passes_of(shape)
 ]
+
+
+SCALED = [
+    pytest.param(shape, pass_, marks=chosen(shape), id=f"{shape}-fp8-{pass_}")
+    for shape in SHAPES
+    for pass_ in scaled.PASSES
+]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU torch computes what fp8 would, at no speed of its own")
+@pytest.mark.parametrize(("shape", "pass_"), SCALED)
+def test_linear_in_fp8(record: Callable[[Work, Seconds], None], shape: Shape, pass_: str) -> None:
+    torch.manual_seed(0)
+    case = scaled.case_of(shape, pass_, DTYPE, DEVICE)
+    record(case.work, case.time(ROUNDS))
 
 
 @pytest.mark.parametrize(("shape", "pass_"), CASES)

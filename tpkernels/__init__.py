@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.buckets.collectives import bucketed_reduce_scatter as bucketed_reduce_scatter
     from tpkernels.buckets.gradients import GradientBuckets as GradientBuckets
     from tpkernels.interop.parallelize import parallelize as parallelize
+    from tpkernels.kernels.recipe import Recipe as Recipe
     from tpkernels.layers.attention import ParallelAttention as ParallelAttention
     from tpkernels.layers.block import TransformerBlock as TransformerBlock
     from tpkernels.layers.checkpoint import checkpoint as checkpoint
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers: the same names as in _HOME
     from tpkernels.models.config import GPTConfig as GPTConfig
     from tpkernels.models.config import model_config as model_config
     from tpkernels.models.gpt import GPT as GPT
+    from tpkernels.ops.quantized.weights import reuse_quantized_weights as reuse_quantized_weights
     from tpkernels.runtime.initialize import create_parallel_state as create_parallel_state
     from tpkernels.runtime.initialize import destroy_model_parallel as destroy_model_parallel
     from tpkernels.runtime.initialize import destroy_parallel_state as destroy_parallel_state
@@ -87,6 +89,7 @@ _HOME = {
     "bucketed_reduce_scatter": "tpkernels.buckets.collectives",
     "GradientBuckets": "tpkernels.buckets.gradients",
     "parallelize": "tpkernels.interop.parallelize",
+    "Recipe": "tpkernels.kernels.recipe",
     "ParallelAttention": "tpkernels.layers.attention",
     "TransformerBlock": "tpkernels.layers.block",
     "checkpoint": "tpkernels.layers.checkpoint",
@@ -111,6 +114,7 @@ _HOME = {
     "GPT": "tpkernels.models.gpt",
     "GPTConfig": "tpkernels.models.config",
     "model_config": "tpkernels.models.config",
+    "reuse_quantized_weights": "tpkernels.ops.quantized.weights",
     "create_parallel_state": "tpkernels.runtime.initialize",
     "destroy_model_parallel": "tpkernels.runtime.initialize",
     "destroy_parallel_state": "tpkernels.runtime.initialize",

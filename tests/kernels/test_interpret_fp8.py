@@ -5,7 +5,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -211,6 +212,15 @@ def opened_and_dropped() -> tuple[list[str], int]:
     gc.collect()  # the interpreter keeps its last arguments in a cycle
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:tpkernels" in line]
     return left + mapped, len(os.listdir("/proc/self/fd")) - descriptors
+
+
+def dropped_open() -> int:
+    """On a rank: threads that an exchange leaves which nobody closed."""
+    before = threading.active_count()
+    gather_calls(opened(4), [0.0], calls=2)
+    dist.barrier()
+    gc.collect()
+    return threading.active_count() - before
 
 
 def different_arguments() -> str:

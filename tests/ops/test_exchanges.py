@@ -81,6 +81,10 @@ def test_shared_memory_goes_with_its_users(ranks2: RankPool):
         assert descriptors <= 0
 
 
+def test_an_exchange_that_nobody_closed_leaves_no_thread(ranks2: RankPool):
+    assert ranks2.run(exchanges.dropped_open) == [0, 0]
+
+
 def test_open_shared_refuses_different_arguments_on_every_rank(ranks2: RankPool):
     for message in ranks2.run(exchanges.different_arguments):
         assert "expected equal arguments on all ranks" in message

@@ -1,10 +1,11 @@
 """What makes Triton's interpreter honest: products and casts of bf16 and fp8, and the TMA reduce-add.
 
-With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such tensors are held as raw bits. Upstream (3.6 to 3.9) `tl.dot` multiplies those bits as integers, and a cast from fp32 cuts
-the lower bits off where hardware rounds to nearest even. A cast to fp8 loses what rounding carries into the
-exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN for a number, and some numbers for zero.
-`tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of these. It is called where kernels
-are defined, and does nothing in a process that compiles.
+With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such tensors are held as raw bits.
+Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, and a cast from fp32 cuts the lower bits
+off where hardware rounds to nearest even. A cast to fp8 loses what rounding carries into the exponent, so that
+1.984 becomes 1; casts and products of fp8 take NaN for a number, and some numbers for zero.
+`tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of these. It is called where
+kernels are defined, and does nothing in a process that compiles.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 def fp8_from_fp32(values: npt.NDArray[np.float32], dtype: torch.dtype) -> npt.NDArray[np.uint8]:
     """The bits of fp8, rounded to nearest even.
 
-    What is too large, infinity among it, becomes the largest number of its sign, and every NaN the one without
-    sign, as Nvidia's `cvt.rn.satfinite` does. Torch's own cast gives NaN (e4m3) or infinity (e5m2) instead.
+    What is too large, infinity among it, becomes the largest number of its sign, and every NaN the one
+    without sign, as Nvidia's `cvt.rn.satfinite` does. Torch's own cast gives NaN (e4m3) or infinity (e5m2).
     """
     largest = torch.finfo(dtype).max
     held = torch.from_numpy(np.array(values, dtype=np.float32)).clamp(-largest, largest)

@@ -1,4 +1,4 @@
-"""Rows rounded to fp8 beside their scales, and back: kernels and launchers. Oracles: `scaled.quantize_ref`.
+"""Rows rounded to fp8, beside their scales: kernels and launchers. The oracle is `scaled.quantize_ref`.
 
 T rows, K columns, S scales a row; `scaled` says how words hold them:
 
@@ -8,8 +8,8 @@ T rows, K columns, S scales a row; `scaled` says how words hold them:
     data   = v / scale                                  (T, K)    rounded to fp8, nearest even
 
 The bits are those of the oracle: both divisions are true ones, and sizes are compared as integers, in whose
-order NaN is above infinity (a maximum of floating-point numbers drops NaN). With an activation they are those
-of the oracle up to its last bits: an element next to the middle of two numbers of fp8 may go to the other one.
+order NaN is above infinity (a maximum of floating-point numbers drops NaN). An activation differs from torch's
+by some of its last bits: an element next to the middle of two numbers of fp8 may then go to the other one.
 
 x may lie in memory by rows or by columns (`w.t()`), and is read along its memory either way; what is written
 is rows. Scales of rows need all of a row first: a program holds rows of up to 16k columns, and reads longer
@@ -30,17 +30,26 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu, require_activation, require_glu
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.interpret import mend
-from tpkernels.kernels.operands import DTYPES, require_matrices
+from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
-from tpkernels.kernels.scaled import DTYPE_OF, words_of
-from tpkernels.kernels.target import fast_math, target_of
+from tpkernels.kernels.scaled import words_of
+from tpkernels.kernels.target import fast_math, require_fp8, target_of
 from tpkernels.kernels.tiles import MAX_FEATURES, row_tile
 
 mend()
 
 
 @triton.jit
-def _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION: tl.constexpr, GATED: tl.constexpr, FAST: tl.constexpr):
+def _values(
+    x_ptr,
+    u_ptr,
+    x_offsets,
+    u_offsets,
+    mask,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """f(x), or f(x) * u, in fp32."""
     values = act(tl.load(x_ptr + x_offsets, mask, 0.0).to(tl.float32), ACTIVATION, FAST)
     if GATED:
@@ -67,18 +76,26 @@ def _scale_of(amax, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _store_data(words_ptr, t, k, pitch, mask, values, scale_bits, FORMAT: tl.constexpr):
+def _store_data(
+    words_ptr, t, k, T, scales_at, pitch, values, scale_bits, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
     """v / scale, or zeros where the scale is NaN, at columns k of rows t."""
     fp8: tl.constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
     scale = scale_bits.to(tl.float32, bitcast=True)
-    data = tl.where(scale == scale, tl.div_rn(values, scale), 0.0).to(fp8)
-    tl.store(words_ptr.to(tl.pointer_type(fp8)) + t * pitch + k, data, mask)
+    if POWER_OF_TWO:  # whose inverse is exact, so that the product is the quotient
+        quotient = values * tl.div_rn(1.0, scale)
+    else:
+        quotient = tl.div_rn(values, scale)
+    data = tl.where(scale == scale, quotient, 0.0).to(fp8)
+    # both are multiples of 4, which Triton sees in products; it knows by itself where they are some of 16
+    mask = (t < T) & (k < scales_at // 4 * 4)
+    tl.store(words_ptr.to(tl.pointer_type(fp8)) + t * (pitch // 4 * 4) + k, data, mask)
 
 
 @triton.jit
-def _store_scales(words_ptr, t, in_rows, pitch, K, scale_bits):
+def _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale_bits):
     """The one scale of each row, and the zeros behind it."""
-    first = tl.cdiv(K, 4)
+    first = scales_at // 4
     i = tl.arange(0, 8)  # to the end of a sector, at most
     words = tl.where(i[None, :] == 0, scale_bits[:, None], 0)
     mask = in_rows[:, None] & (first + i < pitch // 4)[None, :]
@@ -96,6 +113,7 @@ def _quantize_rows_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -115,9 +133,10 @@ def _quantize_rows_kernel(
     u_offsets = t[:, None] * stride_ut + k[None, :] * stride_uk
     values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
     scale = _scale_of(tl.max(_sizes(values), axis=1), FORMAT, POWER_OF_TWO)
-    inside = in_rows[:, None] & (k < 4 * tl.cdiv(K, 4))[None, :]
-    _store_data(words_ptr, t[:, None], k[None, :], pitch, inside, values, scale[:, None], FORMAT)
-    _store_scales(words_ptr, t, in_rows, pitch, K, scale)
+    _store_data(
+        words_ptr, t[:, None], k[None, :], T, scales_at, pitch, values, scale[:, None], FORMAT, POWER_OF_TWO
+    )
+    _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
 
 
 @triton.jit
@@ -131,6 +150,7 @@ def _quantize_strips_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -146,7 +166,7 @@ def _quantize_strips_kernel(
     in_rows = t < T
     x_rows, u_rows = t[:, None] * stride_xt, t[:, None] * stride_ut
     largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
-    for start in tl.range(0, K, BLOCK_COLS):
+    for start in tl.range(0, K, BLOCK_COLS, num_stages=3):
         k = (start + tl.arange(0, BLOCK_COLS)).to(tl.int64)
         mask = in_rows[:, None] & (k < K)[None, :]
         x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
@@ -154,14 +174,24 @@ def _quantize_strips_kernel(
         largest = tl.maximum(largest, _sizes(values))
     scale = _scale_of(tl.max(largest, axis=1), FORMAT, POWER_OF_TWO)
     blocks = tl.cdiv(K, BLOCK_COLS)
-    for done in tl.range(0, blocks):
+    for done in tl.range(0, blocks, num_stages=3):
         k = ((blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
         mask = in_rows[:, None] & (k < K)[None, :]
         x_offsets, u_offsets = x_rows + k[None, :] * stride_xk, u_rows + k[None, :] * stride_uk
         values = _values(x_ptr, u_ptr, x_offsets, u_offsets, mask, ACTIVATION, GATED, FAST)
-        inside = in_rows[:, None] & (k < 4 * tl.cdiv(K, 4))[None, :]
-        _store_data(words_ptr, t[:, None], k[None, :], pitch, inside, values, scale[:, None], FORMAT)
-    _store_scales(words_ptr, t, in_rows, pitch, K, scale)
+        _store_data(
+            words_ptr,
+            t[:, None],
+            k[None, :],
+            T,
+            scales_at,
+            pitch,
+            values,
+            scale[:, None],
+            FORMAT,
+            POWER_OF_TWO,
+        )
+    _store_scale(words_ptr, t, in_rows, scales_at, pitch, scale)
 
 
 @triton.jit
@@ -175,6 +205,7 @@ def _quantize_blocks_kernel(
     stride_xk,
     stride_ut,
     stride_uk,
+    scales_at,  # the byte of a row of words at which its scales begin: K, rounded up to words
     pitch,  # bytes of a row of words
     FORMAT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -201,45 +232,14 @@ def _quantize_blocks_kernel(
     if SQUARE:
         largest = tl.broadcast_to(tl.max(largest, axis=0)[None, :], (BLOCK_ROWS, GROUPS))
     scale = _scale_of(largest, FORMAT, POWER_OF_TWO)
-    inside = in_rows & (k < 4 * tl.cdiv(K, 4))
-    _store_data(words_ptr, rows, k, pitch, inside, values, scale[:, :, None], FORMAT)
+    _store_data(words_ptr, rows, k, T, scales_at, pitch, values, scale[:, :, None], FORMAT, POWER_OF_TWO)
 
-    first_scale = words_ptr + t[:, None] * (pitch // 4) + tl.cdiv(K, 4)
+    first_scale = words_ptr + t[:, None] * (pitch // 4) + scales_at // 4
     tl.store(first_scale + s[None, :], scale, (t < T)[:, None] & (s < scales)[None, :])
     if col_tile == col_tiles - 1:
         i = scales + tl.arange(0, 8)[None, :]  # to the end of a sector, at most
-        mask = (t < T)[:, None] & (tl.cdiv(K, 4) + i < pitch // 4)
+        mask = (t < T)[:, None] & (scales_at // 4 + i < pitch // 4)
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 8), tl.int32), mask)
-
-
-@triton.jit
-def _dequantize_kernel(
-    data_ptr,  # (T, K)
-    scale_ptr,  # (T, S)
-    y_ptr,  # (T, K) contiguous
-    T,
-    K,
-    stride_dt,
-    stride_dk,
-    stride_st,
-    stride_ss,  # 0: all of a row share one
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """One program takes BLOCK_ROWS rows of GROUPS times BLOCK columns."""
-    scales = tl.cdiv(K, BLOCK)
-    col_tiles = tl.cdiv(scales, GROUPS)
-    # int64: T * K passes 2**31 at 512k tokens of width 4096
-    t = (tl.program_id(0) // col_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    s = tl.program_id(0) % col_tiles * GROUPS + tl.arange(0, GROUPS)
-    k = (s[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]).to(tl.int64)[None, :, :]
-    rows = t[:, None, None]
-    mask = (rows < T) & (k < K)
-    data = tl.load(data_ptr + rows * stride_dt + k * stride_dk, mask, 0.0).to(tl.float32)
-    in_scales = (t < T)[:, None] & (s < scales)[None, :]
-    scale = tl.load(scale_ptr + t[:, None] * stride_st + s.to(tl.int64)[None, :] * stride_ss, in_scales, 0.0)
-    tl.store(y_ptr + rows * K + k, (data * scale[:, :, None]).to(y_ptr.dtype.element_ty), mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +251,11 @@ class _Tile:
     num_warps: int
 
 
-_COLUMNS = _Tile(32, 256, num_warps=8)  # of x that lies by columns: 64 bytes of each
-_LONG_ROWS = _Tile(1, 8192, num_warps=8)
+_COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
+_LONG_ROWS = _Tile(1, 8192, num_warps=16)
 _BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # of which a row's scales fill a sector
 _BLOCKS_BY_COLUMNS = _Tile(64, BLOCK, num_warps=8)
-_SQUARES = _Tile(BLOCK, BLOCK, num_warps=8)
+_SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
 
 
 def quantize(
@@ -324,16 +324,20 @@ def _quantize(
 ) -> Tensor:
     require_matrices(launcher, ("x", x), ("u", u))
     if u is not None and u.shape != x.shape:
-        raise ValueError(
-            f"{launcher}: expected u of the shape of g {tuple(x.shape)}, got {tuple(u.shape)}"
-        )
+        raise ValueError(f"{launcher}: expected u of the shape of g {tuple(x.shape)}, got {tuple(u.shape)}")
     for name, word, kinds in (("format", format, Format), ("scaling", scaling, Scaling)):
         if word not in get_args(kinds):
             words = " or ".join(map(repr, get_args(kinds)))
             raise ValueError(f"{launcher}: expected {name} {words}, got {word!r}")
     target = target_of(x.device)
     T, K = x.shape
-    words = _words(launcher, out, (T, words_of(K, scaling)), x.device)
+    require_fp8(launcher, target)
+    shape = T, words_of(K, scaling)
+    if out is None:  # made as fp32, of which tests see what was not written
+        words = launch.empty(shape, torch.float32, x.device).view(torch.int32)
+    else:
+        inputs = (("x", x), ("u", u))
+        (words,) = launch.results(launcher, out, {"words": shape}, inputs, dtype=torch.int32)
     if not words.numel():
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
@@ -365,64 +369,10 @@ def _quantize(
         K,
         *x.stride(),
         *(x if u is None else u).stride(),
+        4 * launch.ceil_div(K, 4),
         4 * words.shape[1],
         **constants,
         BLOCK_ROWS=tile.block_rows,
         num_warps=tile.num_warps,
     )
     return words
-
-
-def _words(launcher: str, out: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
-    if out is None:  # made as fp32, of which tests see what was not written
-        return launch.empty(shape, torch.float32, device).view(torch.int32)
-    if tuple(out.shape) != shape or out.dtype != torch.int32 or out.device != device or not out.is_contiguous():
-        raise ValueError(
-            f"{launcher}: expected out contiguous, of shape {shape} in torch.int32 on {device}, got "
-            f"{tuple(out.shape)} with strides {out.stride()} in {out.dtype} on {out.device}"
-        )
-    return out
-
-
-def dequantize(
-    data: Tensor, scale: Tensor, *, dtype: str, out: Tensor | None = None
-) -> Tensor:
-    """data * scale, in fp32, rounded to dtype: "bfloat16", "float16" or "float32".
-
-    data: (rows, columns) of fp8, of any strides
-    scale: (rows, 1), or (rows, columns / 128, rounded up); in fp32
-    """
-    T, K = data.shape
-    wanted = getattr(torch, dtype)
-    if wanted not in DTYPES:
-        raise TypeError(f"dequantize: expected bfloat16, float16 or float32 as dtype, got {dtype}")
-    if data.dtype not in DTYPE_OF.values() or scale.dtype != torch.float32:
-        raise TypeError(
-            f"dequantize: expected data in fp8 and scales in fp32, got {data.dtype} and {scale.dtype}"
-        )
-    target_of(data.device)
-    shapes = (T, 1), (T, launch.ceil_div(K, BLOCK))
-    if tuple(scale.shape) not in shapes or scale.device != data.device:
-        raise ValueError(
-            f"dequantize: expected scale of shape {shapes[0]} or {shapes[1]} for data {tuple(data.shape)}, on "
-            f"{data.device}; got {tuple(scale.shape)} on {scale.device}"
-        )
-    y = launch.empty((T, K), wanted, data.device)
-    if y.numel():
-        tile = _BLOCKS
-        programs = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(K, tile.block_cols)
-        launch.on(data.device, _dequantize_kernel, (programs,))(
-            data,
-            scale,
-            y,
-            T,
-            K,
-            *data.stride(),
-            scale.stride(0),
-            scale.stride(1) if scale.shape[1] > 1 else 0,
-            BLOCK=BLOCK,
-            BLOCK_ROWS=tile.block_rows,
-            GROUPS=tile.block_cols // BLOCK,
-            num_warps=tile.num_warps,
-        )
-    return y

@@ -7,7 +7,7 @@ and checkpoints do not know of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Format = Literal["e4m3", "e5m2"]
 Scaling = Literal["rows", "blocks"]
@@ -71,13 +71,15 @@ class Recipe:
     def named(cls, name: str) -> Recipe:
         """As `str` writes it: "rowwise", "blockwise+power_of_two", "rowwise+wgrad=fp8+gradients=e5m2"."""
         kind, *words = name.split("+")
-        options = dict(word.split("=") if "=" in word else (word, True) for word in words)
-        known = {"rowwise": cls.rowwise, "blockwise": cls.blockwise}
+        options: dict[str, Any] = {}
+        for word in words:
+            option, _, value = word.partition("=")
+            options[option] = value or True
         try:
-            return known[kind](**options)
+            return {"rowwise": cls.rowwise, "blockwise": cls.blockwise}[kind](**options)
         except (KeyError, TypeError):
             raise ValueError(
-                f"Recipe: expected 'rowwise' or 'blockwise', with options such as '+power_of_two' or "
+                "Recipe: expected 'rowwise' or 'blockwise', with options such as '+power_of_two' or "
                 f"'+gradients=e5m2', got {name!r}"
             ) from None
 

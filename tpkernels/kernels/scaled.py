@@ -16,7 +16,7 @@ What is no number is not hidden: a row (or block) that holds NaN or infinity has
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,7 +50,11 @@ class Scaled:
         return self.words[:, first : first + count].view(torch.float32)
 
     def rows(self, rows: slice) -> Scaled:
-        return Scaled(self.words[rows], self.features, self.format, self.scaling)
+        return self.with_words(self.words[rows])
+
+    def with_words(self, words: Tensor) -> Scaled:
+        """Other rows of the same kind."""
+        return replace(self, words=words)
 
 
 def scales_of(features: int, scaling: Scaling) -> int:

@@ -170,10 +170,9 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
         MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True, splits=4),
     ),
 }
-# kernel, tile -> epilogues that it is not shipped with: they take more registers than there are, and spill
+# kernel, tile -> epilogues that it is not shipped with: erf takes more registers than there are, and spills
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
-    ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),  # of fp8, whose sums are scaled in registers
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),  # scales in the loop take sums to registers
 }
 # On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
@@ -216,9 +215,13 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
 _HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
-# 128x128 spills with scales of blocks
+# Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(64, 128, 128, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
+)
+_POINTER_FP8_BY_WARPS: tuple[MatmulTile, ...] = (
+    MatmulTile(128, 128, 64, num_warps=8, num_stages=3),
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
@@ -248,14 +251,20 @@ def default_tiles(
     if dtype == torch.float32:
         return _POINTER_FP32
     if dtype in FP8:
-        tiles = _DESCRIPTOR_FP8 if form == "descriptor" else _POINTER_RAGGED if ragged else _POINTER_FP8
-        # of fewer rows Hopper and the larger Blackwell make fp16 before they multiply
-        return tuple(tile for tile in tiles if tile.block_rows >= 64 or target.capability // 10 not in (9, 10))
+        return _fp8_tiles(form, target, ragged)
     if ragged and form == "pointer":
         return _POINTER_RAGGED
     if kernel == "wgrad" and form == "descriptor" and target.capability >= 100:
         return _BLACKWELL_WGRAD
     return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
+
+
+def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ...]:
+    if form == "descriptor":
+        return _DESCRIPTOR_FP8
+    if ragged:
+        return _POINTER_RAGGED[:1] if target.has_tma else _POINTER_RAGGED
+    return _POINTER_FP8 if target.has_tma else _POINTER_FP8_BY_WARPS
 
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:

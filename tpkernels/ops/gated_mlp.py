@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Glu, require_glu
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
@@ -30,11 +31,20 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.quantized.mlp import quantized_mlp
+from tpkernels.ops.quantized.span import alone_by
 from tpkernels.ops.swiglu import check_gated, gate_and_up, input_and_weight_gradients
 
 
 def gated_mlp(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_down: Tensor | None, *, kind: Glu
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    *,
+    kind: Glu,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """(f(x w_gateᵀ) * (x w_upᵀ)) w_downᵀ + b_down, f being the activation of `kind`."""
     require_glu("mlp", kind)
@@ -42,6 +52,10 @@ def gated_mlp(
         x, w_gate, w_up, w_down, b_down = autocast(x, w_gate, w_up, w_down, b_down)
     check_gated("mlp", x, w_gate, w_up)
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
+    if quantize is not None:
+        ups, alone = [w_up, w_gate], alone_by("mlp", quantize)
+        y = quantized_mlp("mlp", tokens_of(x), ups, None, w_down, b_down, [None] * 3, alone, "none", kind)
+        return like_tokens(y, x)
     keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
     return like_tokens(apply(_GatedMlp, tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu), x)
 

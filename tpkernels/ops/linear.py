@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
     Context,
     apply,
@@ -34,10 +35,17 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.quantized.column_linear import quantized_column_linear
+from tpkernels.ops.quantized.span import alone_by
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    *,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """act(x weightᵀ + bias), as `F.linear` and an activation after it.
 
@@ -45,6 +53,7 @@ def linear(
     weight: (out_features, in_features)
     bias: (out_features,)
     activation: gelu, gelu_tanh, silu, relu, relu2 or None
+    quantize: compute it in fp8
     returns: (..., out_features)
     """
     if activation is not None:
@@ -53,6 +62,12 @@ def linear(
         x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
+    if quantize is not None:
+        alone = alone_by("linear", quantize)
+        (y,) = quantized_column_linear(
+            "linear", tokens, [weight], [bias], [None], alone, activation or "none"
+        )
+        return like_tokens(y, x)
     if not torch.is_grad_enabled() and not in_forward_mode():  # `apply` takes its time
         y, _ = primitives.linear(tokens, weight, bias, activation or "none", False)
     elif activation is None or activation == "none":  # also over each argument

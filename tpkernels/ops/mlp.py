@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.gated_mlp import gated_mlp
 from tpkernels.ops.inputs import (
     Context,
@@ -36,6 +37,8 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.quantized.mlp import quantized_mlp
+from tpkernels.ops.quantized.span import alone_by
 
 
 def mlp(
@@ -47,6 +50,7 @@ def mlp(
     *,
     activation: Activation | Glu | None = None,
     w_gate: Tensor | None = None,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """act(x w_upᵀ + b_up) w_downᵀ + b_down, or the gated form with `w_gate`.
 
@@ -56,18 +60,26 @@ def mlp(
     w_down: (out_features, between)
     b_down: (out_features,)
     activation: gelu_tanh unless given; with w_gate swiglu (the default), geglu or geglu_tanh
+    quantize: compute it in fp8
     returns: (..., out_features)
     """
     if w_gate is not None:
         if b_up is not None:
             raise ValueError("mlp: expected no b_up with w_gate, a gated unit has no biases; pass None")
-        return gated_mlp(x, w_gate, w_up, w_down, b_down, kind=cast("Glu", activation or "swiglu"))
+        glu = cast("Glu", activation or "swiglu")
+        return gated_mlp(x, w_gate, w_up, w_down, b_down, kind=glu, quantize=quantize)
     activation = cast("Activation", activation or "gelu_tanh")
     require_activation("mlp", activation)
     if is_casting(x):
         x, w_up, b_up, w_down, b_down = autocast(x, w_up, b_up, w_down, b_down)
     check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
+    if quantize is not None:
+        alone = alone_by("mlp", quantize)
+        y = quantized_mlp(
+            "mlp", tokens_of(x), [w_up], b_up, w_down, b_down, [None] * 2, alone, activation, None
+        )
+        return like_tokens(y, x)
     keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
     y, _ = apply(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
     return like_tokens(y, x)

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import GATE_OF, Glu, act_grad_ref, act_ref, require_glu
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
@@ -34,20 +35,30 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.quantized.column_linear import quantized_column_linear
+from tpkernels.ops.quantized.span import alone_by
 
 
-def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu") -> Tensor:
+def swiglu(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu", quantize: Recipe | None = None
+) -> Tensor:
     """silu(x w_gateᵀ) * (x w_upᵀ), or with gelu for silu.
 
     x: (..., in_features)
     w_gate, w_up: (out_features, in_features)
     kind: swiglu, geglu or geglu_tanh
+    quantize: compute it in fp8
     returns: (..., out_features)
     """
     require_glu("swiglu", kind)
     if is_casting(x):
         x, w_gate, w_up = autocast(x, w_gate, w_up)
     check_gated("swiglu", x, w_gate, w_up)
+    if quantize is not None:
+        alone = alone_by("swiglu", quantize)
+        tokens, weights = tokens_of(x), [w_gate, w_up]
+        g, u = quantized_column_linear("swiglu", tokens, weights, [None] * 2, [None] * 2, alone, "none")
+        return like_tokens(act_ref(g, GATE_OF[kind]) * u, x)
     keep_gu = any_requires_grad(x, w_gate, w_up)
     return like_tokens(apply(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)
 

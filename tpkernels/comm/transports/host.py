@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ class HostExchange(MailboxExchange):
         self._closing = threading.Event()
         self._opener = os.getpid()
         self._pusher = _Pusher(f"push of {name}")
+        # what is dropped without `close` leaves no thread; nothing is under way then: a push holds its end
+        finalize(self, self._pusher.close).atexit = False
 
     def late(self) -> int:
         return int(self.status)

@@ -33,6 +33,7 @@ from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
@@ -41,6 +42,8 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
+from tpkernels.ops.quantized.column_linear import quantized_column_linear
+from tpkernels.ops.quantized.span import Span
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
     apply_distinct,
@@ -71,6 +74,7 @@ def column_linear(
     overlap: bool = True,
     main_grad: Tensor | None = None,
     save_gathered: bool = False,
+    quantize: Recipe | None = None,
 ) -> Tensor: ...
 
 
@@ -86,6 +90,7 @@ def column_linear(
     overlap: bool = True,
     main_grad: Sequence[Tensor | None] | None = None,
     save_gathered: bool = False,
+    quantize: Recipe | None = None,
 ) -> tuple[Tensor, ...]: ...
 
 
@@ -100,6 +105,7 @@ def column_linear(
     overlap: bool = True,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
     save_gathered: bool = False,
+    quantize: Recipe | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """act(x weightᵀ + bias), of which this rank computes its features.
 
@@ -108,6 +114,7 @@ def column_linear(
     bias_shard: (out_features / R,), or as many as there are weights
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     save_gathered: keep the gathered x for backward, instead of gathering it again
+    quantize: compute it in fp8, and gather fp8
     returns: (tokens, ..., out_features / R); a tuple of them for several weights
     """
     op = "column_linear"
@@ -125,7 +132,7 @@ def column_linear(
         group,
         sequence_parallel,
         overlap,
-        (activation, save_gathered),
+        (activation, save_gathered, quantize),
         width=x.shape[-1] if x.ndim else 0,
     )
     if is_casting(x):
@@ -137,7 +144,10 @@ def column_linear(
         check_main_grad(op, into, weight)
         require_segments(op, layout.segments, [("rows of weight_shard", weight.shape[0])])
     ys: Sequence[Tensor]
-    if recorded(x, *weights, *biases):
+    if quantize is not None:
+        span, tokens = Span(layout.group, sequence_parallel, overlap, quantize), tokens_of(x)
+        ys = quantized_column_linear(op, tokens, weights, biases, main_grads, span, activation, save_gathered)
+    elif recorded(x, *weights, *biases):
         keep_rows = save_gathered and layout.token_shards > 1
         options, tensors = (layout, activation, keep_rows), [tokens_of(x), *weights, *biases]
         ys = apply_distinct(_ColumnLinear, options, main_grads, tensors=tensors)

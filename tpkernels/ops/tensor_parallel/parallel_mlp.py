@@ -42,6 +42,7 @@ from tpkernels.kernels.activations import (
     require_activation,
     require_glu,
 )
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     Context,
@@ -59,6 +60,8 @@ from tpkernels.ops.main_grad import (
     check_main_grad,
     empty_weight_gradient,
 )
+from tpkernels.ops.quantized.mlp import quantized_mlp
+from tpkernels.ops.quantized.span import Span
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
     apply_distinct,
@@ -90,6 +93,7 @@ def parallel_mlp(
     sequence_parallel: bool = False,
     overlap: bool = True,
     main_grads: Sequence[Tensor | None] | None = None,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """act(x w_upᵀ + b_up) w_downᵀ + b_down over the ranks of a group, or the gated form with `w_gate_shard`.
 
@@ -98,6 +102,7 @@ def parallel_mlp(
     w_down_shard: (out_features, between / R)
     activation: gelu_tanh unless given; with w_gate_shard swiglu (the default), geglu or geglu_tanh
     main_grads: of w_up_shard, w_gate_shard (if gated) and w_down_shard: gradients are added there in place
+    quantize: compute it in fp8, and gather fp8
     returns: like x, with out_features
     """
     op = "parallel_mlp"
@@ -124,7 +129,7 @@ def parallel_mlp(
         group,
         sequence_parallel,
         overlap,
-        (glu or activation, w_gate is not None, b_down is not None),
+        (glu or activation, w_gate is not None, b_down is not None, quantize),
         width=w_down.shape[0],
     )
     if is_casting(x):
@@ -143,7 +148,10 @@ def parallel_mlp(
         check_main_grad(op, main_grad, weight)
     require_segments(op, layout.segments, [("rows of w_up_shard", w_up.shape[0])])
     y: Tensor
-    if recorded(x, b_up, b_down, *weights):
+    if quantize is not None:
+        span = Span(layout.group, sequence_parallel, overlap, quantize)
+        y = quantized_mlp(op, tokens_of(x), weights[:-1], b_up, w_down, b_down, into, span, activation, glu)
+    elif recorded(x, b_up, b_down, *weights):
         options, tensors = (layout, activation, glu), [tokens_of(x), b_up, b_down, *weights]
         y = apply_distinct(_ParallelMlp, options, into, tensors=tensors)
     else:

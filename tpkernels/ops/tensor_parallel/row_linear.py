@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, autocast, check_linear, features_of, is_casting, tokens_of
 from tpkernels.ops.main_grad import (
@@ -39,6 +40,8 @@ from tpkernels.ops.main_grad import (
     empty_weight_gradient,
     weight_gradient,
 )
+from tpkernels.ops.quantized.row_linear import quantized_row_linear
+from tpkernels.ops.quantized.span import Span
 from tpkernels.ops.tensor_parallel.operands import (
     Layout,
     apply_distinct,
@@ -67,6 +70,7 @@ def row_linear(
     sequence_parallel: bool = False,
     overlap: bool = True,
     main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
 ) -> Tensor:
     """x weightᵀ + bias, summed over the ranks' features.
 
@@ -74,6 +78,7 @@ def row_linear(
     weight_shard: (out_features, in_features / R)
     bias: (out_features,)
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
+    quantize: compute it in fp8, and gather gradients in fp8
     returns: (tokens, ..., out_features), or this rank's tokens of dimension 0 if sequence_parallel
     """
     op = "row_linear"
@@ -84,7 +89,7 @@ def row_linear(
         group,
         sequence_parallel,
         overlap,
-        (bias is not None,),
+        (bias is not None, quantize),
         width=weight_shard.shape[0],
         name="x_shard",
     )
@@ -97,7 +102,10 @@ def row_linear(
         require_divisible(op, x_shard, layout.group)
     tokens = tokens_of(x_shard)
     y: Tensor
-    if recorded(x_shard, weight_shard, bias):
+    if quantize is not None:
+        span = Span(layout.group, sequence_parallel, overlap, quantize)
+        y = quantized_row_linear(tokens, weight_shard, bias, main_grad, span)
+    elif recorded(x_shard, weight_shard, bias):
         y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])
     else:
         y = row_forward(tokens, weight_shard, bias, layout)

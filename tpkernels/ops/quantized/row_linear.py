@@ -1,0 +1,127 @@
+"""Row-parallel linear in fp8. See `ops.tensor_parallel.row_linear` and `span`.
+
+R ranks, T tokens, K in_features, N out_features; ^ marks rows in fp8:
+
+    forward   y_shard  = reduce_scatter(x̂_shard ŵ_shardᵀ) + bias      sums are in 16 bits
+    dgrad     dx_shard = all_gather(quantize(dy_shard)) w̃_shard       rows as they arrive
+    wgrad     dw_shard = dyᵀ x_shard                                  of d̂y where dy was gathered
+    dbias     db       = dy.sum(0)                                    likewise
+
+The scales of x_shard and w_shard are of this rank's features: other numbers of ranks round otherwise.
+
+Saved for backward: x_shard and w_shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels.comm.calls import all_or_fail
+from tpkernels.dispatch.operators import Operator
+from tpkernels.kernels.scaled import Scaled
+from tpkernels.ops.first_order import first_order
+from tpkernels.ops.inputs import Context
+from tpkernels.ops.main_grad import MainGrads, add_if_traced, empty_weight_gradient
+from tpkernels.ops.quantized.limits import require_quantizable
+from tpkernels.ops.quantized.span import Span, product_into, rounded
+from tpkernels.ops.tensor_parallel.operands import apply_distinct, bias_gradient, recorded
+from tpkernels.ops.tensor_parallel.parallel import compare_in_backward
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def quantized_row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, span: Span
+) -> Tensor:
+    """(tokens, features). x: (tokens, features), checked and cast"""
+    require_quantizable("row_linear", span.recipe, x)
+    if not recorded(x, weight, bias):
+        return row_forward(x, weight, bias, span)
+    y: Tensor = apply_distinct(_QuantizedRowLinear, span, main_grad, tensors=[x, weight, bias])
+    return y
+
+
+class _QuantizedRowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, span: Span, main_grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+        ctx.options, ctx.main_grads = (span,), [main_grad]
+        return row_forward(x, weight, bias, span)
+
+    @staticmethod
+    @first_order("row_linear")
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs, main_grads, (x, weight) = ctx.needs_input_grad[2:], ctx.main_grads, ctx.saved_tensors
+        dx, dw, db = row_gradients(needs, dy, x, weight, main_grads, *ctx.options)
+        return None, None, dx, *add_if_traced(main_grads, [dw]), db
+
+
+@all_or_fail
+def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, span: Span) -> Tensor:
+    pairs = [(span.activations(x), span.rows(weight))]
+    return span.sum_of_products("row_linear", pairs, x.dtype, bias=bias).wait()
+
+
+def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, span: Span) -> Tensor:
+    return x.new_empty(x.shape[0] // span.token_shards, weight.shape[0])
+
+
+row_forward = Operator("quantized_row_linear", _row_forward, _row_shape)
+
+
+@all_or_fail
+def _row_gradients(
+    needs: Sequence[bool],
+    dy_shard: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    main_grads: MainGrads,
+    span: Span,
+) -> Gradients:
+    """dx, dw, db. x, weight: None where dw, dx are not needed"""
+    op, (into,) = "row_linear backward", main_grads
+    was_gathered = span.token_shards > 1
+    if was_gathered and span.group is not None:
+        compare_in_backward(op, span.group, needs)
+    dx, dy = None, dy_shard
+    if weight is not None or was_gathered:
+        own = span.gradients(dy_shard)
+        gathering = span.gather(op, "gather of dy", own, features=0 if weight is None else weight.shape[1])
+        if weight is not None:
+            columns = span.columns(weight)
+
+            def multiply(chunk: Scaled, out: list[Tensor]) -> None:
+                product_into(out, chunk, columns, None, "none", False)
+
+            (dx,) = span.rowwise(gathering, own, [weight.shape[1]], dy_shard.dtype, multiply)
+        if was_gathered:
+            words = gathering.wait()  # also if nobody asks for it: the call ends for all ranks alike
+            if x is not None or needs[2]:
+                dy = rounded(own.with_words(words), dy_shard.dtype)
+    dw = None if x is None else span.weight_gradient(dy, x, into)
+    return dx, dw, bias_gradient(dy) if needs[2] else None
+
+
+def _row_gradient_shapes(
+    needs: Sequence[bool],
+    dy_shard: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    main_grads: MainGrads,
+    span: Span,
+) -> Gradients:
+    tokens, features = dy_shard.shape[0] * span.token_shards, dy_shard.shape[1]
+    return (
+        None if weight is None else dy_shard.new_empty(tokens, weight.shape[1]),
+        None if x is None else empty_weight_gradient(dy_shard, x, main_grads[0]),
+        dy_shard.new_empty(features) if needs[2] else None,
+    )
+
+
+row_gradients = Operator("quantized_row_linear_backward", _row_gradients, _row_gradient_shapes)
