@@ -144,7 +144,7 @@ CALLED_BELOW = (
     "lookup_grad",
     "softmax_statistics",
     "cross_entropy_grad",
-    *("quantize", "dequantize", "scaled_linear"),  # in `scaled`
+    *("quantize", "quantize_act", "quantize_glu", "dequantize", "scaled_linear"),  # in `scaled`
 )
 
 

@@ -25,6 +25,7 @@ from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -215,13 +216,21 @@ def _matmuls(of: Operands) -> Iterator[Case]:
 def _in_fp8() -> Iterator[Case]:
     for form, sizes in IN_FP8.items():
         of = RandomOperands(BF16, *sizes, chunks=1, form=form)
-        for scaling in scaled.NAMES:
-            way, call = f"{form}/fp8/{scaling}", partial(scaled.scaled_linear, of, scaling)
+        for scales, options in scaled.SCALES.items():
+            way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
+            call = partial(scaled.scaled_linear, of, **options)
             for activation in ACTIVATIONS:
-                yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation))
+                yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation))
             plain = partial(call, optional=False)
             yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, dtype="float32"))
             yield Case(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
+    for dtype in (BF16, FP32):
+        of = RandomOperands(dtype, *IN_FP8["pointer"], chunks=1)
+        way = SHORT_NAMES[dtype]
+        for how, call in scaled.QUANTIZED.items():
+            yield Case(f"quantize/{way}/{how}", partial(call, of))
+        for scaling in get_args(Scaling):
+            yield Case(f"dequantize/{way}/{scaling}", partial(scaled.dequantize, of, scaling))
 
 
 def _rows(of: Operands) -> Iterator[Case]:

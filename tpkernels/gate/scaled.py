@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -18,12 +18,12 @@ from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.recording import MetaOperands, Recipe
 from tpkernels.kernels.activations import Activation, act_ref
+from tpkernels.kernels.dequantize import dequantize as dequantize_launcher
 from tpkernels.kernels.footprints import SHORT_NAMES, stem_of
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.quantize import dequantize as dequantize_launcher
 from tpkernels.kernels.quantize import quantize as quantize_launcher
 from tpkernels.kernels.quantize import quantize_act, quantize_glu
-from tpkernels.kernels.recipe import Format, Scaling
+from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref
 from tpkernels.kernels.scaled_linear import scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, Target
@@ -31,10 +31,14 @@ from tpkernels.kernels.tiles import MAX_FEATURES, MatmulTile, candidates, serves
 
 T, N, K = 2096, 512, 1024  # multiples of 16
 E4M3, E5M2 = DTYPE_OF["e4m3"], DTYPE_OF["e5m2"]
-NAMES: Mapping[Scaling, str] = {"rows": "", "blocks": "+blocks"}  # as a problem's options say
+SCALES: Mapping[str, Mapping[str, Any]] = {  # as a problem's options say -> how that is asked for
+    "": {},
+    "+blocks": {"scaling": "blocks"},
+    "+blocks+square": {"scaling": "blocks", "square": True},
+}
 
 
-FEATURES = (1024, 8192, MAX_FEATURES)  # of rows that a program holds
+WIDE = (8192, MAX_FEATURES, 2 * MAX_FEATURES)  # features of rows; no program holds the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,11 @@ def scaled_linear(
     optional: bool = True,
     dtype: Wide = "bfloat16",
     format: Format = "e4m3",
+    square: bool = False,
 ) -> Results:
     """Against what float64 makes of the dequantized operands.
 
+    square: a row of scales for each 128 rows of the weight, instead of one for each of them
     optional: with bias and what is kept for backward
     dtype: of the result
     format: of x, which may be a gradient
@@ -72,8 +78,9 @@ def scaled_linear(
     x = of.scaled(tokens, in_features, format, scaling)
     weight = of.scaled(out_features, in_features, "e4m3", scaling, square=True)
     bias = of.vector(out_features, DTYPE[dtype]) if optional else None
+    w_scale = weight.scale[::BLOCK] if square else weight.scale
     ours = scaled_linear_fwd(
-        *(x.data, weight.data, x.scale, weight.scale, bias),
+        *(x.data, weight.data, x.scale, w_scale, bias),
         activation=activation,
         keep_z=optional,
         dtype=dtype,
@@ -99,6 +106,9 @@ def quantize(
     """
     tokens, in_features, _ = of.sizes
     x = of.matrix(in_features, tokens).t() if by_columns else of.matrix(tokens, in_features)
+    x[0], x[1, -1], x[2, 0] = 0, float("inf"), float("nan")
+    x[3] *= 1e-36
+    x[4] *= 1e36
     ways: dict[str, Any] = {"power_of_two": power_of_two, "square": square}
     ours = quantize_launcher(x, format=format, scaling=scaling, **ways)
     exact = quantize_ref(x, format, scaling, **ways)
@@ -122,14 +132,15 @@ def quantize_activation(of: Operands, scaling: Scaling = "rows", gated: bool = T
     return {"scale": (ours.scale, exact.scale.double()), "data": (ours.data.bfloat16(), exact.data.double())}
 
 
-def dequantize(of: Operands, scaling: Scaling = "rows", dtype: Wide = "bfloat16") -> Results:
+def dequantize(of: Operands, scaling: Scaling) -> Results:
     tokens, in_features, _ = of.sizes
     given = of.scaled(tokens, in_features, "e4m3", scaling)
-    ours = dequantize_launcher(given.data, given.scale, dtype=dtype)
+    ours = dequantize_launcher(given.data, given.scale, dtype=str(of.dtype).removeprefix("torch."))
     return {"y": (ours, dequantize_ref(given.data, given.scale, torch.float64))}
 
 
 QUANTIZED: Mapping[str, Callable[[Operands], Results]] = {
+    "rows": quantize,
     "rows+e5m2": partial(quantize, format="e5m2"),
     "rows+power_of_two": partial(quantize, power_of_two=True),
     "rows+by_columns": partial(quantize, by_columns=True),
@@ -146,13 +157,12 @@ QUANTIZED: Mapping[str, Callable[[Operands], Results]] = {
 def recipes() -> Iterator[Recipe]:
     """Of what multiplies, and of what quantizes."""
     yield from _products()
-    for features in FEATURES:
-        yield _row_recipe("quantize", f"{features}/rows", quantize, features)
     for way, call in QUANTIZED.items():
         yield _row_recipe("quantize", f"{K}/{way}", call)
-    yield _row_recipe("quantize", f"{2 * MAX_FEATURES}/rows", quantize, 2 * MAX_FEATURES)
+    for features in WIDE:
+        yield _row_recipe("quantize", f"{features}/rows", quantize, features)
     yield _row_recipe("quantize", f"{K}/rows", quantize, dtype=torch.float32)
-    for scaling in NAMES:
+    for scaling in get_args(Scaling):
         yield _row_recipe("dequantize", f"{K}/{scaling}", partial(dequantize, scaling=scaling))
 
 
@@ -167,23 +177,23 @@ def _products() -> Iterator[Recipe]:
         if way.form == "pointer":
             for tile in candidates("linear", way.form, E4M3, way.target, ragged=True):
                 yield from _of_tile(way, tile, ragged=True)
-        for scaling in NAMES:
-            summed = partial(scaled_linear, scaling=scaling, optional=False, dtype="float32")
-            yield _recipe(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{NAMES[scaling]}", summed)
+        for scales, options in SCALES.items():
+            summed = partial(scaled_linear, **options, optional=False, dtype="float32")
+            yield _recipe(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{scales}", summed)
         gradient = partial(scaled_linear, optional=False, format="e5m2")
         largest = candidates("linear", way.form, E5M2, way.target)[0]
         yield _recipe(way, largest, "none+float8_e4m3fn", gradient, E5M2)
 
 
 def _of_tile(way: _Way, tile: MatmulTile, ragged: bool = False) -> Iterator[Recipe]:
-    for scaling in NAMES:
-        if not serves("linear", tile, (scaling,)):
+    for scales, options in SCALES.items():
+        if not serves("linear", tile, scales.split("+")):
             continue
-        costly = partial(scaled_linear, scaling=scaling, activation="gelu_tanh")
-        yield _recipe(way, tile, f"gelu_tanh+bias+z{NAMES[scaling]}", costly, ragged=ragged)
+        costly = partial(scaled_linear, **options, activation="gelu_tanh")
+        yield _recipe(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
         if way.form == "descriptor":
-            plain = partial(scaled_linear, scaling=scaling, optional=False)
-            yield _recipe(way, tile, f"none{NAMES[scaling]}", plain)
+            plain = partial(scaled_linear, **options, optional=False)
+            yield _recipe(way, tile, f"none{scales}", plain)
 
 
 def _row_recipe(
