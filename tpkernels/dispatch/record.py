@@ -119,7 +119,7 @@ class Primitive(Generic[P, R]):
             if name in OPTIONS and not (value is None or value is False)
         ]
         if call.keys() >= SCALES:
-            words += words_of_scales(*matrices[:2], call["x_scale"], call["w_scale"])
+            words += words_of_scales(matrices[0], matrices[1], call["x_scale"], call["w_scale"])
         if self.changes_first:
             matrices = [*matrices[1:], matrices[0]]
             words.append(str(matrices[-1].dtype).removeprefix("torch."))

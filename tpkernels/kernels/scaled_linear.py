@@ -22,7 +22,7 @@ from tpkernels.kernels.activations import Activation, require_activation
 from tpkernels.kernels.blocks import load_block, load_vector, split_columns, store_block, tile_at
 from tpkernels.kernels.epilogues import act
 from tpkernels.kernels.linear import LinearForward
-from tpkernels.kernels.operands import Form, require_scaled, require_shape
+from tpkernels.kernels.operands import Form, require_scaled, require_shape, require_tensors
 from tpkernels.kernels.recipe import BLOCK
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
 from tpkernels.kernels.tiles import MatmulTile
@@ -35,7 +35,7 @@ def _scaled_linear_kernel(
     x,  # (T, K) of fp8, like every matrix here a tensor descriptor if TMA, else a pointer
     w,  # (N, K) of fp8
     x_scale_ptr,  # (T, S) fp32
-    w_scale_ptr,  # (N, S) fp32, or a row for each SQUARE rows of w
+    w_scale_ptr,  # (N, S) fp32, or a row for each SHARED rows of w
     b_ptr,  # (N,), unread unless HAS_BIAS
     z,  # (T, N) contiguous, untouched unless KEEP_Z
     y,  # (T, N) contiguous
@@ -78,11 +78,11 @@ def _scaled_linear_kernel(
             w_block = load_block(w, n, k, N, K, stride_wn, 1, BLOCK_COLS, BLOCK_DEPTH, TMA)
             if BY_BLOCK:
                 products = tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
-                s = (k // 128).to(tl.int64)
+                s = tl.cast(k // 128, tl.int64)
                 x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
                 w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
                 acc += products * x_scale[:, None] * w_scale
-            elif IN_PLACE:
+            elif IN_PLACE:  # Triton adds the sums of BLOCK_DEPTH up in fp32, where tensor cores do not
                 acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
             else:
                 acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
@@ -141,6 +141,8 @@ def scaled_linear_fwd(
     require_activation(name, activation)
     (T, K), N, into = x.shape, weight.shape[0], RESULTS[dtype]
     require_shape(name, "weight", weight, (N, K), f"(out_features, in_features) for x {tuple(x.shape)}")
+    if bias is not None:
+        require_tensors(name, ("bias", bias))
     require_shape(name, "bias", bias, (N,), f"(out_features,) of weight {tuple(weight.shape)}")
     target = target_of(x.device)
     require_fp8(name, target)
@@ -182,7 +184,7 @@ def scaled_linear_fwd(
             FAST=fast_math(into, target),
             BY_BLOCK=by_block,
             SHARED=shared,
-            IN_PLACE=target.capability // 10 in (9, 10),
+            IN_PLACE=target.has_tma,
             **launch.constants(tile, form),
         )
     return LinearForward(y, z if keep_z else None)

@@ -215,8 +215,13 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
 # Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
 _HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
 _BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
+# Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
-    MatmulTile(128, 128, 128, num_warps=8, num_stages=3),
+    MatmulTile(64, 128, 128, num_warps=8, num_stages=3),
+    MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
+)
+_POINTER_FP8_BY_WARPS: tuple[MatmulTile, ...] = (
+    MatmulTile(128, 128, 64, num_warps=8, num_stages=3),
     MatmulTile(64, 64, 128, num_warps=4, num_stages=3),
     MatmulTile(16, 64, 128, num_warps=4, num_stages=3),
 )
@@ -245,13 +250,21 @@ def default_tiles(
         return (_INTERPRETED,)
     if dtype == torch.float32:
         return _POINTER_FP32
-    if dtype in FP8 and (form == "descriptor" or not ragged):
-        return _DESCRIPTOR_FP8 if form == "descriptor" else _POINTER_FP8
+    if dtype in FP8:
+        return _fp8_tiles(form, target, ragged)
     if ragged and form == "pointer":
         return _POINTER_RAGGED
     if kernel == "wgrad" and form == "descriptor" and target.capability >= 100:
         return _BLACKWELL_WGRAD
     return (_DESCRIPTOR if form == "descriptor" else _POINTER_16_BIT)[kernel]
+
+
+def _fp8_tiles(form: Form, target: Target, ragged: bool) -> tuple[MatmulTile, ...]:
+    if form == "descriptor":
+        return _DESCRIPTOR_FP8
+    if ragged:
+        return _POINTER_RAGGED[:1] if target.has_tma else _POINTER_RAGGED
+    return _POINTER_FP8 if target.has_tma else _POINTER_FP8_BY_WARPS
 
 
 def serves(kernel: Kernel, tile: MatmulTile, options: Container[str]) -> bool:

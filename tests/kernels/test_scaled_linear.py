@@ -1,0 +1,352 @@
+"""`scaled_linear_fwd` against float64 of the dequantized operands, in every format and scaling."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.checks import EMPTY_SHAPES
+from tpkernels.dispatch.soundness import FP8_BOUND
+from tpkernels.gate.accuracy import BOUND, relative_error
+from tpkernels.kernels import launch
+from tpkernels.kernels.activations import ACTIVATIONS, act_ref
+from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread
+from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
+from tpkernels.kernels.target import A100, B200, H100, MI300, RTX_5090, Target
+from tpkernels.kernels.tiles import MatmulTile
+
+TILE = MatmulTile(32, 64, 64, num_warps=4, num_stages=1, parts=2, group=2)
+DEEP = replace(TILE, block_depth=128, flatten=True)
+# (tokens, in_features, out_features), straddling the edges of TILE and of blocks of 128
+SHAPES = {
+    "one_tile": (32, 32, 32),
+    "ragged": (71, 301, 51),
+    "blocks": (40, 384, 140),
+    "one_row": (1, 1029, 144),
+}
+ALIGNED = (40, 1056, 72)  # from 1024 features on rows start at sectors: descriptors fit
+SCALINGS = ("rows", "blocks")
+FORMATS = {"e5m2": ("e5m2", "e5m2"), "e5m2_x_e4m3": ("e5m2", "e4m3"), "e4m3_x_e5m2": ("e4m3", "e5m2")}
+
+
+def scaled(rows, features, format, scaling, device, square=False, size=1.0):
+    """Rows of sizes from a hundredth to one, so that no scale serves another row."""
+    x = torch.randn(rows, features, device=device)
+    x *= (
+        10
+        ** torch.empty(-(-rows // BLOCK) if square else rows, 1, device=device)
+        .uniform_(-2, 0)
+        .repeat_interleave(BLOCK if square else 1, 0)[:rows]
+    )
+    return Scaled(quantize_ref(x, format, scaling, square=square), features, format, scaling)
+
+
+def operands(shape, device, scaling="rows", formats=("e4m3", "e4m3"), square=False):
+    tokens, in_features, out_features = shape
+    return (
+        scaled(tokens, in_features, formats[0], scaling, device),
+        scaled(out_features, in_features, formats[1], scaling, device, square, max(in_features, 1) ** -0.5),
+        torch.randn(out_features, device=device),
+    )
+
+
+def run(x, w, bias=None, *, tile=TILE, **options):
+    return scaled_linear_fwd(x.data, w.data, x.scale, w.scale, bias, tile=tile, **options)
+
+
+def exact_z(x, w, bias=None):
+    """In float64, of the numbers that data and scales stand for."""
+    wide = [one.data.double() * spread(one.scale, one.features).double() for one in (x, w)]
+    z = wide[0] @ wide[1].t()
+    return z if bias is None else z + bias.double()
+
+
+def assert_accurate(actual, exact):
+    """By row as well: the norm of all is that of the largest rows."""
+    bound = BOUND[actual.dtype] + (FP8_BOUND if actual.is_cuda else 0)
+    assert relative_error(actual, exact) < bound
+    if exact.shape[1] > 100:
+        rows = (actual.double() - exact).norm(dim=1) / exact.norm(dim=1)
+        assert (rows < 3 * bound).all()
+
+
+def assert_scaled_linear(x, w, bias, activation="none", dtype="bfloat16", **options):
+    y, z = run(x, w, bias, activation=activation, keep_z=True, dtype=dtype, **options)
+    assert y.dtype == z.dtype == RESULTS[dtype]
+    exact = exact_z(x, w, bias)
+    assert_accurate(z, exact)
+    assert_accurate(y, act_ref(exact, activation))
+
+
+@pytest.mark.parametrize("dtype", RESULTS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_scaled_linear_fwd_matches_float64(shape, scaling, dtype, device):
+    assert_scaled_linear(*operands(shape, device, scaling), "gelu_tanh", dtype)
+
+
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_formats_may_be_mixed(scaling, formats, device):
+    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling, formats), "none", "float32")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_every_activation_matches_float64(scaling, activation, device):
+    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling), activation)
+
+
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_both_forms_match_float64(scaling, bias, form, device):
+    x, w, b = operands(ALIGNED, device, scaling)
+    for parts in (1, 2):
+        tile = replace(DEEP, parts=parts)
+        assert_scaled_linear(x, w, b if bias else None, "silu", form=form, tile=tile)
+
+
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+@pytest.mark.parametrize("cols", [128, 256])
+def test_a_scale_for_128_rows_of_a_weight_gives_the_bits_of_one_for_each(cols, form, device):
+    x, w, b = operands((16, 1056, 264), device, "blocks", square=True)
+    tile = replace(DEEP, block_cols=cols)
+    repeated = run(x, w, b, tile=tile, form=form).y
+    shared = scaled_linear_fwd(x.data, w.data, x.scale, w.scale[::BLOCK], b, tile=tile, form=form).y
+    assert torch.equal(shared, repeated)
+    assert_accurate(shared, exact_z(x, w, b))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())
+def test_scaled_linear_fwd_takes_empty(shape, scaling, device):
+    x, w, b = operands(shape, device, scaling)
+    y, z = run(x, w, b, activation="relu", keep_z=True, dtype="float32")
+    torch.testing.assert_close(z, exact_z(x, w, b).float())
+    torch.testing.assert_close(y, z.relu())
+
+
+def in_larger_matrix(one):
+    """Rows of a matrix of other words, which are NaN wherever they are read."""
+    rows, count = one.words.shape
+    words = torch.full((rows + 2, count + 3), -1, dtype=torch.int32, device=one.words.device)
+    words[1:-1, 1:-2] = one.words
+    return replace(one, words=words[1:-1, 1:-2])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_rows_of_a_larger_matrix_may_be_multiplied(which, device):
+    given = list(operands(SHAPES["ragged"], device, "blocks"))
+    given[which] = in_larger_matrix(given[which])
+    assert_scaled_linear(*given)
+
+
+def test_data_may_start_at_any_byte(device):
+    x, w, b = operands(SHAPES["ragged"], device)
+    flat = torch.full((x.data.numel() + 1,), -1, dtype=torch.int8, device=device).view(torch.float8_e4m3fn)
+    flat[1:] = x.data.flatten()
+    y = scaled_linear_fwd(flat[1:].view(x.data.shape), w.data, x.scale, w.scale, b, tile=TILE).y
+    assert torch.equal(y, run(x, w, b).y)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rows_do_not_depend_on_the_batch(scaling, device):
+    x, w, b = operands((70, 300, 88), device, scaling)
+    every = run(x, w, b, activation="gelu").y
+    for tokens in (1, 31, 32, 33, 69):
+        assert torch.equal(run(x.rows(slice(tokens)), w, b, activation="gelu").y, every[:tokens])
+
+
+def test_inputs_stay_as_they_are(device):
+    x, w, b = operands(SHAPES["ragged"], device)
+    copies = x.words.clone(), w.words.clone(), b.clone()
+    run(x, w, b)
+    for given, copy in zip((x.words, w.words, b), copies, strict=True):
+        assert torch.equal(given, copy)
+
+
+def test_without_activation_y_is_z(device):
+    x, w, b = operands(SHAPES["ragged"], device)
+    kept, dropped = run(x, w, b, keep_z=True), run(x, w, b)
+    assert kept.z is kept.y
+    assert dropped.z is None
+
+
+@pytest.mark.parametrize("dtype", RESULTS)
+@pytest.mark.parametrize("form", ["descriptor", "pointer"])
+def test_rows_of_larger_matrices_are_written_and_no_others(form, dtype, device):
+    x, w, b = operands(ALIGNED, device)
+    options = {"activation": "silu", "keep_z": True, "dtype": dtype, "form": form, "tile": DEEP}
+    fresh = run(x, w, b, **options)
+    around = [torch.full((3, *one.shape), 7.0, dtype=one.dtype, device=device) for one in fresh]
+    run(x, w, b, out=tuple(matrices[1] for matrices in around), **options)
+    for matrices, one in zip(around, fresh, strict=True):
+        assert torch.equal(matrices[1], one)
+        assert (matrices[::2] == 7).all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_in_its_row(bad, scaling, device):
+    rows = torch.randn(40, 300, device=device)
+    rows[7, 3] = bad
+    words = quantize_ref(rows, "e4m3", scaling)
+    x, (_, w, b) = Scaled(words, 300, "e4m3", scaling), operands((40, 300, 48), device, scaling)
+    y = run(x, w, b).y
+    assert y[7].isnan().all()
+    assert y[torch.arange(40) != 7].isfinite().all()
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_a_byte_that_is_no_number_makes_its_row_none(format, device):
+    x, w, b = operands((40, 300, 48), device, formats=(format, "e4m3"))
+    x.words.view(torch.uint8)[7, 3] = 0x7F
+    y = run(x, w, b).y
+    assert y[7].isnan().all()
+    assert y[torch.arange(40) != 7].isfinite().all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_tiny_rows_by_tiny_weights_do_not_vanish(scaling, device):
+    """The product of their scales is too small for fp32, that of their elements is not."""
+    tiny = [torch.randn(40, 300, device=device) * 10**-18.0 for _ in range(2)]
+    x, w = (Scaled(quantize_ref(one, "e4m3", scaling), 300, "e4m3", scaling) for one in tiny)
+    x.scale.mul_(0.01)
+    w.scale.mul_(0.01)
+    y = run(x, w, dtype="float32").y
+    assert relative_error(y * 2.0**100, exact_z(x, w) * 2.0**100) < 1e-3  # of some bits: they are subnormal
+
+
+# Faults that the operands above must show: planted in what the kernel is given, not in what is expected.
+
+
+def plant_the_scale_of_the_next_row(x, w):
+    return x.data, w.data, x.scale.roll(1, 0), w.scale
+
+
+def plant_the_scale_of_the_next_column(x, w):
+    return x.data, w.data, x.scale, w.scale.roll(1, 0)
+
+
+def plant_the_scale_of_the_next_block(x, w):
+    return x.data, w.data, x.scale.roll(1, 1), w.scale
+
+
+def plant_no_last_block(x, w):
+    data = x.data.clone().view(torch.uint8)
+    data[:, -(x.features % BLOCK or BLOCK) :] = 0
+    return data.view(x.data.dtype), w.data, x.scale, w.scale
+
+
+def plant_scales_left_out(x, w):
+    return x.data, w.data, torch.ones_like(x.scale), w.scale
+
+
+FAULTS = [
+    plant_the_scale_of_the_next_row,
+    plant_the_scale_of_the_next_column,
+    plant_the_scale_of_the_next_block,
+    plant_no_last_block,
+    plant_scales_left_out,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_planted_fault_is_seen(scaling, fault, device):
+    if scaling == "rows" and fault is plant_the_scale_of_the_next_block:
+        return  # a row has one
+    x, w, b = operands(SHAPES["ragged"], device, scaling)
+    y = scaled_linear_fwd(*fault(x, w), b, tile=TILE).y
+    with pytest.raises(AssertionError):
+        assert_accurate(y, exact_z(x, w, b))
+
+
+REFUSED = {
+    "16 bits": (
+        lambda x, w, b: scaled_linear_fwd(x.data.bfloat16(), w.data, x.scale, w.scale),
+        "expected x dense and in torch.float8_e4m3fn or torch.float8_e5m2, got torch.strided torch.bfloat16",
+    ),
+    "wide scales": (
+        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale.double(), w.scale),
+        "expected x's scale dense and in torch.float32",
+    ),
+    "transposed": (
+        lambda x, w, b: scaled_linear_fwd(x.data, w.data.t().contiguous().t(), x.scale, w.scale),
+        r"expected the rows of weight contiguous.*got strides \(1, 48\): quantize the transposed matrix",
+    ),
+    "scales of others": (
+        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale[1:], w.scale),
+        r"expected x's scale of shape \(40, S\), where S is 1 or 3.*got \(39, 1\)",
+    ),
+    "one row's scales for all": (
+        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale, w.scale[::BLOCK]),
+        r"expected weight's scale of shape \(48, S\).*got \(1, 1\)",
+    ),
+    "two scalings": (
+        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale, w.scale.expand(-1, 3)),
+        r"the same for both matrices, got \(48, 3\), where the first has \(40, 1\)",
+    ),
+    "depths": (
+        lambda x, w, b: scaled_linear_fwd(x.data, w.data[:, 1:], x.scale, w.scale),
+        r"expected weight of shape \(48, 300\)",
+    ),
+    "bias": (lambda x, w, b: run(x, w, b[1:]), r"expected bias of shape \(48,\)"),
+    "bias in fp8": (lambda x, w, b: run(x, w, b.to(torch.float8_e5m2)), "expected bias in bfloat16"),
+    "float64": (lambda x, w, b: run(x, w, dtype="float64"), "expected dtype of bfloat16, float16, float32"),
+    "activation": (lambda x, w, b: run(x, w, activation="tanh"), "expected an activation of"),
+    "deep tile": (lambda x, w, b: run(x, w, tile=replace(TILE, block_depth=256)), "a tile of at most 128"),
+    "out of another dtype": (
+        lambda x, w, b: run(x, w, out=torch.empty(40, 48, device=b.device)),
+        "expected y of out in torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name, device):
+    call, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(*operands((40, 300, 48), device))
+
+
+def launched(target, scaling="rows", dtype="bfloat16", shape=(8192, 4096, 4096)):
+    """What would be launched there, at this shape."""
+    tokens, in_features, out_features = shape
+    x, w = (
+        Scaled(empty_words(rows, in_features, scaling, torch.device("meta")), in_features, "e4m3", scaling)
+        for rows in (tokens, out_features)
+    )
+    y = torch.empty(tokens, out_features, dtype=RESULTS[dtype], device="meta")
+    with launch.recording(target) as launches:
+        scaled_linear_fwd(x.data, w.data, x.scale, w.scale, dtype=dtype, out=y)
+    return launches[0]
+
+
+@pytest.mark.parametrize(("target", "name"), [(A100, "8.0"), (MI300, "one of AMD")], ids=["sm_80", "AMD"])
+def test_gpus_without_these_formats_are_refused(target, name):
+    with pytest.raises(ValueError, match=f"fp8 expected a GPU of capability 8.9 or later .*got {name}"):
+        launched(target)
+
+
+ADA = Target("cuda", 89, 142)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("target", [ADA, H100, B200, RTX_5090], ids=["sm_89", "sm_90", "sm_100", "sm_120"])
+def test_no_more_than_128_of_depth_are_summed_by_tensor_cores(target, scaling):
+    """Triton promotes wgmma's sums, of which tensor cores of sm_100 need none; Ada's it adds in place."""
+    constants = launched(target, scaling).constants
+    assert constants["BLOCK_DEPTH"] <= 128
+    assert constants["BY_BLOCK"] == (scaling == "blocks")
+    assert constants["IN_PLACE"] == (target in (H100, B200))
+    assert constants["TMA"] == (target in (H100, B200))
+
+
+def test_sums_in_fp32_have_one_tile_for_all_sizes():
+    tiles = {
+        (launched(H100, dtype="float32", shape=shape).constants["BLOCK_ROWS"])
+        for shape in ((8192, 4096, 4096), (128, 4096, 1024))
+    }
+    assert tiles == {128}
