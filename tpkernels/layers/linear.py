@@ -106,7 +106,7 @@ class _ParallelLinear(ParallelModule):
         said = (
             f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
         )
-        return said if self.quantize is None else f"{said}, quantize={self.quantize}"
+        return with_recipe(said, self.quantize)
 
     def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The given weight or the layer's own, as an op takes it; and its `main_grad`, if fused."""
@@ -118,6 +118,11 @@ class _ParallelLinear(ParallelModule):
             )
         fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
         return accumulating(weight, type(self).__name__) if fused else (weight, None)
+
+
+def with_recipe(said: str, quantize: Recipe | None) -> str:
+    """What a layer's `extra_repr` says, and by which recipe it computes."""
+    return said if quantize is None else f"{said}, quantize={quantize}"
 
 
 class ColumnParallelLinear(_ParallelLinear):

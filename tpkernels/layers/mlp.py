@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.init import InitMethod
-from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
@@ -120,4 +120,4 @@ class ParallelMLP(ParallelModule):
 
     def extra_repr(self) -> str:
         said = f"activation={self.activation}, sequence_parallel={self.sequence_parallel}"
-        return said if self.quantize is None else f"{said}, quantize={self.quantize}"
+        return with_recipe(said, self.quantize)
