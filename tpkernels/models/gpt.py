@@ -23,7 +23,7 @@ from tpkernels.layers.norm import LayerNorm, RMSNorm
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
-from tpkernels.ops.quantize import Recipe
+from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import (
     gather_from_sequence_region,
     scatter_to_sequence_region,
@@ -103,6 +103,7 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_recipe("GPT", quantize, device or torch.get_default_device())
         self.config = config
         self.quantize = quantize
         where: dict[str, Any] = {"device": device, "dtype": dtype}
