@@ -78,11 +78,22 @@ def _scaled_linear(
     into = DTYPE[dtype]
     wide = torch.promote_types(into, torch.float32)
     if x_scale.shape[1] == 1:  # products of fp8 are exact in fp32
-        z = functional.linear(x.to(wide), weight.to(wide)) * (x_scale.to(wide) * w_scale.to(wide).t())
+        z = _wide_linear(x.to(wide), weight.to(wide))
+        # one after the other: the product of two tiny scales may be too small for fp32
+        z = z * x_scale.to(wide) * w_scale.to(wide).t()
     else:
-        z = functional.linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide))
+        z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide))
     z = z if bias is None else z + bias.to(wide)
     return act_ref(z, activation).to(into), z.to(into) if keep_z else None
+
+
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weightᵀ in the dtype of x, which an autocast region around an op would narrow."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return functional.linear(x, weight)
+    with torch.autocast(kind, enabled=False):
+        return functional.linear(x, weight)
 
 
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:

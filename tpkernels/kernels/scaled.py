@@ -113,11 +113,11 @@ def _largest(wide: Tensor, scaling: Scaling, square: bool) -> Tensor:
     size = wide.abs()
     if scaling == "blocks":
         padded = torch.nn.functional.pad(size, (0, -features % BLOCK))
-        size = padded.view(rows, -1, BLOCK) if features else padded.new_zeros(rows, 0, BLOCK)
-        largest = size.amax(2) if features else size.new_zeros(rows, 0)
-        if square and rows:
+        count = padded.shape[1] // BLOCK
+        largest = padded.view(rows, count, BLOCK).amax(2)
+        if square:
             tall = torch.nn.functional.pad(largest, (0, 0, 0, -rows % BLOCK))
-            blocks = tall.view(-1, BLOCK, largest.shape[1]).amax(1)
+            blocks = tall.view(tall.shape[0] // BLOCK, BLOCK, count).amax(1)
             largest = blocks.repeat_interleave(BLOCK, 0)[:rows]
         return largest
     return size.amax(1, keepdim=True) if features else size.new_zeros(rows, 1)
