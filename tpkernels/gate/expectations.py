@@ -24,7 +24,11 @@ LOGITS = ("softmax_statistics", "cross_entropy_grad")
 COUNTS = {
     *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
     *("columns", "first_id", "count", "code"),
-    *("stride_xst", "stride_wsn", "stride_st"),  # from a row's scales to the next's, one of which is loaded at a time
+    *(
+        "stride_xst",
+        "stride_wsn",
+        "stride_st",
+    ),  # from a row's scales to the next's, one of which is loaded at a time
 }
 
 
