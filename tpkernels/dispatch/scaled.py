@@ -148,8 +148,9 @@ def _scaled_product(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor,
         w_scale = w_scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
     if x_scale.shape[1] != 1:
         return _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
-    # one after the other: the product of two tiny scales may be too small for fp32
-    return _wide_linear(x, weight, wide).mul_(x_scale).mul_(w_scale.t())
+    # One after the other: the product of two tiny scales may be too small for fp32. That of w first, which is
+    # near 1: a huge one of x may take the sum beyond fp32, where the result is not.
+    return _wide_linear(x, weight, wide).mul_(w_scale.t()).mul_(x_scale)
 
 
 def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
@@ -242,15 +243,6 @@ def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
         and problem.out_features % 16 == problem.in_features % 16 == 0
         and not any(layout.tma_obstacle() for layout in problem.layouts)
     )
-
-
-def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x weightᵀ in the dtype of x, which an autocast region around an op would narrow."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return functional.linear(x, weight)
-    with torch.autocast(kind, enabled=False):
-        return functional.linear(x, weight)
 
 
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:

@@ -81,19 +81,22 @@ def _scaled_linear_kernel(
                 s = tl.cast(k // 128, tl.int64)
                 x_scale = load_vector(x_scale_ptr + s * stride_xss, t, T, stride_xst, BLOCK_ROWS)
                 w_scale = _w_scale(w_scale_ptr + s * stride_wss, n, N, stride_wsn, SHARED, BLOCK_COLS)
-                acc += products * x_scale[:, None] * w_scale
+                # a product of scales under 1e-38 has fewer bits: two multiplications an element cost more
+                acc += products * (x_scale[:, None] * w_scale)
             elif IN_PLACE:  # Triton adds the sums of BLOCK_DEPTH up in fp32, where tensor cores do not
                 acc = tl.dot(x_block, w_block.T, acc, max_num_imprecise_acc=BLOCK_DEPTH)
             else:
                 acc += tl.dot(x_block, w_block.T, max_num_imprecise_acc=BLOCK_DEPTH)
         parts = split_columns(acc, PARTS)
+        if not BY_BLOCK:
+            x_scale = load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None]
         for p in tl.static_range(PARTS):
             n_part = n + p * PART
             value = parts[p]
             if not BY_BLOCK:
-                # one after the other: the product of two tiny scales may be too small for fp32
-                value *= load_vector(x_scale_ptr, t, T, stride_xst, BLOCK_ROWS)[:, None]
+                # one after the other, that of w first: see `dispatch.scaled`
                 value *= _w_scale(w_scale_ptr, n_part, N, stride_wsn, SHARED, PART)
+                value *= x_scale
             if HAS_BIAS:
                 value += load_vector(b_ptr, n_part, N, stride_bn, PART)[None, :]
             if KEEP_Z:
