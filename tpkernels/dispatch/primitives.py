@@ -88,6 +88,8 @@ lookup = _primitive(vocabulary.lookup)
 lookup_grad = _primitive(vocabulary.lookup_grad)
 softmax_statistics = _primitive(vocabulary.softmax_statistics)
 quantize = _primitive(scaled.quantize)
+quantize_act = _primitive(scaled.quantize_act)
+quantize_glu = _primitive(scaled.quantize_glu)
 dequantize = _primitive(scaled.dequantize)
 scaled_linear = _primitive(scaled.scaled_linear)
 

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
-from tpkernels.kernels.activations import Activation, act_into, act_ref
+from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_into, act_ref
+from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import dequantize_ref, empty_words, quantize_ref
 from tpkernels.kernels.target import Target
@@ -34,13 +35,68 @@ def _empty_quantized(x: Tensor, format: Format, scaling: Scaling, power_of_two: 
     return empty_words(x.shape[0], x.shape[1], scaling, x.device)
 
 
+def _takes(x: Tensor, *_: Any) -> bool:
+    return x.dtype in DTYPES
+
+
 quantize = Primitive(
     "quantize",
     _quantize,
     launcher("quantize", "quantize", "format", "scaling", "power_of_two", "square"),
     lambda layer: (layer.x(), "e4m3", "rows", False, False),
     fake=_empty_quantized,
-    takes=lambda x, *_: True,
+    takes=_takes,
+)
+
+
+def _quantize_act(
+    z: Tensor, activation: Activation, format: Format, scaling: Scaling, power_of_two: bool
+) -> Tensor:
+    """`quantize` of act(z), which is in fp32."""
+    return quantize_ref(_wide_act(z, activation), format, scaling, power_of_two=power_of_two)
+
+
+def _wide_act(z: Tensor, activation: Activation) -> Tensor:
+    return act_ref(z.to(torch.promote_types(z.dtype, torch.float32)), activation)
+
+
+def _empty_quantized_act(
+    z: Tensor, activation: Activation, format: Format, scaling: Scaling, power_of_two: bool
+) -> Tensor:
+    return empty_words(z.shape[0], z.shape[1], scaling, z.device)
+
+
+quantize_act = Primitive(
+    "quantize_act",
+    _quantize_act,
+    launcher("quantize", "quantize_act", "activation", "format", "scaling", "power_of_two"),
+    lambda layer: (layer.x(), layer.activation, "e4m3", "rows", False),
+    fake=_empty_quantized_act,
+    takes=_takes,
+)
+
+
+def _quantize_glu(
+    g: Tensor, u: Tensor, kind: Glu, format: Format, scaling: Scaling, power_of_two: bool
+) -> Tensor:
+    """`quantize` of f(g) * u, which is in fp32."""
+    h = _wide_act(g, GATE_OF[kind]) * u
+    return quantize_ref(h, format, scaling, power_of_two=power_of_two)
+
+
+def _empty_quantized_glu(
+    g: Tensor, u: Tensor, kind: Glu, format: Format, scaling: Scaling, power_of_two: bool
+) -> Tensor:
+    return empty_words(g.shape[0], g.shape[1], scaling, g.device)
+
+
+quantize_glu = Primitive(
+    "quantize_glu",
+    _quantize_glu,
+    launcher("quantize", "quantize_glu", "kind", "format", "scaling", "power_of_two"),
+    lambda layer: (layer.x(), layer.x(), layer.glu, "e4m3", "rows", False),
+    fake=_empty_quantized_glu,
+    takes=_takes,
 )
 
 
@@ -57,9 +113,9 @@ def _dequantize_sample(layer: Layer) -> tuple[Any, ...]:
 dequantize = Primitive(
     "dequantize",
     _dequantize,
-    launcher("quantize", "dequantize", "dtype"),
+    launcher("dequantize", "dequantize", "dtype"),
     _dequantize_sample,
-    takes=lambda data, *_: True,
+    takes=lambda data, scale, dtype: dtype != "float64",
 )
 
 
@@ -186,6 +242,15 @@ def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
         and problem.out_features % 16 == problem.in_features % 16 == 0
         and not any(layout.tma_obstacle() for layout in problem.layouts)
     )
+
+
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weightᵀ in the dtype of x, which an autocast region around an op would narrow."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return functional.linear(x, weight)
+    with torch.autocast(kind, enabled=False):
+        return functional.linear(x, weight)
 
 
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:

@@ -31,7 +31,9 @@ from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.recipe import Format, Scaling
 from tpkernels.kernels.reduce import add_slots, reduce_slots
+from tpkernels.kernels.scaled import Scaled
 from tpkernels.kernels.scatter_linear import scatter_linear as store_product
 from tpkernels.kernels.segments import segment_sum
 from tpkernels.kernels.tiles import MatmulTile, waiting_tile
@@ -61,6 +63,12 @@ class Operands:
 
     def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """From low to high - 1."""
+        raise NotImplementedError
+
+    def scaled(
+        self, rows: int, features: int, format: Format, scaling: Scaling, square: bool = False
+    ) -> Scaled:
+        """In fp8. square: a weight, whose scales, where they are of blocks, are of 128 x 128"""
         raise NotImplementedError
 
     def vector(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -125,7 +133,7 @@ def product(
     return {word: (computed, one) for word, computed, one in pairs if one is not None}
 
 
-# called below with options that no primitive has yet: residuals, ids of other ranks, padding
+# called with options that no primitive has yet: residuals, ids of other ranks, padding
 CALLED_BELOW = (
     "bias_grad",
     "rms_norm",
@@ -136,6 +144,7 @@ CALLED_BELOW = (
     "lookup_grad",
     "softmax_statistics",
     "cross_entropy_grad",
+    *("quantize", "quantize_act", "quantize_glu", "dequantize", "scaled_linear"),  # in `scaled`
 )
 
 

@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import torch
 
-from tpkernels.gate import calls
+from tpkernels.gate import calls, scaled
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, Entry
 from tpkernels.gate.recording import MetaOperands, Recipe
 from tpkernels.kernels.bias_grad import bias_grad
@@ -55,7 +55,7 @@ def catalog() -> tuple[Entry, ...]:
 
 def recipes() -> Mapping[str, Recipe]:
     """Name of an entry -> how its launch is recorded, at these sizes or at others."""
-    listed = (*_matmul_recipes(), *_row_recipes())
+    listed = (*_matmul_recipes(), *scaled.recipes(), *_row_recipes())
     named = {recipe.name: recipe for recipe in listed}
     assert len(named) == len(listed), "two entries have one name"
     return named

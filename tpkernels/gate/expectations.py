@@ -9,16 +9,26 @@ import re
 from collections.abc import Iterator
 
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts
+from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.occupancy import blocks_by_limit, too_few
 from tpkernels.gate.ptx import NO_FLAG
 
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products on sm_90, on sm_100, on any
-MATMULS = ("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad")
+MATMULS = (
+    *("linear", "gather_linear", "scatter_linear", "glu", "dgrad", "dgrad_pairs", "dglu", "wgrad"),
+    "scaled_linear",
+)
+PROMOTED_AFTER = 4  # products of fp8, each 32 deep: their fp32 sums have fewer bits than fp32
 LOGITS = ("softmax_statistics", "cross_entropy_grad")
 # integers that are multiples of nothing, and no part of a matrix's address
 COUNTS = {
     *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
     *("columns", "first_id", "count", "code"),
+    *(
+        "stride_xst",
+        "stride_wsn",
+        "stride_st",
+    ),  # from a row's scales to the next's, one of which is loaded at a time
 }
 
 
@@ -34,12 +44,12 @@ def violations(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     if architecture.startswith("gfx"):
         yield from _amd_products(entry, facts)
         return
-    yield from _nvidia_products(entry, facts)
+    yield from _nvidia_products(entry, architecture, facts)
     if entry.form == "descriptor":
         yield from _present(facts, "UTMALDG", _store_of(entry))
     if architecture == "sm_90":
         yield from _hopper(entry, facts)
-    elif entry.form == "descriptor":
+    elif entry.form == "descriptor" and not _in_fp8(entry):
         yield from _present(facts, "UTCHMMA")
 
 
@@ -63,6 +73,20 @@ def spilled(architecture: str, facts: Facts) -> Iterator[str]:
     """Local memory, where no rule of ours allows it."""
     if architecture == "sm_90" and (facts.spills or facts.stack):
         yield f"spills: {facts.spills} loads and stores of local memory, {facts.stack} bytes of stack"
+
+
+def serialised(facts: Facts) -> Iterator[str]:
+    """Products of warp groups that are awaited one by one.
+
+    Between the products of fp8 that are promoted, their sums are added: they are awaited by necessity, but
+    together, and the other warp group multiplies meanwhile.
+    """
+    if facts.in_flight:
+        return
+    if facts.count("HGMMA") or (facts.count("QGMMA") and not _promoted(facts, "QGMMA")):
+        yield "wgmma serialised: no product runs while the next operands are awaited"
+    elif facts.count("QGMMA") < 2 * facts.count("QGMMA.gsb0"):
+        yield "wgmma serialised: each product in fp8 is awaited before the next is started"
 
 
 def _memory(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
@@ -96,15 +120,37 @@ def _order(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
         yield NO_FLAG
 
 
-def _nvidia_products(entry: Entry, facts: Facts) -> Iterator[str]:
+def _nvidia_products(entry: Entry, architecture: str, facts: Facts) -> Iterator[str]:
     if entry.form == "pointer" and not is_ragged(entry):
         # cp.async of 16 bytes: what pipelining consists of, and what a lost alignment takes away
         yield from _present(facts, "LDGSTS.128")
+    if _in_fp8(entry):
+        yield from _fp8_products(architecture, facts)
+        return
     if not _in_true_fp32(entry):
         yield from _some(facts, *TENSOR_CORES)
         return
     yield from _some(facts, "FFMA", "FFMA2")
     yield from _absent(facts, "products in true fp32", *TENSOR_CORES)
+
+
+def _fp8_products(architecture: str, facts: Facts) -> Iterator[str]:
+    """By the tensor core's own instruction, not by an older one that is given 16 bits an element."""
+    product = FP8_PRODUCTS.get(architecture)
+    if product is None:
+        yield f"{architecture} multiplies no fp8: expected one of {', '.join(FP8_PRODUCTS)}"
+        return
+    yield from _present(facts, product)
+    yield from _absent(facts, "fp8 is converted before it is multiplied", *TENSOR_CORES)
+    if product != "UTCQMMA" and not _promoted(facts, product):  # which adds in fp32
+        yield (
+            f"sums of fp8 are not promoted: {facts.count(f'{product}.RZ')} of {facts.count(product)} products "
+            f"begin one, expected each {PROMOTED_AFTER}th"
+        )
+
+
+def _promoted(facts: Facts, product: str) -> bool:
+    return PROMOTED_AFTER * facts.count(f"{product}.RZ") >= facts.count(product)
 
 
 def _amd_products(entry: Entry, facts: Facts) -> Iterator[str]:
@@ -114,13 +160,15 @@ def _amd_products(entry: Entry, facts: Facts) -> Iterator[str]:
 
 
 def _hopper(entry: Entry, facts: Facts) -> Iterator[str]:
-    if entry.form == "descriptor":
+    if entry.form == "descriptor" and not _in_fp8(entry):
         yield from _present(facts, "HGMMA")
         yield from _absent(facts, "the tensor core's older instruction", "HMMA")
     if consumers := re.search(r"-c(\d)", entry.name):
         yield from _apart(int(consumers[1]), facts)
-    if facts.count("HGMMA") and not facts.in_flight and not is_ragged(entry):
-        yield "wgmma serialised: no product runs while the next operands are awaited"
+    if not is_ragged(entry):
+        yield from serialised(facts)
+    if entry.form == "descriptor" and _in_fp8(entry) and facts.exposed_waits:
+        yield f"{facts.exposed_waits} waits for copies that no product hides, expected none beside fp8"
 
 
 def _apart(consumers: int, facts: Facts) -> Iterator[str]:
@@ -138,6 +186,10 @@ def _store_of(entry: Entry) -> str:
     if kernel_of(entry) == "scatter_linear":
         return "STG.128"  # into memory of other ranks, which no descriptor of ours describes
     return "UTMAREDG" if entry.constants.get("REDUCE") else "UTMASTG"
+
+
+def _in_fp8(entry: Entry) -> bool:
+    return "fp8" in next(iter(entry.arguments.values()))
 
 
 def _in_true_fp32(entry: Entry) -> bool:

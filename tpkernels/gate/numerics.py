@@ -25,12 +25,13 @@ from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from tpkernels.dispatch.products import PRODUCTS
-from tpkernels.gate import calls
+from tpkernels.gate import calls, scaled
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.gate.calls import Operands, Results
 from tpkernels.gate.catalog import has_parts
@@ -42,6 +43,8 @@ from tpkernels.kernels.disk_cache import DiskCache
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import compiles
 from tpkernels.kernels.operands import Form
+from tpkernels.kernels.recipe import Format, Scaling
+from tpkernels.kernels.scaled import Scaled, quantize_ref
 from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import ORDERED_SUM, candidates
 
@@ -50,6 +53,8 @@ SOURCES = ("kernels/*.py", "kernels/gluon/*.py", "dispatch/*.py", "gate/*.py", "
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # tokens, in_features, out_features: descriptors want rows of whole 16-byte units, pointers take anything
 SIZES: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 88, 104), "pointer": (71, 45, 83)}
+IN_FP8: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 272, 144), "pointer": (71, 301, 141)}
+NAN_OF_FP8 = 0x7F7F_7F7F  # in either format; a scale, it is near the largest number of fp32
 WITH_CONSUMERS = 264, 200, 328  # two or three tiles for each of two programs, four steps of depth
 LAUNCHERS = {"linear": "linear_fwd", "glu": "glu_fwd"}  # of other names than their primitives
 WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
@@ -124,6 +129,15 @@ class RandomOperands(Operands):
         wide[1 : rows + 1, :cols] = torch.randn(rows, cols)
         return wide[1 : rows + 1, :cols]
 
+    def scaled(
+        self, rows: int, features: int, format: Format, scaling: Scaling, square: bool = False
+    ) -> Scaled:
+        words = quantize_ref(torch.randn(rows, features), format, scaling, square=square)
+        pitch = -(-words.shape[1] // 4) * 4 + 4  # rows stay 16-byte aligned
+        wide = torch.full((rows + 2, pitch), NAN_OF_FP8, dtype=torch.int32)
+        wide[1 : rows + 1, : words.shape[1]] = words
+        return Scaled(wide[1 : rows + 1, : words.shape[1]], features, format, scaling)
+
     def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.randint(low, high, (count,), dtype=dtype)
 
@@ -132,6 +146,7 @@ def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[Case]:
     for form, dtype in WAYS:
         yield from _matmuls(RandomOperands(dtype, *sizes[form], chunks=3, form=form))
     yield from _with_consumers()
+    yield from _in_fp8()
     yield from _rows(RandomOperands(FP32, *sizes["pointer"], chunks=3))
     yield from _rows(RandomOperands(BF16, *sizes["pointer"], chunks=3))
 
@@ -196,6 +211,26 @@ def _matmuls(of: Operands) -> Iterator[Case]:
     for pairs, depth_first in ((1, False), (2, False), (2, True)):
         case = f"scatter_linear/{way}/{('one', 'two')[pairs - 1]}{'+depth_first' * depth_first}"
         yield Case(case, partial(calls.scatter_linear, of, pairs, depth_first))
+
+
+def _in_fp8() -> Iterator[Case]:
+    for form, sizes in IN_FP8.items():
+        of = RandomOperands(BF16, *sizes, chunks=1, form=form)
+        for scales, options in scaled.SCALES.items():
+            way = f"{form}/fp8/{scales.strip('+') or 'rows'}"
+            call = partial(scaled.scaled_linear, of, **options)
+            for activation in ACTIVATIONS:
+                yield Case(f"scaled_linear_fwd/{way}/{activation}", partial(call, activation=activation))
+            plain = partial(call, optional=False)
+            yield Case(f"scaled_linear_fwd/{way}/=fp32", partial(plain, dtype="float32"))
+            yield Case(f"scaled_linear_fwd/{way}/e5m2", partial(plain, format="e5m2"))
+    for dtype in (BF16, FP32):
+        of = RandomOperands(dtype, *IN_FP8["pointer"], chunks=1)
+        way = SHORT_NAMES[dtype]
+        for how, call in scaled.QUANTIZED.items():
+            yield Case(f"quantize/{way}/{how}", partial(call, of))
+        for scaling in get_args(Scaling):
+            yield Case(f"dequantize/{way}/{scaling}", partial(scaled.dequantize, of, scaling))
 
 
 def _rows(of: Operands) -> Iterator[Case]:

@@ -22,6 +22,8 @@ from tpkernels.gate.calls import Operands
 from tpkernels.kernels import launch
 from tpkernels.kernels.footprints import SHORT_NAMES
 from tpkernels.kernels.matmul_tile import GLUON_SINCE, triton_version
+from tpkernels.kernels.recipe import Format, Scaling
+from tpkernels.kernels.scaled import Scaled, words_of
 from tpkernels.kernels.target import Target
 
 HAS_GLUON = triton_version() >= GLUON_SINCE  # before it: of another form
@@ -40,6 +42,12 @@ class MetaOperands(Operands):
 
     def integers(self, count: int, low: int, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.empty((count,), dtype, torch.device("meta"))
+
+    def scaled(
+        self, rows: int, features: int, format: Format, scaling: Scaling, square: bool = False
+    ) -> Scaled:
+        words = self.empty((rows, words_of(features, scaling)), torch.int32, torch.device("meta"))
+        return Scaled(words, features, format, scaling)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Takes the place of `launch.empty`."""

@@ -42,7 +42,7 @@ def _dequantize_kernel(
     mask = (rows < T) & (k < K)
     data = tl.load(data_ptr + rows * stride_dt + k * stride_dk, mask, 0.0).to(tl.float32)
     in_scales = (t < T)[:, None] & (s < scales)[None, :]
-    scale = tl.load(scale_ptr + t[:, None] * stride_st + s[None, :] * stride_ss, in_scales, 0.0)
+    scale = tl.load(scale_ptr + t[:, None] * stride_st + s.to(tl.int64)[None, :] * stride_ss, in_scales, 0.0)
     tl.store(y_ptr + rows * K + k, (data * scale[:, :, None]).to(y_ptr.dtype.element_ty), mask)
 
 

@@ -8,8 +8,8 @@ T rows, K columns, S scales a row; `scaled` says how words hold them:
     data   = v / scale                                  (T, K)    rounded to fp8, nearest even
 
 The bits are those of the oracle: both divisions are true ones, and sizes are compared as integers, in whose
-order NaN is above infinity (a maximum of floating-point numbers drops NaN). An activation differs from torch's
-by some of its last bits: an element next to the middle of two numbers of fp8 may then go to the other one.
+order NaN is above infinity (a maximum of floating-point numbers drops NaN). An activation has other last bits
+than torch's: an element next to the middle of two numbers of fp8 may then go to the other one.
 
 x may lie in memory by rows or by columns (`w.t()`), and is read along its memory either way; what is written
 is rows. Scales of rows need all of a row first: a program holds rows of up to 16k columns, and reads longer
@@ -18,8 +18,7 @@ ones, and columns, twice. The second time goes backwards, as what was read last 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import triton
@@ -34,7 +33,7 @@ from tpkernels.kernels.operands import require_matrices
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 from tpkernels.kernels.scaled import words_of
 from tpkernels.kernels.target import fast_math, require_fp8, target_of
-from tpkernels.kernels.tiles import MAX_FEATURES, row_tile
+from tpkernels.kernels.tiles import MAX_FEATURES, RowTile, row_tile
 
 mend()
 
@@ -242,8 +241,7 @@ def _quantize_blocks_kernel(
         tl.store(first_scale + i, tl.zeros((BLOCK_ROWS, 8), tl.int32), mask)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+class _Tile(NamedTuple):
     """What a program holds at a time."""
 
     block_rows: int
@@ -253,8 +251,8 @@ class _Tile:
 
 _COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
 _LONG_ROWS = _Tile(1, 8192, num_warps=16)
-_BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # of which a row's scales fill a sector
-_BLOCKS_BY_COLUMNS = _Tile(64, BLOCK, num_warps=8)
+_BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
+_BLOCKS_BY_COLUMNS = _Tile(32, BLOCK, num_warps=8)
 _SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
 
 
@@ -327,11 +325,11 @@ def _quantize(
         raise ValueError(f"{launcher}: expected u of the shape of g {tuple(x.shape)}, got {tuple(u.shape)}")
     for name, word, kinds in (("format", format, Format), ("scaling", scaling, Scaling)):
         if word not in get_args(kinds):
-            words = " or ".join(map(repr, get_args(kinds)))
-            raise ValueError(f"{launcher}: expected {name} {words}, got {word!r}")
+            expected = " or ".join(map(repr, get_args(kinds)))
+            raise ValueError(f"{launcher}: expected {name} {expected}, got {word!r}")
     target = target_of(x.device)
-    T, K = x.shape
     require_fp8(launcher, target)
+    T, K = x.shape
     shape = T, words_of(K, scaling)
     if out is None:  # made as fp32, of which tests see what was not written
         words = launch.empty(shape, torch.float32, x.device).view(torch.int32)
@@ -341,26 +339,21 @@ def _quantize(
     if not words.numel():
         return words
     by_columns = x.stride(0) == 1 != x.stride(1)
-    constants = {
-        "FORMAT": format,
-        "POWER_OF_TWO": power_of_two,
-        "ACTIVATION": activation,
-        "GATED": u is not None,
-        "FAST": fast_math(x.dtype, target),
-    }
+    constants: dict[str, Any]
+    kernel: Any
+    tile: _Tile | RowTile
     if scaling == "blocks":
         kernel = _quantize_blocks_kernel
         tile = _SQUARES if square else _BLOCKS_BY_COLUMNS if by_columns else _BLOCKS
         programs = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(K, tile.block_cols)
-        constants |= {"SQUARE": square, "BLOCK": BLOCK, "GROUPS": tile.block_cols // BLOCK}
+        constants = {"SQUARE": square, "BLOCK": BLOCK, "GROUPS": tile.block_cols // BLOCK}
     else:
         if by_columns or K > MAX_FEATURES:
             kernel, tile = _quantize_strips_kernel, _COLUMNS if by_columns else _LONG_ROWS
         else:
-            held = row_tile(launcher, max(K, 1))
-            kernel, tile = _quantize_rows_kernel, _Tile(held.block_rows, held.block_cols, held.num_warps)
+            kernel, tile = _quantize_rows_kernel, row_tile(launcher, max(K, 1))
         programs = launch.ceil_div(T, tile.block_rows)
-        constants["BLOCK_COLS"] = tile.block_cols
+        constants = {"BLOCK_COLS": tile.block_cols}
     launch.on(x.device, kernel, (programs,))(
         x,
         x if u is None else u,
@@ -371,8 +364,13 @@ def _quantize(
         *(x if u is None else u).stride(),
         4 * launch.ceil_div(K, 4),
         4 * words.shape[1],
-        **constants,
+        FORMAT=format,
+        POWER_OF_TWO=power_of_two,
+        ACTIVATION=activation,
+        GATED=u is not None,
+        FAST=fast_math(x.dtype, target),
         BLOCK_ROWS=tile.block_rows,
         num_warps=tile.num_warps,
+        **constants,
     )
     return words

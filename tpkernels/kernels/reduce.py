@@ -6,7 +6,8 @@ R slots, T tokens, N features:
     y += Σ over r of slots[r]        (T, N)    `add_slots`: what each part of a product's depth did
 
 Slots are added in the order of r, or on request in a binary tree, as `tp_invariance.tree_sum` adds, and the
-sum is rounded once. The bias lands here, once, and not in the R products that are summed.
+sum is rounded once. The bias lands here, once, and not in the R products that are summed. One slot may be of
+int32 words: the sum is a copy then, bit for bit.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _tree_sum(
 
 @triton.jit
 def _reduce_slots_kernel(
-    slots_ptr,  # (R, T, N)
+    slots_ptr,  # (R, T, N); one slot, if it is of int32
     b_ptr,  # (N,), unread unless HAS_BIAS
     y_ptr,  # (T, N) contiguous
     flags_ptr,  # (R * splits,) int32, slot by slot; like the next two untouched unless WAIT
@@ -117,6 +118,7 @@ def _reduce_slots_kernel(
     BLOCK_COLS: tl.constexpr,
 ):
     """Each program sums every num_programs-th block."""
+    wide: tl.constexpr = tl.int32 if slots_ptr.dtype.element_ty == tl.int32 else tl.float32
     col_tiles = tl.cdiv(N, BLOCK_COLS)
     for index in tl.range(tl.program_id(0), tl.cdiv(T, BLOCK_ROWS) * col_tiles, tl.num_programs(0)):
         t = index // col_tiles * BLOCK_ROWS
@@ -127,7 +129,7 @@ def _reduce_slots_kernel(
                 *(flags_ptr, awaited_ptr, status_ptr, spin_limit, WAIT, TREE, BLOCK_ROWS, BLOCK_COLS),
             )
         else:
-            acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+            acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), wide)
             slot_ptr = slots_ptr
             slot_chunk = first_chunk
             for _ in tl.range(0, R, num_stages=1):
@@ -137,7 +139,7 @@ def _reduce_slots_kernel(
                     )
                 acc += load_block(
                     slot_ptr, t, n, T, N, stride_st, stride_sn, BLOCK_ROWS, BLOCK_COLS, TMA=False
-                ).to(tl.float32)
+                ).to(wide)
                 slot_ptr += stride_sr
                 slot_chunk += splits
         if HAS_BIAS:
@@ -158,7 +160,7 @@ def reduce_slots(
 ) -> Tensor:
     """The sum of the slots, plus the bias once, rounded once.
 
-    slots: (ranks, tokens, features)
+    slots: (ranks, tokens, features); one, which is copied, may be of int32 words
     bias: (features,)
     dtype: of the result, by default that of the slots
     arrivals: a flag for each slot, or for each of its equal parts of rows; by default all is here
@@ -167,7 +169,14 @@ def reduce_slots(
     tree: neighbours are added first, then neighbours of these sums, and so on
     returns: (tokens, features)
     """
-    require_tensors("reduce_slots", ("slots", slots), ("bias", bias))
+    words = slots.dtype == torch.int32
+    if words and (len(slots) != 1 or bias is not None or dtype is not None):
+        raise TypeError(
+            f"reduce_slots: expected one slot of int32 words, to be copied, got slots {tuple(slots.shape)}, "
+            f"bias {bias is not None} and dtype {dtype}: words are not numbers, and have no sum"
+        )
+    if not words:
+        require_tensors("reduce_slots", ("slots", slots), ("bias", bias))
     if slots.ndim != 3 or not slots.shape[0]:
         raise ValueError(
             f"reduce_slots: expected slots of (ranks, tokens, features), got {tuple(slots.shape)}"
@@ -183,7 +192,9 @@ def reduce_slots(
     target = target_of(slots.device)
     tile = tile or (INTERPRETED_SLOT_SUM if target.backend == "interpreter" else SLOT_SUM)
     programs = resident_programs("reduce_slots", target, tile.per_processor, margin)
-    y = launch.empty((T, N), dtype or slots.dtype, slots.device)
+    # words are made as fp32, of which tests see what was not written
+    y = launch.empty((T, N), torch.float32 if words else dtype or slots.dtype, slots.device)
+    y = y.view(torch.int32) if words else y
     if y.numel():
         tiles = launch.ceil_div(T, tile.block_rows) * launch.ceil_div(N, tile.block_cols)
         unread = y  # stands for a pointer that this form of the kernel does not follow
@@ -204,7 +215,7 @@ def reduce_slots(
             0 if arrivals is None else arrivals.limit(target),
             HAS_BIAS=bias is not None,
             WAIT=arrivals is not None,
-            TREE=R if tree else 0,
+            TREE=R if tree and not words else 0,
             BLOCK_ROWS=tile.block_rows,
             BLOCK_COLS=tile.block_cols,
             num_warps=tile.num_warps,

@@ -54,6 +54,7 @@ INTERPRETER = Target(
 H100 = Target("cuda", 90, 132)
 A100 = Target("cuda", 80, 108)
 B200 = Target("cuda", 100, 148)
+L40S = Target("cuda", 89, 142)
 RTX_5090 = Target("cuda", 120, 170)
 MI300 = Target("hip", processors=304)
 

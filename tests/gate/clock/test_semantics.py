@@ -89,6 +89,8 @@ CASES = {
     "PRMT R0, R4, 0x8880, RZ": lambda a, b, c, d, p: a & 0xFF | (0xFFFFFF00 if a & 0x80 else 0),
     "VIMNMX R0, R4, R5, PT": lambda a, b, c, d, p: min(s(a), s(b)),
     "VIMNMX.U32 R0, R4, R5, !PT": lambda a, b, c, d, p: max(a, b),
+    "VIMNMX3 R0, R4, R5, R6, PT": lambda a, b, c, d, p: min(s(a), s(b), s(c)),
+    "VIMNMX3.U32 R0, R4, R5, R6, !PT": lambda a, b, c, d, p: max(a, b, c),
     "VIADDMNMX R0, R4, 0x10, R6, PT": lambda a, b, c, d, p: min(s(a + 16), s(c)),
     "SEL R0, R4, R5, P1": lambda a, b, c, d, p: a if p else b,
     "SGXT R0, R4, 0x5": lambda a, b, c, d, p: (a & 31) - 32 * (a >> 4 & 1),

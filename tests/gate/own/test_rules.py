@@ -52,7 +52,7 @@ def test_rule_tells_of_what_breaks_it(rule):
 
 def test_older_instructions_and_missing_ones_break_wgmma():
     assert [*violations(["wgmma"], "sm_90", with_mix(HMMA=8))] == [
-        "no HGMMA",
+        "no HGMMA or QGMMA",
         "8 HMMA, expected none (the tensor core's older instruction)",
     ]
 

@@ -20,7 +20,7 @@ from tpkernels.gate.clock.timeline import Run
 from tpkernels.gate.clock.workload import FLOPS_A_CYCLE, Product, Workload
 
 SHORT, LONG = 20, 40  # steps of a tile: buffers that an epilogue has filled must run dry first
-PRODUCTS = ("HGMMA", "HMMA")
+PRODUCTS = ("HGMMA", "QGMMA", "HMMA")
 LOADS = ("LDG", "LDGSTS", "UTMALDG")
 
 
@@ -66,7 +66,7 @@ def cost_of(built: Built, workload: Workload, machine: Machine | None = None) ->
     def ran(tiles: int, steps: int) -> Run:
         return run(program, workload.on_one(built, tiles, steps), machine, drawing=False)
 
-    resident = workload.on_one(built, 64 * workload.unit, 1).resident
+    resident = workload.on_one(built, 64 * workload.unit, SHORT).resident
     # roles of warps may take tiles in turn
     turns = 2 if any(one.opcode == "USETMAXREG" for one in built.code.instructions) else 1
     together = lcm(resident * turns, workload.unit)
@@ -131,16 +131,21 @@ def _serial_loads(one: Run, warp: int) -> int:
 def _check(workload: Workload, step: Callable[[Callable[[Run], float]], float], built: Built) -> None:
     product = workload.product
     assert product is not None, "only called for one"
-    tensor, fetched = step(lambda one: one.tensor), step(lambda one: one.fetched)
+    tensor, fetched, copied = (
+        step(amount) for amount in (lambda one: one.tensor, lambda one: one.fetched, lambda one: one.copied)
+    )
     due = product.flops / FLOPS_A_CYCLE * (product.itemsize / 2)
     if tensor and abs(tensor - due) > 1e-3 * due:
         raise WrongAmount(
             f"{workload.name}: products of a step take {tensor:,.1f} cycles, its shape says {due:,.1f}"
         )
     copies = any(one.opcode == "UTMALDG" for one in built.code.instructions)
-    if fetched < product.bytes - 0.5 or (copies and fetched > product.bytes + 0.5):
+    most = product.bytes + product.beside + 0.5
+    if fetched < product.bytes - 0.5 or (copies and (fetched > most or abs(copied - product.bytes) > 0.5)):
+        beside = f", of which {copied:,.1f} by copies" if copies else ""
         raise WrongAmount(
-            f"{workload.name}: a step loads {fetched:,.1f} bytes, its operands have {product.bytes:,}"
+            f"{workload.name}: a step loads {fetched:,.1f} bytes{beside}; its operands have {product.bytes:,}"
+            + (f", and what lies beside at most {product.beside:,}" if product.beside else "")
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -233,7 +233,7 @@ def _of_table(table: int, used: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def minimum_maximum(one: Instruction) -> Meaning:
-    """VIMNMX d, a, b, P: the minimum where P, else the maximum; VIADDMNMX: of a + b and c."""
+    """VIMNMX d, a, b, P: the minimum where P, else the maximum; VIMNMX3: of three; VIADDMNMX: of a + b and c."""
     *texts, which = one.operands[1:]
     flip = 0 if "U32" in one.modifiers else SIGN
     adds = one.opcode == "VIADDMNMX"
@@ -243,10 +243,10 @@ def minimum_maximum(one: Instruction) -> Meaning:
         if adds:
             a, b, c = numbers
             numbers = [a + b & WORD, c]
-        a, b = ((number & WORD) ^ flip for number in numbers)
-        if isinstance(a, int) and isinstance(b, int) and isinstance(least, bool):
-            return (min(a, b) if least else max(a, b)) ^ flip
-        return np.where(least, np.minimum(a, b), np.maximum(a, b)) ^ flip
+        numbers = [(number & WORD) ^ flip for number in numbers]
+        if all(isinstance(number, int) for number in numbers) and isinstance(least, bool):
+            return (min(numbers) if least else max(numbers)) ^ flip
+        return np.where(least, reduce(np.minimum, numbers), reduce(np.maximum, numbers)) ^ flip
 
     return assign(destination(one.operands[0]), tuple(map(source, (*texts, which))), compute)
 

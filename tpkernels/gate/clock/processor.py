@@ -102,6 +102,7 @@ class _Processor:
             instructions=self.issued,
             guessed=self.guessed,
             fetched=self.bandwidth.fetched,
+            copied=self.bandwidth.copied,
             stored=self.bandwidth.stored,
             marks=tuple(self.recorder.marks),
             waits=tuple(self.recorder.waits),

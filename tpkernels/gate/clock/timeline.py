@@ -50,6 +50,7 @@ class Run:
     instructions: int  # issued
     guessed: int  # branches on unknown values
     fetched: int  # bytes, from global memory
+    copied: int  # of these, by the copy engine
     stored: int  # bytes, to it
     marks: tuple[Mark, ...]
     waits: tuple[Wait, ...]

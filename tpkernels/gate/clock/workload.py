@@ -18,6 +18,8 @@ from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.launch import Built, Launch, WrongLaunch, launch_of
 from tpkernels.gate.recording import Recipe
 from tpkernels.kernels import launch
+from tpkernels.kernels.scaled import SECTOR
+from tpkernels.kernels.tiles import MatmulTile
 
 RANKS = 2  # that `calls.scatter_linear` stores to
 FLOPS_A_CYCLE = 4096  # of an H100's SM, 16-bit operands: 989.4 TFLOP/s over 132 SMs at 1.83 GHz
@@ -33,6 +35,7 @@ class Product:
     itemsize: int = 2  # bytes of an element of the operands
     weights: int = 1  # 2 for a gated unit, which multiplies a block of rows by two
     pairs: int = 1  # of matrices whose products are summed
+    beside: int = 0  # bytes that a step may load beside its operands, at most: scales
 
     @property
     def flops(self) -> int:
@@ -94,6 +97,7 @@ class EntryWorkload:
             self._recipe.of.dtype.itemsize,
             weights=2 if self._kernel == "glu" else 1,
             pairs=2 if self._kernel == "dgrad_pairs" or "/two" in self.name else 1,
+            beside=self._scales(tile) if self.entry.constants.get("BY_BLOCK") else 0,
         )
 
     @cached_property
@@ -181,6 +185,10 @@ class EntryWorkload:
     @property
     def _kernel(self) -> str:
         return self.name.split("/")[0]
+
+    def _scales(self, tile: MatmulTile) -> int:
+        """Bytes of a sector for each row and each column, by each warp anew."""
+        return SECTOR * (tile.block_rows + tile.block_cols) * tile.num_warps
 
     @property
     def _transposed(self) -> bool:

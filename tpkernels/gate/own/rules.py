@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tpkernels.gate.ahead_of_time import Facts
-from tpkernels.gate.expectations import overflow, spilled
+from tpkernels.gate.expectations import overflow, serialised, spilled
 
 Rule = Callable[[str, Facts], Iterator[str]]  # architecture, facts -> what is wrong
 WITH_WGMMA = ("sm_90",)
@@ -33,9 +33,10 @@ def _async_loads(architecture: str, facts: Facts) -> Iterator[str]:
 
 def _tensor_cores(architecture: str, facts: Facts) -> Iterator[str]:
     if architecture in WITH_WGMMA:
-        names: tuple[str, ...] = ("HGMMA", "HMMA")
+        names: tuple[str, ...] = ("HGMMA", "QGMMA", "HMMA")
     else:
-        names = ("v_mfma",) if architecture.startswith("gfx") else ("UTCHMMA", "HMMA")
+        nvidia = ("UTCHMMA", "UTCQMMA", "HMMA", "QMMA")
+        names = ("v_mfma",) if architecture.startswith("gfx") else nvidia
     if not any(map(facts.count, names)):
         yield f"no {' or '.join(names)}: no tensor core is used"
 
@@ -43,10 +44,9 @@ def _tensor_cores(architecture: str, facts: Facts) -> Iterator[str]:
 def _wgmma(architecture: str, facts: Facts) -> Iterator[str]:
     if architecture not in WITH_WGMMA:
         return
-    if not facts.count("HGMMA"):
-        yield "no HGMMA"
-    elif not facts.in_flight:
-        yield "wgmma serialised: no product runs while the next operands are awaited"
+    if not facts.count("HGMMA") and not facts.count("QGMMA"):
+        yield "no HGMMA or QGMMA"
+    yield from serialised(facts)
     if facts.count("HMMA"):
         yield f"{facts.count('HMMA')} HMMA, expected none (the tensor core's older instruction)"
 

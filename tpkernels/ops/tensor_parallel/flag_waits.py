@@ -95,7 +95,7 @@ class KernelWaits:
         advance(word, awaited, step, code)
 
     def _sum(self, delivery: Delivery, slots: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """rows: of memory, that the slots are. A sum over one slot copies it."""
+        """rows: of memory, that the slots are. A sum over one slot copies it, of words, too."""
         from tpkernels.kernels.reduce import reduce_slots
 
         delivery = cast("MailboxDelivery", delivery)
@@ -178,17 +178,18 @@ class MultipliedRows(Gathering):
         return found
 
 
-def waits_for(op: str, exchange: Exchange, like: Tensor) -> Waits:
+def waits_for(op: str, exchange: Exchange, like: Tensor, *, sums: bool = True) -> Waits:
     """The host waits in its own memory if torch computes; else kernels do.
 
     like: a tensor of the dtype and device of what is moved
+    sums: whether what is moved is added up; else it may be words
     """
     kernels_compute = backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
     if not isinstance(exchange, MailboxExchange):
-        sums = kernels_compute and isinstance(exchange, Collectives) and kernels_take(like.dtype)
-        return KERNEL_SUMS if sums else HOST_WAITS
+        adds = kernels_compute and isinstance(exchange, Collectives) and kernels_take(like.dtype, sums=True)
+        return KERNEL_SUMS if adds else HOST_WAITS
     if kernels_compute:
-        if not kernels_take(like.dtype):
+        if not kernels_take(like.dtype, sums=sums):
             raise TypeError(
                 f"{op}: kernels that wait take bfloat16, float16 and float32, got {like.dtype}: convert "
                 "it, or set TPKERNELS_TRANSPORT=c10d"
@@ -219,7 +220,8 @@ def kernel_pushes(exchange: Exchange, partial_of: PartialOf) -> bool:
     )
 
 
-def kernels_take(dtype: torch.dtype) -> bool:
+def kernels_take(dtype: torch.dtype, *, sums: bool) -> bool:
+    """Numbers; or words, which are copied and never added."""
     from tpkernels.kernels.operands import DTYPES
 
-    return dtype in DTYPES
+    return dtype in DTYPES or (dtype == torch.int32 and not sums)

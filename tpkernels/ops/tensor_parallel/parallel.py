@@ -209,9 +209,12 @@ def start_rows(
         return Done(shard)
     rows = ranks * shard.shape[0]
     gathers = exchange_for(op, "gathers", shard, rows, shard.shape[1], group, features, overlap)
-    waits = waits_for(op, gathers, shard)
+    waits = waits_for(op, gathers, shard, sums=False)
     call = begin_call(op, name + gathers.note, shard.shape, shard, group)
-    gathering = MultipliedRows if waits is KERNEL_WAITS else Gathering
+    multiplies = (
+        waits is KERNEL_WAITS and shard.is_floating_point()
+    )  # words go through a product as they arrive
+    gathering = MultipliedRows if multiplies else Gathering
     return gathering(call, shard, rows, gathers, waits, overlap)
 
 

@@ -112,8 +112,8 @@ def exchanges_for_sum(
 
 
 def times_on(like: Tensor) -> bool:
-    """Whether ways are timed there."""
-    return like.is_cuda
+    """Whether ways are timed there. Not of words, whose product is not known here."""
+    return like.is_cuda and like.is_floating_point()
 
 
 class Moved(NamedTuple):
@@ -200,7 +200,8 @@ class _Ways:
         by_c10d = [usual, *map(collectives_of, rounds)]
         self.exchanges = {_name(exchange): exchange for exchange in by_c10d}
         ways = [Way(name, partial(self._open_c10d, exchange)) for name, exchange in self.exchanges.items()]
-        kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype)
+        sums = self._partial_of is not None
+        kernels_wait = backends.backend != "torch" and kernels_take(self._moved.dtype, sums=sums)
         may_open = self._shared is not None or self._of_group.has_room()
         if kernels_wait and self._of_group.machines == 1 and may_open:
             ways.append(Way("symmetric", self._open_symmetric, self._close_symmetric, recovers=True))
@@ -247,7 +248,7 @@ class _Ways:
     def _gathered(self, exchange: Exchange) -> Tensor:
         """All rows, or the product that takes them as they arrive."""
         call, (shard, weight), rows = self._call(), self._scratch, self._moved.rows
-        waits = waits_for(self._moved.op, exchange, shard)
+        waits = waits_for(self._moved.op, exchange, shard, sums=False)
         if waits is KERNEL_WAITS:
             multiplying = MultipliedRows(call, shard, rows, exchange, waits)
             if not self._features:
