@@ -30,7 +30,16 @@ RECORDS = {
         vocabulary.cross_entropy_grad,
     )
 }
-IN_FP8 = {record.name: record for record in (scaled.quantize, scaled.dequantize, scaled.scaled_linear)}
+IN_FP8 = {
+    record.name: record
+    for record in (
+        scaled.quantize,
+        scaled.quantize_act,
+        scaled.quantize_glu,
+        scaled.dequantize,
+        scaled.scaled_linear,
+    )
+}
 LAYERS = {
     "training": {"activation": "gelu_tanh"},
     "inference": {"activation": "relu", "training": False},
