@@ -24,7 +24,11 @@ LOGITS = ("softmax_statistics", "cross_entropy_grad")
 COUNTS = {
     *("first_tile", "first_chunk", "chunk_rows", "chunk_tiles", "spin_limit", "R", "rank", "splits"),
     *("columns", "first_id", "count", "code"),
-    *("stride_xst", "stride_wsn", "stride_st"),  # from a row's scales to the next's, one of which is loaded at a time
+    *(
+        "stride_xst",
+        "stride_wsn",
+        "stride_st",
+    ),  # from a row's scales to the next's, one of which is loaded at a time
 }
 
 
@@ -140,8 +144,8 @@ def _fp8_products(architecture: str, facts: Facts) -> Iterator[str]:
     yield from _absent(facts, "fp8 is converted before it is multiplied", *TENSOR_CORES)
     if product != "UTCQMMA" and not _promoted(facts, product):  # which adds in fp32
         yield (
-            f"sums of fp8 are not promoted: {facts.count(f'{product}.RZ')} of {facts.count(product)} products "
-            f"begin one, expected each {PROMOTED_AFTER}th"
+            f"sums of fp8 are not promoted: {facts.count(f'{product}.RZ')} of {facts.count(product)} "
+            f"products begin one, expected each {PROMOTED_AFTER}th"
         )
 
 

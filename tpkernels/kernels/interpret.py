@@ -1,11 +1,11 @@
 """What makes Triton's interpreter honest: products and casts of bf16 and fp8, and the TMA reduce-add.
 
 With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such tensors are held as raw bits.
-Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, a cast from fp32 cuts the lower bits off
-where hardware rounds to nearest even, and a cast to fp32 makes other numbers of subnormal ones. A cast to fp8
-loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN for a
-number, and some numbers for zero. `tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of
-these. It is called where kernels are defined, and does nothing in a process that compiles.
+Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, a cast from fp32 cuts the lower bits
+off where hardware rounds to nearest even, and a cast to fp32 makes other numbers of subnormal ones. A cast to
+fp8 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
+for a number, and some numbers for zero. `tensor_descriptor.atomic_add` is missing altogether. `mend()`
+replaces all of these. It is called where kernels are defined, and does nothing in a process that compiles.
 """
 
 from __future__ import annotations

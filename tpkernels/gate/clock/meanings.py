@@ -65,7 +65,9 @@ _PLAIN: Mapping[str, Callable[[Instruction], Meaning]] = {
     **dict.fromkeys(("SHF", "USHF"), integers.shift),
     **dict.fromkeys(("LOP3", "ULOP3"), integers.logic),
     **dict.fromkeys(("PRMT", "UPRMT"), bits.permute),
-    **dict.fromkeys(("VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "UIMNMX", "UVIMNMX"), integers.minimum_maximum),
+    **dict.fromkeys(
+        ("VIMNMX", "VIMNMX3", "VIADDMNMX", "IMNMX", "UIMNMX", "UVIMNMX"), integers.minimum_maximum
+    ),
     **dict.fromkeys(("IABS", "UIABS"), integers.absolute),
     **dict.fromkeys(("SGXT", "USGXT"), bits.extend),
     **dict.fromkeys(("BMSK", "UBMSK"), bits.bit_mask),
