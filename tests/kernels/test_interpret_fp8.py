@@ -83,6 +83,12 @@ def test_every_fp8_number_widens_exactly(dtype, wide):
     assert torch.equal(ours.signbit()[~ours.isnan()], expected.signbit()[~ours.isnan()])
 
 
+def test_every_bf16_number_widens_exactly():
+    """Subnormal ones, too, which are what rows are made of that are scaled up before they are rounded."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    assert torch.equal(cast(every, torch.float32).view(torch.int32), every.float().view(torch.int32))
+
+
 @triton.jit
 def _product_kernel(x_ptr, y_ptr, S: tl.constexpr):
     i = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None, :]

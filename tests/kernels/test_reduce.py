@@ -186,3 +186,27 @@ def test_reduce_slots_refuses_what_cannot_work(device):
             ValueError, match=f"2 slots of 6 rows to be cut evenly by their flags, got {flags}"
         ):
             reduce_slots(slots, arrivals=arrivals(device, *[EPOCH] * flags))
+
+
+AWKWARD_WORDS = [-(2**31), 1, 0x7F80_0001, -1, 2**24 + 1, -(2**24) - 1]
+
+
+def test_reduce_slots_copies_words_of_one_slot_bit_for_bit(device):
+    words = torch.randint(-(2**31), 2**31, (1, 19, 45), device=device).to(torch.int32)
+    words[0, 0, : len(AWKWARD_WORDS)] = torch.tensor(AWKWARD_WORDS, device=device)
+    for tree in (False, True):
+        copied = reduce_slots(words, tree=tree, tile=TILE)
+        assert copied.dtype == torch.int32
+        assert torch.equal(copied, words[0])
+
+
+def test_reduce_slots_refuses_to_add_words(device):
+    words = torch.ones(2, 4, 8, dtype=torch.int32, device=device)
+    bias = torch.ones(8, device=device)
+    for call in (
+        lambda: reduce_slots(words),
+        lambda: reduce_slots(words[:1], bias),
+        lambda: reduce_slots(words[:1], dtype=torch.float32),
+    ):
+        with pytest.raises(TypeError, match="expected one slot of int32 words, to be copied"):
+            call()

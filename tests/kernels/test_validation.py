@@ -167,7 +167,7 @@ def test_an_explicit_form_never_falls_back(ones):
         ValueError, match="does not fit: x starts 2 bytes past a 16-byte boundary; use form='pointer'"
     ):
         linear_fwd(x, w, form="descriptor", tile=TILE)
-    with pytest.raises(ValueError, match=r"multiply bfloat16 and float16, not torch.float32"):
+    with pytest.raises(ValueError, match=r"multiply bfloat16, float16 and fp8, not torch.float32"):
         linear_fwd(ones(T, K), ones(N, K), form="descriptor", tile=TILE)
 
 

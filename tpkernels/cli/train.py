@@ -145,6 +145,15 @@ def _add(parser: ArgumentParser, option: Field[Any]) -> None:
         parser.add_argument(name, metavar="FILE", help=f"{told} (required)")
     elif option.name == "dtype":  # whose default is known once there are devices
         parser.add_argument(name, choices=_DTYPES, help=told)
+    elif option.name == "fp8":
+        parser.add_argument(
+            name,
+            nargs="?",
+            const="rowwise",
+            default=default,
+            metavar="RECIPE",
+            help=f"{told} (default: none)",
+        )
     elif kind is bool and default:
         off = name.replace("--", "--no-", 1)
         parser.add_argument(
@@ -208,7 +217,7 @@ def _as_typed(parser: ArgumentParser, given: dict[str, Any]) -> list[str]:
 
 def _is_value_of(action: Action, value: Any) -> bool:
     """A flag is true or false; only an option that may be typed several times takes a list."""
-    if action.nargs == 0:
+    if action.nargs == 0 or (action.nargs == "?" and isinstance(value, bool)):
         return isinstance(value, bool)
     values = value if isinstance(value, list) and isinstance(action.default, list) else [value]
     return all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values)

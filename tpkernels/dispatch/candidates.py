@@ -13,7 +13,6 @@ import torch
 from tpkernels.dispatch.gpus import Gpu
 from tpkernels.dispatch.problem import Problem
 from tpkernels.dispatch.record import Library, P, Primitive, R, copied_into
-from tpkernels.kernels.activation_names import ACTIVATIONS
 from tpkernels.kernels.footprints import (
     Footprint,
     compiled_footprint,
@@ -150,11 +149,8 @@ def _epilogue(problem: Problem) -> str:
         case "dglu":
             return f"{problem.options[0]}+h"
         case "scaled_linear":
-            scaling = "blocks" if "blocks" in problem.options else "rows"
-            if problem.result == torch.float32:
-                return f"{scaling}=fp32"
-            told = (*ACTIVATIONS, "bias", "z")
-            return "+".join((scaling, *(word for word in problem.options if word in told)))
+            words = [word for word in problem.options if word not in ("bfloat16", "float16")]
+            return "+".join("=fp32" if word == "float32" else word for word in words)
     return "+".join(problem.options) or "none"
 
 

@@ -137,7 +137,7 @@ def _scaled_linear(
     """
     into = DTYPE[dtype]
     z = _scaled_product(x, weight, x_scale, w_scale, torch.promote_types(into, torch.float32))
-    z = z if bias is None else z + bias.to(z.dtype)
+    z = z if bias is None else z.add_(bias)
     y = act_ref(z, activation).to(into)
     return y, (y if activation == "none" else z.to(into)) if keep_z else None
 
@@ -147,14 +147,22 @@ def _scaled_product(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor,
     if w_scale.shape[0] != weight.shape[0]:
         w_scale = w_scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
     if x_scale.shape[1] != 1:
-        return functional.linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide))
-    if x.is_cuda and torch.version.hip is None and wide == torch.float32 and x.numel() and weight.numel():
-        # bf16 holds all numbers of fp8, and its products are exact in fp32
-        z = torch.mm(x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), out_dtype=wide)
-    else:
-        z = functional.linear(x.to(wide), weight.to(wide))
+        return _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     # one after the other: the product of two tiny scales may be too small for fp32
-    return z * x_scale.to(wide) * w_scale.to(wide).t()
+    return _wide_linear(x, weight, wide).mul_(x_scale).mul_(w_scale.t())
+
+
+def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """x weightᵀ in `wide`, which an autocast region around an op would narrow."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return _wide_linear(x, weight, wide)
+    on_gpu = x.is_cuda and torch.version.hip is None and x.numel() and weight.numel()
+    if on_gpu and x.dtype.itemsize == 1 and wide == torch.float32:
+        # bf16 holds all numbers of fp8, and its products are exact in fp32
+        return torch.mm(x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), out_dtype=wide)
+    return functional.linear(x.to(wide), weight.to(wide))
 
 
 def _scaled_linear_into(
@@ -234,6 +242,15 @@ def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
         and problem.out_features % 16 == problem.in_features % 16 == 0
         and not any(layout.tma_obstacle() for layout in problem.layouts)
     )
+
+
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x weightᵀ in the dtype of x, which an autocast region around an op would narrow."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return functional.linear(x, weight)
+    with torch.autocast(kind, enabled=False):
+        return functional.linear(x, weight)
 
 
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:

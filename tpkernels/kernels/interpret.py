@@ -1,9 +1,9 @@
 """What makes Triton's interpreter honest: products and casts of bf16 and fp8, and the TMA reduce-add.
 
 With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such tensors are held as raw bits.
-Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, a cast from fp32 cuts the lower bits
-off where hardware rounds to nearest even, and a cast to fp32 makes other numbers of subnormal ones. A cast to
-fp8 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
+Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, and a cast from fp32 cuts the lower
+bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal numbers zero. A cast to fp8
+loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
 for a number, and some numbers for zero. `tensor_descriptor.atomic_add` is missing altogether. `mend()`
 replaces all of these. It is called where kernels are defined, and does nothing in a process that compiles.
 """
@@ -71,9 +71,10 @@ def mend() -> None:
         return upstream_dot(self, _as_fp32(a), _as_fp32(b), d, input_precision, max_imprecise)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+        kinds = source.dtype.scalar, target.scalar
+        if kinds == (tl.float32, tl.bfloat16):
             return interpreter.TensorHandle(bf16_from_fp32(source.data), tl.bfloat16)
-        if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:
+        if kinds == (tl.bfloat16, tl.float32):
             return _as_fp32(source)
         return upstream_cast(self, source, target)
 

@@ -42,6 +42,9 @@ class Recipe:
             if value not in get_args(kinds):
                 words = " or ".join(map(repr, get_args(kinds)))
                 raise ValueError(f"Recipe: expected {name} {words}, got {value!r}")
+        for name, switch in (("power_of_two", self.power_of_two), ("head", self.head)):
+            if not isinstance(switch, bool):  # "no" would be true
+                raise ValueError(f"Recipe: expected {name} True or False, got {switch!r}")
         if self.scaling == "blocks" and self.wgrad == "fp8":
             raise ValueError(
                 "Recipe: expected wgrad='bf16' with blockwise scales, got 'fp8': a block of a row holds no "

@@ -15,6 +15,7 @@ from tpkernels.layers.init import InitMethod
 from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.qkv import ParallelQKV
 from tpkernels.layers.world import State, tensor_world
+from tpkernels.ops.quantize import Recipe
 from tpkernels.runtime.random import get_rng_tracker
 from tpkernels.topology.shard import head_size_of, require_heads
 from tpkernels.tp_invariance import mode
@@ -31,7 +32,7 @@ class ParallelAttention(nn.Module):
     dropout: of attention weights, in training; each rank draws for its own heads
     recompute: save queries, keys and values only, and compute attention again in backward
     output_layer_init_method: of the output weight; by default init_method
-    Others as in ColumnParallelLinear and RowParallelLinear.
+    Others as in ColumnParallelLinear and RowParallelLinear. Attention itself is never computed in fp8.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ParallelAttention(nn.Module):
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
         perform_initialization: bool = True,
+        quantize: Recipe | None = None,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -80,6 +82,7 @@ class ParallelAttention(nn.Module):
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
             "overlap": overlap,
             "perform_initialization": perform_initialization,
+            "quantize": quantize,
             "state": state,
             "device": device,
             "dtype": dtype,

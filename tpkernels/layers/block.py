@@ -15,6 +15,7 @@ from tpkernels.layers.mlp import ParallelMLP
 from tpkernels.layers.norm import LayerNorm, RMSNorm
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, Glu
+from tpkernels.ops.quantize import Recipe
 
 Norm = Literal["layer_norm", "rms_norm"]
 Recompute = Literal["none", "selective", "full"]
@@ -56,6 +57,7 @@ class TransformerBlock(nn.Module):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
+        quantize: Recipe | None = None,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -73,6 +75,7 @@ class TransformerBlock(nn.Module):
             "sequence_parallel": sequence_parallel,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
             "overlap": overlap,
+            "quantize": quantize,
             "state": state,
             "device": device,
             "dtype": dtype,

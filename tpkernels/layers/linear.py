@@ -20,6 +20,7 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import Activation, require_activation
 from tpkernels.ops.main_grad import accumulating
+from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region, scatter_to_region
 from tpkernels.topology.shard import ranges_of, shard_size
 from tpkernels.topology.sizes import InvalidSizes, positive
@@ -30,6 +31,7 @@ class _ParallelLinear(ParallelModule):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    quantize: Recipe | None = None
 
     def __init__(
         self,
@@ -44,9 +46,12 @@ class _ParallelLinear(ParallelModule):
         sequence_parallel: bool,
         gradient_accumulation_fusion: bool,
         overlap: bool,
+        quantize: Recipe | None,
         state: State,
+        device: torch.device | str | None,
     ) -> None:
         super().__init__(state)
+        require_recipe(type(self).__name__, quantize, device or torch.get_default_device())
         self.input_size = positive(input_size, "input_size")
         self.output_size = positive(output_size, "output_size")
         if segments := self.world.segments:
@@ -68,6 +73,7 @@ class _ParallelLinear(ParallelModule):
         self.sequence_parallel = sequence_parallel and self.world.size > 1
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.overlap = overlap
+        self.quantize = quantize
         self.master_weight: Tensor | None = None
         self._dim = dim
 
@@ -97,9 +103,10 @@ class _ParallelLinear(ParallelModule):
 
     def extra_repr(self) -> str:
         held = "no weight" if self.weight is None else f"weight {tuple(self.weight.shape)}"
-        return (
+        said = (
             f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, {self.world} holds {held}"
         )
+        return with_recipe(said, self.quantize)
 
     def weight_and_main_grad(self, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The given weight or the layer's own, as an op takes it; and its `main_grad`, if fused."""
@@ -111,6 +118,11 @@ class _ParallelLinear(ParallelModule):
             )
         fused = self.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
         return accumulating(weight, type(self).__name__) if fused else (weight, None)
+
+
+def with_recipe(said: str, quantize: Recipe | None) -> str:
+    """What a layer's `extra_repr` says, and by which recipe it computes."""
+    return said if quantize is None else f"{said}, quantize={quantize}"
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -128,6 +140,7 @@ class ColumnParallelLinear(_ParallelLinear):
     overlap: transfer some chunks while others are computed
     perform_initialization: draw the weight; False: draw nothing, allocate the shard only, and fill it with
         NaN until it is loaded
+    quantize: compute the products in fp8, by a `Recipe`; the weight is what it was
     state: whose tensor group: a ParallelState, process group or device mesh; None: the current state
     """
 
@@ -148,6 +161,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
         perform_initialization: bool = True,
+        quantize: Recipe | None = None,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -163,7 +177,9 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             overlap=overlap,
+            quantize=quantize,
             state=state,
+            device=device,
         )
         require_activation("ColumnParallelLinear", activation or "none")
         if skip_bias_add and bias and activation not in (None, "none"):
@@ -203,6 +219,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
             main_grad=main_grad,
+            quantize=self.quantize,
         )
         if self.gather_output:
             output = gather_from_region(output, self.world.group)
@@ -244,6 +261,7 @@ class RowParallelLinear(_ParallelLinear):
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
         perform_initialization: bool = True,
+        quantize: Recipe | None = None,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -259,7 +277,9 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             overlap=overlap,
+            quantize=quantize,
             state=state,
+            device=device,
         )
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
@@ -303,5 +323,6 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
             main_grad=main_grad,
+            quantize=self.quantize,
         )
         return output, self.bias if self.skip_bias_add else None

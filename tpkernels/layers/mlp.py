@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.init import InitMethod
-from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
+from tpkernels.ops.quantize import Recipe
 
 
 class ParallelMLP(ParallelModule):
@@ -33,6 +34,8 @@ class ParallelMLP(ParallelModule):
     do not run.
     """
 
+    quantize: Recipe | None = None
+
     def __init__(
         self,
         hidden_size: int,
@@ -47,6 +50,7 @@ class ParallelMLP(ParallelModule):
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
         perform_initialization: bool = True,
+        quantize: Recipe | None = None,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -61,12 +65,14 @@ class ParallelMLP(ParallelModule):
         self.skip_bias_add = skip_bias_add
         self.sequence_parallel = sequence_parallel and self.world.size > 1
         self.overlap = overlap
+        self.quantize = quantize
         gated = activation in GATE_OF
 
         linear: dict[str, Any] = {
             "sequence_parallel": sequence_parallel,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
             "perform_initialization": perform_initialization,
+            "quantize": quantize,
             "state": state,
             "device": device,
             "dtype": dtype,
@@ -108,8 +114,10 @@ class ParallelMLP(ParallelModule):
             sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
             main_grads=None if all(main_grad is None for main_grad in main_grads) else main_grads,
+            quantize=self.quantize,
         )
         return output, self.down.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation}, sequence_parallel={self.sequence_parallel}"
+        said = f"activation={self.activation}, sequence_parallel={self.sequence_parallel}"
+        return with_recipe(said, self.quantize)

@@ -84,4 +84,5 @@ def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
         sequence_parallel=first.sequence_parallel,
         overlap=first.overlap,
         main_grad=[main_grad for _, main_grad in pairs],
+        quantize=first.quantize,
     )

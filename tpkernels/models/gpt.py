@@ -23,6 +23,7 @@ from tpkernels.layers.norm import LayerNorm, RMSNorm
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
+from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.tensor_parallel.mappings import (
     gather_from_sequence_region,
     scatter_to_sequence_region,
@@ -80,8 +81,12 @@ class GPT(nn.Module):
     """Embedding, blocks, a norm, and a head whose logits are split over the ranks.
 
     recompute: as in `TransformerBlock`
+    quantize: compute the blocks' products in fp8, and with `Recipe(..., head=True)` the head's: then this
+        rank's logits of all tokens exist at once, and their gradient, which the loss does without otherwise
     Others as in the layers.
     """
+
+    quantize: Recipe | None = None
 
     def __init__(
         self,
@@ -92,12 +97,15 @@ class GPT(nn.Module):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         overlap: bool = True,
+        quantize: Recipe | None = None,
         state: State = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_recipe("GPT", quantize, device or torch.get_default_device())
         self.config = config
+        self.quantize = quantize
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         drawn = partial(nn.init.normal_, std=INITIAL_SPREAD)
         table = partial(
@@ -145,6 +153,7 @@ class GPT(nn.Module):
                 sequence_parallel=sequence_parallel,
                 gradient_accumulation_fusion=gradient_accumulation_fusion,
                 overlap=overlap,
+                quantize=quantize,
                 state=state,
                 **where,
             )
@@ -176,6 +185,8 @@ class GPT(nn.Module):
             return logits.transpose(0, 1)
         if targets.shape != ids.shape:
             raise ValueError(f"targets: expected {tuple(ids.shape)} like ids, got {tuple(targets.shape)}")
+        if self._head_recipe is not None:
+            return self._loss_of_logits(self.logits(hidden), targets.t().contiguous(), ignore_index)
         return ops.linear_cross_entropy(
             hidden,
             self._head_weight,
@@ -213,9 +224,25 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(tokens, batch, columns of this rank), of all tokens"""
         logits: Tensor = ops.column_linear(
-            hidden, self._head_weight, None, self.world.group, sequence_parallel=self.sequence_parallel
+            hidden,
+            self._head_weight,
+            None,
+            self.world.group,
+            sequence_parallel=self.sequence_parallel,
+            quantize=self._head_recipe,
         )
         return logits
+
+    def _loss_of_logits(self, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        """The mean over targets that are not ignored, 0 without any."""
+        losses = ops.vocab_cross_entropy(
+            logits,
+            targets,
+            self.world.group,
+            ignore_index=ignore_index,
+            vocab_size=self.config.vocab_size,
+        )
+        return losses.sum() / (targets != ignore_index).sum().clamp(min=1)
 
     @torch.no_grad()
     def generate(
@@ -246,7 +273,9 @@ class GPT(nn.Module):
             if self.sequence_parallel:
                 hidden = gather_from_sequence_region(hidden, self.world.group)
             last = hidden[ids.shape[1] - 1]
-            logits = ops.column_linear(last, self._head_weight, None, self.world.group)
+            logits = ops.column_linear(
+                last, self._head_weight, None, self.world.group, quantize=self._head_recipe
+            )
             drawn = ops.vocab_sample(
                 logits,
                 self.world.group,
@@ -258,6 +287,13 @@ class GPT(nn.Module):
             )
             ids = torch.cat([ids, drawn[:, None]], 1)
         return ids
+
+    @property
+    def _head_recipe(self) -> Recipe | None:
+        return self.quantize if self.quantize is not None and self.quantize.head else None
+
+    def extra_repr(self) -> str:
+        return "" if self.quantize is None else f"quantize={self.quantize}"
 
     @property
     def _head_weight(self) -> Tensor:

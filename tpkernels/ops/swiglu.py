@@ -35,7 +35,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.quantized.column_linear import quantized_column_linear
+from tpkernels.ops.quantized.glu import quantized_glu
 from tpkernels.ops.quantized.span import alone_by
 
 
@@ -55,10 +55,7 @@ def swiglu(
         x, w_gate, w_up = autocast(x, w_gate, w_up)
     check_gated("swiglu", x, w_gate, w_up)
     if quantize is not None:
-        alone = alone_by("swiglu", quantize)
-        tokens, weights = tokens_of(x), [w_gate, w_up]
-        g, u = quantized_column_linear("swiglu", tokens, weights, [None] * 2, [None] * 2, alone, "none")
-        return like_tokens(act_ref(g, GATE_OF[kind]) * u, x)
+        return like_tokens(quantized_glu(tokens_of(x), w_gate, w_up, alone_by("swiglu", quantize), kind), x)
     keep_gu = any_requires_grad(x, w_gate, w_up)
     return like_tokens(apply(_Glu, tokens_of(x), w_gate, w_up, kind, keep_gu), x)
 

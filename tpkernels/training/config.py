@@ -9,6 +9,7 @@ import torch
 
 from tpkernels.layers.block import Recompute
 from tpkernels.models.config import GPTConfig
+from tpkernels.ops.quantize import Recipe
 from tpkernels.tp_invariance import mode
 
 
@@ -37,6 +38,10 @@ class TrainConfig:
         default=False, metadata={"help": "split tokens over tensor-parallel ranks"}
     )
     overlap: bool = field(default=True, metadata={"help": "transfers and products one after the other"})
+    fp8: str = field(
+        default="",
+        metadata={"help": "products of the blocks in fp8: rowwise, blockwise, with +head the head's"},
+    )
     tp_invariant: int = field(
         default=0, metadata={"help": "the same bits at every --tp that divides N, a power of two; 0: not"}
     )
@@ -54,6 +59,20 @@ class TrainConfig:
             raise ValueError(
                 f"dropout: expected 0 with TP-invariance, got {self.dropout}: ranks draw each for itself"
             )
+        if self.recipe is None:
+            return
+        if self.tp_invariant or mode.segments:
+            raise ValueError(
+                f"fp8: expected none with TP-invariance, got {self.fp8}: scales depend on how many features "
+                "a rank has, and with them the bits"
+            )
+        if self.dtype == torch.float64:
+            raise ValueError(f"fp8: expected weights in bfloat16 or float32, got float64 with {self.fp8}")
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Of the products."""
+        return Recipe.named(self.fp8) if self.fp8 else None
 
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float, floor: float) -> float:

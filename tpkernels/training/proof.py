@@ -8,8 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
+from tpkernels.training.config import TrainConfig
+
 # Of a loss, after a few steps whose gradients are added in another order.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+FP8_TOLERANCE = 1e-2  # a row-parallel operand's scales are of this rank's features: layouts round unlike
+
+
+def allowed_by(config: TrainConfig) -> float:
+    """How far the losses of two layouts may be apart."""
+    allowed = TOLERANCES[config.dtype]
+    return allowed if config.recipe is None else max(allowed, FP8_TOLERANCE)
 
 
 @dataclass(frozen=True)

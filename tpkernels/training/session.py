@@ -27,7 +27,7 @@ from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import opened_after, set_aside_after
 from tpkernels.training.launch import join_world
 from tpkernels.training.profile import StepProfile
-from tpkernels.training.proof import TOLERANCES, Proof
+from tpkernels.training.proof import Proof, allowed_by
 from tpkernels.training.report import Run, write
 from tpkernels.training.step_trace import traced
 from tpkernels.training.trainer import StepReport, Trainer
@@ -105,6 +105,7 @@ class Session:
             f"{parameters / 1e6:.1f} million parameters in {dtype} over {self.tensor} tensor-parallel x "
             f"{data_ranks} data-parallel ranks on {self.device.type}; {config.steps} steps of "
             f"{config.batch} x {config.tokens} tokens from {config.data}{_invariance()}"
+            f"{f'; products in fp8, {config.recipe}' if config.recipe else ''}"
         )
 
     def resume(self, folder: Path) -> None:
@@ -230,7 +231,7 @@ class Session:
         alone = self.losses(count, replace(self.config, sequence_parallel=False), 1)
         ranks = f"{self.tensor} tensor-parallel rank{'s' * (self.tensor != 1)}"
         layouts = [ranks, f"the same, {'sequential' if overlap else 'overlapped'}", "unsharded"]
-        proof = Proof(layouts, [losses, other, alone], TOLERANCES[self.config.dtype])
+        proof = Proof(layouts, [losses, other, alone], allowed_by(self.config))
         self.say(f"\n{proof.table()}\n  {proof.bound()}")
         if not proof.holds:
             raise RuntimeError(

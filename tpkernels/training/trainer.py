@@ -15,6 +15,7 @@ from tpkernels.interop import dcp
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.watch import Copies, Watch
 from tpkernels.models.gpt import GPT
+from tpkernels.ops.quantize import reuse_quantized_weights
 from tpkernels.ops.replicas import from_all_ranks
 from tpkernels.runtime.random import manual_seed
 from tpkernels.runtime.state import ParallelState, use
@@ -81,6 +82,7 @@ class Trainer:
             recompute=config.recompute,
             sequence_parallel=config.sequence_parallel,
             overlap=config.overlap,
+            quantize=config.recipe,
             state=state,
             device=device,
             dtype=config.dtype,
@@ -118,13 +120,15 @@ class Trainer:
         ids, targets = (rows.to(self.device) for rows in self.batches.at(self.done))
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         microbatches = list(zip(ids.chunk(config.accumulate), targets.chunk(config.accumulate), strict=True))
-        for number, (own_ids, own_targets) in enumerate(microbatches, start=1):
-            with nullcontext() if number == len(microbatches) else self.optimizer.no_sync():
-                with phase("forward"):
-                    loss = self.model(own_ids, own_targets) / len(microbatches)
-                with phase("backward"):
-                    loss.backward()
-            total += loss.detach()
+        # weights change in `optimizer.step` only; of a single microbatch each is quantized once anyway
+        with reuse_quantized_weights() if len(microbatches) > 1 else nullcontext():
+            for number, (own_ids, own_targets) in enumerate(microbatches, start=1):
+                with nullcontext() if number == len(microbatches) else self.optimizer.no_sync():
+                    with phase("forward"):
+                        loss = self.model(own_ids, own_targets) / len(microbatches)
+                    with phase("backward"):
+                        loss.backward()
+                total += loss.detach()
         norm = self.optimizer.step(rate, config.max_norm)
         self._watch.after_step(self._copies)
         mean = from_all_ranks(total, self.state.process_group("dp")).mean()
@@ -141,6 +145,7 @@ class Trainer:
             "done": self.done,
             "ranks": self._ranks(),
             "segments": mode.segments,
+            "fp8": self._fp8,
             **self._batches(),
         }
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
@@ -172,6 +177,13 @@ class Trainer:
                 f"{mode.segments}, goes on with equal losses within rounding, not to the bit",
                 stacklevel=2,
             )
+        before = extra.get("fp8", "")
+        if before != self._fp8:
+            warnings.warn(
+                f"{path} was computed with {before or 'no'} fp8; this run, with {self._fp8 or 'none'}, "
+                "goes on with other losses",
+                stacklevel=2,
+            )
         self.done = extra["done"]
         self.optimizer.take(full)
         if extra["ranks"] != self._ranks():
@@ -192,6 +204,11 @@ class Trainer:
             "tokens": config.tokens,
             "ids": len(self.batches.file),
         }
+
+    @property
+    def _fp8(self) -> str:
+        """Recipes that mean the same have the same words."""
+        return str(self.config.recipe or "")
 
     def _ranks(self) -> list[int]:
         return [self.state.size("tp"), self.state.size("dp")]

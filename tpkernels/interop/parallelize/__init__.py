@@ -7,6 +7,7 @@ swaps     the plan on this rank: modules replaced by layers of hf_modules, or ke
 trial     the plan on copies (twins) of the model, with inputs that are made up: which gradients are partial
           (probe), and whether outputs and gradients are the unsharded model's (verify)
 sequence  which modules share tokens (tokens), and a trial of that (sequence_trial): sequence_parallel
+quantizing  which of the layers compute in fp8
 as_dtensor  parameters as DTensors of the unsharded ones
 buffers   what a model on the meta device needs when it gets memory
 """
@@ -24,6 +25,7 @@ from tpkernels.interop.parallelize.choice import Choice, choices_for, first_that
 from tpkernels.interop.parallelize.gradient_sums import sum_gradients
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import Plan
+from tpkernels.interop.parallelize.quantizing import quantizable, quantize_products
 from tpkernels.interop.parallelize.saving import save_full_weights
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.sequence_trial import sharing_tried
@@ -31,6 +33,7 @@ from tpkernels.interop.parallelize.swaps import carry_out, planned
 from tpkernels.interop.parallelize.trial import Verify, require_verify
 from tpkernels.layers.foreign import refuse_wrapped
 from tpkernels.layers.world import State, TensorWorld, tensor_world
+from tpkernels.ops.quantize import Recipe, require_recipe
 from tpkernels.ops.replicas import agree_on, copy_first_rank_, unlike_first_rank
 from tpkernels.tp_invariance import mode
 
@@ -44,6 +47,7 @@ def parallelize(
     verify: Verify = "auto",
     sequence_parallel: bool = False,
     as_dtensor: bool = False,
+    quantize: Recipe | None = None,
 ) -> nn.Module:
     """Replace layers by those that hold this rank's shard of the weights; returns the same model.
 
@@ -64,6 +68,8 @@ def parallelize(
     sequence_parallel: ranks share the tokens of hidden states from the first layer to the last, too
     as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model
+    quantize: compute the products of split linear layers in fp8, but for the head: see `.quantizing`;
+        `print(model)` shows which. The comparison above is made without it
     """
     if mode.fix("parallelize"):
         raise ValueError(
@@ -79,23 +85,28 @@ def parallelize(
             verify=verify,
             sequence_parallel=sequence_parallel,
             as_dtensor=as_dtensor,
+            quantize=quantize,
         )
         return model
     world = tensor_world(state)
     named = [*model.named_parameters(), *model.named_buffers()]
-    request = _Request(plan, weights, verify, sequence_parallel, as_dtensor)
+    request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
     choices = _agreed(model, request, named, world, state)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         (_require_equal if weights == "check" else _make_equal)(real, world)
     chosen, partial = first_that_works(model, choices, verify, world, state)
     sharing = sharing_tried(model, chosen, partial, verify, world, state) if sequence_parallel else None
-    carry_out(model, planned(model, chosen, world), world, state)
+    work = planned(model, chosen, world)
+    in_fp8 = quantizable(model, work, quantize) if quantize else []
+    carry_out(model, work, world, state)
     sum_gradients(model, partial, world)
     if as_dtensor:
         hold_dtensors(model, state, world)
     if sharing:
         share_tokens(model, sharing, world)
+    if quantize:
+        quantize_products(model, in_fp8, quantize)
     remember_buffers(model)
     keep_ties(model)
     save_full_weights(model)
@@ -111,6 +122,7 @@ class _Request:
     verify: object
     sequence_parallel: bool
     as_dtensor: bool
+    quantize: Recipe | None
 
     def choices(self, model: nn.Module, world: TensorWorld, state: State) -> list[Choice]:
         """The plans that may be taken; an error if the first does not fit."""
@@ -124,6 +136,7 @@ class _Request:
             )
         if self.sequence_parallel and self.as_dtensor:
             raise ValueError("sequence_parallel: expected as_dtensor=False, with which it was never tried")
+        require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped("parallelize", model)
         given = None if self.plan is None else [Choice("the plan", self.plan)]
         choices = choices_for(model, world.size) if given is None else given

@@ -14,9 +14,10 @@ from tpkernels import ops
 from tpkernels.interop.parallelize.tokens import Tokens, ready
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.embedding import VocabParallelEmbedding
-from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.world import State
+from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, scatter_to_region
 from tpkernels.topology.shard import shard_size, split_vocabulary
 
@@ -133,7 +134,7 @@ class RowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
         if self.tokens is not None:
             assert self.weight is not None
-            return self.tokens.row_linear(input_, self.weight, self.bias)
+            return self.tokens.row_linear(input_, self.weight, self.bias, self.quantize)
         return super().forward(input_)[0]
 
 
@@ -152,6 +153,7 @@ class SharedHeadsLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    quantize: Recipe | None = None
 
     def __init__(
         self, in_features: int, out_features: int, reads: tuple[int, ...], *, bias: bool, state: State
@@ -170,10 +172,11 @@ class SharedHeadsLinear(ParallelModule):
         reads = torch.tensor(self.reads, device=x.device)
         weight = copy_to_region(self.weight, group).index_select(0, reads)
         bias = None if self.bias is None else copy_to_region(self.bias, group).index_select(0, reads)
-        return ops.column_linear(x, weight, bias, group)
+        return ops.column_linear(x, weight, bias, group, quantize=self.quantize)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.world} computes {len(self.reads)}"
+        said = f"{self.in_features}, {self.out_features}, {self.world} computes {len(self.reads)}"
+        return with_recipe(said, self.quantize)
 
 
 class ColumnEmbedding(ParallelModule):
@@ -206,6 +209,7 @@ class ColumnConv1D(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter
     tokens: Tokens | None = None
+    quantize: Recipe | None = None
 
     def __init__(self, in_features: int, out_features: int, *, stacks: tuple[int, ...], state: State) -> None:
         super().__init__(state)
@@ -221,12 +225,16 @@ class ColumnConv1D(ParallelModule):
         self.require_features(x, self.in_features, "every rank needs all of them")
         if self.tokens is not None:
             return ready(self)
-        features: Tensor = ops.column_linear(x, *self.weight_and_bias(), self.world.group)
+        weight, bias = self.weight_and_bias()
+        features: Tensor = ops.column_linear(x, weight, bias, self.world.group, quantize=self.quantize)
         return features
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """As those of nn.Linear."""
         return self.weight.t(), self.bias
+
+    def extra_repr(self) -> str:
+        return with_recipe(f"{self.in_features}, {self.world}", self.quantize)
 
 
 class RowConv1D(ParallelModule):
@@ -235,6 +243,7 @@ class RowConv1D(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter
     tokens: Tokens | None = None
+    quantize: Recipe | None = None
 
     def __init__(self, in_features: int, out_features: int, *, state: State) -> None:
         super().__init__(state)
@@ -247,8 +256,11 @@ class RowConv1D(ParallelModule):
         """(..., in_features / R) -> (..., out_features)"""
         self.require_features(x, self.own_features, "it takes this rank's features")
         if self.tokens is not None:
-            return self.tokens.row_linear(x, self.weight.t(), self.bias)
-        return ops.row_linear(x, self.weight.t(), self.bias, self.world.group)
+            return self.tokens.row_linear(x, self.weight.t(), self.bias, self.quantize)
+        return ops.row_linear(x, self.weight.t(), self.bias, self.world.group, quantize=self.quantize)
+
+    def extra_repr(self) -> str:
+        return with_recipe(f"{self.own_features}, {self.world}", self.quantize)
 
 
 class HeadLinear(ParallelModule):
@@ -256,6 +268,7 @@ class HeadLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    quantize: Recipe | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, state: State) -> None:
         super().__init__(state)
@@ -271,8 +284,9 @@ class HeadLinear(ParallelModule):
         """(..., in_features) -> (..., out_features)"""
         self.require_features(input_, self.in_features, "every rank needs all of them")
         group = self.world.group
-        features = ops.column_linear(input_, self.weight, self.bias, group)
+        features = ops.column_linear(input_, self.weight, self.bias, group, quantize=self.quantize)
         return ops.vocab_gather(features, group, vocab_size=self.out_features)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"
+        said = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.world}"
+        return with_recipe(said, self.quantize)

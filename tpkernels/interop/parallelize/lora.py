@@ -36,6 +36,12 @@ def split_with(name: str, module: nn.Module, kind: str) -> Iterator[tuple[str, n
             yield path, inside[path]
 
 
+def is_factor(model: nn.Module, name: str) -> bool:
+    """Whether the layer of that name is A or B of an adapter."""
+    layer, _, inside = name.rpartition(".")[0].rpartition(".")
+    return inside in ("lora_A", "lora_B") and _is_of_peft(model.get_submodule(layer))
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """The model inside a PeftModel, whose names plans are for; any other model itself."""
     find = getattr(model, "get_base_model", None)

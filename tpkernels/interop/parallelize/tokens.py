@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from tpkernels import ops
 from tpkernels.layers.world import TensorWorld
+from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel.mappings import (
     gather_from_sequence_region,
     scatter_to_sequence_region,
@@ -60,15 +61,14 @@ class Tokens:
         """All tokens, for what computes the same on all ranks."""
         return _along_tokens(_gather_replicated, x, self.world) if self.sharded else x
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, quantize: Recipe | None) -> Tensor:
         """(..., S, features of this rank) -> (..., S / R, out_features)"""
         group = self.world.group
         if not self.sharded:
-            return ops.row_linear(x, weight, bias, group)
+            return ops.row_linear(x, weight, bias, group, quantize=quantize)
         first = x.transpose(0, -2)
-        return (
-            ops.row_linear(first, weight, bias, group, sequence_parallel=True).transpose(0, -2).contiguous()
-        )
+        y = ops.row_linear(first, weight, bias, group, sequence_parallel=True, quantize=quantize)
+        return y.transpose(0, -2).contiguous()
 
 
 def _along_tokens(move: Callable[..., Tensor], x: Tensor, world: TensorWorld) -> Tensor:
@@ -93,7 +93,15 @@ class Columns:
         pairs = [layer.weight_and_bias() for layer in self.layers]  # type: ignore[operator]
         weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
         first = x.transpose(0, -2) if sharded else x
-        outputs = ops.column_linear(first, weights, biases, group, sequence_parallel=sharded)
+        recipe: Any = self.layers[0].quantize  # that of all: see `quantizing`
+        outputs = ops.column_linear(
+            first,
+            weights,
+            biases,
+            group,
+            sequence_parallel=sharded,
+            quantize=recipe,
+        )
         for layer, output in zip(self.layers, outputs, strict=True):
             back = output.transpose(0, -2).contiguous() if sharded else output
             object.__setattr__(layer, READY, back)

@@ -20,9 +20,7 @@ def with_vocabulary(model: nn.Module, plan: Said) -> Said:
     says of them.
     """
     said = dict(plan)
-    for table in (_called(model, "get_input_embeddings"), _called(model, "get_output_embeddings")):
-        if table is None:
-            continue
+    for table in tables(model):
         shared = _sharing(model, table)
         kinds = {name: _kind(module) for name, module in shared.items()}
         if len(shared) == 1 and not kinds.keys().isdisjoint(said):
@@ -32,6 +30,12 @@ def with_vocabulary(model: nn.Module, plan: Said) -> Said:
             if kind is not None and None not in kinds.values():
                 said[name] = Split(kind)  # type: ignore[arg-type]
     return said
+
+
+def tables(model: nn.Module) -> list[nn.Module]:
+    """Of a model of `transformers`, those that it names."""
+    found = [_called(model, "get_input_embeddings"), _called(model, "get_output_embeddings")]
+    return [table for table in found if table is not None]
 
 
 def _sharing(model: nn.Module, table: nn.Module) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ Sums over ranks are not sent in fp8: R terms, each rounded to 4 bits, are off as
 that would be the gradient itself, not an operand that many products average out.
 
 Saved for backward: x_shard, or its fp8 rows where they are gathered (with save_gathered all of them); the
-weights; z where there is an activation.
+weights; z where there is an activation. What no gradient needs is not saved.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def quantized_column_linear(
     require_quantizable(op, span.recipe, x)
     if not recorded(x, *weights, *biases):
         return column_forward(x, weights, biases, span, activation, False, False)
-    options = op, span, activation, save_gathered and span.token_shards > 1
+    options = span, activation, save_gathered and span.token_shards > 1
     ys: Sequence[Tensor] = apply_distinct(
         _QuantizedColumnLinear, options, main_grads, tensors=[x, *weights, *biases]
     )
@@ -60,18 +60,23 @@ class _QuantizedColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        options: tuple[str, Span, Activation, bool],
+        options: tuple[Span, Activation, bool],
         main_grads: Sequence[Tensor | None],
         x: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        count, (ctx.op, *others) = len(main_grads), options
-        span, activation, keep_rows = ctx.options = tuple(others)
+        count, (span, activation, keep_rows) = len(main_grads), options
         weights, biases = parameters[:count], parameters[count:]  # some biases may be None
+        _, _, needs_dx, *needs = ctx.needs_input_grad
+        keep_rows = keep_rows and any(needs[:count])
         results = column_forward(x, weights, biases, span, activation, keep_rows, keep=True)
         kept = results.pop() if span.token_shards > 1 else x
-        ctx.main_grads, ctx.like = main_grads, (x.dtype, x.shape)
-        ctx.save_for_backward(kept, *weights, *results[count:])
+        ctx.main_grads, ctx.options = main_grads, (x.shape[1], span, activation, keep_rows)
+        ctx.save_for_backward(
+            kept if any(needs[:count]) else None,
+            *(weights if needs_dx else [None] * count),
+            *results[count:],
+        )
         return tuple(results[:count])
 
     @staticmethod
@@ -99,7 +104,7 @@ def _column_forward(
     """
     keep_z = keep and activation != "none"
     own, narrowest = span.activations(x), min(weight.shape[0] for weight in weights)
-    gathering = span.gather("column_linear", "gather of x", own, features=narrowest)
+    gathering = span.gather("column_linear", "x", own, features=narrowest)
     scaled = [span.rows(weight) for weight in weights]
 
     def multiply(chunk: Scaled, ys_and_zs: list[Tensor]) -> None:
@@ -138,37 +143,47 @@ column_forward = Operator("quantized_column_linear", _column_forward, _column_sh
 def _column_gradients(
     needs: Sequence[bool],
     dys: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
+    x: Tensor | None,
+    weights: Sequence[Tensor | None],
     zs: Sequence[Tensor],
     main_grads: MainGrads,
+    features: int,
     span: Span,
     activation: Activation,
     kept_rows: bool,
 ) -> list[Tensor | None]:
-    """dx, dw of each weight, db of each. x: itself, or words where tokens are split, of all if kept_rows"""
+    """dx, dw of each weight, db of each.
+
+    x: itself, or words where tokens are split, of all if kept_rows; None where no dw is needed
+    weights: None where dx is not needed; features: of x
+    """
     op, count, dtype = "column_linear backward", len(weights), dys[0].dtype
     needs_dx, needs_dws, needs_dbs = needs[0], needs[1 : 1 + count], needs[1 + count :]
     if span.group is not None:
         compare_in_backward(op, span.group, needs)
-    was_gathered = span.token_shards > 1
-    own = Scaled(x, weights[0].shape[1], "e4m3", span.recipe.scaling)
-    gathers = was_gathered and any(needs_dws) and not kept_rows
-    gathering = span.gather(op, "gather of x", own) if gathers else Done(x)
+    was_gathered, gathering = span.token_shards > 1, None
+    if x is not None and any(needs_dws):
+        own = Scaled(x, features, "e4m3", span.recipe.scaling)
+        gathering = Done(x) if kept_rows or not was_gathered else span.gather(op, "x", own)
     dzs = [act_grad_ref(dy, z, activation) for dy, z in zip(dys, zs, strict=True)] if zs else dys
     summing = None
     if needs_dx:
-        pairs = [(span.gradients(dz), span.columns(weight)) for dz, weight in zip(dzs, weights, strict=True)]
+        pairs = [
+            (span.gradients(dz), span.columns(weight))
+            for dz, weight in zip(dzs, weights, strict=True)
+            if weight is not None  # none is
+        ]
         summing = span.sum_of_products(op, pairs, dtype, hidden=any(needs_dws))
         if not span.overlap:
             summing = Done(summing.wait())
     dbs = [bias_gradient(dz) if need else None for dz, need in zip(dzs, needs_dbs, strict=True)]
-    full = gathering.wait()
     dws: list[Tensor | None] = [None] * count
-    if any(needs_dws):
-        full_x = rounded(own.with_words(full), dtype) if was_gathered else full
+    if gathering is not None:
+        full = gathering.wait()
+        if was_gathered:
+            full = rounded(own.with_words(full), dtype)
         dws = [
-            span.weight_gradient(dz, full_x, into) if need else None
+            span.weight_gradient(dz, full, into) if need else None
             for dz, into, need in zip(dzs, main_grads, needs_dws, strict=True)
         ]
     return [None if summing is None else summing.wait(), *dws, *dbs]
@@ -177,18 +192,19 @@ def _column_gradients(
 def _column_gradient_shapes(
     needs: Sequence[bool],
     dys: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
+    x: Tensor | None,
+    weights: Sequence[Tensor | None],
     zs: Sequence[Tensor],
     main_grads: MainGrads,
+    features: int,
     span: Span,
     *_: object,
 ) -> list[Tensor | None]:
-    dy, like = dys[0], dys[0].new_empty(0, weights[0].shape[1])
+    dy, like = dys[0], dys[0].new_empty(0, features)
     empty = [
-        dy.new_empty(dy.shape[0] // span.token_shards, weights[0].shape[1]),
+        dy.new_empty(dy.shape[0] // span.token_shards, features),
         *(empty_weight_gradient(dy, like, into) for dy, into in zip(dys, main_grads, strict=True)),
-        *(dy.new_empty(weight.shape[0]) for weight in weights),
+        *(dy.new_empty(dy.shape[1]) for dy in dys),
     ]
     return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
 

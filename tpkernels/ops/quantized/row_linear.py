@@ -92,7 +92,7 @@ def _row_gradients(
     dx, dy = None, dy_shard
     if weight is not None or was_gathered:
         own = span.gradients(dy_shard)
-        gathering = span.gather(op, "gather of dy", own, features=0 if weight is None else weight.shape[1])
+        gathering = span.gather(op, "dy", own, features=0 if weight is None else weight.shape[1])
         if weight is not None:
             columns = span.columns(weight)
 

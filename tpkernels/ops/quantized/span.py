@@ -85,12 +85,13 @@ class Span(NamedTuple):
         return columns_of_weight(weight, self.recipe)
 
     def gather(self, op: str, name: str, own: Scaled, *, features: int = 0) -> Rows:
-        """The words of all tokens. features: as of `Layout.gather`"""
+        """The words of all tokens. name: of the matrix; features: as of `Layout.gather`"""
         if self.token_shards == 1:
             return Done(own.words)
         assert self.group is not None, "several ranks have a group"
-        name = f"{name} by {self.recipe}"  # ranks with other recipes would read each other's rows wrongly
-        return start_rows(op, name, own.words, self.group, features, self.overlap)
+        # words of another format or scaling may have this shape, too: ranks must not take them for these
+        what = f"gather of {name} in {own.format} with scales of {own.scaling}"
+        return start_rows(op, what, own.words, self.group, features, self.overlap)
 
     def rowwise(
         self,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.recipe import Recipe
@@ -20,26 +22,41 @@ Key = tuple[object, ...]
 
 
 class _Kept:
-    """What is quantized already, while some `reuse_quantized_weights` is open. A process has one."""
+    """What is quantized already, while some `reuse_quantized_weights` is open. A process has one.
+
+    Weights are told apart by their storage, which is not held: an address would not do, since storages that
+    are emptied, as FSDP does with what it has gathered, give theirs to others while they live.
+    """
 
     def __init__(self) -> None:
-        self.depth = 0
-        self._found: dict[Key, tuple[int, Tensor, Tensor]] = {}  # version, weight, words
+        self._lock, self._depth = Lock(), 0
+        self._found: dict[Key, tuple[int, Tensor]] | None = None  # version, words
+
+    def open(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._found = {}
+
+    def close(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._found = None  # not cleared: another thread may be about to add to it
 
     def words(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Tensor:
-        if not self.depth or weight.is_inference() or _is_captured(weight):
+        found = self._found
+        if found is None or weight.is_inference() or _is_captured(weight):
             return _quantized(weight, recipe, transposed)
-        place = weight.untyped_storage().data_ptr(), weight.storage_offset()
+        place = StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), _stream_of(weight)
         key = *place, weight.shape, weight.stride(), weight.dtype, recipe, transposed
-        version, _, words = self._found.get(key, (-1, weight, weight))
+        version, words = found.get(key, (-1, weight))
         if version != weight._version:
-            words = _quantized(weight, recipe, transposed)
-            # the weight is held, so that no other one gets its place
-            self._found[key] = weight._version, weight.detach(), words
+            version, words = weight._version, _quantized(weight, recipe, transposed)
+            for other in [key for key in list(found) if key[0].expired()]:  # type: ignore[attr-defined]
+                found.pop(other, None)  # casts of weights, which each call makes anew
+            found[key] = version, words
         return words
-
-    def clear(self) -> None:
-        self._found.clear()
 
 
 _kept = _Kept()
@@ -52,13 +69,11 @@ def reuse_quantized_weights() -> Iterator[None]:
     You promise that weights do not change in here. Changes that torch counts (`weight.add_(...)`) are noticed
     nevertheless; those by `weight.data` are not.
     """
-    _kept.depth += 1
+    _kept.open()
     try:
         yield
     finally:
-        _kept.depth -= 1
-        if not _kept.depth:
-            _kept.clear()
+        _kept.close()
 
 
 def rows_of_weight(weight: Tensor, recipe: Recipe) -> Scaled:
@@ -83,3 +98,8 @@ def _quantized(weight: Tensor, recipe: Recipe, transposed: bool) -> Tensor:
 def _is_captured(weight: Tensor) -> bool:
     """A graph that is replayed would read what was quantized before, and not quantize anew."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream_of(weight: Tensor) -> int:
+    """Which computes: on another one, what this one quantizes may not be there yet."""
+    return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0

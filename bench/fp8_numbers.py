@@ -1,0 +1,96 @@
+"""`python -m bench fp8_numbers`: how far products in fp8 are off unquantized ones, as a table of markdown."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tpkernels import Recipe, ops
+
+TOKENS, IN, OUT, FEW = 256, 1024, 512, 8
+RECIPES: dict[str, Recipe | None] = {
+    "bf16": None,
+    "rowwise": Recipe.rowwise(),
+    "+power_of_two": Recipe.rowwise(power_of_two=True),
+    "+wgrad=fp8": Recipe.rowwise(wgrad="fp8"),
+    "+wgrad=fp8+gradients=e5m2": Recipe.rowwise(wgrad="fp8", gradients="e5m2"),
+    "blockwise": Recipe.blockwise(),
+    "blockwise+power_of_two": Recipe.blockwise(power_of_two=True),
+}
+
+
+def _few_times(factor: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor) -> Tensor:
+        x[:, :FEW] *= factor
+        return x
+
+    return scaled
+
+
+def _zero_rows(x: Tensor) -> Tensor:
+    x[::2] = 0
+    return x
+
+
+def _log_normal(x: Tensor) -> Tensor:
+    return x * torch.exp(2 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3)))
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of x and of dy; weights are normal
+    "normal": lambda x: x,
+    "log-normal sizes": _log_normal,
+    "8 features times 100": _few_times(1e2),
+    "8 features times 100,000": _few_times(1e5),
+    "every second row zero": _zero_rows,
+    "rows of 1e30": lambda x: x * 1e30,
+    "rows of 1e-30": lambda x: x * 1e-30,
+    "rows of 1e-40": lambda x: x * 1e-40,
+}
+
+
+def matrix(name: str, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """fp32"""
+    normal = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    return DISTRIBUTIONS[name](normal)
+
+
+def relative_errors(name: str, recipe: Recipe | None, dtype: torch.dtype) -> dict[str, float]:
+    """‖fp8 - exact‖ / ‖exact‖ of y, dx and dw, with the exact products of the same inputs in float64."""
+    x, dy = (matrix(name, TOKENS, cols, seed).to(dtype) for seed, cols in ((0, IN), (1, OUT)))
+    weight = (matrix("normal", OUT, IN, 2) / IN**0.5).to(dtype)
+    if "times" in name:  # what they do to the other features: weights leave them out
+        weight[:, :FEW] = 0
+        weight[:FEW] = 0
+    if "rows of" in name:  # dw of both were too large or too small for the dtype
+        dy_of_dw = matrix("normal", TOKENS, OUT, 1).to(dtype)
+    else:
+        dy_of_dw = dy
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y = ops.linear(*leaves, quantize=recipe)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    (dw,) = torch.autograd.grad(y, weight, dy_of_dw)
+    wide_x, wide_w, wide_dy = (t.detach().double() for t in (x, weight, dy))
+    exact = {"y": wide_x @ wide_w.t(), "dx": wide_dy @ wide_w, "dw": dy_of_dw.double().t() @ wide_x}
+    return {
+        result: float((ours.double() - exact[result]).norm() / exact[result].norm())
+        for result, ours in (("y", y.detach()), ("dx", dx), ("dw", dw))
+    }
+
+
+def row_of(name: str) -> str:
+    cells = []
+    for recipe in RECIPES.values():
+        found = relative_errors(name, recipe, torch.bfloat16)
+        cells.append(" / ".join(f"{100 * found[result]:.1f}" for result in ("y", "dx", "dw")))
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main(argv: Sequence[str]) -> int:
+    ArgumentParser(prog="python -m bench fp8_numbers").parse_args(argv)
+    print(f"| x and dy | {' | '.join(RECIPES)} |\n|{'---|' * (1 + len(RECIPES))}")
+    for name in DISTRIBUTIONS:
+        print(row_of(name))
+    return 0

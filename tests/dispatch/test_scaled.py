@@ -1,0 +1,276 @@
+"""Products in fp8: what a choice depends on, who is asked, and what is refused as unsound."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.dispatch.conftest import CPU, FakeTimer, need_interpreter
+from tpkernels.dispatch import backends, primitives
+from tpkernels.dispatch.candidates import candidates, named
+from tpkernels.dispatch.gpus import GPUS
+from tpkernels.dispatch.scaled import scaled_linear
+from tpkernels.dispatch.scratch import scratch_like
+from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch
+from tpkernels.gate.accuracy import relative_error
+from tpkernels.kernels.activations import ACTIVATIONS
+from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words
+
+META = torch.device("meta")
+
+
+def call(
+    tokens=4096,
+    out_features=1024,
+    in_features=2048,
+    *,
+    scaling="rows",
+    formats=("e4m3", "e4m3"),
+    square=False,
+    bias=True,
+    activation="gelu_tanh",
+    keep_z=True,
+    dtype="bfloat16",
+):
+    """Arguments without memory."""
+    x, w = (
+        Scaled(empty_words(rows, in_features, scaling, META), in_features, format, scaling)
+        for rows, format in zip((tokens, out_features), formats, strict=True)
+    )
+    vector = torch.empty(out_features, dtype=torch.bfloat16, device=META) if bias else None
+    w_scale = w.scale[::BLOCK] if square else w.scale
+    return x.data, w.data, x.scale, w_scale, vector, activation, keep_z, dtype
+
+
+def names(gpu="h100", **options):
+    problem = scaled_linear.problem(*call(**options))
+    return [candidate.name for candidate in candidates(scaled_linear, problem, GPUS[gpu])]
+
+
+KEYS = [
+    ({}, "float8_e4m3fn 4096x1024x2048 gelu_tanh+bfloat16+bias+z rows,rows,rows"),
+    (
+        {"scaling": "blocks", "square": True, "bias": False, "keep_z": False, "dtype": "float32"},
+        "float8_e4m3fn 4096x1024x2048 gelu_tanh+float32+blocks+square rows,rows,rows",
+    ),
+    (
+        {"formats": ("e5m2", "e4m3"), "in_features": 513, "scaling": "blocks", "out_features": 1001},
+        "float8_e5m2 4096x1001x513 gelu_tanh+bfloat16+bias+z+float8_e4m3fn+blocks ragged,ragged,ragged",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "key"), KEYS)
+def test_key_names_all_that_matters_and_no_layout_of_scales(options, key):
+    assert scaled_linear.problem(*call(**options)).key == f"scaled_linear {key}"
+
+
+def test_problem_knows_the_dtype_of_the_result():
+    problem = scaled_linear.problem(*call(dtype="float16"))
+    assert (problem.dtype, problem.result) == (torch.float8_e4m3fn, torch.float16)
+    assert problem.layouts[-1].itemsize == 2
+    assert bound_of(problem) == pytest.approx(FP8_BOUND + 3.6 * ROUNDING[torch.float16])
+
+
+HOPPERS = ["128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2", "64x256x128-w8-s3-p4-flat"]
+
+
+@pytest.mark.parametrize("options", [{}, {"scaling": "blocks"}, {"dtype": "float32"}])
+def test_hopper_is_offered_both_forms(options):
+    found = names(tokens=8192, out_features=8192, **options)
+    assert found[0] == "torch"
+    assert [f"triton/descriptor/{tile}" for tile in HOPPERS] == [n for n in found if "/descriptor/" in n]
+    assert any(name.startswith("triton/pointer/") for name in found)
+    assert ("scaled_mm" in found) == (not options)
+
+
+def test_wide_tiles_of_blackwell_hold_no_scales_in_their_loop():
+    wide = "triton/descriptor/128x256x128-w8-s3-p2-flat"
+    assert wide in names("b200", tokens=8192, out_features=8192)
+    assert wide not in names("b200", tokens=8192, out_features=8192, scaling="blocks")
+
+
+def test_ada_is_offered_pointers():
+    found = names("l40s")
+    assert "scaled_mm" in found
+    assert {name.split("/")[1] for name in found if name.startswith("triton/")} == {"pointer"}
+
+
+@pytest.mark.parametrize("gpu", ["a100", "mi300x"])
+def test_gpus_without_fp8_leave_torch(gpu):
+    assert names(gpu) == ["torch"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scaling": "blocks"},
+        {"scaling": "blocks", "square": True},
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"out_features": 1000},
+        {"in_features": 1032},
+        {"in_features": 512},  # rows that start anywhere
+        {"formats": ("e5m2", "e5m2")},
+    ],
+    ids=str,
+)
+def test_torchs_product_is_offered_where_it_takes_the_operands(options):
+    assert "scaled_mm" not in names(**options)
+    assert "scaled_mm" in names(formats=("e5m2", "e4m3"))
+
+
+def test_empty_leaves_torch():
+    assert names(tokens=0) == ["torch"]
+
+
+def test_any_tile_may_be_named():
+    problem = scaled_linear.problem(*call())
+    name = "triton/descriptor/64x128x128-w4-s4-p2-flat"
+    assert named(name, scaled_linear, problem, GPUS["h100"]) is not None
+    too_large = "triton/descriptor/128x256x128-w8-s5-p2-flat"
+    assert named(too_large, scaled_linear, problem, GPUS["h100"]) is None
+
+
+def scratch(**options):
+    arguments = call(**({"tokens": 96, "out_features": 160, "in_features": 1056} | options))
+    return scratch_like(arguments, 1056, CPU)
+
+
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+def test_scratch_lies_like_the_operands_and_gives_products_of_a_size_of_one(scaling):
+    meta, made = call(96, 160, 1056, scaling=scaling), scratch(scaling=scaling)
+    for like, tensor in zip(meta[:5], made[:5], strict=True):
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
+    x, w, x_scale, w_scale, *_ = made
+    assert (x_scale > 0).all()
+    assert (w_scale > 0).all()
+    assert x_scale.std() > 0.1 * x_scale.mean()  # a row that takes its neighbour's is seen
+    assert x.float().isfinite().all()
+    assert w.float().abs().amax() > 200
+    y = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32")[0]
+    assert 0.3 < float(y.std()) < 3
+
+
+def with_arguments(arguments, **changed):
+    x, w, x_scale, w_scale, *rest = arguments
+    given = {"x": x, "w": w, "x_scale": x_scale, "w_scale": w_scale} | changed
+    return *given.values(), *rest
+
+
+def rows_scales(arguments):
+    return with_arguments(arguments, x_scale=arguments[2].roll(1, 0))
+
+
+def columns_scales(arguments):
+    return with_arguments(arguments, w_scale=arguments[3].roll(1, 0))
+
+
+def one_rows_scale(arguments):
+    scale = arguments[2].clone()
+    scale[17] *= 1.25
+    return with_arguments(arguments, x_scale=scale)
+
+
+def last_block_dropped(arguments):
+    x = arguments[0].clone()
+    x.view(torch.uint8)[:, 1024:] = 0
+    return with_arguments(arguments, x=x)
+
+
+def scales_left_out(arguments):
+    return with_arguments(arguments, w_scale=torch.full_like(arguments[3], float(arguments[3].mean())))
+
+
+@pytest.mark.parametrize(
+    "fault", [rows_scales, columns_scales, one_rows_scale, last_block_dropped, scales_left_out]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+def test_a_planted_fault_is_unsound(scaling, dtype, fault):
+    options = {"scaling": scaling, "dtype": dtype, "activation": "none"}
+    arguments, problem = scratch(**options), scaled_linear.problem(*call(**options))
+    expected = scaled_linear.by_torch(*arguments)
+    assert mismatch(expected, expected, problem) is None
+    assert mismatch(scaled_linear.by_torch(*fault(arguments)), expected, problem)
+
+
+@pytest.mark.parametrize("options", [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}], ids=str)
+@pytest.mark.parametrize("winner", ["triton/descriptor", "triton/pointer", "torch"])
+def test_chosen_candidate_computes_what_torch_does(winner, options, make_chooser):
+    chooser = make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
+    arguments = scratch(tokens=40, out_features=72, **options)
+    ours, torchs = chooser.call(scaled_linear, *arguments), scaled_linear.by_torch(*arguments)
+    assert mismatch(ours, torchs, scaled_linear.problem(*call(**options))) is None
+    y, z = (torch.full((3, *one.shape), 7.0, dtype=one.dtype) for one in torchs)
+    chooser.call_into(scaled_linear, [y[1], z[1]], *arguments)
+    for around, one in zip((y, z), ours, strict=True):
+        assert torch.equal(around[1], one)
+        assert (around[::2] == 7).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("keep_z", [True, False])
+@pytest.mark.parametrize("way", ["torch", "scaled_mm"])
+def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, activation):
+    arguments = scratch(activation=activation, keep_z=keep_z, in_features=1024)
+    problem = scaled_linear.problem(*call(activation=activation, keep_z=keep_z))
+    library = scaled_linear.library[0]
+    run, into = (
+        (library.run, library.into) if way == "scaled_mm" else (scaled_linear.by_torch, scaled_linear.into)
+    )
+    results = run(*arguments)
+    assert mismatch(results, scaled_linear.by_torch(*arguments), problem) is None
+    distinct = {id(one): one for one in results if one is not None}.values()
+    around = [torch.full((3, *one.shape), 7.0, dtype=one.dtype) for one in distinct]
+    into([matrices[1] for matrices in around], *arguments)
+    for matrices, one in zip(around, distinct, strict=True):
+        assert torch.equal(matrices[1], one)
+        assert (matrices[::2] == 7).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_are_written_by_any_backend(backend, monkeypatch):
+    need_interpreter()
+    monkeypatch.setattr(backends, "backend", backend)
+    arguments = scratch(activation="none", keep_z=False)
+    whole = torch.full((3 * 96, 160), 7.0, dtype=torch.bfloat16)
+    primitives.into(primitives.scaled_linear, [whole[96:192]], *arguments)
+    assert torch.equal(whole[96:192], primitives.scaled_linear(*arguments)[0])
+    assert (whole[:96] == 7).all()
+    assert (whole[192:] == 7).all()
+
+
+def test_a_scale_for_128_rows_of_a_weight_is_that_of_each():
+    x, w, x_scale, w_scale, *rest = scratch(scaling="blocks", out_features=300)
+    few = w_scale[::BLOCK].clone()
+    each = few.repeat_interleave(BLOCK, 0)[:300]
+    shared, repeated = (scaled_linear.by_torch(x, w, x_scale, one, *rest) for one in (few, each))
+    assert torch.equal(shared[0], repeated[0])
+
+
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+def test_autocast_does_not_narrow_the_product(scaling):
+    arguments = scratch(scaling=scaling, dtype="float32")
+    expected = scaled_linear.by_torch(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scaled_linear.by_torch(*arguments)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_tiny_scales_do_not_vanish_together():
+    x, w, x_scale, w_scale, _, *rest = scratch(activation="none", dtype="float32")
+    tiny = scaled_linear.by_torch(x, w, x_scale * 2.0**-60, w_scale * 2.0**-60, None, *rest)[0]
+    usual = scaled_linear.by_torch(x, w, x_scale, w_scale, None, *rest)[0]
+    assert relative_error(tiny * 2.0**120, usual) < 1e-6
+
+
+def test_a_compiler_for_gpus_is_told_the_shapes():
+    """Of the way that bf16 takes there, of which no GPU is needed for the shapes."""
+    with FakeTensorMode():
+        arguments = [
+            torch.empty_like(one, device="cuda") if isinstance(one, torch.Tensor) else one
+            for one in call(96, 160, 1056)
+        ]
+        y, z = scaled_linear.by_torch(*arguments)
+    assert (y.shape, y.dtype, y.device.type) == ((96, 160), torch.bfloat16, "cuda")
+    assert z.shape == y.shape

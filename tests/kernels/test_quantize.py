@@ -1,0 +1,273 @@
+"""Rows rounded to fp8: the words of the oracle, bit for bit, padding and all."""
+
+import pytest
+import torch
+
+from tests.kernels.checks import DTYPES, LAYOUTS, normal
+from tpkernels.kernels import launch
+from tpkernels.kernels import quantize as kernels
+from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
+from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
+from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref, words_of
+from tpkernels.kernels.target import A100, H100, MI300
+from tpkernels.kernels.tiles import MAX_FEATURES
+
+# (rows, columns): those of words are aligned from 1024 on
+SHAPES = {
+    "one_row": (1, 136),
+    "one_column": (40, 1),
+    "one_block": (32, 128),
+    "ragged": (37, 301),
+    "aligned": (9, 1024),
+    "padded": (130, 1028),
+}
+EMPTY_SHAPES = [(0, 8), (5, 0), (0, 0)]
+SCALINGS = {"rows": ("rows", False), "blocks": ("blocks", False), "squares": ("blocks", True)}
+OPTIONS = {"e4m3": ("e4m3", False), "e5m2": ("e5m2", False), "power_of_two": ("e4m3", True)}
+
+
+def spread(rows, columns, dtype, device):
+    """Rows of sizes from 1e-3 to 1e3."""
+    sizes = torch.logspace(-3, 3, rows, device=device)
+    return (normal(rows, columns, torch.float32, device) * sizes[:, None]).to(dtype)
+
+
+def assert_same_words(ours, oracles):
+    assert ours.dtype == oracles.dtype == torch.int32
+    assert ours.shape == oracles.shape
+    different = (ours != oracles).nonzero()[:8].tolist()
+    assert not different, f"words that differ from the oracle's: {different}"
+
+
+def assert_words_of_oracle(x, scaling, square, format, power_of_two):
+    options = {"power_of_two": power_of_two, "square": square}
+    ours = quantize(x, format=format, scaling=scaling, **options)
+    assert_same_words(ours, quantize_ref(x, format, scaling, **options))
+
+
+@pytest.mark.parametrize(("scaling", "square"), SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("by", ["rows", "columns"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_words_are_the_oracles(shape, by, scaling, square, device):
+    x = spread(*shape, torch.bfloat16, device)
+    x = LAYOUTS["transposed"](x) if by == "columns" else x
+    assert_words_of_oracle(x, scaling, square, "e4m3", False)
+
+
+def test_rows_longer_than_a_program_holds(device):
+    x = spread(2, MAX_FEATURES + 3617, torch.bfloat16, device)
+    x[0, -1] = 1e6  # the last block has a say in the scale
+    assert_words_of_oracle(x, "rows", False, "e4m3", False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("scaling", "square"), SCALINGS.values(), ids=SCALINGS)
+def test_any_layout_is_taken(scaling, square, layout, device):
+    """What surrounds a view is NaN, so that reading it shows."""
+    x = layout(spread(37, 301, torch.float16, device))
+    assert_words_of_oracle(x, scaling, square, "e4m3", False)
+
+
+@pytest.mark.parametrize(("scaling", "square"), SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
+def test_empty_matrices_have_words(shape, scaling, square, device):
+    for x in (torch.ones(shape, device=device), torch.ones(shape[::-1], device=device).t()):
+        assert_words_of_oracle(x, scaling, square, "e4m3", False)
+
+
+def strange_rows(dtype, device):
+    """Each with another trait in its second block of 128; and a row without any."""
+    limits, nan, inf = torch.finfo(dtype), float("nan"), float("inf")
+    rows = normal(16, 301, torch.float32, device).to(dtype)
+    rows[0] = 0
+    rows[1] = -0.0
+    rows[2] *= 1e-40  # zero, but in bf16 and fp32
+    rows[3] = limits.smallest_normal * torch.sign(rows[3])
+    rows[4, 130] = limits.max
+    rows[5, 130] = -limits.max
+    rows[6] = rows[6].sign() * limits.max
+    for row, number in enumerate((nan, -nan, inf, -inf), start=7):
+        rows[row, 130] = number
+    rows[11] = inf
+    rows[12, 128:256] = 0
+    rows[13, 130] = 2.0**-126 if dtype != torch.float16 else 2.0**-24
+    return rows
+
+
+@pytest.mark.parametrize(("format", "power_of_two"), OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("scaling", "square"), SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_rows_that_are_zero_tiny_huge_or_no_numbers(dtype, scaling, square, format, power_of_two, device):
+    x = strange_rows(dtype, device)
+    for by_rows_or_columns in (x, LAYOUTS["transposed"](x)):
+        assert_words_of_oracle(by_rows_or_columns, scaling, square, format, power_of_two)
+
+
+def test_what_is_no_number_is_seen_in_its_row_or_block_alone(device):
+    x = strange_rows(torch.float32, device)
+    lost = torch.tensor([row in range(7, 12) for row in range(16)], device=device)
+    for scaling in ("rows", "blocks"):
+        made = Scaled(quantize(x, format="e4m3", scaling=scaling), 301, "e4m3", scaling)
+        assert torch.equal(made.scale[:, -2:].isnan().any(1), lost)
+        assert torch.equal(made.scale[:, 0].isnan(), lost if scaling == "rows" else x[:, 0].isinf())
+        assert not made.data.float().isnan().any()
+
+
+@pytest.mark.parametrize("format", DTYPE_OF)
+def test_quotients_on_both_sides_of_each_tie(format, device):
+    """Where a product with the inverse of the scale would go astray."""
+    last = 0x7E if format == "e4m3" else 0x7B
+    numbers = torch.arange(last + 1, dtype=torch.uint8).view(DTYPE_OF[format]).float()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    scales = torch.rand(50, 1).double() + 0.5
+    near = (scales * middles.double()).float()
+    largest = (scales * numbers[-1].double()).float()
+    up, down = near.nextafter(near + 1), near.nextafter(near - 1)
+    x = torch.cat([largest, near, up, down], 1).to(device)
+    assert_words_of_oracle(x, "rows", False, format, False)
+    made = Scaled(quantize_ref(x, format, "rows"), x.shape[1], format, "rows")
+    by_inverse = (x * (1 / made.scale)).to(DTYPE_OF[format])
+    assert not torch.equal(by_inverse.view(torch.uint8), made.data.view(torch.uint8)), (
+        "the faster way is wrong"
+    )
+
+
+def test_words_go_where_they_are_wanted_and_nowhere_else(device):
+    x = spread(5, 301, torch.bfloat16, device)
+    around = torch.full((3, 5, words_of(301, "blocks")), 7, dtype=torch.int32, device=device)
+    given = quantize(x, format="e4m3", scaling="blocks", out=around[1])
+    assert given is not None
+    assert_same_words(around[1], quantize_ref(x, "e4m3", "blocks"))
+    assert (around[::2] == 7).all()
+
+
+STEP = {"e4m3": 2.0**-3, "e5m2": 2.0**-2}  # from one number to the next, at most, as a part of it
+LEAST = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}  # the smallest number: a step where numbers are subnormal
+ERROR = 1e-6  # of activations in fp32, as a part of what they take
+
+
+def assert_one_step_apart(ours, oracles, like, format, scaling):
+    """Nearly all numbers are those of the oracle. Others are a step off, or what the activation may be.
+
+    like: what the activation takes, or both products of a gated unit
+    """
+    made, wanted = (Scaled(words, like.shape[1], format, scaling) for words in (ours, oracles))
+    torch.testing.assert_close(made.scale, wanted.scale, rtol=ERROR, atol=0, equal_nan=True)
+    a, b = (dequantize_ref(each.data, each.scale, torch.float64) for each in (made, wanted))
+    least = dequantize_ref(torch.ones_like(made.data), wanted.scale, torch.float64) * LEAST[format]
+    bound = torch.maximum(b.abs() * STEP[format], least) + ERROR * like.abs().double()
+    assert torch.equal(a.isnan(), b.isnan())
+    assert ((a - b).abs() <= bound)[b.isfinite()].all()
+    differ = (made.data.view(torch.uint8) != wanted.data.view(torch.uint8)).double().mean()
+    assert differ <= 0.01, f"{100 * differ:.1f} % of the numbers are not the oracle's"
+
+
+@pytest.mark.parametrize("by", ["rows", "columns"])
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_is_applied_in_fp32_on_the_way_in(activation, scaling, by, device):
+    z = 2 * normal(37, 301, torch.bfloat16, device)
+    z[3, 5], z[4, 5], z[5] = float("nan"), float("inf"), 0
+    z = LAYOUTS["transposed"](z) if by == "columns" else z
+    for format in DTYPE_OF:
+        ours = quantize_act(z, activation=activation, format=format, scaling=scaling)
+        oracles = quantize_ref(act_ref(z.float(), activation), format, scaling)
+        assert_one_step_apart(ours, oracles, z, format, scaling)
+        assert_same_words(ours[5], oracles[5])
+
+
+@pytest.mark.parametrize("by", ["rows", "columns", "mixed"])
+@pytest.mark.parametrize("scaling", ["rows", "blocks"])
+@pytest.mark.parametrize("kind", GATE_OF)
+def test_gated_unit_is_applied_in_fp32_on_the_way_in(kind, scaling, by, device):
+    g, u = (normal(37, 301, torch.bfloat16, device) for _ in range(2))
+    g[3, 5], u[4, 5], u[5] = float("nan"), float("inf"), 0
+    oracles = quantize_ref(act_ref(g.float(), GATE_OF[kind]) * u.float(), "e4m3", scaling, power_of_two=True)
+    g, u = (
+        (LAYOUTS["transposed"](g) if by == "columns" else g),
+        (u if by == "rows" else LAYOUTS["transposed"](u)),
+    )
+    ours = quantize_glu(g, u, kind=kind, format="e4m3", scaling=scaling, power_of_two=True)
+    assert_one_step_apart(ours, oracles, g * u, "e4m3", scaling)
+
+
+def test_activation_is_not_rounded_to_16_bits(device):
+    """The bound above can tell: that way one number of seventy differs."""
+    z = normal(64, 1024, torch.bfloat16, device)
+    ours = quantize_act(z, activation="gelu", format="e4m3", scaling="rows")
+    twice_rounded = quantize_ref(act_ref(z, "gelu"), "e4m3", "rows")
+    with pytest.raises(AssertionError, match=r"numbers are not the oracle's|Tensor-likes are not close"):
+        assert_one_step_apart(ours, twice_rounded, z, "e4m3", "rows")
+
+
+def test_rows_longer_than_a_program_holds_with_an_activation(device, monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_FEATURES", 64)
+    g, u = (normal(3, 301, torch.float32, device) for _ in range(2))
+    ours = quantize_glu(g, u, kind="swiglu", format="e4m3", scaling="rows")
+    assert_one_step_apart(ours, quantize_ref(act_ref(g, "silu") * u, "e4m3", "rows"), g * u, "e4m3", "rows")
+
+
+ONES = torch.ones(4, 8)
+REFUSED = {
+    "float64": (lambda: quantize(ONES.double(), format="e4m3", scaling="rows"), "got torch.float64"),
+    "3-D": (lambda: quantize(ONES[None], format="e4m3", scaling="rows"), "x of 2 dimensions"),
+    "format": (lambda: quantize(ONES, format="e3m4", scaling="rows"), "expected format 'e4m3' or 'e5m2'"),
+    "scaling": (lambda: quantize(ONES, format="e4m3", scaling="row"), "expected scaling 'rows' or 'blocks'"),
+    "activation": (
+        lambda: quantize_act(ONES, activation="tanh", format="e4m3", scaling="rows"),
+        "expected an activation of none",
+    ),
+    "kind": (
+        lambda: quantize_glu(ONES, ONES, kind="silu", format="e4m3", scaling="rows"),
+        "expected a gated unit of swiglu",
+    ),
+    "u": (
+        lambda: quantize_glu(ONES, ONES[:, :4], kind="swiglu", format="e4m3", scaling="rows"),
+        r"expected u of the shape of g \(4, 8\), got \(4, 4\)",
+    ),
+    "out": (
+        lambda: quantize(ONES, format="e4m3", scaling="rows", out=torch.empty(4, 4, dtype=torch.int32)),
+        r"expected words of out contiguous and of shape \(4, 3\)",
+    ),
+    "out in fp32": (
+        lambda: quantize(ONES, format="e4m3", scaling="rows", out=torch.empty(4, 3)),
+        "expected words of out in torch.int32",
+    ),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these tensors are on the CPU")
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_quantized_is_refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+@pytest.fixture
+def unframed(monkeypatch):
+    """What has no memory has no frame."""
+    monkeypatch.setattr(
+        launch, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
+    )
+
+
+def test_gpus_without_fp8_are_refused(unframed):
+    x = torch.empty(16, 64, dtype=torch.bfloat16, device="meta")
+    for target, accepted in ((A100, False), (MI300, False), (H100, True)):
+        with launch.recording(target) as launches:
+            if accepted:
+                quantize(x, format="e4m3", scaling="rows")
+            else:
+                with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8\.9 or later"):
+                    quantize(x, format="e4m3", scaling="rows")
+        assert len(launches) == accepted
+
+
+def test_program_numbers_of_half_a_million_rows_fit_a_grid(unframed):
+    """Recorded, as no test has the memory."""
+    x = torch.empty(2**19, 2**13, dtype=torch.bfloat16, device="meta")
+    with launch.recording(H100) as launches:
+        for each in (x, x.t()):
+            quantize(each, format="e4m3", scaling="rows")
+            quantize(each, format="e4m3", scaling="blocks", square=True)
+    assert all(len(one.grid) == 1 and one.grid[0] < 2**31 for one in launches)

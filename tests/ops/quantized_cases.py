@@ -1,0 +1,392 @@
+"""What ranks run in tests of ops in fp8: numbers against the definition and against one rank, bytes sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ops.cases import ACT
+from tests.ops.parallel_behaviour import block, operands_of, with_gradients
+from tests.ops.parallel_cases import BOUND, Setting, accumulated, added, leaf, prepare, same, shard, split
+from tests.ops.quantized_oracle import RECIPES, Oracle
+from tests.ops.transport_cases import using
+from tpkernels import Recipe, ops
+from tpkernels.comm.transports.c10d import Message, Transfers
+from tpkernels.comm.transports.host import HostDelivery, HostExchange
+from tpkernels.gate.accuracy import relative_error
+from tpkernels.kernels.activations import act_grad_ref
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
+
+Excess = dict[str, float]  # each result's error, as a part of what is allowed
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, -2)
+
+
+def shards(tensor: Tensor, dim: int) -> Sequence[Tensor]:
+    return tensor.chunk(dist.get_world_size(), dim)
+
+
+def operands(setting: Setting) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """x, two weights, their biases, gradients of both results; the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    k, n = setting.features
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(setting.dtype)
+
+    widths = n, n // 2
+    return (
+        random(*setting.leading, k),
+        [random(width, k) / k**0.5 for width in widths],
+        [random(width) for width in widths],
+        [random(*setting.leading, width) * 1e-3 for width in widths],
+    )
+
+
+def excess(setting: Setting, results: dict[str, tuple[Tensor | None, Tensor]]) -> Excess:
+    found = {}
+    for name, (ours, exact) in results.items():
+        assert ours is not None, name
+        dtype = setting.dtype if ours.dtype == torch.float32 else ours.dtype  # of a main_grad, too
+        found[name] = relative_error(ours.detach(), exact) / BOUND[dtype]
+    return found
+
+
+def column(setting: Setting, recipe: str, count: int = 2) -> Excess:
+    prepare(setting)
+    oracle, activation = Oracle(RECIPES[recipe]), setting.activation
+    x, weights, biases, dys = operands(setting)
+    weights, biases, dys = weights[:count], biases[:count], dys[:count]
+    tokens = split(0) if setting.sequence_parallel else same
+    ours_x, ours_w = leaf(tokens(x)), [leaf(shard(w, 0)) for w in weights]
+    ours_b = [leaf(shard(b, 0)) for b in biases]
+    main_grads = [accumulated(setting, w) for w in ours_w]
+
+    def ours(x: Tensor, activation: str | None) -> Sequence[Tensor]:
+        return column_linear(
+            x,
+            ours_w,
+            ours_b,
+            dist.group.WORLD,
+            activation=activation,
+            sequence_parallel=setting.sequence_parallel,
+            overlap=setting.overlap,
+            main_grad=main_grads,
+            save_gathered=setting.save_gathered,
+            quantize=RECIPES[recipe],
+        )
+
+    ys = ours(ours_x, activation)
+    torch.autograd.backward(ys, [shard(dy, -1) for dy in dys])
+    with torch.no_grad():
+        zs = [_features_of_all(rows_of(z)) for z in ours(ours_x, None)]
+    dzs = [
+        act_grad_ref(rows_of(dy), z, activation) if activation else rows_of(dy)
+        for dy, z in zip(dys, zs, strict=True)
+    ]
+    pairs = [
+        (dz_shard, w_shard)
+        for dz, w in zip(dzs, weights, strict=True)
+        for dz_shard, w_shard in zip(shards(dz, 1), shards(w, 0), strict=True)
+    ]
+    dx = sum(oracle.dgrad(dz, w) for dz, w in pairs)
+    assert isinstance(dx, Tensor)
+    x_of_dw = rows_of(x)
+    if setting.sequence_parallel and dist.get_world_size() > 1:
+        x_of_dw = oracle.activations(x_of_dw).to(setting.dtype)
+    results: dict[str, tuple[Tensor | None, Tensor]] = {"dx": (ours_x.grad, tokens(dx.view(x.shape)))}
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        y = ACT[activation](oracle.linear(rows_of(x), shard(w, 0), shard(b, 0)))
+        dz = shard(dzs[i], 1)
+        results[f"y {i}"] = ys[i], y.view(ys[i].shape)
+        results[f"dw {i}"] = added(ours_w[i], main_grads[i]), oracle.wgrad(dz, x_of_dw)
+        results[f"db {i}"] = ours_b[i].grad, dz.double().sum(0)
+    return excess(setting, results)
+
+
+def _features_of_all(shard: Tensor) -> Tensor:
+    gathered = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, shard.contiguous())
+    return torch.cat(gathered, 1)
+
+
+def row(setting: Setting, recipe: str) -> Excess:
+    prepare(setting)
+    oracle = Oracle(RECIPES[recipe])
+    x, (w, *_), (b, *_), (dy, *_) = operands(setting)
+    tokens = split(0) if setting.sequence_parallel else same
+    ours_x, ours_w, ours_b = leaf(shard(x, -1)), leaf(shard(w, -1)), leaf(b)
+    main_grad = accumulated(setting, ours_w)
+    ours = row_linear(
+        ours_x,
+        ours_w,
+        ours_b,
+        dist.group.WORLD,
+        sequence_parallel=setting.sequence_parallel,
+        overlap=setting.overlap,
+        main_grad=main_grad,
+        quantize=RECIPES[recipe],
+    )
+    ours.backward(tokens(dy))
+    terms = [
+        oracle.linear(rows_of(x_shard), w_shard)
+        for x_shard, w_shard in zip(shards(x, -1), shards(w, -1), strict=True)
+    ]
+    y = sum(terms[1:], terms[0]) + b.double()
+    full = rows_of(dy)
+    dx = oracle.dgrad(full, shard(w, -1))
+    if setting.sequence_parallel and dist.get_world_size() > 1:
+        full = oracle.gradients(full).to(setting.dtype)
+    return excess(
+        setting,
+        {
+            "y": (ours, tokens(y.view(dy.shape))),
+            "dx": (ours_x.grad, dx.view(ours_x.shape)),
+            "dw": (added(ours_w, main_grad), oracle.wgrad(full, rows_of(shard(x, -1)))),
+            "db": (ours_b.grad, full.double().sum(0)),
+        },
+    )
+
+
+CASES: dict[str, Callable[..., Excess]] = {"column": column, "row": row}
+
+
+def run_all(name: str, settings: Sequence[tuple[Setting, str]]) -> list[Excess]:
+    return [CASES[name](setting, recipe) for setting, recipe in settings]
+
+
+def planted(fault: str) -> float:
+    """The largest excess of a row linear with a fault."""
+    from tests.ops import quantized_cases
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def wrong(x: Tensor, w: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if fault == "doubled bias":
+            b = b * ranks
+        elif fault == "swapped rank":
+            w = w.roll(rank, 1)
+        else:  # a scale of a rank's own
+            x = x * (1 + 0.1 * rank)
+        return ops.row_linear(x, w, b, *rest, **options)
+
+    with patch.object(quantized_cases, "row_linear", wrong):
+        return max(row(Setting(torch.bfloat16, features=(256, 96)), "rowwise").values())
+
+
+def mlp_unlike_its_parts(setting: Setting, recipe: str) -> list[str]:
+    """Which results of parallel_mlp have other bits than column_linear and row_linear with h between them."""
+    from tests.ops.test_quantized import _Act, _Gated
+
+    prepare(setting)
+    quantize, group = RECIPES[recipe], dist.group.WORLD
+    x, (up, *_), (b_up, *_), _ = operands(setting)
+    gate, down = up.flip(0), up.t().contiguous()
+    tokens = split(0) if setting.sequence_parallel else same
+    gated = setting.activation == "swiglu"
+    given = [
+        tokens(x),
+        shard(up, 0),
+        shard(gate, 0),
+        shard(down, 1),
+        shard(b_up, 0),
+        x[0].flatten()[: x.shape[-1]],
+    ]
+    options: dict[str, Any] = {
+        "sequence_parallel": setting.sequence_parallel,
+        "overlap": setting.overlap,
+        "quantize": quantize,
+    }
+
+    def whole(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        gates = (None, gate) if gated else (b, None)
+        return parallel_mlp(
+            x, up, gates[0], down, c, group, w_gate_shard=gates[1], activation=setting.activation, **options
+        )  # fmt: skip
+
+    def parts(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        if gated:
+            u, g = column_linear(x, [up, gate], None, group, **options)
+            h = _Gated.apply(g, u, "silu")
+        else:
+            h = _Act.apply(column_linear(x, up, b, group, **options), setting.activation)
+        return row_linear(h, down, c, group, **options)
+
+    found = []
+    for function in (whole, parts):
+        leaves = [leaf(t) for t in given]
+        y = function(*leaves)
+        y.backward(torch.ones_like(y))
+        found.append({"y": y.detach()} | {str(i): t.grad for i, t in enumerate(leaves) if t.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    return [name for name, ours in found[0].items() if not ours.equal(found[1][name])]
+
+
+def exact_operands(tokens: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Small integers, which scales of powers of two leave as they are: all sums are exact."""
+    generator = torch.Generator().manual_seed(3)
+    x, w, dy = (
+        torch.randint(-4, 5, shape, generator=generator).float()
+        for shape in ((tokens, k), (n, k), (tokens, n))
+    )
+    return x, w, dy
+
+
+def unlike_unsharded(recipe: str) -> list[str]:
+    """Which results over ranks have other bits than on one: of numbers that fp8 holds, none."""
+    quantize, ranks = RECIPES[recipe], dist.get_world_size()
+    x, w, dy = exact_operands(16, 64 * ranks, 32 * ranks)
+    leaves = [leaf(x), leaf(w)]
+    y = ops.linear(*leaves, quantize=quantize)
+    y.backward(dy)
+    whole = {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
+    wrong = []
+    for parallel, overlap in product([False, True], [False, True]):
+        tokens = split(0) if parallel else same
+        for name, cut in (
+            ("column", {"x": tokens, "w": split(0), "dy": split(1)}),
+            ("row", {"x": split(1), "w": split(1), "dy": tokens}),
+        ):
+            ours = [leaf(cut["x"](x)), leaf(cut["w"](w))]
+            op = column_linear if name == "column" else row_linear
+            options = {"sequence_parallel": parallel, "overlap": overlap, "quantize": quantize}
+            found = op(*ours, None, dist.group.WORLD, **options)
+            found.backward(cut["dy"](dy))
+            results = {"y": (found, "dy"), "dx": (ours[0].grad, "x"), "dw": (ours[1].grad, "w")}
+            wrong += [
+                f"{name} {parallel=} {overlap=}: {result}"
+                for result, (ours_, like) in results.items()
+                if not ours_.equal(cut[like](whole[result]))
+            ]
+    return wrong
+
+
+def words_of_shards_are_shards_of_words() -> list[bool]:
+    """Rows of x as they arrive, and rows of a weight's shard: the words of the full ones, of any numbers."""
+    from tpkernels.ops.quantized.span import Span
+
+    rank, found = dist.get_rank(), []
+    x, (weight, *_), *_ = operands(Setting(features=(200, 256)))
+    for recipe in (Recipe.rowwise(), Recipe.blockwise()):
+        span = Span(dist.group.WORLD, True, True, recipe)
+        gathered = span.gather("test", "x", span.activations(shard(x, 0))).wait()
+        found.append(gathered.equal(span.activations(x).words))
+        full = span.rows(weight).words.chunk(dist.get_world_size())[rank]
+        if weight.shape[0] // dist.get_world_size() % 128 == 0 or recipe.scaling == "rows":
+            found.append(span.rows(shard(weight, 0)).words.equal(full))
+    return found
+
+
+def transports_change(transports: Sequence[str]) -> dict[str, bool]:
+    """Whether other ways to move the same rows give other bits."""
+    prepare(Setting())
+    options: dict[str, Any] = {"quantize": Recipe.rowwise(), "sequence_parallel": True}
+    expected, found = with_gradients(block, operands_of(0), **options), {}
+    for transport in transports:
+        with using(transport):
+            other = with_gradients(block, operands_of(0), **options)
+        found[transport] = not all(a.equal(b) for a, b in zip(expected, other, strict=True))
+    return found
+
+
+@contextmanager
+def bytes_sent() -> Iterator[list[int]]:
+    """By this rank to others, over torch.distributed or through shared memory."""
+    sent: list[int] = []
+    exchange_all, put = Transfers.exchange_all, HostExchange.put
+
+    def sending(self: Transfers, outgoing: Sequence[Message], incoming: Sequence[Message]) -> Any:
+        sent.extend(rows.nbytes for _, rows in outgoing)
+        return exchange_all(self, outgoing, incoming)
+
+    def putting(self: HostExchange, peer: int, there: slice, rows: Tensor, delivery: HostDelivery) -> None:
+        sent.append(rows.nbytes)
+        put(self, peer, there, rows, delivery)
+
+    with patch.object(Transfers, "exchange_all", sending), patch.object(HostExchange, "put", putting):
+        yield sent
+
+
+def bytes_of(
+    transport: str, hidden: int, recipe: Recipe | None, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, int]:
+    """Of each call of a column and a row linear from `hidden` features and to as many."""
+    group, ranks, tokens = dist.group.WORLD, dist.get_world_size(), 16
+    options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipe}
+    x, dy = torch.randn(tokens // ranks, hidden).to(dtype), torch.randn(tokens, 32).to(dtype)
+    w_column, w_row = torch.randn(32, hidden).to(dtype), torch.randn(hidden, 32).to(dtype)
+
+    def column(x_needs: bool, w_needs: bool) -> Tensor:
+        return column_linear(
+            x.clone().requires_grad_(x_needs),
+            w_column.clone().requires_grad_(w_needs),
+            None,
+            group,
+            **options,
+        )
+
+    def row() -> Tensor:
+        return row_linear(dy.clone().requires_grad_(), w_row, None, group, **options)
+
+    with using(transport):
+        for y in (column(True, True), row()):  # ranks agree on transports
+            y.backward(torch.ones_like(y))
+        found = {}
+        gathered, scattered, rows = column(False, True), column(True, False), row()
+        calls: dict[str, Callable[[], object]] = {
+            "column forward: gather of x": lambda: column(False, True),
+            "column backward: gather of x": lambda: gathered.backward(dy),
+            "column backward: reduce-scatter of dx": lambda: scattered.backward(dy),
+            "row forward: reduce-scatter of y": row,
+            "row backward: gather of dy": lambda: rows.backward(torch.ones_like(rows)),
+        }
+        for name, call in calls.items():
+            with bytes_sent() as sent:
+                call()
+                dist.barrier()
+            found[name] = sum(sent)
+    return found
+
+
+def apart_from_one_rank(recipe: Recipe, tokens: int = 64, k: int = 1024, n: int = 512) -> dict[str, float]:
+    """‖over ranks - on one‖ / ‖on one‖ of the full result, for normal numbers."""
+    generator = torch.Generator().manual_seed(5)
+    x, w, dy = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((tokens, k), (n, k), (tokens, n))
+    )
+    leaves = [leaf(x), leaf(w)]
+    y = ops.linear(*leaves, quantize=recipe)
+    y.backward(dy)
+    whole = {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
+    found = {}
+    for name, op, x_dim, w_dim, dy_dim in (
+        ("column", column_linear, None, 0, 1),
+        ("row", row_linear, 1, 1, None),
+    ):
+        ours = [leaf(x if x_dim is None else shard(x, x_dim)), leaf(shard(w, w_dim))]
+        y = op(*ours, None, dist.group.WORLD, quantize=recipe)
+        y.backward(dy if dy_dim is None else shard(dy, dy_dim))
+        for result, value, dim in (
+            ("y", y.detach(), dy_dim),
+            ("dx", ours[0].grad, x_dim),
+            ("dw", ours[1].grad, w_dim),
+        ):
+            truth = whole[result] if dim is None else shard(whole[result], dim)
+            squares = torch.stack(
+                [(value.double() - truth.double()).square().sum(), truth.double().square().sum()]
+            )
+            if dim is not None:
+                dist.all_reduce(squares)
+            found[f"{name} {result}"] = float((squares[0] / squares[1]).sqrt())
+    return found
