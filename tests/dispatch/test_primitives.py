@@ -30,7 +30,16 @@ RECORDS = {
         vocabulary.cross_entropy_grad,
     )
 }
-IN_FP8 = {record.name: record for record in (scaled.quantize, scaled.dequantize, scaled.scaled_linear)}
+IN_FP8 = {
+    record.name: record
+    for record in (
+        scaled.quantize,
+        scaled.quantize_act,
+        scaled.quantize_glu,
+        scaled.dequantize,
+        scaled.scaled_linear,
+    )
+}
 LAYERS = {
     "training": {"activation": "gelu_tanh"},
     "inference": {"activation": "relu", "training": False},
@@ -270,6 +279,10 @@ def test_backend_of_a_device(backend, device, expected, monkeypatch):
         (norms.rms_norm, torch.float32, norms.MAX_FEATURES + 1, False),
         (vocabulary.softmax_statistics, torch.bfloat16, K, True),
         (vocabulary.softmax_statistics, torch.float64, K, False),
+        (scaled.quantize, torch.float32, K, True),
+        (scaled.quantize, torch.float64, K, False),
+        (scaled.quantize_act, torch.bfloat16, K, True),
+        (scaled.quantize_glu, torch.float64, K, False),
     ],
 )
 def test_what_kernels_do_not_take_is_torchs_on_a_gpu(record, dtype, width, ours, resolved, monkeypatch):
@@ -278,6 +291,26 @@ def test_what_kernels_do_not_take_is_torchs_on_a_gpu(record, dtype, width, ours,
     told = replace(record, by_kernel=lambda *_: "kernel", by_torch=lambda *_: "torch")
     computed = primitives._eager(told)(torch.ones(2, width, dtype=dtype), None, width, 0)
     assert computed == ("kernel" if ours else "torch")
+
+
+def test_float64_is_dequantized_by_torch():
+    data, scale = torch.ones(2, K).to(torch.float8_e4m3fn), torch.ones(2, 1)
+    assert scaled.dequantize.takes is not None
+    assert scaled.dequantize.takes(data, scale, "bfloat16")
+    assert not scaled.dequantize.takes(data, scale, "float64")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", ["quantize", "quantize_act", "quantize_glu", "dequantize"])
+def test_kernel_in_fp8_computes_what_torch_does(name, layer, monkeypatch):
+    """Of words nearly all: see `test_quantize` for how far the numbers of others are off."""
+    arguments = samples(IN_FP8[name], Layer(T, N, K, torch.bfloat16, **LAYERS[layer]))
+    torchs = getattr(primitives, name)(*arguments)
+    monkeypatch.setattr(backends, "backend", "triton")
+    ours = getattr(primitives, name)(*arguments)
+    assert ours.dtype == torchs.dtype
+    same = (ours == torchs).double().mean()
+    assert same > (0.95 if name in ("quantize_act", "quantize_glu") else 1 - 1e-9)
 
 
 def test_the_chooser_is_asked_on_a_gpu_unless_batches_must_not_matter(monkeypatch, make_chooser):

@@ -250,7 +250,7 @@ class _Tile(NamedTuple):
 
 
 _COLUMNS = _Tile(32, 128, num_warps=8)  # of x that lies by columns: 64 bytes of each
-_LONG_ROWS = _Tile(1, 8192, num_warps=16)
+_LONG_ROWS = _Tile(1, 4096, num_warps=8)
 _BLOCKS = _Tile(8, 8 * BLOCK, num_warps=8)  # a row's scales fill a sector
 _BLOCKS_BY_COLUMNS = _Tile(32, BLOCK, num_warps=8)
 _SQUARES = _Tile(BLOCK, BLOCK, num_warps=16)
