@@ -46,8 +46,11 @@ def with_mix(**changed: int) -> Facts:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (with_mix(QGMMA=0), ["no QGMMA"]),
-        (with_mix(HGMMA=4), ["4 HGMMA, expected none (fp8 is converted before it is multiplied)"]),
+        (with_mix(QGMMA=0, QGMMA_RZ=0, QGMMA_gsb0=0), ["no QGMMA"]),
+        (
+            replace(with_mix(HGMMA=4), in_flight=1),
+            ["4 HGMMA, expected none (fp8 is converted before it is multiplied)"],
+        ),
         (with_mix(HMMA=8), ["8 HMMA, expected none (fp8 is converted before it is multiplied)"]),
         (with_mix(UTMALDG=0), ["no UTMALDG"]),
         (with_mix(QGMMA_gsb0=4), ["wgmma serialised: each product in fp8 is awaited before the next is started"]),
@@ -110,7 +113,7 @@ def test_gpus_without_fp8_are_refused_by_name(name):
     assert recorded(name, CALLS[name], of, H100, ("sm_90",)).function
     with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8.9 or later .*, got 8.0"):
         recorded(name, CALLS[name], of, A100, ("sm_80",))
-    with pytest.raises(ValueError, match="fp8 expected an NVIDIA GPU, got one of AMD"):
+    with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8.9 or later .*, got one of AMD"):
         recorded(name, CALLS[name], of, MI300, ("gfx942",))
 
 
