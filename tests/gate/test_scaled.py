@@ -53,7 +53,10 @@ def with_mix(**changed: int) -> Facts:
         ),
         (with_mix(HMMA=8), ["8 HMMA, expected none (fp8 is converted before it is multiplied)"]),
         (with_mix(UTMALDG=0), ["no UTMALDG"]),
-        (with_mix(QGMMA_gsb0=4), ["wgmma serialised: each product in fp8 is awaited before the next is started"]),
+        (
+            with_mix(QGMMA_gsb0=4),
+            ["wgmma serialised: each product in fp8 is awaited before the next is started"],
+        ),
         (
             with_mix(QGMMA_RZ=0),
             [

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.layers.parity import cut, cut_of, gradient_of
+from tests.layers.parity import cut, gradient_of
 from tests.models.small import CONFIGS, IDS, TARGETS
 from tpkernels import (
     GPT,
