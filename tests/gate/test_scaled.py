@@ -2,18 +2,24 @@
 
 import json
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 from tests.gate.test_ahead_of_time import compiling, printed
 from tpkernels.gate import scaled
+from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Entry, Facts
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.machine_code import FP8_PRODUCTS
+from tpkernels.gate.numerics import Case, RandomOperands, examine
 from tpkernels.gate.recording import MetaOperands, recorded
-from tpkernels.kernels.target import A100, H100, MI300
+from tpkernels.kernels.footprints import stem_of
+from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, RTX_5090
+from tpkernels.kernels.tiles import candidates
 
 ENTRIES = {entry.name: entry for entry in catalog()}
 TILE = "128x128x128-w8-s4-p2-flat"
@@ -185,3 +191,42 @@ def test_what_is_sound_keeps_the_rules(told):
 )
 def test_planted_faults_are_found(told, name, expected):
     assert any(one.startswith(expected) for one in told[name]), told[name]
+
+
+def test_every_tile_of_fp8_is_compiled_for_every_gpu_that_may_be_given_it():
+    compiled = {(gpu, entry.name) for entry in ENTRIES.values() for gpu in entry.architectures}
+    gpus = {"sm_89": L40S, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090}
+    for (gpu, target), ragged in product(gpus.items(), (False, True)):
+        for form in ("descriptor", "pointer") if target.has_tma and not ragged else ("pointer",):
+            for tile in candidates("linear", form, scaled.E4M3, target, ragged):
+                stem = f"/{stem_of('scaled_linear', form, scaled.E4M3, tile)}/"
+                assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
+
+
+def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
+    sound = scaled.quantize_launcher
+    of = RandomOperands(torch.bfloat16, 9, 301, 17, chunks=1)
+    case = Case("quantize", partial(scaled.quantize, of))
+    assert examine(case, Frames()).failure == ""
+
+    def off_by_one_bit(x, **ways):
+        words = sound(x, **ways)
+        words.view(torch.uint8)[5, 7] ^= 1
+        return words
+
+    monkeypatch.setattr(scaled, "quantize_launcher", off_by_one_bit)
+    assert examine(case, Frames()).failure.startswith("words is off by")
+
+
+@pytest.mark.parametrize("scales", scaled.SCALES)
+def test_a_scale_of_another_block_is_seen(monkeypatch, scales):
+    sound = scaled.scaled_linear_fwd
+    of = RandomOperands(torch.bfloat16, 40, 301, 141, chunks=1)
+    case = Case("scaled_linear", partial(scaled.scaled_linear, of, **scaled.SCALES[scales]))
+    assert examine(case, Frames()).failure == ""
+
+    def with_the_scales_of_others(x, weight, x_scale, *rest, **ways):
+        return sound(x, weight, x_scale.roll(1, 0), *rest, **ways)
+
+    monkeypatch.setattr(scaled, "scaled_linear_fwd", with_the_scales_of_others)
+    assert "y is off by" in examine(case, Frames()).failure
