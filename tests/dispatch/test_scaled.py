@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.dispatch.conftest import CPU, FakeTimer, need_interpreter
 from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.candidates import candidates, named
+from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.gpus import GPUS
 from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.dispatch.scratch import scratch_like
@@ -14,6 +15,7 @@ from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch
 from tpkernels.gate.accuracy import relative_error
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words
+from tpkernels.kernels.target import fp8_obstacle, target_of
 
 META = torch.device("meta")
 
@@ -274,3 +276,18 @@ def test_a_compiler_for_gpus_is_told_the_shapes():
         y, z = scaled_linear.by_torch(*arguments)
     assert (y.shape, y.dtype, y.device.type) == ((96, 160), torch.bfloat16, "cuda")
     assert z.shape == y.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_candidate_of_the_gpu_is_sound(dtype, options, tmp_path, monkeypatch, caplog):
+    device = torch.device("cuda", torch.cuda.current_device())
+    if fp8_obstacle(target_of(device)):
+        pytest.skip("needs a GPU that multiplies fp8")
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
+    decision = chooser_on.__wrapped__(device).timed(
+        scaled_linear, call(512, 768, 1056, dtype=dtype, **options)
+    )
+    assert decision.source == "timed"
+    assert not caplog.records, "a candidate was dropped"

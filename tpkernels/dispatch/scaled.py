@@ -244,15 +244,6 @@ def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
     )
 
 
-def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x weightᵀ in the dtype of x, which an autocast region around an op would narrow."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return functional.linear(x, weight)
-    with torch.autocast(kind, enabled=False):
-        return functional.linear(x, weight)
-
-
 def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
     x = layer.scaled(layer.tokens, layer.in_features)
     weight = layer.scaled(layer.out_features, layer.in_features)
