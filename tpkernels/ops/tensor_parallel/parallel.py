@@ -211,9 +211,8 @@ def start_rows(
     gathers = exchange_for(op, "gathers", shard, rows, shard.shape[1], group, features, overlap)
     waits = waits_for(op, gathers, shard, sums=False)
     call = begin_call(op, name + gathers.note, shard.shape, shard, group)
-    multiplies = (
-        waits is KERNEL_WAITS and shard.is_floating_point()
-    )  # words go through a product as they arrive
+    # no kernel multiplies words as they arrive: chunks of them go through products one by one
+    multiplies = waits is KERNEL_WAITS and shard.is_floating_point()
     gathering = MultipliedRows if multiplies else Gathering
     return gathering(call, shard, rows, gathers, waits, overlap)
 
