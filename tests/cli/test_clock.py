@@ -30,7 +30,9 @@ SPANS = (
     Span(0, 0, "epilogue", 400.0, 800.0, ""),
     Span(0, 8, "waits", 0.0, 900.0, "mbarrier"),
 )
-RUN = Run(1000.0, 300.0, ({"copies": 100.0},) * 9, ((0.0, 1000.0),), 5000, 0, 16384, 8192, (), (), SPANS)
+RUN = Run(
+    1000.0, 300.0, ({"copies": 100.0},) * 9, ((0.0, 1000.0),), 5000, 0, 16384, 16384, 8192, (), (), SPANS
+)
 CLOCKED = Clocked(NAME, COST, 64, 7.76, PREDICTED, (RUN, 1, 12))
 ROWS = replace(
     CLOCKED, name="norm_fwd", cost=replace(COST, step=None, ideal=0.0, guessed=2), steps=0, waves=15.9

@@ -10,7 +10,8 @@ import torch
 
 from tpkernels.kernels.interpret import INTERPRETING, bf16_from_fp32, fp32_from_bf16
 
-# Each prints one line: what upstream gives for a product of ones, and for a cast that must round up.
+# Each prints one line: what upstream gives for a product of ones, for a cast that must round up, and for a
+# subnormal number that is cast to fp32.
 PROBE = """
 import torch, triton, triton.language as tl
 
@@ -21,14 +22,16 @@ def product(x_ptr, y_ptr, S: tl.constexpr):
 
 @triton.jit
 def cast(x_ptr, y_ptr):
-    tl.store(y_ptr, tl.load(x_ptr).to(tl.bfloat16))
+    tl.store(y_ptr, tl.load(x_ptr).to(y_ptr.dtype.element_ty))
 
 {mend}
 y = torch.zeros(16, 16)
 product[(1,)](torch.ones(16, 16, dtype=torch.bfloat16), y, S=16)
 z = torch.zeros(1, dtype=torch.bfloat16)
 cast[(1,)](torch.tensor([1 + 3 / 512]), z)
-print(y[0, 0].item(), z.item())
+tiny = torch.zeros(1)
+cast[(1,)](torch.tensor([3 * 2.0**-130], dtype=torch.bfloat16), tiny)
+print(y[0, 0].item(), z.item(), tiny.item())
 """
 
 
@@ -44,15 +47,18 @@ def probe(tmp_path, mend: str) -> list[float]:
 
 def test_upstream_interpreter_is_wrong_about_bf16(tmp_path):
     """If this fails, upstream has mended its interpreter, and `interpret.mend` can shrink."""
-    product, rounded = probe(tmp_path, mend="")
+    product, rounded, tiny = probe(tmp_path, mend="")
     assert product != 16
     assert rounded == 1.0
+    assert tiny != 3 * 2.0**-130
 
 
 def test_mended_interpreter_is_right_about_bf16(tmp_path):
-    product, rounded = probe(tmp_path, mend="from tpkernels.kernels.interpret import mend; mend(); mend()")
+    mend = "from tpkernels.kernels.interpret import mend; mend(); mend()"
+    product, rounded, tiny = probe(tmp_path, mend=mend)
     assert product == 16
     assert rounded == 1 + 1 / 128
+    assert tiny == 3 * 2.0**-130
 
 
 def test_bf16_from_fp32_rounds_as_torch_does():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tpkernels.gate.ahead_of_time import CLOCKED, Entry, Facts, Job, facts_or_error
-from tpkernels.gate.clock.cost import Cost, Stretch
+from tpkernels.gate.clock.cost import SHORT, Cost, Stretch
 from tpkernels.gate.clock.model import Board, Prediction, predict, steps_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
@@ -39,6 +39,7 @@ class Clocked:
     waves: float
     predicted: Prediction
     drawn: tuple[Run, int, int] | None = None  # of tiles and steps on one SM
+    peak: float = PEAK  # TFLOP/s of what it multiplies
 
 
 def clock_kernel(request: Request) -> Clocked | str:
@@ -56,14 +57,15 @@ def _clocked(request: Request, facts: Facts) -> Clocked:
     entry, board = request.entry, Board()
     workload = of_entry(entry, request.shape)
     compiled = built(entry, CLOCKED[0], facts)
-    workload.on_one(compiled, workload.unit, 1)  # refuses a shape that this is not compiled for
+    workload.on_one(compiled, workload.unit, SHORT)  # refuses a shape that this is not compiled for
     cost = clocked(Job(entry, CLOCKED[0]), facts, FromCatalog(entry))
     steps, drawn = steps_of(workload), None
     if request.drawing:
         tiles, deep = workload.unit * cost.resident, min(steps, DRAWN)
         drawn = run(translate(compiled.code), workload.on_one(compiled, tiles, deep)), tiles, deep
     waves = workload.tiles / (board.processors * cost.resident)
-    return Clocked(entry.name, cost, steps, waves, predict(cost, workload, board), drawn)
+    peak = 2 * PEAK if workload.product and workload.product.itemsize == 1 else PEAK
+    return Clocked(entry.name, cost, steps, waves, predict(cost, workload, board), drawn, peak)
 
 
 def table(shape: tuple[int, int, int], found: Sequence[Clocked]) -> str:
@@ -90,7 +92,7 @@ def _row(one: Clocked) -> str:
     step, its_wait = ("-", "-") if cost.step is None else (f"{cost.step.cycles:,.0f}", awaited(cost.step))
     multiplies = cost.step is not None
     busy, tflops, share = (
-        (f"{predicted.busy:.0%}", f"{predicted.tflops:,.0f}", f"{predicted.tflops / PEAK:.0%}")
+        (f"{predicted.busy:.0%}", f"{predicted.tflops:,.0f}", f"{predicted.tflops / one.peak:.0%}")
         if multiplies
         else ("-", "-", "-")
     )
@@ -133,7 +135,7 @@ def as_json(shape: tuple[int, int, int], found: Sequence[Clocked], failures: Seq
                 "steps": one.steps,
                 "waves": one.waves,
                 "cost": one.cost.as_json(),
-                "model": asdict(one.predicted) | {"of_peak": one.predicted.tflops / PEAK},
+                "model": asdict(one.predicted) | {"of_peak": one.predicted.tflops / one.peak},
             }
             for one in found
         ],

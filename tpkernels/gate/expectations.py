@@ -144,8 +144,8 @@ def _fp8_products(architecture: str, facts: Facts) -> Iterator[str]:
     yield from _absent(facts, "fp8 is converted before it is multiplied", *TENSOR_CORES)
     if product != "UTCQMMA" and not _promoted(facts, product):  # which adds in fp32
         yield (
-            f"sums of fp8 are not promoted: {facts.count(f'{product}.RZ')} of {facts.count(product)} products "
-            f"begin one, expected each {PROMOTED_AFTER}th"
+            f"sums of fp8 are not promoted: {facts.count(f'{product}.RZ')} of {facts.count(product)} "
+            f"products begin one, expected each {PROMOTED_AFTER}th"
         )
 
 

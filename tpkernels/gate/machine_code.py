@@ -1,10 +1,10 @@
 """What a disassembly says of a kernel: counts of the instructions that decide its speed. No Triton.
 
 An NVIDIA opcode is counted by its first word (`HGMMA.64x256x16.F32.BF16` is an HGMMA), and its 16-byte form
-apart (`LDGSTS.128`): that is what a lost alignment takes away. Of products in fp8 those are counted apart, too,
-that begin a sum (`QGMMA.RZ`), which older ones are not added to, and those that end a batch (`QGMMA.gsb0`),
-which is awaited together. An AMD opcode is counted by its family, and a matrix product of fp32 with fewer bits
-apart (`v_mfma.xf32`).
+apart (`LDGSTS.128`): that is what a lost alignment takes away. Products of fp8 are counted apart, too, where
+they begin a sum (`QGMMA.RZ`: they are added to zero) and where they end a batch (`QGMMA.gsb0`), which is
+awaited together. An AMD opcode is counted by its family, and a matrix product of fp32 with fewer bits apart
+(`v_mfma.xf32`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def sass_mix(sass: str) -> dict[str, int]:
 def wgmma_in_flight(sass: str) -> int:
     """How many batches of asynchronous products the kernel lets run while it does something else; 0: none.
 
-    A serialised kernel waits for zero after each batch, so that loads and tensor cores take turns. A wait that
-    follows another one, with no product in between, leaves no more in flight than that one has left.
+    A serialised kernel waits for zero after each batch, so that loads and tensor cores take turns. A wait
+    that follows another, with no product in between, leaves no more in flight than the first has left.
     """
     most, left = 0, None
     for pending in _PRODUCT_OR_WAIT.findall(sass):

@@ -227,8 +227,8 @@ def _in_fp8() -> Iterator[Case]:
     for dtype in (BF16, FP32):
         of = RandomOperands(dtype, *IN_FP8["pointer"], chunks=1)
         way = SHORT_NAMES[dtype]
-        for how, call in scaled.QUANTIZED.items():
-            yield Case(f"quantize/{way}/{how}", partial(call, of))
+        for how, quantized in scaled.QUANTIZED.items():
+            yield Case(f"quantize/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
             yield Case(f"dequantize/{way}/{scaling}", partial(scaled.dequantize, of, scaling))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton
 
-from tpkernels.gate.ahead_of_time import ast_source, gpu_target
+from tpkernels.gate.ahead_of_time import Entry, ast_source, gpu_target
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.launch import Built, Launch, box_bytes, launch_of
@@ -49,11 +49,34 @@ class Richer(EntryWorkload):
         return found and replace(found, weights=2)
 
 
-def examined(name: str) -> Examined:
+class WithoutScales(EntryWorkload):
+    """Says that a step loads its operands alone."""
+
+    @property
+    def product(self) -> Product | None:  # type: ignore[override]
+        found = super().product
+        return found and replace(found, beside=0)
+
+
+def in_fp8(name: str) -> tuple[Cost, dict[str, str]]:
+    """The cost of an entry whose scales are loaded step by step; what was planted -> the error."""
     entry = recipes()[name].entry()
+    built = Built.of(_compiled(entry))
+    return cost_of(built, of_entry(entry)), {
+        "scales that nobody knows of": _error(lambda: cost_of(built, WithoutScales(entry))),
+        "a step half as deep as the launch says": _error(lambda: cost_of(built, Deeper(entry))),
+    }
+
+
+def _compiled(entry: Entry) -> Any:
     with TemporaryDirectory(prefix="tpkernels-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        compiled = triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options)
+        return triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options)
+
+
+def examined(name: str) -> Examined:
+    entry = recipes()[name].entry()
+    compiled = _compiled(entry)
     built, work = Built.of(compiled), of_entry(entry)
     launch = work.on_one(built, 4, 6)
     ran = run(translate(built.code), launch)

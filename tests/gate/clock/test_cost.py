@@ -5,11 +5,12 @@ import json
 import pytest
 
 from tests.gate.clock.edits import clocked, compiling
-from tests.gate.clock.examined import examined
+from tests.gate.clock.examined import examined, in_fp8
 from tpkernels.gate.clock.cost import Cost
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
 ROLES = "linear/descriptor/bf16/128x128x64-w4-s5-p4-c2/none"
+BLOCKS = "scaled_linear/descriptor/fp8e4nv/64x128x128-w4-s3-p2-x2/none+blocks"
 SHARED = "reduce_slots/pointer/bf16/16x128/bias"  # a grid of blocks that share all tiles
 ALONE = "publish/pointer/bf16/one"  # a grid of one block
 
@@ -67,6 +68,16 @@ def test_what_does_not_fit_the_launch_is_refused(found, name):
         "an argument too many": "WrongLaunch",
         "no room for a block": "WrongLaunch",
     }
+
+
+def test_products_of_fp8_take_half_the_cycles_and_their_scales_are_known_of(process):
+    cost, faults = process.submit(in_fp8, BLOCKS).result()
+    assert (cost.ideal, cost.resident) == (2 * 64 * 128 * 128 / 8192, 2)
+    operands = (64 + 128) * 128
+    told = faults["scales that nobody knows of"]
+    assert told.startswith(f"WrongAmount: {BLOCKS}: a step loads ")
+    assert told.endswith(f" bytes, of which {operands:,}.0 by copies; its operands have {operands:,}")
+    assert faults["a step half as deep as the launch says"].startswith("WrongAmount")
 
 
 def test_costs_survive_json(found):

@@ -42,6 +42,18 @@ def test_products_run_at_the_peak_when_their_operands_are_there():
     assert two.cycles == pytest.approx(64 * 128 + MACHINE.drain, abs=20)
 
 
+def test_a_product_of_fp8_is_twice_as_deep_in_the_same_cycles():
+    program = Assembly()
+    for _ in range(32):
+        program("QGMMA.64x128x32.F32.E4M3.E5M2 R24, gdesc[UR8], R24, gsb0")
+    program("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    program.end()
+    found = timed(program, Launch(warps=4))
+    assert found.tensor == 32 * 64  # 8,192 operations a cycle
+    # shared memory: a product's operands, and beside it copies that may land
+    assert found.cycles == pytest.approx(32 * 64 + MACHINE.drain, abs=20)
+
+
 def test_a_product_starts_when_all_four_warps_of_its_group_have_issued_it():
     program = Assembly()
     program("LDG R0, [R2]", effects.Global(128, 4, store=False, shared=False), writes=0, warps=[2])

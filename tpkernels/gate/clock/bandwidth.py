@@ -12,9 +12,8 @@ class Bandwidth:
         self.machine = machine
         self.copies = self.loads = self.stores = self.shared = 0.0
         self.landed = 0.0  # bytes of copies whose way into shared memory products have not made room for yet
-        self.fetched = self.copied = self.stored = (
-            0  # bytes in all; copied: of what is fetched, by the engine
-        )
+        self.fetched = self.stored = 0  # bytes in all
+        self.copied = 0  # of what is fetched, by the engine
 
     def copy(self, now: float, size: int) -> float:
         """When a copy by the engine is there."""

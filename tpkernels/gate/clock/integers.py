@@ -233,7 +233,10 @@ def _of_table(table: int, used: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def minimum_maximum(one: Instruction) -> Meaning:
-    """VIMNMX d, a, b, P: the minimum where P, else the maximum; VIMNMX3: of three; VIADDMNMX: of a + b and c."""
+    """VIMNMX d, a, b, P: the minimum where P, else the maximum.
+
+    VIMNMX3: of a, b and c; VIADDMNMX: of a + b and c
+    """
     *texts, which = one.operands[1:]
     flip = 0 if "U32" in one.modifiers else SIGN
     adds = one.opcode == "VIADDMNMX"

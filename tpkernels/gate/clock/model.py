@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clock.workload import FLOPS_A_CYCLE, Product, Workload
+from tpkernels.gate.clock.workload import Workload
 
 # Root mean square of the errors of what no constant was fitted to, see docs/clock.md; a test compares.
 ERROR = 0.08
@@ -109,8 +109,3 @@ def _traffic(workload: Workload, cost: Cost, board: Board) -> float:
     wave = (tall * product.rows + wide * product.cols * product.weights) * depth_bytes
     once = (rows + cols * product.weights) * depth_bytes
     return max(once, workload.tiles / running * wave) + moved
-
-
-def ideal_seconds(product: Product, tiles: int, steps: int, board: Board) -> float:
-    """With all tensor cores busy at the boost clock."""
-    return product.flops * steps * tiles / (FLOPS_A_CYCLE * board.processors * board.boost)

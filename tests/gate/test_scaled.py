@@ -1,0 +1,232 @@
+"""The gate on fp8: rules broken one by one, and faults planted in kernels that are compiled."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from tests.gate.test_ahead_of_time import compiling, printed
+from tpkernels.gate import scaled
+from tpkernels.gate.accuracy import Frames
+from tpkernels.gate.ahead_of_time import Entry, Facts
+from tpkernels.gate.catalog import catalog
+from tpkernels.gate.expectations import violations
+from tpkernels.gate.machine_code import FP8_PRODUCTS
+from tpkernels.gate.numerics import Case, RandomOperands, examine
+from tpkernels.gate.recording import MetaOperands, recorded
+from tpkernels.kernels.footprints import stem_of
+from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, RTX_5090
+from tpkernels.kernels.tiles import candidates
+
+ENTRIES = {entry.name: entry for entry in catalog()}
+TILE = "128x128x128-w8-s4-p2-flat"
+DESCRIPTOR = ENTRIES[f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z"]
+BLACKWELL = ENTRIES[f"sm_100/scaled_linear/descriptor/fp8e4nv/{TILE}/none"]
+BLOCKS = ENTRIES[f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z+blocks"]
+POINTER = ENTRIES["scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"]
+ADA = ENTRIES["sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"]
+HOPPER = {"QGMMA": 4, "QGMMA.RZ": 1, "QGMMA.gsb0": 1, "UTMALDG": 2, "UTMASTG": 2}
+FACTS = Facts(
+    registers=160,
+    stack=0,
+    spills=0,
+    shared=1000,
+    in_flight=0,
+    instructions=HOPPER,
+    aligned=frozenset.union(*(one.aligned for one in (DESCRIPTOR, POINTER, ADA, BLACKWELL))),
+    narrow_offsets=(),
+    unordered_reads=(),
+    unordered_flags=(),
+    seconds=1.0,
+    exposed_waits=0,
+)
+
+
+def with_mix(**changed: int) -> Facts:
+    return replace(FACTS, instructions=HOPPER | {name.replace("_", "."): n for name, n in changed.items()})
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (with_mix(QGMMA=0, QGMMA_RZ=0, QGMMA_gsb0=0), ["no QGMMA"]),
+        (
+            replace(with_mix(HGMMA=4), in_flight=1),
+            ["4 HGMMA, expected none (fp8 is converted before it is multiplied)"],
+        ),
+        (with_mix(HMMA=8), ["8 HMMA, expected none (fp8 is converted before it is multiplied)"]),
+        (with_mix(UTMALDG=0), ["no UTMALDG"]),
+        (
+            with_mix(QGMMA_gsb0=4),
+            ["wgmma serialised: each product in fp8 is awaited before the next is started"],
+        ),
+        (
+            with_mix(QGMMA_RZ=0),
+            [
+                "sums of fp8 are not promoted: 0 of 4 products begin one, expected each 4th",
+                "wgmma serialised: no product runs while the next operands are awaited",
+            ],
+        ),
+        (
+            replace(FACTS, exposed_waits=2),
+            ["2 waits for copies that no product hides, expected none beside fp8"],
+        ),
+        (replace(FACTS, spills=3), ["spills: 3 loads and stores of local memory, 0 bytes of stack"]),
+    ],
+)
+def test_each_rule_of_hopper_can_be_broken(facts, expected):
+    assert [*violations(DESCRIPTOR, "sm_90", FACTS)] == []
+    assert [*violations(DESCRIPTOR, "sm_90", facts)] == expected
+
+
+def test_unpromoted_products_may_be_in_flight_but_stay_unpromoted():
+    fast = replace(with_mix(QGMMA_RZ=0), in_flight=1)
+    (told,) = violations(DESCRIPTOR, "sm_90", fast)
+    assert told.startswith("sums of fp8 are not promoted")
+
+
+@pytest.mark.parametrize("architecture", FP8_PRODUCTS)
+def test_each_gpu_multiplies_by_its_own_instruction(architecture):
+    own = FP8_PRODUCTS[architecture]
+    mix = {"LDGSTS.128": 3, own: 4, f"{own}.RZ": 1, f"{own}.gsb0": 1}
+    entry = POINTER if architecture in POINTER.architectures else ADA
+    assert [*violations(entry, architecture, replace(FACTS, instructions=mix))] == []
+    other = {"LDGSTS.128": 3, "HMMA": 16}
+    assert [*violations(entry, architecture, replace(FACTS, instructions=other))][:2] == [
+        f"no {own}",
+        "16 HMMA, expected none (fp8 is converted before it is multiplied)",
+    ]
+
+
+def test_blackwell_adds_in_fp32_and_is_asked_for_its_tensor_memory_instruction():
+    mix = {"UTCQMMA": 8, "UTMALDG": 2, "UTMASTG": 2}
+    assert [*violations(BLACKWELL, "sm_100", replace(FACTS, instructions=mix))] == []
+    older = replace(FACTS, instructions=mix | {"UTCQMMA": 0, "UTCHMMA": 8})
+    assert "no UTCQMMA" in violations(BLACKWELL, "sm_100", older)
+
+
+CALLS = {
+    "scaled_linear": scaled.scaled_linear,
+    "quantize": scaled.quantize,
+    "quantize_glu": scaled.quantize_activation,
+    "dequantize": lambda of: scaled.dequantize(of, "rows"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gpus_without_fp8_are_refused_by_name(name):
+    of = MetaOperands(scaled.E4M3 if name == "scaled_linear" else torch.bfloat16, 64, 1024, 128, chunks=1)
+    assert recorded(name, CALLS[name], of, H100, ("sm_90",)).function
+    with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8.9 or later .*, got 8.0"):
+        recorded(name, CALLS[name], of, A100, ("sm_80",))
+    with pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8.9 or later .*, got one of AMD"):
+        recorded(name, CALLS[name], of, MI300, ("gfx942",))
+
+
+def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
+    of_fp8 = {
+        name: entry
+        for name, entry in ENTRIES.items()
+        if {"scaled_linear", "quantize", "dequantize"} & set(name.split("/"))
+    }
+    assert {gpu for entry in of_fp8.values() for gpu in entry.architectures} == set(FP8_PRODUCTS)
+    assert {entry.function for entry in of_fp8.values()} == {
+        *("_scaled_linear_kernel", "_dequantize_kernel"),
+        *("_quantize_rows_kernel", "_quantize_strips_kernel", "_quantize_blocks_kernel"),
+    }
+
+
+def constants(entry: Entry, **changed: object) -> Entry:
+    return replace(entry, constants=entry.constants | changed)
+
+
+JOBS = {
+    "sound": (DESCRIPTOR, "sm_90"),
+    "sound_blackwell": (BLACKWELL, "sm_100"),
+    "sound_ada": (ADA, "sm_89"),
+    # of 16 rows Hopper makes 16 bits of fp8
+    "converted": (constants(POINTER, BLOCK_ROWS=16), "sm_90"),
+    # with two blocks of rows a group the assembler waits for each product
+    "serialised": (replace(DESCRIPTOR, num_warps=4), "sm_90"),
+    "spilling": (replace(BLOCKS, num_warps=4), "sm_90"),
+    "exposed": (replace(DESCRIPTOR, num_stages=1), "sm_90"),
+    "not_promoted": (constants(ADA, IN_PLACE=True), "sm_89"),
+}
+PROGRAM = """
+import json
+from tests.gate.test_scaled import JOBS
+from tpkernels.gate.ahead_of_time import compile_entry
+for name, (entry, architecture) in JOBS.items():
+    print(json.dumps([name, compile_entry(entry, architecture).as_json()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[str]]:
+    """What is wrong with each of JOBS, as it is compiled."""
+    found = (json.loads(line) for line in printed(compiling(PROGRAM)).splitlines())
+    return {name: [*violations(*JOBS[name], Facts.from_json(facts))] for name, facts in found}
+
+
+def test_what_is_sound_keeps_the_rules(told):
+    assert {name: told[name] for name in JOBS if name.startswith("sound")} == {
+        "sound": [],
+        "sound_blackwell": [],
+        "sound_ada": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("converted", "16 HMMA, expected none (fp8 is converted before it is multiplied)"),
+        ("serialised", "wgmma serialised: each product in fp8 is awaited before the next is started"),
+        ("spilling", "spills: "),
+        ("exposed", "2 waits for copies that no product hides"),
+        ("not_promoted", "sums of fp8 are not promoted: 0 of 32 products begin one, expected each 4th"),
+    ],
+)
+def test_planted_faults_are_found(told, name, expected):
+    assert any(one.startswith(expected) for one in told[name]), told[name]
+
+
+def test_every_tile_of_fp8_is_compiled_for_every_gpu_that_may_be_given_it():
+    compiled = {(gpu, entry.name) for entry in ENTRIES.values() for gpu in entry.architectures}
+    gpus = {"sm_89": L40S, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090}
+    for (gpu, target), ragged in product(gpus.items(), (False, True)):
+        for form in ("descriptor", "pointer") if target.has_tma and not ragged else ("pointer",):
+            for tile in candidates("linear", form, scaled.E4M3, target, ragged):
+                stem = f"/{stem_of('scaled_linear', form, scaled.E4M3, tile)}/"
+                assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
+
+
+def test_one_byte_of_what_quantizes_is_seen(monkeypatch):
+    sound = scaled.quantize_launcher
+    of = RandomOperands(torch.bfloat16, 9, 301, 17, chunks=1)
+    case = Case("quantize", partial(scaled.quantize, of))
+    assert examine(case, Frames()).failure == ""
+
+    def off_by_one_bit(x, **ways):
+        words = sound(x, **ways)
+        words.view(torch.uint8)[5, 7] ^= 1
+        return words
+
+    monkeypatch.setattr(scaled, "quantize_launcher", off_by_one_bit)
+    assert examine(case, Frames()).failure.startswith("words is off by")
+
+
+@pytest.mark.parametrize("scales", scaled.SCALES)
+def test_a_scale_of_another_block_is_seen(monkeypatch, scales):
+    sound = scaled.scaled_linear_fwd
+    of = RandomOperands(torch.bfloat16, 40, 301, 141, chunks=1)
+    case = Case("scaled_linear", partial(scaled.scaled_linear, of, **scaled.SCALES[scales]))
+    assert examine(case, Frames()).failure == ""
+
+    def with_the_scales_of_others(x, weight, x_scale, *rest, **ways):
+        return sound(x, weight, x_scale.roll(1, 0), *rest, **ways)
+
+    monkeypatch.setattr(scaled, "scaled_linear_fwd", with_the_scales_of_others)
+    assert "y is off by" in examine(case, Frames()).failure
