@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.layers.parity import cut, cut_of, gradient_of
+from tests.layers.parity import cut, gradient_of
 from tests.models.small import CONFIGS, IDS, TARGETS
 from tpkernels import (
     GPT,
@@ -134,5 +134,5 @@ def gpt_loss(shape: str, recipe: Recipe | None, dtype: torch.dtype) -> tuple[flo
     model = GPT(CONFIGS[shape], quantize=recipe, dtype=dtype, sequence_parallel=True)
     loss = model(IDS, TARGETS)
     loss.backward()
-    named = {name: gradient_of(p).float() for name, p in model.named_parameters() }
+    named = {name: gradient_of(p).float() for name, p in model.named_parameters()}
     return float(loss), named
