@@ -36,7 +36,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Way:
-    """How one of the runs computes. fp8: a recipe in words, or "" """
+    """How one of the runs computes. fp8: a recipe in words, if any"""
 
     dtype: torch.dtype
     fp8: str
@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
             name: pool.run(losses_of, config_of(way, options), timeout=3600.0)[0]
             for name, way in WAYS.items()
         }
+    found = {name: [round(loss, 5) for loss in losses] for name, losses in found.items()}
     print(table(found))
     if options == usual:
-        rounded = {name: [round(loss, 5) for loss in losses] for name, losses in found.items()}
-        LOSSES.write_text(json.dumps(rounded) + "\n", encoding="utf-8")
+        LOSSES.write_text(json.dumps(found) + "\n", encoding="utf-8")
         if can_draw():
             PICTURE.write_text(picture(found).svg, encoding="utf-8")
         else:
