@@ -1,14 +1,14 @@
 """`python -m bench fp8_loss`: what a small GPT learns in fp8, beside bf16 and fp32, on tensor-parallel ranks.
 
 The model and the text of `make demo`, trained by what `train` uses: the same weights and excerpts in all
-runs. With 300 steps (the default) it writes docs/fp8-loss.json and, by matplotlib, docs/fp8-loss.svg.
+runs. Without options it writes docs/fp8-loss.json and, by matplotlib, docs/fp8-loss.svg, too.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 LOSSES, PICTURE = ROOT / "docs" / "fp8-loss.json", ROOT / "docs" / "fp8-loss.svg"
-STEPS, LAST = 300, 50  # differences are told of the last ones
+LAST = 50  # steps of which differences are told
 BATCH = 16
 
 
 @dataclass(frozen=True)
 class Way:
-    """How one of the runs computes. fp8: a recipe in words, or "" """
+    """How one of the runs computes. fp8: a recipe in words, if any"""
 
     dtype: torch.dtype
     fp8: str
@@ -53,19 +53,25 @@ Losses = Mapping[str, Sequence[float]]  # of each way, step by step
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(prog="python -m bench fp8_loss", description="Train in fp8, bf16 and fp32.")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="other than 300: only printed")
+    parser = ArgumentParser(
+        prog="python -m bench fp8_loss",
+        description="Train in fp8, bf16 and fp32. With any of these options the table is printed only.",
+    )
+    parser.add_argument("--steps", type=int, default=300, metavar="N")
+    parser.add_argument("--batch", type=int, default=BATCH, metavar="N")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N")
     parser.add_argument("--tp", type=int, default=2, metavar="RANKS")
+    usual = parser.parse_args([])
     options = parser.parse_args(argv)
     with RankPool(options.tp) as pool:
         found = {
-            name: pool.run(losses_of, config_of(way, options.steps), timeout=3600.0)[0]
+            name: pool.run(losses_of, config_of(way, options), timeout=3600.0)[0]
             for name, way in WAYS.items()
         }
+    found = {name: [round(loss, 5) for loss in losses] for name, losses in found.items()}
     print(table(found))
-    if (options.steps, options.tp) == (STEPS, 2):
-        rounded = {name: [round(loss, 5) for loss in losses] for name, losses in found.items()}
-        LOSSES.write_text(json.dumps(rounded) + "\n", encoding="utf-8")
+    if options == usual:
+        LOSSES.write_text(json.dumps(found) + "\n", encoding="utf-8")
         if can_draw():
             PICTURE.write_text(picture(found).svg, encoding="utf-8")
         else:
@@ -73,12 +79,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def config_of(way: Way, steps: int) -> TrainConfig:
+def config_of(way: Way, options: Namespace) -> TrainConfig:
     return TrainConfig(
         model=SMALL,
         data=str(ROOT / "data" / "alice.txt"),
-        steps=steps,
-        batch=BATCH,
+        steps=options.steps,
+        batch=options.batch,
+        seed=options.seed,
         dtype=way.dtype,
         fp8=way.fp8,
         sequence_parallel=True,

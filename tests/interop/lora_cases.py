@@ -17,7 +17,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.checks import error_of
-from tpkernels import check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
+from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
 from tpkernels.interop import dcp, huggingface
 from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.peft import on_shards, save_adapter
@@ -56,6 +56,28 @@ def options(kind: str, **more: Any) -> LoraConfig:
         "init_lora_weights": False,
     }
     return LoraConfig(**{**said, "fan_in_fan_out": kind == "gpt2", **more})
+
+
+def in_fp8_and_trained(when: str) -> tuple[list[str], list[float], float]:
+    """What is in fp8; losses, and how far these are from those without, relative to them."""
+    initialize_model_parallel(dist.get_world_size())
+    found = []
+    for recipe in (Recipe.rowwise(), None):
+        model, plan = unsharded("llama")
+        model.float()
+        if when == "after":
+            model = parallelize(model, plan=plan, quantize=recipe)
+            torch.manual_seed(2)
+            model = get_peft_model(model, on_shards(options("llama")))
+        else:
+            torch.manual_seed(2)
+            lora = get_peft_model(model, options("llama"))
+            model = parallelize(lora, plan=plan, quantize=recipe)
+        named = sorted(n for n, m in model.named_modules() if getattr(m, "quantize", None) is not None)
+        found.append((named, steps(model)))
+    (named, losses), (_, expected) = found
+    apart = max(abs(ours - other) / other for ours, other in zip(losses, expected, strict=True))
+    return named, losses, apart
 
 
 def with_lora(kind: str, when: str, **more: Any) -> nn.Module:

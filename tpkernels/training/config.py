@@ -38,8 +38,8 @@ class TrainConfig:
         default=False, metadata={"help": "split tokens over tensor-parallel ranks"}
     )
     overlap: bool = field(default=True, metadata={"help": "transfers and products one after the other"})
-    fp8: str = field(
-        default="",
+    fp8: str | None = field(
+        default=None,
         metadata={"help": "products of the blocks in fp8: rowwise, blockwise, with +head the head's"},
     )
     tp_invariant: int = field(

@@ -1,0 +1,83 @@
+"""GPT with a recipe: blocks compute in fp8, the head and the embedding only if asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.layers.quantize_cases import gpt_loss
+from tests.layers.worlds import posing
+from tests.models.small import CONFIGS, IDS, TARGETS
+from tpkernels import GPT, Recipe
+
+RECIPES = [Recipe.rowwise(), Recipe.blockwise(), Recipe.rowwise(head=True), Recipe.blockwise(head=True)]
+
+
+def built(shape, recipe, **options):
+    torch.manual_seed(4)
+    return GPT(CONFIGS[shape], quantize=recipe, **options)
+
+
+@pytest.fixture(autouse=True)
+def alone(request):
+    if "ranks2" in request.fixturenames:
+        yield
+        return
+    with posing(0, 1):
+        yield
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_loss_is_near_that_in_bf16(shape, recipe):
+    ours, plain = (built(shape, each, dtype=torch.bfloat16) for each in (recipe, None))
+    loss, expected = ours(IDS, TARGETS), plain(IDS, TARGETS)
+    assert 1e-6 < abs(loss.item() - expected.item()) < 2e-3 * expected.item()
+    loss.backward()
+    expected.backward()
+    for (name, own), (_, other) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        difference = (own.grad - other.grad).float().norm() / other.grad.float().norm()
+        assert difference < 0.25 or other.grad.norm() < 1e-4, name
+
+
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_head_and_embedding_are_as_without(shape):
+    ours, plain = built(shape, Recipe.rowwise()), built(shape, None)
+    hidden = torch.randn(8, 2, 16)
+    assert torch.equal(ours.logits(hidden), plain.logits(hidden))
+    assert torch.equal(ours.embedding(IDS), plain.embedding(IDS))
+    with_head = built(shape, Recipe.rowwise(head=True)).logits(hidden)
+    difference = (with_head - plain.logits(hidden)).norm() / with_head.norm()
+    assert 1e-3 < difference < 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES[2:], ids=str)
+@pytest.mark.parametrize("shape", CONFIGS)
+def test_loss_of_a_head_in_fp8_is_that_of_its_logits(shape, recipe):
+    model, targets = built(shape, recipe), TARGETS.clone()
+    targets[0, :3] = -100
+    expected = F.cross_entropy(model(IDS).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(IDS, targets), expected)
+    assert model(IDS, torch.full_like(IDS, -100)).item() == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_it_writes_by_the_logits_that_it_has(recipe):
+    model = built("llama", recipe)
+    greedy = model.generate(IDS[:, :3], 1, top_k=1)
+    assert greedy[:, 3].tolist() == model(IDS[:, :3])[:, -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_two_ranks_are_as_close_as_one(recipe, ranks2):
+    expected, _ = ranks2.run(gpt_loss, "gpt2", None, torch.float32)[0]
+    answers = ranks2.run(gpt_loss, "gpt2", recipe, torch.float32)
+    assert answers[0][0] == answers[1][0]
+    assert 1e-7 < abs(answers[0][0] - expected) < 2e-3 * expected
+
+
+def test_another_dtype_than_fp8_knows_is_refused():
+    model = built("llama", Recipe.rowwise(), dtype=torch.float64)
+    with pytest.raises(TypeError, match="expected x in bfloat16, float16 or float32 with quantize"):
+        model(IDS)

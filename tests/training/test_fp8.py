@@ -1,0 +1,141 @@
+"""Runs whose products are in fp8: they learn, go on to the digit, and say what they were computed with."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.models.small import LLAMA
+from tests.segments import tp_invariance
+from tpkernels import create_parallel_state, plan_groups
+from tpkernels.interop import dcp
+from tpkernels.ops.quantized import weights
+from tpkernels.training import trainer as trainer_module
+from tpkernels.training.config import TrainConfig
+from tpkernels.training.proof import TOLERANCES, allowed_by
+from tpkernels.training.trainer import Trainer
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(32, 120)) * 20)
+    return TrainConfig(
+        model=LLAMA.with_sizes(vocab_size=256),
+        data=str(text),
+        steps=6,
+        batch=8,
+        tokens=8,
+        warmup=2,
+        accumulate=2,
+        sequence_parallel=True,
+        dtype=torch.bfloat16,
+        fp8="rowwise",
+    )
+
+
+def trainer_of(config):
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, tensor=world))
+    return Trainer(config, state, torch.device("cpu"))
+
+
+def losses(config, reusing=True):
+    """And how many weights were quantized in the last step."""
+    trainer = trainer_of(config)
+    plain = patch.object(trainer_module, "reuse_quantized_weights", nullcontext)
+    counted = patch.object(weights, "_quantized", wraps=weights._quantized)
+    with nullcontext() if reusing else plain:
+        found = [trainer.step().loss for _ in range(config.steps - 1)]
+        with counted as calls:
+            found.append(trainer.step().loss)
+    return found, calls.call_count
+
+
+def saved_then(config, folder, steps):
+    trainer = trainer_of(config)
+    for _ in range(steps):
+        trainer.step()
+    trainer.save(folder)
+    return [trainer.step().loss for _ in range(2)]
+
+
+def resumed(config, folder):
+    trainer = trainer_of(config)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.resume(dcp.latest(folder))
+    return [trainer.step().loss for _ in range(2)], " ".join(str(each.message) for each in told)
+
+
+@pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "rowwise+head+wgrad=fp8+gradients=e5m2"])
+def test_it_learns_as_much_as_without(fp8, config, ranks2):
+    ours, plain = (ranks2.run(losses, replace(config, fp8=each))[0][0] for each in (fp8, ""))
+    assert ours != plain
+    assert ours == pytest.approx(plain, rel=5e-3)
+    assert ours[-1] < ours[0] - 0.05
+
+
+def test_microbatches_of_a_step_share_weights_in_fp8_and_steps_do_not(config, ranks2):
+    """Both with the bits of quantizing each time: weights change between steps, not within."""
+    (ours, count), (plain, each_time) = (ranks2.run(losses, config, reuse)[0] for reuse in (True, False))
+    assert ours == plain
+    assert count == 2 * 2 * 7  # rows and columns, 2 blocks of 7 weights
+    assert each_time == config.accumulate * count
+
+
+def test_it_goes_on_to_the_digit(config, tmp_path, ranks2):
+    expected = ranks2.run(saved_then, config, tmp_path, 3)
+    assert ranks2.run(resumed, config, tmp_path) == [(losses, "") for losses in expected]
+
+
+def test_other_products_are_said_on_resume(config, tmp_path, ranks2):
+    ranks2.run(saved_then, config, tmp_path, 1)
+    for fp8, said in (
+        ("blockwise", "with rowwise fp8; this run, with blockwise, goes on"),
+        ("", "with none, goes"),
+    ):
+        for _, told in ranks2.run(resumed, replace(config, fp8=fp8), tmp_path):
+            assert said in told
+    same = replace(config, fp8="rowwise+gradients=e4m3")  # in other words
+    assert [told for _, told in ranks2.run(resumed, same, tmp_path)] == ["", ""]
+
+
+def test_a_checkpoint_from_before_there_was_fp8_goes_on(config, tmp_path, ranks2):
+    config = replace(config, fp8="")
+    expected = ranks2.run(saved_as_before, config, tmp_path, 1)
+    assert ranks2.run(resumed, config, tmp_path) == [(losses, "") for losses in expected]
+
+
+def saved_as_before(config, folder, steps):
+    save = dcp.save
+
+    def without(path, *args, extra, **named):
+        del extra["fp8"]
+        return save(path, *args, extra=extra, **named)
+
+    with patch.object(dcp, "save", without):
+        return saved_then(config, folder, steps)
+
+
+def test_what_cannot_be_is_refused(config):
+    with pytest.raises(ValueError, match="fp8: expected weights in bfloat16 or float32, got float64"):
+        replace(config, dtype=torch.float64)
+    with pytest.raises(ValueError, match="fp8: expected none with TP-invariance, got rowwise"):
+        replace(config, tp_invariant=2)
+    with tp_invariance(2), pytest.raises(ValueError, match="fp8: expected none with TP-invariance"):
+        replace(config)
+    for word in ("tensorwise", "rowwise+head=no", "rowwise+power_of_two=1", "blockwise+wgrad=fp8"):
+        with pytest.raises(ValueError, match="Recipe: expected"):
+            replace(config, fp8=word)
+
+
+def test_layouts_round_unlike(config):
+    assert allowed_by(replace(config, dtype=torch.float32)) > TOLERANCES[torch.float32]
+    assert allowed_by(config) == TOLERANCES[torch.bfloat16]
+    assert allowed_by(replace(config, dtype=torch.float32, fp8="")) == TOLERANCES[torch.float32]
