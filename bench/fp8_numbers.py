@@ -1,13 +1,16 @@
-"""`python -m bench fp8_numbers`: how far products in fp8 are off unquantized ones, as a table of markdown."""
+"""`python -m bench fp8_numbers`: how far products in fp8 are off, and bytes that ranks send, as tables."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from tests.ops.quantized_cases import apart_from_one_rank, bytes_of
+from tests.ranks import RankPool
 from tpkernels import Recipe, ops
 
 TOKENS, IN, OUT, FEW = 256, 1024, 512, 8
@@ -92,5 +95,31 @@ def main(argv: Sequence[str]) -> int:
     ArgumentParser(prog="python -m bench fp8_numbers").parse_args(argv)
     print(f"| x and dy | {' | '.join(RECIPES)} |\n|{'---|' * (1 + len(RECIPES))}")
     for name in DISTRIBUTIONS:
-        print(row_of(name))
+        print(row_of(name), flush=True)
+    with RankPool(2) as ranks2, RankPool(4) as ranks4:
+        print_distance_from_one_rank([ranks2, ranks4])
+        print_bytes(ranks2)
     return 0
+
+
+def print_distance_from_one_rank(pools: Sequence[RankPool]) -> None:
+    results = [f"{op} {result}" for op in ("column", "row") for result in ("y", "dx", "dw")]
+    print(f"\n| recipe | TP | {' | '.join(results)} |\n|{'---|' * 8}")
+    for recipe, pool in product(("rowwise", "blockwise"), pools):
+        found = pool.run(apart_from_one_rank, Recipe.named(recipe))[0]
+        cells = " | ".join(f"{100 * found[result]:.2f}" for result in results)
+        print(f"| {recipe} | {pool.world_size} | {cells} |", flush=True)
+
+
+def print_bytes(pool: RankPool) -> None:
+    print("\n| hidden | recipe | gathers | reduce-scatters |\n|---|---|---|---|")
+    for hidden in (64, 256, 1024, 4096):
+        (plain, *_) = pool.run(bytes_of, "c10d", hidden, None)
+        for recipe in ("rowwise", "blockwise"):
+            (sent, *_) = pool.run(bytes_of, "c10d", hidden, Recipe.named(recipe))
+            to_plain = {
+                kind: {f"{sent[name] / plain[name]:.3f}" for name in sent if kind in name}
+                for kind in (" gather", "reduce-scatter")
+            }
+            cells = " | ".join(", ".join(sorted(ratios)) for ratios in to_plain.values())
+            print(f"| {hidden} | {recipe} | {cells} |", flush=True)

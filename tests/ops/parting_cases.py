@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.transport_cases import using
+from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
 from tpkernels.comm import calls, watch
 from tpkernels.comm.calls import GroupCalls, calls_of
@@ -69,6 +70,11 @@ STEPS: dict[str, Step] = {
     "row in turn": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g, overlap=False),
     "mlp": lambda g, x: parallel_mlp(
         x, _weight(8, WIDTH), None, _weight(4, 8), None, g, sequence_parallel=True
+    ),
+    "mlp in fp8": lambda g, x: parallel_mlp(
+        *(x, _weight(8, WIDTH), None, _weight(4, 8), None, g),
+        sequence_parallel=True,
+        quantize=Recipe.rowwise(),
     ),
     "embedding": lambda g, x: vocab_embedding(_ids(x), _weight(WIDTH, 4), g, sequence_parallel=True),
     "loss": lambda g, x: vocab_cross_entropy(x, _ids(x), g),

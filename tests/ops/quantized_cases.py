@@ -50,7 +50,7 @@ def operands(setting: Setting) -> tuple[Tensor, list[Tensor], list[Tensor], list
         random(*setting.leading, k),
         [random(width, k) / k**0.5 for width in widths],
         [random(width) for width in widths],
-        [random(*setting.leading, width) * 1e-3 for width in widths],
+        [random(*setting.leading, width) for width in widths],
     )
 
 

@@ -43,12 +43,13 @@ def quantized(x: Tensor, format: str, recipe: Recipe, square: bool = False) -> T
     """x as fp8 holds it, with scales along its rows: float64."""
     x = x.double()
     columns = BLOCK if recipe.scaling == "blocks" else max(1, x.shape[1])
-    rows = BLOCK if square else 1
+    rows = BLOCK if square else max(1, x.shape[0])
     result = torch.empty_like(x)
     for i in range(0, x.shape[0], rows):
         for k in range(0, x.shape[1], columns):
             block = x[i : i + rows, k : k + columns]
-            scale = scale_of(block.abs().max(), format, recipe.power_of_two)
+            amax = block.abs().max() if square else block.abs().amax(1, keepdim=True)
+            scale = scale_of(amax, format, recipe.power_of_two)
             # a quotient of two numbers of fp32 that is rounded to float64 and then to fp32 is rounded right
             result[i : i + rows, k : k + columns] = rounded((block / scale).float().double(), format) * scale
     return result
