@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tests.ops.quantized_cases import apart_from_one_rank, bytes_of
+from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.ranks import RankPool
 from tpkernels import Recipe, ops
 
@@ -114,9 +114,9 @@ def print_distance_from_one_rank(pools: Sequence[RankPool]) -> None:
 def print_bytes(pool: RankPool) -> None:
     print("\n| hidden | recipe | gathers | reduce-scatters |\n|---|---|---|---|")
     for hidden in (64, 256, 1024, 4096):
-        (plain, *_) = pool.run(bytes_of, "c10d", hidden, None)
+        (plain, *_) = pool.run(bytes_of, hidden, None)
         for recipe in ("rowwise", "blockwise"):
-            (sent, *_) = pool.run(bytes_of, "c10d", hidden, Recipe.named(recipe))
+            (sent, *_) = pool.run(bytes_of, hidden, Recipe.named(recipe))
             to_plain = {
                 kind: {f"{sent[name] / plain[name]:.3f}" for name in sent if kind in name}
                 for kind in (" gather", "reduce-scatter")

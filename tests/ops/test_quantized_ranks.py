@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
 from tests.ops import quantized_cases as cases
 from tests.ops.parallel_cases import Setting
 from tests.ops.quantized_oracle import RECIPES
+from tests.ops.transport_cases import under
 from tests.ranks import RankPool
 from tpkernels import Recipe
 
@@ -101,7 +104,7 @@ def test_operands_that_lie_within_ranks_are_those_of_one_rank(ranks, recipe):
     Others have scales of shards, unless blocks and shards have common borders: then only what ranks send each
     other is rounded. Figures are in docs/fp8.md.
     """
-    for found in ranks.run(cases.apart_from_one_rank, RECIPES[recipe]):
+    for found in ranks.run(apart_from_one_rank, RECIPES[recipe]):
         assert found["column dw"] == found["row dw"] == 0
         assert found["column y"] < 1e-4  # sums in fp32 in another order
         assert found["row dx"] < 1e-4
@@ -123,9 +126,10 @@ AT_MOST = {64: 0.532, 256: 0.516, 1024: 0.516, 4096: 0.516}
 @pytest.mark.parametrize("hidden", AT_MOST)
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 def test_gathers_send_half_the_bytes_and_sums_send_the_same(ranks2, transport, hidden):
-    plain = ranks2.run(cases.bytes_of, transport, hidden, None)
+    sent_by = partial(ranks2.run, under, transport, "torch", bytes_of, hidden)
+    plain = sent_by(None)
     for recipe in (Recipe.rowwise(), Recipe.blockwise()):
-        for ours, theirs in zip(ranks2.run(cases.bytes_of, transport, hidden, recipe), plain, strict=True):
+        for ours, theirs in zip(sent_by(recipe), plain, strict=True):
             for name, sent in ours.items():
                 assert theirs[name] > 0, name
                 if "gather" in name:
