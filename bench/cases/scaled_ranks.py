@@ -95,7 +95,7 @@ def apart_from_one_rank(recipe: Recipe, tokens: int = 64, k: int = 1024, n: int 
         torch.randn(shape, generator=generator).bfloat16() for shape in ((tokens, k), (n, k), (tokens, n))
     )
     leaves = [_leaf(x), _leaf(w)]
-    y = ops.linear(*leaves, quantize=recipe)
+    y = ops.linear(leaves[0], leaves[1], quantize=recipe)
     y.backward(dy)
     whole = {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
     found = {}

@@ -51,6 +51,15 @@ def test_shapes_are_listed_each_once(capsys):
     assert capsys.readouterr().out.count("dgrad bfloat16") == 2
 
 
+def test_products_in_fp8_are_listed_beside_those_they_replace(capsys):
+    assert main(["--shapes", "4096x8192x2048", "--steps", "glu,dgrad_pairs,wgrad", "--fp8", "--dry-run"]) == 0
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scaled_linear")]
+    assert [line.split()[2:4] for line in listed] == [
+        ["4096x8192x2048", "none+bfloat16"],  # of the gate and of up alike
+        ["4096x2048x8192", "none+float32"],  # which are added before they are rounded
+    ]
+
+
 def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
     report = tmp_path / "tune.json"
     command = ["tune", "--dry-run", "--shapes", "model:llama3-8b,tp:8,64x32x16", "--json", str(report)]

@@ -77,9 +77,10 @@ def test_a_fault_would_be_seen(ranks2, fault):
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_parallel_mlp_has_the_bits_of_its_parts(ranks2, recipe, activation):
+    """In fp32: in 16 bits the parts round what lies between them, an MLP does not."""
     for parallel, overlap in product([True, False], [True, False]):
         setting = Setting(
-            torch.bfloat16, parallel, overlap, activation=activation, features=(64, 96), small_pieces=False
+            torch.float32, parallel, overlap, activation=activation, features=(64, 96), small_pieces=False
         )
         assert ranks2.run(cases.mlp_unlike_its_parts, setting, recipe) == [[], []]
 

@@ -14,7 +14,14 @@ from time import monotonic
 import torch
 
 from tpkernels.cli import OneLineParser, Progress, variations, written_to
-from tpkernels.cli.tune_shapes import TOKENS, Call, SplitModel, calls_of_model, parsed_shapes
+from tpkernels.cli.tune_shapes import (
+    TOKENS,
+    Call,
+    SplitModel,
+    calls_of_model,
+    in_fp8,
+    parsed_shapes,
+)
 from tpkernels.dispatch.cache import Choice, render, versions_for
 from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.chooser import Chooser, chooser_on
@@ -74,6 +81,9 @@ def _parser() -> OneLineParser:
     parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu_tanh", help="default gelu_tanh")
     parser.add_argument("--glu", choices=GATE_OF, default="swiglu", help="the gated unit (default swiglu)")
     parser.add_argument("--no-bias", action="store_true", help="layers without bias; a model knows its own")
+    parser.add_argument(
+        "--fp8", action="store_true", help="the same products in fp8, too, with scales of rows"
+    )
     parser.add_argument("--inference", action="store_true", help="keep no pre-activations")
     parser.add_argument(
         "--thorough", action="store_true", help="also time variations of the fastest tiles, known or not"
@@ -112,8 +122,9 @@ def _calls(options: Namespace) -> list[Call]:
     calls: dict[str, Call] = {}
     for named in parsed_shapes(options.shapes):
         try:
-            for record, arguments in _calls_of(named, steps, options):
-                calls[record.problem(*arguments).key] = record, arguments
+            for call in _calls_of(named, steps, options):
+                for record, arguments in (call, *(in_fp8(call) if options.fp8 else ())):
+                    calls[record.problem(*arguments).key] = record, arguments
         except (RuntimeError, TypeError) as error:  # a matrix larger than any address
             said = str(error).partition("\n")[0]  # in torch's words, without its stack
             shape = named if isinstance(named, SplitModel) else "x".join(map(str, named))

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
+from tpkernels.dispatch.scaled import scaled_linear
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
 from tpkernels.models.config import MODELS, GPTConfig
 from tpkernels.ops.vocab.chunked_head import LEAST_TOKENS
@@ -143,6 +145,20 @@ def calls_of_model(wanted: SplitModel, dtype: torch.dtype, training: bool) -> It
     for part in sorted(chunks, reverse=True):
         yield _call("dgrad", replace(of, tokens=part, out_features=rows))
         yield _call("wgrad_accumulate_", replace(of, tokens=part, out_features=rows))
+
+
+def in_fp8(call: Call) -> Iterator[Call]:
+    """The products in fp8 that a step makes in place of this one; gradients of weights stay in 16 bits."""
+    record, (first, *others) = call
+    if record.changes_first or record.kernel == "wgrad":
+        return
+    forward = record.kernel in ("linear", "glu")
+    weights = [w for w in others if isinstance(w, Tensor) and w.ndim == 2][: 2 if record.name == "glu" else 1]
+    for weight in weights if record.pairs == 1 else [others[0], others[2]]:
+        cols, depth = weight.shape if forward else reversed(weight.shape)
+        bias = record.name == "linear" and others[1] is not None
+        *operands, dtype = scaled_linear.sample(Layer(first.shape[0], cols, depth, bias=bias))
+        yield scaled_linear, (*operands, "float32" if record.pairs > 1 else dtype)  # summed, then rounded
 
 
 def _call(step: str, layer: Layer) -> Call:

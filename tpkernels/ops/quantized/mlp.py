@@ -2,7 +2,7 @@
 
 T tokens, K features in, F features between, N features out; see `column_linear` and `row_linear` here:
 
-    forward   z = x w_upᵀ + b_up (and the gate's),  h = act(z) or f(g) * u,  y = h w_downᵀ + b_down
+    forward   z = x w_upᵀ + b_up (and the gate's),  h = act(z) or f(g) * u in fp32,  y = ĥ ŵ_downᵀ + b_down
     backward  dh, dw_down, db_down as of `row_linear`;  dz = dh * act'(z), or dg and du
               dx, dw_up, db_up (and the gate's) as of `column_linear`
 
@@ -27,7 +27,7 @@ from tpkernels.ops.main_grad import MainGrads, add_if_traced, empty_weight_gradi
 from tpkernels.ops.quantized.column_linear import column_forward, column_gradients
 from tpkernels.ops.quantized.glu import between, between_gradients
 from tpkernels.ops.quantized.limits import require_quantizable
-from tpkernels.ops.quantized.row_linear import row_forward, row_gradients
+from tpkernels.ops.quantized.row_linear import row_gradients, row_product
 from tpkernels.ops.quantized.span import Span
 from tpkernels.ops.tensor_parallel.operands import apply_distinct, recorded
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward
@@ -101,8 +101,8 @@ def _mlp_forward(
     *ups, w_down = weights
     biases = [b_up, *[None] * (len(ups) - 1)]
     results = column_forward(x, ups, biases, span, "none", False, keep)
-    h = between(results[: len(ups)], activation, glu)
-    return [row_forward(h, w_down, b_down, span), *(results if keep else [])]
+    h = span.between(results[: len(ups)], activation, glu)
+    return [row_product(h, w_down, b_down, span, x.dtype), *(results if keep else [])]
 
 
 def _mlp_shapes(

@@ -64,8 +64,12 @@ class _QuantizedRowLinear(torch.autograd.Function):
 
 @all_or_fail
 def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, span: Span) -> Tensor:
-    pairs = [(span.activations(x), span.rows(weight))]
-    return span.sum_of_products("row_linear", pairs, x.dtype, bias=bias).wait()
+    return row_product(span.activations(x), weight, bias, span, x.dtype)
+
+
+def row_product(x: Scaled, weight: Tensor, bias: Tensor | None, span: Span, dtype: torch.dtype) -> Tensor:
+    pairs = [(x, span.rows(weight))]
+    return span.sum_of_products("row_linear", pairs, dtype, bias=bias).wait()
 
 
 def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, span: Span) -> Tensor:

@@ -24,7 +24,7 @@ from tpkernels.comm.transports.rows import Pending
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Packed
 from tpkernels.dispatch.scaled import Wide
-from tpkernels.kernels.activations import Activation
+from tpkernels.kernels.activations import Activation, Glu
 from tpkernels.kernels.recipe import Format, Recipe
 from tpkernels.kernels.scaled import Scaled
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
@@ -67,6 +67,16 @@ class Span(NamedTuple):
 
     def activations(self, x: Tensor) -> Scaled:
         return self._quantized(x, "e4m3")
+
+    def between(self, zs: Sequence[Tensor], activation: Activation, glu: Glu | None) -> Scaled:
+        """The activation of z, or the gated unit of u and g, which are not written in 16 bits."""
+        scaling, power_of_two = self.recipe.scaling, self.recipe.power_of_two
+        if glu is None:
+            words = primitives.quantize_act(zs[0], activation, "e4m3", scaling, power_of_two)
+        else:
+            u, g = zs
+            words = primitives.quantize_glu(g, u, glu, "e4m3", scaling, power_of_two)
+        return Scaled(words, zs[0].shape[1], "e4m3", scaling)
 
     def gradients(self, dy: Tensor) -> Scaled:
         return self._quantized(dy, self.recipe.gradients)
