@@ -52,7 +52,10 @@ def test_shapes_are_listed_each_once(capsys):
 
 
 def test_products_in_fp8_are_listed_beside_those_they_replace(capsys):
-    assert main(["--shapes", "4096x8192x2048", "--steps", "glu,dgrad_pairs,wgrad", "--fp8", "--dry-run"]) == 0
+    assert (
+        main(["tune", "--shapes", "4096x8192x2048", "--steps", "glu,dgrad_pairs,wgrad", "--fp8", "--dry-run"])
+        == 0
+    )
     listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scaled_linear")]
     assert [line.split()[2:4] for line in listed] == [
         ["4096x8192x2048", "none+bfloat16"],  # of the gate and of up alike
