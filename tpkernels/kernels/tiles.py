@@ -174,7 +174,6 @@ _HOPPER: Mapping[Kernel, tuple[MatmulTile, ...]] = {
 _SPILLING: Mapping[tuple[Kernel, str], tuple[str, ...]] = {
     ("dglu", "128x256x64-w8-s3-p4-flat"): ("geglu",),
     ("linear", "128x256x128-w8-s3-p2-flat"): ("blocks",),  # scales in the loop take sums to registers
-    ("linear", "128x128x128-w4-s3-p2-x2"): ("blocks",),
 }
 # On Blackwell an fp32 result is staged in shared memory whole, whatever its parts: fewer stages fit beside.
 _BLACKWELL_WGRAD = (
@@ -213,13 +212,9 @@ _DESCRIPTOR_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(128, 128, 128, num_warps=8, num_stages=4, parts=2, flatten=True),
     MatmulTile(64, 128, 128, num_warps=4, num_stages=3, parts=2, per_processor=2),
 )
-# Timed beside these. Of two blocks on a processor one multiplies while the other promotes its sums.
-_HOPPER_FP8 = (
-    MatmulTile(128, 128, 128, num_warps=4, num_stages=3, parts=2, per_processor=2),
-    MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True),
-)
-# Blackwell's sums lie in memory of their own, and take no registers.
-_BLACKWELL_FP8 = (MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True),)
+# Timed beside these; Blackwell's sums lie in memory of their own, and take no registers.
+_HOPPER_FP8 = MatmulTile(64, 256, 128, num_warps=8, num_stages=3, parts=4, flatten=True)
+_BLACKWELL_FP8 = MatmulTile(128, 256, 128, num_warps=8, num_stages=3, parts=2, flatten=True)
 # Where groups of warps multiply, 64 rows at least: what takes fewer makes 16 bits of fp8 first.
 _POINTER_FP8: tuple[MatmulTile, ...] = (
     MatmulTile(64, 128, 128, num_warps=8, num_stages=3),
@@ -241,7 +236,7 @@ def candidates(
     """
     tiles = default_tiles(kernel, form, dtype, target, ragged)
     if form == "descriptor" and target.backend == "cuda" and dtype in FP8:
-        tiles += _HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8
+        tiles += (_HOPPER_FP8 if target.capability == 90 else _BLACKWELL_FP8,)
     elif form == "descriptor" and target.backend == "cuda" and target.capability == 90:
         tiles += tuple(tile for tile in _HOPPER[kernel] if compiles(tile))
     return tiles
