@@ -10,6 +10,7 @@ COMMANDS = {
     "report": "one page with pictures of what results say, or of what changed between two",
     "invariance": "runs at several tensor-parallel sizes, compared to the bit: exit code 1 if they differ",
     "invariance_cost": "what that costs products on this CPU, and bytes that ranks send",
+    "buckets": "gradient buckets beside both forms of DistributedDataParallel, as a table",
     "muon": "a step of Muon on shards, beside gathering every matrix on every rank",
     "predicted": "compare the model of tensor-parallel calls with published times, or with a throttled link",
     "gpu": "all that is to be done on a machine with a GPU, in stages",

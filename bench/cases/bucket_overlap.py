@@ -122,10 +122,10 @@ class _Backward:
 
     def products(self) -> None:
         with self.buckets.no_sync():
-            self.loss.backward()  # type: ignore[no-untyped-call]
+            self.loss.backward()
 
     def at_once(self) -> None:
-        self.loss.backward()  # type: ignore[no-untyped-call]
+        self.loss.backward()
         self.buckets.finish()
 
     def gradients(self, way: Callable[[], None] | None = None) -> list[Tensor]:
@@ -153,6 +153,6 @@ class _Pause(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
         time.sleep(A_PAUSE)
         return dy, ctx.saved_tensors[0]  # type: ignore[attr-defined]
