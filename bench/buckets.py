@@ -52,7 +52,11 @@ class Row:
 
     def _times(self, way: str) -> str:
         taken = [*chain.from_iterable(seconds.get(way, []) for seconds in self.compared)]
-        return f"{1e3 * low(taken):.4g} ({1e3 * statistics.median(taken):.4g})"
+        return f"{_milliseconds(low(taken))} ({_milliseconds(statistics.median(taken))})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def main(argv: Sequence[str]) -> int:
