@@ -78,8 +78,10 @@ def _rows(parts: Sequence[str], ranks: int, rounds: int) -> Iterator[Row]:
         if "step" in parts:
             yield _together(pool, "step, 400 small tensors (2.1 MB)", step_case, "400_small", rounds)
         for count in GROWTH if "growth" in parts else ():
-            for what, case in (("construction", construction_case), ("step", step_case)):
-                yield _together(pool, f"{what}, {count:,} parameters", case, f"{count}_small", rounds)
+            parameters, list_name = f"{count:,} parameters", f"{count}_small"
+            few = max(3, rounds // 3)  # DDP takes seconds
+            yield _together(pool, f"construction, {parameters}", construction_case, list_name, few)
+            yield _together(pool, f"step, {parameters}", step_case, list_name, rounds)
     if "gpt2_small" in parts:
         before = os.getloadavg()[0]
         compared = []
