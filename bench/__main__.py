@@ -11,6 +11,7 @@ COMMANDS = {
     "invariance": "runs at several tensor-parallel sizes, compared to the bit: exit code 1 if they differ",
     "invariance_cost": "what that costs products on this CPU, and bytes that ranks send",
     "fp8_numbers": "how far products in fp8 are off unquantized ones, by distribution and recipe",
+    "buckets": "gradient buckets beside both forms of DistributedDataParallel, as a table",
     "muon": "a step of Muon on shards, beside gathering every matrix on every rank",
     "fp8_loss": "what a small GPT learns in fp8, beside bf16 and fp32",
     "predicted": "compare the model of tensor-parallel calls with published times, or with a throttled link",

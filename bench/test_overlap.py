@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench.case import Work
-from bench.cases.bucket_overlap import gradient_buckets
+from bench.cases import bucket_overlap
 from bench.cases.linear_overlap import LinearOverlap, measure
 from bench.cases.linear_timeline import write
 from bench.measure import Seconds
@@ -25,10 +27,12 @@ def link() -> Iterator[SlowLink]:
         yield link
 
 
-def test_gradient_buckets(link: SlowLink, record: Record) -> None:
-    work, overlap = link.run(gradient_buckets, 9, timeout=300)[0]
-    print(f"\ngradient buckets: {overlap}")
-    record(work, {"ours": overlap.at_once, "naive": overlap.in_turn, "products": overlap.computing})
+@pytest.mark.parametrize("megabits", [200, 400, 800])
+@pytest.mark.parametrize("paused", [False, True], ids=["computed", "paused"])
+def test_gradient_buckets(link: SlowLink, record: Record, paused: bool, megabits: float) -> None:
+    work, seconds = link.run(partial(bucket_overlap.measure, megabits, paused=paused), timeout=300)[0]
+    print(f"\n{work}: {bucket_overlap.listed(seconds)}; load {os.getloadavg()[0]:.1f}")
+    record(work, seconds)
 
 
 @pytest.mark.parametrize("megabits", [100, 150, 200, 300])

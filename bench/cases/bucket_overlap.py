@@ -1,142 +1,158 @@
-"""How much of communication is hidden behind computation, on a link as slow as the computation.
+"""How much of the reduction of gradients is hidden behind backward, on a throttled link.
 
-Three ways to do a piece of work are timed in turn: computing only, both one after the other, and both at
-once. `Overlap` makes the share out of them. A case is a function for ranks of `bench.slow_link`.
+Ways are timed in turn: the reduction after backward, during it in buckets as they are laid out, the same in
+buckets that are all alike, and the floor: the same backward and the same bytes at once, neither waiting for
+the other. Backward's and the reduction's own times are told beside. Computed products show what moving bytes
+takes from them; paused ones only wait, so that a busy machine does not disturb them, and show the schedule.
+
+The model is a large one with buckets of 25 MiB, in which all sizes are divided by 25.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from bench.case import Case, Work
-from bench.measure import Way
+from bench.cases.linear_overlap import low, seconds_of_slowest
+from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
 from tpkernels import GradientBuckets
+from tpkernels.buckets import gradients as buckets_module
+
+LAYERS, WIDTH, TOKENS = 96, 256, 2048  # gradients of 24 MiB
+BUCKET, SMALLEST = 2**20, 2**20 // 25  # bytes
+A_PAUSE = 5e-3  # seconds of a layer's backward, about as long as on an idle core
+ROUNDS = 9
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Seconds of each round, by the slowest rank."""
-
-    computing: list[float]
-    in_turn: list[float]
-    at_once: list[float]
-
-    @property
-    def shares(self) -> list[float]:
-        """What is saved, in parts of the communication's time, by round."""
-        rounds = zip(self.computing, self.in_turn, self.at_once, strict=True)
-        return sorted((in_turn - at_once) / (in_turn - computing) for computing, in_turn, at_once in rounds)
-
-    @property
-    def share(self) -> float:
-        return statistics.median(self.shares)
-
-    @property
-    def balance(self) -> float:
-        """Communication in parts of the computation's time."""
-        return statistics.median(self.in_turn) / statistics.median(self.computing) - 1
-
-    def __str__(self) -> str:
-        low, _, high = statistics.quantiles(self.shares, n=4)
-        times = ", ".join(
-            f"{name} {1e3 * statistics.median(seconds):.0f} ms" for name, seconds in vars(self).items()
-        )
-        return (
-            f"{100 * self.share:.0f} % hidden ({100 * low:.0f} to {100 * high:.0f} in the middle half of "
-            f"{len(self.shares)} rounds; {times}; communication / computing {self.balance:.2f})"
-        )
+def efficiency(seconds: Seconds, way: str) -> float:
+    """What is saved, in parts of what could be."""
+    return _saved(seconds, way, "floor")
 
 
-@dataclass(frozen=True)
-class Ways:
-    """What is timed, and what is done before each time without being timed."""
-
-    prepare: Way
-    computing: Way
-    in_turn: Way
-    at_once: Way
-
-    def measure(self, wire_bytes: int, rounds: int) -> Overlap:
-        """On every rank: throttle the link so that `wire_bytes` take as long as computing, and time."""
-        ways = [self.computing, self.in_turn, self.at_once]
-        for way in (self.at_once, *ways):  # the first step of buckets teaches them their order
-            self._seconds(way)
-        computing = statistics.median(self._seconds(self.computing) for _ in range(5))
-        rate = 8 * wire_bytes / computing
-        for _ in range(2):  # a link is slower than asked: packets have headers, and hosts work
-            throttle(rate)
-            rate *= statistics.median(self._seconds(self.in_turn) for _ in range(3)) / computing - 1
-        throttle(rate)
-        seconds: list[list[float]] = [[], [], []]
-        for round_ in range(rounds):
-            for position in range(3):
-                number = (round_ + position) % 3
-                seconds[number].append(self._seconds(ways[number]))
-        return Overlap(*seconds)
-
-    def _seconds(self, way: Way) -> float:
-        """Of the slowest rank, known to all."""
-        self.prepare()
-        dist.barrier()
-        start = time.perf_counter()
-        way()
-        seconds = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
+def hidden(seconds: Seconds, way: str) -> float:
+    """What is saved, in parts of the reduction's time. It slows products down: all of it cannot be."""
+    return _saved(seconds, way, "products")
 
 
-def gradient_buckets(rounds: int) -> tuple[Work, Overlap]:
-    """Backward of 24 layers of 1 MiB, in buckets of 1 MiB: about as many as a large model has of 25 MiB."""
-    group = dist.group.WORLD
-    assert group is not None
-    torch.manual_seed(0)
-    layers = [layer for _ in range(24) for layer in (nn.Linear(512, 512, bias=False), nn.ReLU())]
-    model = nn.Sequential(*layers)
-    x = torch.randn(2048, 512)
-    buckets = GradientBuckets(model, group, bucket_bytes=2**20)
-    losses: list[torch.Tensor] = []
+def _saved(seconds: Seconds, way: str, least: str) -> float:
+    naive, taken, best = (low(seconds[name]) for name in ("naive", way, least))
+    return (naive - taken) / (naive - best)
 
-    def forward() -> None:
-        buckets.zero()
-        losses[:] = [model(x).square().mean()]
 
-    def backward() -> None:
-        losses[0].backward()
+def listed(seconds: Seconds) -> str:
+    shares = "; ".join(
+        f"{way}: efficiency {efficiency(seconds, way):.3f}, {100 * hidden(seconds, way):.1f} % hidden"
+        for way in ("ours", "alike")
+    )
+    return f"{shares}; ms, second-lowest of {len(seconds['ours'])} rounds: " + ", ".join(
+        f"{name} {1e3 * low(taken):.0f}" for name, taken in seconds.items()
+    )
 
-    def computing() -> None:
-        with buckets.no_sync():
-            backward()
+
+def measure(megabits: float, *, paused: bool, rounds: int = ROUNDS) -> tuple[Work, Seconds]:
+    """On both ranks."""
+    ours, alike = (_Backward(smallest, paused=paused) for smallest in (SMALLEST, BUCKET))
+    flats = [torch.zeros_like(bucket) for bucket in ours.buckets.buckets]
+
+    def transfers(meanwhile: Way = lambda: None) -> None:
+        moving = [dist.all_reduce(flat, async_op=True) for flat in flats]
+        meanwhile()
+        for each in moving:
+            each.wait()
 
     def in_turn() -> None:
-        computing()
-        buckets.finish()
+        ours.products()
+        ours.buckets.finish()
 
-    def at_once() -> None:
-        backward()
-        buckets.finish()
-
-    def gradients(way: Way) -> list[Tensor]:
-        forward()
-        way()
-        return [bucket.clone() for bucket in buckets.buckets]
-
+    products = "paused" if paused else "computed"
     work = Work(
         op="gradient_buckets",
-        shape="24x512x512-slow_link-world2",
+        shape=f"{LAYERS}x{WIDTH}x{WIDTH}-{products}-slow_link{megabits:g}mbit-world2",
         pass_="backward",
         naive="backward, then the reduction",
         world=2,
-        flops=24 * 2 * 2 * 2048 * 512 * 512,
-        # of two ranks, each sends as much as it has
-        wire_bytes=sum(bucket.nbytes for bucket in buckets.buckets),
+        flops=None if paused else LAYERS * 2 * 2 * TOKENS * WIDTH**2,
+        wire_bytes=sum(flat.nbytes for flat in flats),  # of two ranks, each sends as much as it has
     )
-    Case(work, {"ours": lambda: gradients(at_once), "naive": lambda: gradients(in_turn)}).check()
-    assert work.wire_bytes is not None
-    return work, Ways(forward, computing, in_turn, at_once).measure(work.wire_bytes, rounds)
+    ways = {"ours": ours.gradients, "naive": lambda: ours.gradients(in_turn), "alike": alike.gradients}
+    Case(work, ways).check()
+    throttle(1e6 * megabits)
+    return work, interleave(
+        {
+            "naive": (ours.forward, in_turn),
+            "ours": (ours.forward, ours.at_once),
+            "alike": (alike.forward, alike.at_once),
+            "floor": (ours.forward, lambda: transfers(ours.products)),
+            "products": (ours.forward, ours.products),
+            "transfers": (lambda: None, transfers),
+        },
+        rounds,
+        seconds_of_slowest,
+    )
+
+
+class _Backward:
+    """Of one model, in buckets of which the first and last may hold `smallest` bytes."""
+
+    def __init__(self, smallest: int, *, paused: bool) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        torch.manual_seed(group.rank())  # a sum that is not taken shows
+        layers = [_Paused() if paused else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        for layer in layers:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # else numbers vanish in 96 layers
+        self.model = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())])
+        self.x = torch.rand(1 if paused else TOKENS, WIDTH)
+        self.loss = torch.zeros(())
+        with patch.object(buckets_module, "SMALLEST_BUCKET_BYTES", smallest):
+            self.buckets = GradientBuckets(self.model, group, bucket_bytes=BUCKET)
+        self.gradients()  # the first step teaches the order
+
+    def forward(self) -> None:
+        self.buckets.zero()
+        self.loss = self.model(self.x).square().mean()
+
+    def products(self) -> None:
+        with self.buckets.no_sync():
+            self.loss.backward()
+
+    def at_once(self) -> None:
+        self.loss.backward()
+        self.buckets.finish()
+
+    def gradients(self, way: Callable[[], None] | None = None) -> list[Tensor]:
+        self.forward()
+        (way or self.at_once)()
+        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+class _Paused(nn.Module):
+    """A layer whose backward takes its time, and nobody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Pause.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(A_PAUSE)
+        return dy, ctx.saved_tensors[0]  # type: ignore[attr-defined]

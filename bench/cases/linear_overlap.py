@@ -68,7 +68,7 @@ def measure(case: str, megabits: float, rounds: int = ROUNDS) -> tuple[Work, Sec
     )
     Case(work, {name: _computation(ways[name]) for name in ("ours", "naive")}).check()
     throttle(1e6 * megabits)
-    return work, interleave(ways, rounds, _seconds)
+    return work, interleave(ways, rounds, seconds_of_slowest)
 
 
 def _ways(
@@ -143,7 +143,7 @@ def _computation(way: tuple[Way, Callable[[], Sequence[Tensor]]]) -> Computation
     return run
 
 
-def _seconds(way: tuple[Way, Way]) -> float:
+def seconds_of_slowest(way: tuple[Way, Way]) -> float:
     """Of the slowest rank, known to all."""
     prepare, timed = way
     prepare()

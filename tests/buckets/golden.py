@@ -58,6 +58,6 @@ def assert_gradients(module: nn.Module, expected: list[Tensor], **tolerance: flo
     torch.testing.assert_close(gradients, expected, **tolerance)
 
 
-def wrap(module: nn.Module, **options: object) -> GradientBuckets:
+def wrap(module: nn.Module, *, bucket_bytes: int = SMALL, **options: object) -> GradientBuckets:
     """In buckets that a layer of `chain` fills."""
-    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, **options)
+    return GradientBuckets(module, dist.group.WORLD, bucket_bytes=bucket_bytes, **options)

@@ -1,14 +1,16 @@
-"""`lay_out_buckets`: every tensor has its place, and no two overlap."""
+"""`lay_out_buckets`: every tensor has its place, no two overlap, and buckets are small at both ends."""
 
 import itertools
 import random
 
+import pytest
+
 from tpkernels.buckets.layout import LayoutRules, lay_out_buckets
 
 
-def lay_out(numels, *, kinds=None, width=4, bucket=400, first=400, alignment=1, padding=1):
+def lay_out(numels, *, kinds=None, width=4, bucket=400, smallest=400, alignment=1, padding=1):
     kinds = [0] * len(numels) if kinds is None else kinds
-    rules = LayoutRules(bucket, first, alignment, padding)
+    rules = LayoutRules(bucket, smallest, alignment, padding)
     return lay_out_buckets(numels, kinds, [width] * len(numels), rules)
 
 
@@ -19,10 +21,54 @@ def test_tensors_fill_buckets_in_order():
     assert layout.elements == [100, 100, 1]
 
 
-def test_first_bucket_of_each_kind_is_small():
-    layout = lay_out([10] * 6, kinds=[0, 0, 0, 7, 7, 7], first=80)
-    assert layout.bucket_of == [0, 0, 1, 2, 2, 3]
-    assert lay_out([10] * 3, first=10**9, bucket=80).bucket_of == [0, 0, 1]
+def test_sizes_double_from_both_ends():
+    layout = lay_out([1] * 100, width=1, bucket=16, smallest=1)
+    assert layout.elements == [1, 1, 2, 4, 8, 16, 16, 16, 16, 10, 5, 2, 1, 1, 1]
+
+
+def test_each_kind_doubles_by_itself():
+    """Tensor-parallel ranks agree on marked tensors only, and sum buckets of these over their group."""
+    alone = lay_out([10] * 9, kinds=["marked"] * 9, smallest=40)
+    assert alone.elements == [10, 10, 20, 20, 10, 10, 10]
+    for other in (1, 70, 1000):
+        both = lay_out([10, other] * 9, kinds=["marked", "not"] * 9, smallest=40)
+        marked = dict.fromkeys(both.bucket_of[::2])
+        assert [both.elements[bucket] for bucket in marked] == alone.elements
+        assert both.offset_of[::2] == alone.offset_of
+
+
+def test_no_small_bucket_stands_alone():
+    """A collective of less takes hardly less time."""
+    assert lay_out([1, 1, 90, 1, 1], smallest=80).elements == [94]
+    assert lay_out([30, 30, 1], smallest=80).elements == [30, 31]
+    assert lay_out([30, 30, 1], smallest=80, bucket=120).elements == [30, 30, 1]
+
+
+def test_buckets_of_less_than_the_smallest_are_alike():
+    assert lay_out([10] * 5, smallest=10**9, bucket=80).bucket_of == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ends_are_small_and_nothing_grows_beyond_its_limits(seed):
+    generator = random.Random(seed)
+    for _ in range(30):
+        bucket = generator.choice([64, 1000, 4096])
+        smallest = bucket // generator.choice([1, 4, 16])
+        numels = generator.choices([0, 1, 7, 64, 200, 2000], k=generator.randrange(1, 120))
+        layout = lay_out(numels, bucket=bucket, smallest=smallest)
+        sizes = [4 * elements for elements in layout.elements]
+        assert layout.bucket_of == sorted(layout.bucket_of)
+        assert sum(sizes) == 4 * sum(numels)
+        largest_tensor = 4 * max(numels)
+        before, after = 0, sum(sizes)
+        for number, size in enumerate(sizes):
+            after -= size
+            alone = layout.bucket_of.count(number) == 1
+            assert alone or size <= bucket
+            assert alone or size <= max(2 * smallest + largest_tensor, min(before, after + largest_tensor))
+            before += size
+        alike = lay_out(numels, bucket=bucket, smallest=bucket)
+        assert len(sizes) <= len(alike.elements) + 2 * (bucket // smallest).bit_length()
 
 
 def test_tensor_larger_than_a_bucket_has_its_own():

@@ -1,10 +1,13 @@
 """A checkpoint that other numbers of ranks took and passed on is the same to the last bit."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from tests.training.test_training import config_for
 from tpkernels import create_parallel_state, plan_groups
+from tpkernels.buckets import gradients as buckets_module
 from tpkernels.interop import dcp
 from tpkernels.training.trainer import Trainer
 
@@ -56,3 +59,23 @@ def test_there_and_back_goes_on_to_the_digit(first, second, config, tmp_path, re
     assert elsewhere == pytest.approx(undisturbed, rel=1e-5)  # sums are taken in another order
     for losses in home.run(pass_on, config, tensor, tmp_path / "b", tmp_path / "c"):
         assert losses == undisturbed
+
+
+def in_buckets_from(smallest, run, *arguments):
+    """(how many buckets there were, what `run` gives)"""
+    made = []
+    with patch.object(buckets_module, "SMALLEST_BUCKET_BYTES", smallest):
+        lay_out = buckets_module.lay_out_buckets
+        with patch.object(
+            buckets_module, "lay_out_buckets", lambda *given: made.append(lay_out(*given)) or made[-1]
+        ):
+            losses = run(*arguments)
+    return len(made[-1].elements), losses
+
+
+def test_checkpoints_do_not_depend_on_sizes_of_buckets(config, tmp_path, ranks2):
+    """They hold full tensors, so that runs go on from those that were made with buckets of other sizes."""
+    few, undisturbed = ranks2.run(in_buckets_from, 2**40, begin, config, 1, tmp_path / "a")[0]
+    for many, losses in ranks2.run(in_buckets_from, 1, pass_on, config, 1, tmp_path / "a", tmp_path / "b"):
+        assert losses == undisturbed
+        assert (few, many) == (1, 4)

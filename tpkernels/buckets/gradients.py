@@ -31,8 +31,8 @@ from tpkernels.buckets.first_use import problem_with_extension
 from tpkernels.buckets.layout import (
     ALIGNMENT,
     DEFAULT_BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
     GATHERED_BYTES,
+    SMALLEST_BUCKET_BYTES,
     LayoutRules,
     lay_out_buckets,
     runs_within,
@@ -60,7 +60,7 @@ class GradientBuckets:
 
     module_or_named_parameters: a module, or pairs of name and parameter; frozen ones are left alone
     group: the data-parallel one; ranks that hold other shards of a parameter are refused
-    bucket_bytes: size of a bucket; the first is smaller
+    bucket_bytes: of a bucket at most; the first and the last ones are smaller
     reduce: "reduce_scatter" leaves each rank only its shard of the result: `gradient_shards`
     grad_dtype: of the buckets and of `grad`, if not the parameters' own: float32 sums of bfloat16 gradients
     wire_dtype: of what is sent; by default the buckets' own, but float32 for halves where the backend would
@@ -133,7 +133,7 @@ class GradientBuckets:
             ),
         )
         shards = group.size() if options.reduce_scatter else 1
-        self._rules = LayoutRules(bucket_bytes, FIRST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * shards)
+        self._rules = LayoutRules(bucket_bytes, SMALLEST_BUCKET_BYTES, ALIGNMENT, padding=ALIGNMENT * shards)
         self._learning = True  # how many gradients each parameter receives, and in which order
         self._engine: Engine | None = None
         self._no_sync_depth = 0

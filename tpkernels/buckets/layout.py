@@ -1,16 +1,17 @@
 """How large buckets are, and where each tensor lies: tensors to buckets and offsets. Loads no torch.
 
->>> lay_out_buckets([60, 40, 1], ["float32"] * 3, [4] * 3, LayoutRules(400, 400, alignment=1, padding=8))
-BucketLayout(bucket_of=[0, 0, 1], offset_of=[0, 60, 0], elements=[104, 8])
+>>> lay_out_buckets([1] * 8, ["float32"] * 8, [4] * 8, LayoutRules(100, 4, alignment=1, padding=1)).elements
+[1, 1, 2, 2, 1, 1]
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early
+SMALLEST_BUCKET_BYTES = 2**20  # a collective of less takes hardly less time
 ALIGNMENT = 64  # elements: whole cache lines and 16-byte vectors in every dtype
 GATHERED_BYTES = 2**28  # of parameters in flight: whole models would be there twice
 
@@ -20,7 +21,7 @@ class LayoutRules:
     """How large buckets grow, in bytes, and where tensors start and buckets end, in elements."""
 
     bucket_bytes: int
-    first_bucket_bytes: int  # of the first bucket of each kind: communication starts early
+    smallest_bytes: int  # a bucket of less takes more tensors; equal to `bucket_bytes`: all buckets alike
     alignment: int
     padding: int
 
@@ -34,6 +35,26 @@ class BucketLayout:
     elements: list[int]
 
 
+@dataclass
+class _OpenBucket:
+    """Bytes count tensors of the bucket's own kind: ranks may differ in others."""
+
+    number: int
+    before: int  # bytes in the buckets before
+    size: int = 0  # bytes in this bucket
+
+    def takes(self, size: int, after: int, rules: LayoutRules) -> bool:
+        """Whether the next tensor may join, with `after` bytes left behind it.
+
+        A bucket is no larger than all before it, nor than all after it. So the first is small, and starts
+        the link early; the last, which nothing hides, is small; and where the link takes half to twice as
+        long as backward, sizes that double from either end make none wait that need not.
+        """
+        if min(self.size, size + after) < rules.smallest_bytes:  # of what would stay alone
+            return self.size + size <= rules.bucket_bytes
+        return self.size + size <= min(rules.bucket_bytes, self.before, after)
+
+
 def lay_out_buckets(
     numels: Sequence[int], kinds: Sequence[Hashable], element_bytes: Sequence[int], rules: LayoutRules
 ) -> BucketLayout:
@@ -44,20 +65,22 @@ def lay_out_buckets(
     bucket_of: list[int] = []
     offset_of: list[int] = []
     elements: list[int] = []
-    open_bucket: dict[Hashable, tuple[int, int]] = {}  # by kind: its number, and most bytes
-    for numel, kind, width in zip(numels, kinds, element_bytes, strict=True):
-        size = _round_up(numel, rules.alignment)
-        number, capacity = open_bucket.get(kind, (-1, 0))
-        if number < 0 or (elements[number] + size) * width > capacity:
-            capacity = (
-                rules.bucket_bytes if number >= 0 else min(rules.bucket_bytes, rules.first_bucket_bytes)
-            )
-            number = len(elements)
-            open_bucket[kind] = number, capacity
+    aligned = [_round_up(numel, rules.alignment) for numel in numels]
+    after: dict[Hashable, int] = defaultdict(int)
+    for numel, kind, width in zip(aligned, kinds, element_bytes, strict=True):
+        after[kind] += numel * width
+    open_buckets: dict[Hashable, _OpenBucket] = {}
+    for numel, kind, width in zip(aligned, kinds, element_bytes, strict=True):
+        after[kind] -= numel * width
+        bucket = open_buckets.get(kind)
+        if bucket is None or not bucket.takes(numel * width, after[kind], rules):
+            before = 0 if bucket is None else bucket.before + bucket.size
+            bucket = open_buckets[kind] = _OpenBucket(len(elements), before)
             elements.append(0)
-        bucket_of.append(number)
-        offset_of.append(elements[number])
-        elements[number] += size
+        bucket_of.append(bucket.number)
+        offset_of.append(elements[bucket.number])
+        elements[bucket.number] += numel
+        bucket.size += numel * width
     # Numbered by their last tensors. Otherwise a bucket that is opened first and filled last (the norm
     # weights of a whole model, say) would hold back all others, since buckets are launched in order.
     last_tensor = {bucket: tensor for tensor, bucket in enumerate(bucket_of)}
