@@ -24,7 +24,8 @@ MOST_QUICK = 4  # cases of a rank
 # Descriptors take rows of whole 16-byte units. The interpreter's tiles are small, and straddled all the same.
 GPU_UNITS, CPU_UNITS = (16, 160), (8, 14)
 POINTER = (65, 97)
-IN_FP8 = ("scaled_linear_fwd", "quantize", "dequantize")  # which older GPUs do not multiply
+# which older GPUs do not multiply
+IN_FP8 = ("scaled_linear_fwd", "quantize", "quantize_act", "quantize_glu", "dequantize")
 
 
 def check_kernels(world: World) -> Iterator[Check]:
