@@ -228,7 +228,8 @@ def _in_fp8() -> Iterator[Case]:
         of = RandomOperands(dtype, *IN_FP8["pointer"], chunks=1)
         way = SHORT_NAMES[dtype]
         for how, quantized in scaled.QUANTIZED.items():
-            yield Case(f"quantize/{way}/{how}", partial(quantized, of))
+            launcher = {"silu": "quantize_act", "swiglu": "quantize_glu"}.get(how.split("+")[-1], "quantize")
+            yield Case(f"{launcher}/{way}/{how}", partial(quantized, of))
         for scaling in get_args(Scaling):
             yield Case(f"dequantize/{way}/{scaling}", partial(scaled.dequantize, of, scaling))
 
