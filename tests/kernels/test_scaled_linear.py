@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import EMPTY_SHAPES
+from tpkernels.dispatch import primitives
 from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels import launch
@@ -205,6 +206,20 @@ def test_a_byte_that_is_no_number_makes_its_row_none(format, device):
     y = run(x, w, b).y
     assert y[7].isnan().all()
     assert y[torch.arange(40) != 7].isfinite().all()
+
+
+def test_huge_rows_by_small_weights_stay_within_fp32(device):
+    """Their sums times the scale of a row are beyond it, and times both scales are not."""
+    x, w = (
+        Scaled(quantize_ref(torch.randn(40, 300, device=device) * size, "e4m3", "rows"), 300, "e4m3", "rows")
+        for size in (1e36, 1e-6)
+    )
+    by_torch = primitives.RECORDS["scaled_linear"].by_torch
+    for y in (
+        run(x, w, dtype="float32").y,
+        by_torch(x.data, w.data, x.scale, w.scale, None, "none", False, "float32")[0],
+    ):
+        assert relative_error(y.double() * 1e-30, exact_z(x, w) * 1e-30) < BOUND[torch.float32]
 
 
 def test_tiny_rows_by_tiny_weights_do_not_vanish(device):

@@ -20,9 +20,10 @@ from tpkernels import (
     initialize_model_parallel,
 )
 from tpkernels.comm import schedule
-from tpkernels.interop import dcp
+from tpkernels.interop import dcp, safetensors
 
 K, N = 24, 48
+OUT = 256  # of a column: each of two ranks has whole blocks of 128 rows, and so the scales of one rank
 Parts = dict[str, Tensor]
 
 
@@ -37,14 +38,14 @@ def column(recipe: Recipe | None, sequence_parallel: bool) -> Parts:
     schedule.LEAST_BYTES = 64
     initialize_model_parallel(dist.get_world_size())
     layer = ColumnParallelLinear(
-        K, N, gather_output=False, sequence_parallel=sequence_parallel, quantize=recipe
+        K, OUT, gather_output=False, sequence_parallel=sequence_parallel, quantize=recipe
     )
     tokens = cut(0) if sequence_parallel else torch.clone
     with torch.no_grad():
-        layer.weight.copy_(cut(0)(whole_numbers((N, K), 2)))
+        layer.weight.copy_(cut(0)(whole_numbers((OUT, K), 2)))
     x = tokens(whole_numbers((8, 3, K), 1)).requires_grad_()
     y, _ = layer(x)
-    y.backward(cut(2)(whole_numbers((8, 3, N), 3)))
+    y.backward(cut(2)(whole_numbers((8, 3, OUT), 3)))
     return {"y": y.detach(), "dw": layer.weight.grad, "dx": x.grad}
 
 
@@ -122,8 +123,24 @@ def saved_and_loaded(folder: str) -> list[str]:
     torch.manual_seed(4)
     plain = GPT(CONFIGS["llama"])
     dcp.load(folder, plain)
-    pairs = zip(ours.state_dict().items(), plain.state_dict().items(), strict=True)
-    return [name for (name, a), (other, b) in pairs if name != other or not torch.equal(a, b)]
+    return unlike(ours, plain)
+
+
+def unlike(ours: nn.Module, other: nn.Module) -> list[str]:
+    pairs = zip(ours.state_dict().items(), other.state_dict().items(), strict=True)
+    return [name for (name, a), (word, b) in pairs if name != word or not torch.equal(a, b)]
+
+
+def written_and_read(path: str) -> list[str]:
+    """The same by a file of safetensors."""
+    initialize_model_parallel(dist.get_world_size())
+    torch.manual_seed(3)
+    ours = GPT(CONFIGS["llama"], quantize=Recipe.rowwise(head=True))
+    safetensors.save(path, ours)
+    torch.manual_seed(4)
+    plain = GPT(CONFIGS["llama"])
+    safetensors.load(path, plain)
+    return unlike(ours, plain)
 
 
 def gpt_loss(shape: str, recipe: Recipe | None, dtype: torch.dtype) -> tuple[float, Parts]:

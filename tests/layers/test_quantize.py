@@ -224,5 +224,10 @@ def test_compiled_in_one_graph_it_computes_the_same(fused, ranks2):
         assert max(ranks2.run(cases.compiled, recipe, fused, timeout=180)) < 0.02
 
 
+def test_a_file_of_weights_knows_nothing_of_it(tmp_path, ranks2):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    assert ranks2.run(cases.written_and_read, str(tmp_path / "model.safetensors")) == [[], []]
+
+
 def test_checkpoints_know_nothing_of_it(ranks2, tmp_path):
     assert ranks2.run(cases.saved_and_loaded, str(tmp_path / "saved")) == [[], []]

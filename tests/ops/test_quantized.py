@@ -263,3 +263,23 @@ def test_a_wrong_scale_would_be_seen(monkeypatch, wrong):
     monkeypatch.setattr(column_linear, "product_into", spoilt)
     y = ops.linear(x, weight, bias, quantize=Recipe.rowwise())
     assert relative_error(y, exact) > 10 * BOUND[torch.bfloat16]
+
+
+def test_products_take_one_scale_for_each_square_of_a_weight(monkeypatch):
+    """One for each row, of which 128 are equal, would cost a kernel twice the cycles."""
+    shapes, compute, compute_into = [], primitives.scaled_linear, primitives.into
+
+    def spied(*operands):
+        shapes.append(tuple(tuple(scale.shape) for scale in operands[2:4]))
+        return compute(*operands)
+
+    def spied_into(primitive, out, *operands):
+        shapes.append(tuple(tuple(scale.shape) for scale in operands[2:4]))
+        compute_into(compute, out, *operands)
+
+    monkeypatch.setattr(primitives, "scaled_linear", spied)
+    monkeypatch.setattr(primitives, "into", spied_into)
+    for recipe in ("rowwise", "blockwise"):
+        x, weight = leaves_of([random(5, 300), random(257, 300)])
+        ops.linear(x, weight, quantize=RECIPES[recipe]).sum().backward()
+    assert shapes == [((5, 1), (257, 1)), ((5, 1), (300, 1)), ((5, 3), (3, 3)), ((5, 3), (3, 3))]

@@ -115,10 +115,12 @@ def test_a_weight_that_is_set_anew_is_noticed(quantized):
         assert step(x, weight).equal(ops.linear(x, weight.detach().clone(), quantize=ROWWISE))
 
 
-def test_storages_that_are_emptied_give_their_place_but_not_their_words(quantized):
+def test_storages_that_are_emptied_give_their_place_but_not_their_words(quantized, monkeypatch):
     """As FSDP2 does with the weights that it has gathered: all of a layer, then those of the next."""
+    # an allocator usually gives the same place again; here all weights say that they lie there
+    monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: 64)
     x, first, second = torch.randn(4, K), torch.randn(N, K), torch.randn(N, K)
-    values, place = [first.clone(), second.clone()], first.untyped_storage().data_ptr()
+    values = [first.clone(), second.clone()]
     second.untyped_storage().resize_(0)
     with reuse_quantized_weights():
         for _ in range(2):
@@ -126,15 +128,8 @@ def test_storages_that_are_emptied_give_their_place_but_not_their_words(quantize
                 weight.untyped_storage().resize_(4 * N * K)
                 with torch.autograd._unsafe_preserve_version_counter(weight):
                     weight.copy_(value)
-                _same_place(weight, place)
                 assert step(x, weight).equal(ops.linear(x, value.clone(), quantize=ROWWISE))
                 weight.untyped_storage().resize_(0)
-
-
-def _same_place(weight: Tensor, place: int) -> None:
-    """The allocator usually gives it again; else this shows nothing, which is no failure."""
-    if weight.untyped_storage().data_ptr() != place:
-        print("another place")
 
 
 def test_contexts_nest_and_end_by_errors(quantized):

@@ -136,21 +136,25 @@ def _scaled_linear(
     Sums are in fp32, and rounded to dtype once.
     """
     into = DTYPE[dtype]
-    z = _scaled_product(x, weight, x_scale, w_scale, torch.promote_types(into, torch.float32))
-    z = z if bias is None else z.add_(bias)
+    z = _wide_z(x, weight, x_scale, w_scale, bias, into)
     y = act_ref(z, activation).to(into)
     return y, (y if activation == "none" else z.to(into)) if keep_z else None
 
 
-def _scaled_product(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, wide: torch.dtype) -> Tensor:
-    """x̂ ŵᵀ in fp32 or wider."""
+def _wide_z(
+    x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
+    wide = torch.promote_types(dtype, torch.float32)
     if w_scale.shape[0] != weight.shape[0]:
         w_scale = w_scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]]
     if x_scale.shape[1] != 1:
-        return _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
-    # One after the other: the product of two tiny scales may be too small for fp32. That of w first, which is
-    # near 1: a huge one of x may take the sum beyond fp32, where the result is not.
-    return _wide_linear(x, weight, wide).mul_(w_scale.t()).mul_(x_scale)
+        z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
+    else:
+        # One after the other: the product of two tiny scales may be too small for fp32. That of w is first: a
+        # huge one of x may take the sum beyond fp32, where the result is not.
+        z = _wide_linear(x, weight, wide).mul_(w_scale.t()).mul_(x_scale)
+    return z if bias is None else z.add_(bias)
 
 
 def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
@@ -178,8 +182,7 @@ def _scaled_linear_into(
     dtype: Wide,
 ) -> None:
     """out: y, and z if it is kept and not y"""
-    z = _scaled_product(x, weight, x_scale, w_scale, torch.promote_types(DTYPE[dtype], torch.float32))
-    z = z if bias is None else z.add_(bias)
+    z = _wide_z(x, weight, x_scale, w_scale, bias, DTYPE[dtype])
     if len(out) == 2:
         out[1].copy_(z)
     act_into(z, z, activation)

@@ -49,6 +49,11 @@ class Scaled:
         count = scales_of(self.features, self.scaling)
         return self.words[:, first : first + count].view(torch.float32)
 
+    @property
+    def scale_of_squares(self) -> Tensor:
+        """Of a weight, as products take it: with several scales a row, one row of them for each 128 rows."""
+        return self.scale if self.scale.shape[1] <= 1 else self.scale[::BLOCK]
+
     def rows(self, rows: slice) -> Scaled:
         return self.with_words(self.words[rows])
 

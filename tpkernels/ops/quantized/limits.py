@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import Recipe
+from tpkernels.kernels.target import Target, fp8_obstacle
 from tpkernels.ops.inputs import in_forward_mode
 from tpkernels.tp_invariance import mode
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_CAPABILITY = (8, 9)
 
 
 def require_recipe(owner: str, recipe: object, device: torch.device | str | None = None) -> None:
@@ -47,15 +46,17 @@ def _require_fp8_of(owner: str, device: torch.device) -> None:
     """CPUs compute it as torch's products of the same numbers; the meta device computes nothing."""
     if device.type != "cuda":
         return
-    if torch.version.hip is not None:
+    is_amd = torch.version.hip is not None
+    major, minor = (0, 0) if is_amd else torch.cuda.get_device_capability(device)
+    if fp8_obstacle(Target("hip" if is_amd else "cuda", 10 * major + minor)) is None:
+        return
+    name = torch.cuda.get_device_name(device)
+    if is_amd:
         raise ValueError(
-            f"{owner}: expected an NVIDIA GPU with quantize, got {torch.cuda.get_device_name(device)}: AMD's "
-            "fp8 has other formats (fnuz), for which there are no kernels; leave out quantize"
+            f"{owner}: expected an NVIDIA GPU with quantize, got {name}: AMD's fp8 has other formats (fnuz), "
+            "for which there are no kernels; leave out quantize"
         )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        raise ValueError(
-            f"{owner}: expected a GPU of compute capability 8.9 or later with quantize, got {name} of "
-            f"{capability[0]}.{capability[1]}, which does not multiply fp8; leave out quantize"
-        )
+    raise ValueError(
+        f"{owner}: expected a GPU of compute capability 8.9 or later with quantize, got {name} of "
+        f"{major}.{minor}, which does not multiply fp8; leave out quantize"
+    )

@@ -9,7 +9,7 @@ R ranks, T tokens, K in_features, N out_features; ^ marks rows in fp8:
 
 The scales of x_shard and w_shard are of this rank's features: other numbers of ranks round otherwise.
 
-Saved for backward: x_shard and w_shard.
+The autograd function is that of the 16-bit op.
 """
 
 from __future__ import annotations
@@ -22,44 +22,10 @@ from torch import Tensor
 from tpkernels.comm.calls import all_or_fail
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.scaled import Scaled
-from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context
-from tpkernels.ops.main_grad import MainGrads, add_if_traced, empty_weight_gradient
-from tpkernels.ops.quantized.limits import require_quantizable
+from tpkernels.ops.main_grad import MainGrads
 from tpkernels.ops.quantized.span import Span, product_into, rounded
-from tpkernels.ops.tensor_parallel.operands import apply_distinct, bias_gradient, recorded
+from tpkernels.ops.tensor_parallel.operands import Gradients, bias_gradient, row_gradient_shapes, row_shape
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def quantized_row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, span: Span
-) -> Tensor:
-    """(tokens, features). x: (tokens, features), checked and cast"""
-    require_quantizable("row_linear", span.recipe, x)
-    if not recorded(x, weight, bias):
-        return row_forward(x, weight, bias, span)
-    y: Tensor = apply_distinct(_QuantizedRowLinear, span, main_grad, tensors=[x, weight, bias])
-    return y
-
-
-class _QuantizedRowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context, span: Span, main_grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
-        ctx.options, ctx.main_grads = (span,), [main_grad]
-        return row_forward(x, weight, bias, span)
-
-    @staticmethod
-    @first_order("row_linear")
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs, main_grads, (x, weight) = ctx.needs_input_grad[2:], ctx.main_grads, ctx.saved_tensors
-        dx, dw, db = row_gradients(needs, dy, x, weight, main_grads, *ctx.options)
-        return None, None, dx, *add_if_traced(main_grads, [dw]), db
 
 
 @all_or_fail
@@ -72,11 +38,7 @@ def row_product(x: Scaled, weight: Tensor, bias: Tensor | None, span: Span, dtyp
     return span.sum_of_products("row_linear", pairs, dtype, bias=bias).wait()
 
 
-def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, span: Span) -> Tensor:
-    return x.new_empty(x.shape[0] // span.token_shards, weight.shape[0])
-
-
-row_forward = Operator("quantized_row_linear", _row_forward, _row_shape)
+row_forward = Operator("quantized_row_linear", _row_forward, row_shape)
 
 
 @all_or_fail
@@ -112,20 +74,4 @@ def _row_gradients(
     return dx, dw, bias_gradient(dy) if needs[2] else None
 
 
-def _row_gradient_shapes(
-    needs: Sequence[bool],
-    dy_shard: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    main_grads: MainGrads,
-    span: Span,
-) -> Gradients:
-    tokens, features = dy_shard.shape[0] * span.token_shards, dy_shard.shape[1]
-    return (
-        None if weight is None else dy_shard.new_empty(tokens, weight.shape[1]),
-        None if x is None else empty_weight_gradient(dy_shard, x, main_grads[0]),
-        dy_shard.new_empty(features) if needs[2] else None,
-    )
-
-
-row_gradients = Operator("quantized_row_linear_backward", _row_gradients, _row_gradient_shapes)
+row_gradients = Operator("quantized_row_linear_backward", _row_gradients, row_gradient_shapes)

@@ -194,7 +194,7 @@ def product(
 ) -> tuple[Tensor, Tensor | None]:
     """act(x̂ ŵᵀ + bias), and what it is applied to on request."""
     return primitives.scaled_linear(
-        x.data, weight.data, x.scale, weight.scale, bias, activation, keep_z, word_of(dtype)
+        x.data, weight.data, x.scale, weight.scale_of_squares, bias, activation, keep_z, word_of(dtype)
     )
 
 
@@ -207,7 +207,7 @@ def product_into(
     keep_z: bool,
 ) -> None:
     """out: y, and z if it is kept and not y"""
-    operands = x.data, weight.data, x.scale, weight.scale, bias, activation, keep_z
+    operands = x.data, weight.data, x.scale, weight.scale_of_squares, bias, activation, keep_z
     primitives.into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from tpkernels.comm.transports.rows import Pending
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Packed
 from tpkernels.ops.inputs import any_requires_grad, apply, as_dtype, in_forward_mode
+from tpkernels.ops.main_grad import MainGrads, empty_weight_gradient
 from tpkernels.ops.tensor_parallel.parallel import (
     Done,
     Rounded,
@@ -35,7 +36,15 @@ from tpkernels.ops.tensor_parallel.segments import (
 )
 from tpkernels.tp_invariance import mode
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # dx, dw, db
 Group = Annotated[ProcessGroup, Packed(str, name_of, group_named)]
+
+
+class Sharded(Protocol):
+    """How an op is split over ranks."""
+
+    @property
+    def token_shards(self) -> int: ...
 
 
 class Layout(NamedTuple):
@@ -179,3 +188,25 @@ def bias_gradient(dz: Tensor, segments: int = 0) -> Tensor:
     """
     sums = map_segments(segments, primitives.bias_grad, canonical(dz) if mode.segments else dz, dim=0)
     return as_dtype(sums, dz.dtype)
+
+
+def row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, split: Sharded) -> Tensor:
+    """Of `row_linear`, as the compiler is told."""
+    return x.new_empty(x.shape[0] // split.token_shards, weight.shape[0])
+
+
+def row_gradient_shapes(
+    needs: Sequence[bool],
+    dy_shard: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    main_grads: MainGrads,
+    split: Sharded,
+) -> Gradients:
+    """Of its backward."""
+    tokens, features = dy_shard.shape[0] * split.token_shards, dy_shard.shape[1]
+    return (
+        None if weight is None else dy_shard.new_empty(tokens, weight.shape[1]),
+        None if x is None else empty_weight_gradient(dy_shard, x, main_grads[0]),
+        dy_shard.new_empty(features) if needs[2] else None,
+    )

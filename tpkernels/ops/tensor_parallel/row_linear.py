@@ -37,17 +37,20 @@ from tpkernels.ops.main_grad import (
     WeightGradient,
     add_if_traced,
     check_main_grad,
-    empty_weight_gradient,
     weight_gradient,
 )
-from tpkernels.ops.quantized.row_linear import quantized_row_linear
+from tpkernels.ops.quantized import row_linear as row_linear_in_fp8
+from tpkernels.ops.quantized.limits import require_quantizable
 from tpkernels.ops.quantized.span import Span
 from tpkernels.ops.tensor_parallel.operands import (
+    Gradients,
     Layout,
     apply_distinct,
     bias_gradient,
     checked_layout,
     recorded,
+    row_gradient_shapes,
+    row_shape,
     shaped_like,
 )
 from tpkernels.ops.tensor_parallel.parallel import compare_in_backward, multiplying, require_divisible
@@ -57,8 +60,6 @@ from tpkernels.ops.tensor_parallel.segments import (
     require_segments,
     segmented_weight_gradient,
 )
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def row_linear(
@@ -101,33 +102,58 @@ def row_linear(
     if sequence_parallel:
         require_divisible(op, x_shard, layout.group)
     tokens = tokens_of(x_shard)
-    y: Tensor
+    split: Layout | Span = layout
     if quantize is not None:
-        span = Span(layout.group, sequence_parallel, overlap, quantize)
-        y = quantized_row_linear(tokens, weight_shard, bias, main_grad, span)
-    elif recorded(x_shard, weight_shard, bias):
-        y = apply_distinct(_RowLinear, layout, main_grad, tensors=[tokens, weight_shard, bias])
+        require_quantizable(op, quantize, x_shard)
+        split = Span(layout.group, sequence_parallel, overlap, quantize)
+    y: Tensor
+    if recorded(x_shard, weight_shard, bias):
+        y = apply_distinct(_RowLinear, split, main_grad, tensors=[tokens, weight_shard, bias])
     else:
-        y = row_forward(tokens, weight_shard, bias, layout)
+        y = _forward(tokens, weight_shard, bias, split)
     return y if x_shard.ndim == 2 else shaped_like(y, x_shard, x_shard.shape[0] // layout.token_shards)
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, layout: Layout, main_grad: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Context,
+        split: Layout | Span,
+        main_grad: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
-        ctx.options, ctx.main_grads = (layout,), [main_grad]
-        return row_forward(x, weight, bias, layout)
+        ctx.split, ctx.main_grads = split, [main_grad]
+        return _forward(x, weight, bias, split)
 
     @staticmethod
     @first_order("row_linear")
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, main_grads, (x, weight) = ctx.needs_input_grad[2:], ctx.main_grads, ctx.saved_tensors
-        dx, dw, db = row_gradients(needs, dy, x, weight, main_grads, *ctx.options)
+        dx, dw, db = _gradients(needs, dy, x, weight, main_grads, ctx.split)
         return None, None, dx, *add_if_traced(main_grads, [dw]), db
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, split: Layout | Span) -> Tensor:
+    if isinstance(split, Span):
+        return row_linear_in_fp8.row_forward(x, weight, bias, split)
+    return row_forward(x, weight, bias, split)
+
+
+def _gradients(
+    needs: Sequence[bool],
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    main_grads: MainGrads,
+    split: Layout | Span,
+) -> Gradients:
+    if isinstance(split, Span):
+        return row_linear_in_fp8.row_gradients(needs, dy, x, weight, main_grads, split)
+    return row_gradients(needs, dy, x, weight, main_grads, split)
 
 
 @all_or_fail
@@ -136,11 +162,7 @@ def _row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout)
     return layout.sum_of_products("row_linear", pairs, transposed=True, bias=bias).wait()
 
 
-def _row_shape(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    return x.new_empty(x.shape[0] // layout.token_shards, weight.shape[0])
-
-
-row_forward = Operator("row_linear", _row_forward, _row_shape)
+row_forward = Operator("row_linear", _row_forward, row_shape)
 
 
 @all_or_fail
@@ -224,20 +246,4 @@ class _Batches:
         self._dys, self._rows = [], slice(self._rows.stop, self._rows.stop)
 
 
-def _row_gradient_shapes(
-    needs: Sequence[bool],
-    dy_shard: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    main_grads: MainGrads,
-    layout: Layout,
-) -> Gradients:
-    tokens, features = dy_shard.shape[0] * layout.token_shards, dy_shard.shape[1]
-    return (
-        None if weight is None else dy_shard.new_empty(tokens, weight.shape[1]),
-        None if x is None else empty_weight_gradient(dy_shard, x, main_grads[0]),
-        dy_shard.new_empty(features) if needs[2] else None,
-    )
-
-
-row_gradients = Operator("row_linear_backward", _row_gradients, _row_gradient_shapes)
+row_gradients = Operator("row_linear_backward", _row_gradients, row_gradient_shapes)
