@@ -121,14 +121,15 @@ def test_storages_that_are_emptied_give_their_place_but_not_their_words(quantize
     monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: 64)
     x, first, second = torch.randn(4, K), torch.randn(N, K), torch.randn(N, K)
     values = [first.clone(), second.clone()]
+    expected = [ops.linear(x, value, quantize=ROWWISE) for value in values]
     second.untyped_storage().resize_(0)
     with reuse_quantized_weights():
         for _ in range(2):
-            for weight, value in zip((first, second), values, strict=True):
+            for weight, value, y in zip((first, second), values, expected, strict=True):
                 weight.untyped_storage().resize_(4 * N * K)
                 with torch.autograd._unsafe_preserve_version_counter(weight):
                     weight.copy_(value)
-                assert step(x, weight).equal(ops.linear(x, value.clone(), quantize=ROWWISE))
+                assert step(x, weight).equal(y)
                 weight.untyped_storage().resize_(0)
 
 
