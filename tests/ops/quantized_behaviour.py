@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +22,7 @@ from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gr
 from tests.ops.parallel_cases import Setting, leaf, prepare
 from tests.ops.parting_cases import hasty
 from tests.ops.second_cases import WORDS
-from tpkernels import Recipe, ops
+from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.quantized.column_linear import column_forward, column_gradients
 from tpkernels.ops.quantized.mlp import mlp_forward, mlp_gradients
@@ -257,3 +260,36 @@ def marked_weights_take_main_grads() -> list[str]:
         if not torch.allclose(twice, plain.grad, rtol=8e-3, atol=0):
             wrong.append(f"{recipe}: another gradient")
     return wrong
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = ops.linear(x, self.up.weight, self.up.bias, "gelu", quantize=ROWWISE)
+        return ops.linear(h, self.down.weight, self.down.bias, quantize=ROWWISE)
+
+
+def losses(wrapped: bool, reusing: bool) -> list[float]:
+    """Of three steps of two microbatches each; wrapped: parameters and rows of a microbatch are sharded."""
+    torch.manual_seed(0)
+    model, batches = TwoLayers(), torch.randn(3, 2, 4, 64)
+    if wrapped:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for batch in batches:
+        with reuse_quantized_weights() if reusing else nullcontext():
+            for rows in batch:
+                own = rows.chunk(dist.get_world_size())[dist.get_rank()] if wrapped else rows
+                loss = model(own).square().mean() / len(batch)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if wrapped:
+            dist.all_reduce(total, dist.ReduceOp.SUM)
+            total /= dist.get_world_size()
+        found.append(float(total))
+    return found

@@ -85,3 +85,12 @@ def test_ranks_that_want_other_gradients_are_told_so_in_debug_mode(ranks2):
 def test_one_rank_touches_nobody(ranks1):
     (same,) = ranks1.run(behaviour.one_rank_touches_nobody)
     assert same == [True] * 4
+
+
+@pytest.mark.parametrize("reusing", [False, True], ids=["anew", "reused"])
+def test_fully_sharded_weights_have_the_losses_of_full_ones(ranks2, reusing):
+    """Their gathers rewrite storages and count no version: a weight of the step before would show."""
+    full = ranks2.run(behaviour.losses, False, False)[0]
+    assert len(set(full)) == 3
+    for found in ranks2.run(behaviour.losses, True, reusing):
+        assert found == pytest.approx(full, rel=1e-5)
