@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import assert_gradients, chain, loss_of, own_batch, wrap
+from tests.buckets.ways import WAYS, under
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
@@ -198,14 +199,16 @@ def test_late_rank_is_an_error_within_the_time_out(ranks2):
     assert "timeout" in text.lower() or "timed out" in text.lower()
 
 
+@pytest.mark.way("shared")
 def test_rank_that_lets_go_is_an_error(ranks2):
     text, _ = ranks2.run(die_in_a_step, "lets go")
     assert text.endswith("Cause: rank 1 of it has let go of its GradientBuckets")
 
 
-def test_dead_rank_is_an_error():
+@pytest.mark.parametrize("how", WAYS)
+def test_dead_rank_is_an_error(how):
     with RankPool(2) as ranks, pytest.raises(RankFailure, match="killed by signal 9") as caught:
-        ranks.run(die_in_a_step, "dies")
+        ranks.run(under, how, die_in_a_step, "dies")
     assert [*caught.value.exceptions] == [1], caught.value  # rank 0 saw what it was to see
 
 
