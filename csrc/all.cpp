@@ -1,4 +1,5 @@
 // The extension as one translation unit: torch's headers, which are most of the work, are read once.
+#include "add_up.cpp"
 #include "bucket_checks.cpp"
 #include "bucket_engine.cpp"
 #include "bucket_gradients.cpp"

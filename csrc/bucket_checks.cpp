@@ -145,11 +145,10 @@ void BucketEngine::check_arrangement(const std::vector<int64_t>& bucket_of,
   }
 }
 
-std::vector<SharedSums::Place> BucketEngine::checked_places(bool tensor_parallel,
-                                                            const std::vector<at::Tensor>& doorbells,
-                                                            const std::vector<at::Tensor>& words,
-                                                            const std::vector<at::Tensor>& flats,
-                                                            int64_t timeout_ms) const {
+std::vector<SharedSums::Place> BucketEngine::checked_places(
+    bool tensor_parallel, const std::vector<int64_t>& members, const std::vector<at::Tensor>& doorbells,
+    const std::vector<at::Tensor>& words, const std::vector<at::Tensor>& flats, const std::string& across,
+    const std::vector<int64_t>& owners, int64_t timeout_ms) const {
   refuse_unarranged();
   TORCH_CHECK_VALUE(!tensor_parallel || tensor_parallel_group_, "GradientBuckets: expected to meet ranks of ",
                     "`group`, for there is no tensor-parallel one");
@@ -163,7 +162,20 @@ std::vector<SharedSums::Place> BucketEngine::checked_places(bool tensor_parallel
   TORCH_CHECK_VALUE(tensor_parallel || !any_marked || marked_sums_,
                     "GradientBuckets: expected to meet tensor-parallel ranks first, for some are marked");
   const LiveGroup& group = tensor_parallel ? *tensor_parallel_group_ : group_;
-  const auto ranks = static_cast<size_t>(group.size());
+  const auto are_ranks = [&](const std::vector<int64_t>& given) {
+    return std::is_sorted(given.begin(), given.end(), std::less_equal<>()) && !given.empty() &&
+           given.front() >= 0 && given.back() < group.size() &&
+           std::find(given.begin(), given.end(), group.rank()) != given.end();
+  };
+  const size_t machines = across.empty() ? 1 : owners.size();
+  TORCH_CHECK_VALUE(are_ranks(members) && members.size() * machines == static_cast<size_t>(group.size()) &&
+                        (across.empty() ? owners.empty() : are_ranks(owners) && !tensor_parallel),
+                    "GradientBuckets: expected the ranks of this machine, and one of each machine, of ",
+                    group.size(), " in their order, got ", c10::IntArrayRef(members), " and ",
+                    c10::IntArrayRef(owners));
+  TORCH_CHECK_VALUE(across.empty() || LiveGroup(across).size() == static_cast<int>(machines),
+                    "GradientBuckets: expected a group of ", machines, " ranks, one of each machine");
+  const size_t ranks = members.size();
   TORCH_CHECK_VALUE(doorbells.size() == ranks && words.size() == ranks && flats.size() == ranks * own.size(),
                     "GradientBuckets: expected memory of each of ", ranks, " ranks, got ", doorbells.size(),
                     " doorbells, ", words.size(), " words and ", flats.size(), " buckets for ", own.size());
@@ -186,8 +198,9 @@ std::vector<SharedSums::Place> BucketEngine::checked_places(bool tensor_parallel
       places.back().flats.push_back(flat);
     }
   }
+  const auto own_place = std::find(members.begin(), members.end(), group.rank()) - members.begin();
   for (const auto bucket : c10::irange(own.size())) {
-    TORCH_CHECK_VALUE(places[group.rank()].flats[bucket].data_ptr() == own[bucket].data_ptr(),
+    TORCH_CHECK_VALUE(places[own_place].flats[bucket].data_ptr() == own[bucket].data_ptr(),
                       "GradientBuckets: expected this rank's own buckets at its place");
   }
   return places;

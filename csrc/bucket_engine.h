@@ -43,6 +43,9 @@ struct EngineOptions {
 
 using Awaited = std::tuple<std::string, bool, std::vector<int64_t>, std::vector<int64_t>>;
 
+// An error's text, without a backtrace.
+std::string reason(const std::exception& error);
+
 class BucketEngine : public torch::CustomClassHolder {
  public:
   // marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
@@ -61,10 +64,14 @@ class BucketEngine : public torch::CustomClassHolder {
                const std::vector<at::Tensor>& buckets);
   // From now on, until they are arranged anew, buckets are added up in memory that all ranks see. With marked
   // ones, called for the tensor-parallel group first.
-  // doorbells, words: by rank; flats: by rank, all (or for the tensor-parallel group the marked) buckets of
-  // each; see SharedSums. This rank's own are those that `arrange` was given.
-  void meet(bool tensor_parallel, const std::vector<at::Tensor>& doorbells,
-            const std::vector<at::Tensor>& words, const std::vector<at::Tensor>& flats, int64_t timeout_ms);
+  // members: the ranks of the group on this machine
+  // doorbells, words: of each member; flats: of each member, all (or for the tensor-parallel group the
+  // marked) buckets; see SharedSums. This rank's own are those that `arrange` was given. across, owners: a
+  // group of one rank of each machine, and their ranks in `group`; "" where it has one
+  void meet(bool tensor_parallel, const std::vector<int64_t>& members,
+            const std::vector<at::Tensor>& doorbells, const std::vector<at::Tensor>& words,
+            const std::vector<at::Tensor>& flats, std::string across, std::vector<int64_t> owners,
+            int64_t timeout_ms);
   // How many gradients each parameter receives in a round: from now on, backward launches.
   void expect(const std::vector<int64_t>& arrivals);
 
@@ -133,10 +140,11 @@ class BucketEngine : public torch::CustomClassHolder {
                                const std::vector<std::string>& names, const std::vector<bool>& marked);
   void check_arrangement(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
                          const std::vector<at::Tensor>& buckets) const;
-  std::vector<SharedSums::Place> checked_places(bool tensor_parallel,
+  std::vector<SharedSums::Place> checked_places(bool tensor_parallel, const std::vector<int64_t>& members,
                                                 const std::vector<at::Tensor>& doorbells,
                                                 const std::vector<at::Tensor>& words,
                                                 const std::vector<at::Tensor>& flats,
+                                                const std::string& across, const std::vector<int64_t>& owners,
                                                 int64_t timeout_ms) const;
   void check_expected(const std::vector<int64_t>& arrivals) const;
   void refuse_detached() const;
@@ -172,6 +180,8 @@ class BucketEngine : public torch::CustomClassHolder {
   bool settled_within(std::chrono::nanoseconds time);
   void await_others();
   Awaited awaited_now() const;
+  std::string failure_of(const Awaited& awaited, const std::string& cause) const;
+  std::string failure_text(const std::string& what, const LiveGroup& group, const std::string& cause) const;
   void lose();
   void leave() noexcept;
 
@@ -195,8 +205,9 @@ class BucketEngine : public torch::CustomClassHolder {
   mutable Turn::Order order_;  // autograd runs hooks in its own threads
   std::vector<Slot> slots_;
   std::vector<Bucket> buckets_;
-  std::optional<SharedSums> sums_, marked_sums_;  // over `group`, and over the tensor-parallel one before
-  std::optional<Doorbell> doorbell_;              // rung by ranks of both
+  std::optional<SharedSums> sums_, marked_sums_;   // over `group`, and over the tensor-parallel one before
+  std::vector<int64_t> members_, marked_members_;  // the ranks of each on this machine
+  std::optional<Doorbell> doorbell_;               // rung by ranks of both
   std::chrono::milliseconds longest_wait_{0};
   bool learning_ = true;
   bool synchronizing_ = true;
@@ -205,6 +216,7 @@ class BucketEngine : public torch::CustomClassHolder {
   bool refused_ = false;      // by all ranks, for what one has found
   bool interrupted_ = false;  // the round that `zero` is to end
   bool lost_others_ = false;
+  std::string failure_;   // of a wire to other machines
   size_t next_ = 0;       // the bucket to launch
   size_t published_ = 0;  // the bucket to publish in `sums_`
   int64_t clock_ = 0;

@@ -9,14 +9,11 @@
 #include "bucket_engine.h"
 
 namespace tpkernels {
-namespace {
 
 std::string reason(const std::exception& error) {
   const auto* from_torch = dynamic_cast<const c10::Error*>(&error);  // whose what() has a C++ backtrace
   return from_torch ? from_torch->what_without_backtrace() : error.what();
 }
-
-}  // namespace
 
 // Sends the next bucket.
 void BucketEngine::launch(size_t index) {
@@ -98,10 +95,17 @@ void BucketEngine::await(Bucket& bucket, const LiveGroup& group, const char* ope
   try {
     std::exchange(bucket.work, {})->wait();
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "GradientBuckets: ", operation, " of ", describe(bucket), " failed in process group '",
-                group.name(), "' of ", group.size(), " ranks, here on rank ", options_.rank,
-                "; a rank died, came too late, or left the common order of calls. Cause: ", reason(error));
+    TORCH_CHECK(false, failure_text(operation + (" of " + describe(bucket)), group, reason(error)));
   }
+}
+
+std::string BucketEngine::failure_text(const std::string& what, const LiveGroup& group,
+                                       const std::string& cause) const {
+  std::ostringstream text;
+  text << "GradientBuckets: " << what << " failed in process group '" << group.name() << "' of "
+       << group.size() << " ranks, here on rank " << options_.rank
+       << "; a rank died, came too late, or left the common order of calls. Cause: " << cause;
+  return text.str();
 }
 
 // Nothing stays in flight, for memory that is sent must not be written or freed.

@@ -1,38 +1,58 @@
 // How ranks of one machine add up buckets in the memory that they share, and wait for each other.
+#include <algorithm>
+#include <iterator>
+
 #include "bucket_engine.h"
 
 namespace tpkernels {
+namespace {
 
-void BucketEngine::meet(bool tensor_parallel, const std::vector<at::Tensor>& doorbells,
-                        const std::vector<at::Tensor>& words, const std::vector<at::Tensor>& flats,
+constexpr int64_t LOOK_AT_WIRE = 200'000;  // nanoseconds: what comes from other machines rings no bell
+
+}  // namespace
+
+void BucketEngine::meet(bool tensor_parallel, const std::vector<int64_t>& members,
+                        const std::vector<at::Tensor>& doorbells, const std::vector<at::Tensor>& words,
+                        const std::vector<at::Tensor>& flats, std::string across, std::vector<int64_t> owners,
                         int64_t timeout_ms) {
   const Turn turn(order_);
   refuse_detached();
   refuse_midway();
-  auto places = checked_places(tensor_parallel, doorbells, words, flats, timeout_ms);
+  auto places = checked_places(tensor_parallel, members, doorbells, words, flats, across, owners, timeout_ms);
   const LiveGroup& group = tensor_parallel ? *tensor_parallel_group_ : group_;
-  const bool in_double = options_.wire_dtype == at::kDouble;
-  doorbell_.emplace(doorbells[group.rank()].mutable_data_ptr<int64_t>());
+  const auto own = std::find(members.begin(), members.end(), group.rank()) - members.begin();
+  SumOptions options{
+      .scatter = options_.reduce_scatter && !tensor_parallel,
+      .divisor = options_.average && !tensor_parallel ? group.size() : 1,
+      .in_double = options_.wire_dtype == at::kDouble,
+      .ranks = group.size(),
+      .rank = group.rank(),
+      .across = std::move(across),
+      .owners = std::move(owners),
+      .wire_dtype = options_.wire_dtype,
+      .timeout_ms = timeout_ms,
+  };
+  (tensor_parallel ? marked_sums_ : sums_).emplace(std::move(places), own, std::move(options));
+  (tensor_parallel ? marked_members_ : members_) = members;
+  doorbell_.emplace(doorbells[own].mutable_data_ptr<int64_t>());
   longest_wait_ = std::chrono::milliseconds(timeout_ms);
-  if (tensor_parallel) {
-    marked_sums_.emplace(std::move(places), group.rank(), SumOptions{false, 1, in_double});
-  } else {
-    const int64_t divisor = options_.average ? group.size() : 1;
-    sums_.emplace(std::move(places), group.rank(), SumOptions{options_.reduce_scatter, divisor, in_double});
-  }
 }
 
 // What can go on without waiting. Buckets are published in their order, marked ones once they hold the sum of
 // the tensor-parallel ranks.
 void BucketEngine::advance() {
-  if (!sums_ || lost_others_ || !group_.is_of_this_process()) return;
+  if (!sums_ || lost_others_ || !failure_.empty() || !group_.is_of_this_process()) return;
   if (marked_sums_) marked_sums_->advance();
   for (; published_ < next_; ++published_) {
     const Bucket& bucket = buckets_[published_];
     if (bucket.marked && !marked_sums_->is_done(bucket.number)) break;
     sums_->publish(published_);
   }
-  sums_->advance();
+  try {
+    sums_->advance();
+  } catch (const std::exception& error) {  // of a wire to other machines; told to who waits, not to a hook
+    failure_ = failure_of(awaited_now(), reason(error));
+  }
 }
 
 // A rank adds up in the order of buckets, so the last tells of all.
@@ -46,9 +66,10 @@ bool BucketEngine::settled_within(std::chrono::nanoseconds time) {
     const uint32_t seen = doorbell_ ? doorbell_->times_rung() : 0;
     advance();
     if (is_settled()) return true;
+    TORCH_CHECK(failure_.empty(), failure_);
     const auto left = std::chrono::nanoseconds(end - std::chrono::steady_clock::now()).count();
     if (left <= 0) return false;
-    doorbell_->sleep(seen, left);
+    doorbell_->sleep(seen, sums_->has_sent() ? std::min<int64_t>(left, LOOK_AT_WIRE) : left);
   }
 }
 
@@ -64,10 +85,10 @@ void BucketEngine::await_others() {
   refuse_lost();
   if (settled_within(longest_wait_)) return;
   lose();
-  const auto [what, tensor_parallel, late, left] = awaited_now();
-  TORCH_CHECK(false, "GradientBuckets: ", what, " failed in process group '",
-              (tensor_parallel ? *tensor_parallel_group_ : group_).name(), "', here on rank ", options_.rank,
-              ": ranks ", c10::IntArrayRef(late), " of it came too late");
+  const Awaited awaited = awaited_now();
+  std::ostringstream cause;
+  cause << "ranks " << std::get<2>(awaited) << " of it are late";
+  TORCH_CHECK(false, failure_of(awaited, cause.str()));
 }
 
 Awaited BucketEngine::awaited() const {
@@ -83,10 +104,18 @@ Awaited BucketEngine::awaited_now() const {
   const SharedSums& sums = tensor_parallel ? *marked_sums_ : *sums_;
   std::vector<int64_t> late = sums.late_with(tensor_parallel ? buckets_[first].number : first), left;
   std::copy_if(late.begin(), late.end(), std::back_inserter(left),
-               [&](int64_t rank) { return sums.has_left(rank); });
+               [&](int64_t member) { return sums.has_left(member); });
+  const auto& members = tensor_parallel ? marked_members_ : members_;
+  for (auto* list : {&late, &left}) {
+    for (int64_t& rank : *list) rank = members[rank];
+  }
   const bool scatters = options_.reduce_scatter && !tensor_parallel;
   return {(scatters ? "reduce_scatter of " : "all_reduce of ") + describe(buckets_[first]), tensor_parallel,
           std::move(late), std::move(left)};
+}
+
+std::string BucketEngine::failure_of(const Awaited& awaited, const std::string& cause) const {
+  return failure_text(std::get<0>(awaited), std::get<1>(awaited) ? *tensor_parallel_group_ : group_, cause);
 }
 
 void BucketEngine::lose_others() {

@@ -1,64 +1,19 @@
 #include "shared_sums.h"
 
-#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "add_up.h"
 
 namespace tpkernels {
-namespace {
 
-constexpr int64_t BLOCK = 2048;  // elements, whose sums stay in the cache
-constexpr int64_t LEAST_A_THREAD = 1 << 15;
-
-struct Range {
-  int64_t begin, end;
-};
-
-// Of `ranks` shards of a bucket, as tensor_split() cuts it: the first ones may have one element more.
-Range shard_of(int64_t elements, int64_t ranks, int64_t rank) {
-  const int64_t each = elements / ranks, more = elements % ranks;
-  const int64_t begin = rank * each + std::min(rank, more);
-  return {begin, begin + each + (rank < more)};
-}
-
-template <typename Element, typename Sum>
-void add_block(const std::vector<Element*>& flats, const std::vector<Element*>& results, Sum divisor,
-               int64_t first, int64_t count) {
-  Sum sums[BLOCK];
-  for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<Sum>(flats[0][first + i]);
-  for (size_t rank = 1; rank < flats.size(); ++rank) {
-    const Element* const more = flats[rank] + first;
-    for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(more[i]);
-  }
-  if (divisor != 1) {
-    for (int64_t i = 0; i < count; ++i) sums[i] /= divisor;
-  }
-  for (Element* const result : results) {
-    for (int64_t i = 0; i < count; ++i) result[first + i] = static_cast<Element>(sums[i]);
-  }
-}
-
-template <typename Element, typename Sum>
-void add_range(const std::vector<at::Tensor>& flats, size_t owner, const SumOptions& options) {
-  std::vector<Element*> from;
-  for (const at::Tensor& flat : flats) from.push_back(flat.mutable_data_ptr<Element>());
-  const std::vector<Element*> into = options.scatter ? std::vector<Element*>{from[owner]} : from;
-  const auto divisor = static_cast<Sum>(options.divisor);
-  const auto [begin, end] =
-      shard_of(flats[0].numel(), static_cast<int64_t>(flats.size()), static_cast<int64_t>(owner));
-  at::parallel_for(begin, end, LEAST_A_THREAD, [&](int64_t first, int64_t last) {
-    for (; first < last; first += BLOCK) add_block(from, into, divisor, first, std::min(BLOCK, last - first));
-  });
-}
-
-template <typename Element>
-void add_halves(const std::vector<at::Tensor>& flats, size_t owner, const SumOptions& options) {
-  options.in_double ? add_range<Element, double>(flats, owner, options)
-                    : add_range<Element, float>(flats, owner, options);
-}
-
-}  // namespace
-
-SharedSums::SharedSums(std::vector<Place> places, int64_t rank, SumOptions options)
-    : places_(std::move(places)), rank_(rank), options_(options), calls_(places_[rank].flats.size()) {}
+SharedSums::SharedSums(std::vector<Place> places, int64_t own, SumOptions options)
+    : places_(std::move(places)),
+      own_(own),
+      options_(std::move(options)),
+      across_(options_.across.empty() ? std::nullopt : std::make_optional<LiveGroup>(options_.across)),
+      calls_(places_[own].flats.size()) {}
 
 void SharedSums::publish(size_t bucket) {
   ++calls_[bucket];
@@ -67,16 +22,19 @@ void SharedSums::publish(size_t bucket) {
   ring();
 }
 
-bool SharedSums::advance() {
-  bool any = false;
-  while (!to_add_.empty() && have_all(to_add_.front(), PUBLISHED)) {
-    add_up(to_add_.front());
-    tell(to_add_.front(), ADDED, calls_[to_add_.front()]);
-    ring();
-    to_add_.pop_front();
-    any = true;
+void SharedSums::advance() {
+  for (; !to_add_.empty() && have_all(to_add_.front(), PUBLISHED); to_add_.pop_front()) {
+    if (across_) {
+      send(to_add_.front());
+    } else {
+      add_here(to_add_.front());
+      finish(to_add_.front());
+    }
   }
-  return any;
+  for (; !sent_.empty() && sent_.front().work->isCompleted(); sent_.pop_front()) {
+    receive(sent_.front());
+    finish(sent_.front().bucket);
+  }
 }
 
 bool SharedSums::is_done(size_t bucket) const { return have_all(bucket, ADDED); }
@@ -114,28 +72,72 @@ int64_t SharedSums::read(size_t rank, size_t bucket, Word word) const {
 
 // What was written before is seen by whoever sees the count.
 void SharedSums::tell(size_t bucket, Word word, int64_t count) const {
-  __atomic_store_n(places_[rank_].words.mutable_data_ptr<int64_t>() + WORDS * bucket + word, count,
+  __atomic_store_n(places_[own_].words.mutable_data_ptr<int64_t>() + WORDS * bucket + word, count,
                    __ATOMIC_RELEASE);
 }
 
 void SharedSums::ring() const {
   for (size_t rank = 0; rank < places_.size(); ++rank) {
-    if (rank != rank_) Doorbell(places_[rank].doorbell.mutable_data_ptr<int64_t>()).ring();
+    if (rank != own_) Doorbell(places_[rank].doorbell.mutable_data_ptr<int64_t>()).ring();
   }
 }
 
-void SharedSums::add_up(size_t bucket) const {
-  std::vector<at::Tensor> flats;
-  for (const Place& place : places_) flats.push_back(place.flats[bucket]);
-  switch (flats[0].scalar_type()) {
-    case at::kDouble:
-      return add_range<double, double>(flats, rank_, options_);
-    case at::kFloat:
-      return add_halves<float>(flats, rank_, options_);
-    case at::kHalf:
-      return add_halves<at::Half>(flats, rank_, options_);
-    default:
-      return add_halves<at::BFloat16>(flats, rank_, options_);
+void SharedSums::finish(size_t bucket) const {
+  tell(bucket, ADDED, calls_[bucket]);
+  ring();
+}
+
+// One of `ranks` shards of a bucket, as tensor_split() cuts it: of each place.
+std::vector<at::Tensor> SharedSums::shards(size_t bucket, int64_t ranks, int64_t rank) const {
+  std::vector<at::Tensor> shards;
+  const int64_t elements = places_[own_].flats[bucket].numel();
+  const int64_t each = elements / ranks, more = elements % ranks;
+  for (const Place& place : places_) {
+    shards.push_back(place.flats[bucket].narrow(0, rank * each + std::min(rank, more), each + (rank < more)));
+  }
+  return shards;
+}
+
+void SharedSums::add_here(size_t bucket) const {
+  const auto from = shards(bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_));
+  add_up(from, options_.scatter ? std::vector<at::Tensor>{from[own_]} : from, options_.divisor,
+         options_.in_double);
+}
+
+// To the other owners: the shard to add up, or those of all of them, of which each keeps its own. (gloo's own
+// reduce-scatter is an all-reduce as well, and does not tell when it is done.)
+void SharedSums::send(size_t bucket) {
+  const at::Tensor& flat = places_[own_].flats[bucket];
+  std::vector<std::vector<at::Tensor>> pieces;
+  if (options_.scatter) {
+    for (const int64_t owner : options_.owners) pieces.push_back(shards(bucket, options_.ranks, owner));
+  } else {
+    pieces.push_back(shards(bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_)));
+  }
+  const int64_t each = pieces[0][0].numel();
+  const at::ScalarType wide = added_in(flat.scalar_type(), options_.in_double);
+  at::Tensor wire = at::empty({each * static_cast<int64_t>(pieces.size())}, flat.options().dtype(wide));
+  for (size_t piece = 0; piece < pieces.size(); ++piece) {
+    add_up(pieces[piece], {wire.narrow(0, each * static_cast<int64_t>(piece), each)}, options_.divisor,
+           options_.in_double);
+  }
+  wire = wire.to(options_.wire_dtype.value_or(wide));
+  sent_.push_back(
+      {bucket, wire, start_all_reduce(across_->get(), wire, Reduction::SUM, options_.timeout_ms)});
+}
+
+void SharedSums::receive(const Sent& sent) const {
+  sent.work->wait();  // at once, or an error
+  if (options_.scatter) {
+    const auto& owners = options_.owners;
+    const int64_t piece = std::find(owners.begin(), owners.end(), options_.rank) - owners.begin();
+    const at::Tensor shard = shards(sent.bucket, options_.ranks, options_.rank)[own_];
+    shard.copy_(sent.wire.narrow(0, piece * shard.numel(), shard.numel()));
+    return;
+  }
+  for (const at::Tensor& shard :
+       shards(sent.bucket, static_cast<int64_t>(places_.size()), static_cast<int64_t>(own_))) {
+    shard.copy_(sent.wire);
   }
 }
 

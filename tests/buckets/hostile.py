@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.buckets.hostile_memory import buckets, memory_of, odd_buckets, odd_memory
 from tpkernels.comm._ext import ExtensionState, extension
 
 # none that a machine might have so much memory for
@@ -44,7 +45,6 @@ GOOD = {
 SIZES = [(4, 3), (5,), ()]
 ACCIDENTS = ("INTERNAL ASSERT", "vector::", "bad optional", "bad_alloc", "SymInt")
 LAYOUT = ([0, 0, 1], [0, 16, 0])  # of three parameters of SIZES
-ELEMENTS = (32, 16)  # of the buckets
 
 
 class Subclass(Tensor):
@@ -199,47 +199,6 @@ def loss_of(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.sum().float() for tensor in tensors if isinstance(tensor, Tensor)]).sum()
 
 
-def buckets() -> list[Tensor]:
-    return [torch.zeros(elements) for elements in ELEMENTS]
-
-
-def odd_buckets(caller: Caller) -> Any:
-    """What may stand where flat tensors of ELEMENTS are expected."""
-    both = torch.zeros(48)
-    return caller.choose(
-        [
-            None,
-            [],
-            buckets()[:1],
-            [*buckets(), torch.zeros(1)],
-            buckets()[::-1],
-            [torch.zeros(4, 8), torch.zeros(16)],
-            [torch.zeros(64)[::2], torch.zeros(16)],
-            [torch.zeros(32, requires_grad=True), torch.zeros(16)],
-            [torch.zeros(32, dtype=torch.float64), torch.zeros(16)],
-            [torch.zeros(32, device="meta"), torch.zeros(16)],
-            [torch.zeros(32).to_sparse(), torch.zeros(16)],
-            [both[:32], both[24:40]],
-            [both[:32], both[32:]],
-        ]
-    )
-
-
-def memory_of(engine: Any) -> list[Any]:
-    """What `meet` is given by a rank that is alone."""
-    flats = engine.buckets()
-    words = torch.zeros(2 * len(flats), dtype=torch.int64)
-    return [[torch.zeros(2, dtype=torch.int64)], [words], flats, 1000]
-
-
-def odd_memory(good: Any) -> list[Any]:
-    """What may stand where words, buckets or a time-out are expected."""
-    if isinstance(good, int):
-        return [0, -1, 2**62, None, "x"]
-    odd = [torch.zeros(3), torch.zeros(0, dtype=torch.int64), torch.zeros(2, 2), torch.zeros(4).to_sparse()]
-    return [None, [], good * 2, good[:-1], *([tensor] * len(good) for tensor in odd)]
-
-
 def hostile_grad(caller: Caller, tensors: list[Tensor]) -> None:
     tensor = caller.choose(tensors)
     tensor.grad = caller.choose(
@@ -274,7 +233,7 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
         layout = [*LAYOUT, buckets()]
         if caller.generator.random() < 0.4:
             part = caller.generator.randrange(3)
-            layout[part] = caller.spoilt(layout[part]) if part < 2 else odd_buckets(caller)
+            layout[part] = caller.spoilt(layout[part]) if part < 2 else caller.choose(odd_buckets())
         return caller("arrange", engine.arrange, *layout)
 
     def meet() -> object:
@@ -340,7 +299,7 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
 def weighted(possible: Iterable[str]) -> list[str]:
     """Fewer of those after which little else happens."""
-    rare = ("detach", "data", "grad", "copy", "init", "meet", "lose_others")
+    rare = ("detach", "data", "grad", "copy", "init", "lose_others")
     return [name for name in possible for _ in range(1 if name in rare else 8)]
 
 

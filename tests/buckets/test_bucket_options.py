@@ -58,8 +58,35 @@ def reduced_before_backward_ends():
     assert seen[-1], "the last layer's gradient was not reduced while the first layer's was still to come"
 
 
+@pytest.mark.way("c10d")
 def test_buckets_are_reduced_while_backward_goes_on(ranks2):
     ranks2.run(reduced_before_backward_ends)
+
+
+def added_up_by_hooks():
+    """Once all ranks have the last layer's gradient, those of layers before it find time to add it up."""
+    module = chain()
+    buckets = wrap(module)
+    expected = expected_gradients(module)[-1]
+
+    def all_are_here():
+        dist.barrier()
+        return True
+
+    for is_taught in (False, True):
+        buckets.zero()
+        hidden = module[0](own_batch())
+        output = module[1:](WaitInBackward.apply(hidden, all_are_here) if is_taught else hidden)
+        loss_of(output).backward()
+        if is_taught:
+            dist.barrier()
+            torch.testing.assert_close(module[-1].bias.grad, expected)
+        buckets.finish()
+
+
+@pytest.mark.way("shared")
+def test_hooks_add_up_buckets_of_all_ranks(ranks2):
+    ranks2.run(added_up_by_hooks)
 
 
 def float32_sums():

@@ -12,16 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.hostile import (
-    GOOD,
-    LAYOUT,
-    PROGRAMS,
-    Calling,
-    buckets,
-    memory_of,
-    parameters,
-    run_programs,
-)
+from tests.buckets.hostile import GOOD, LAYOUT, PROGRAMS, Calling, parameters, run_programs
+from tests.buckets.hostile_memory import buckets, memory_of
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
 from tpkernels.comm._ext import ExtensionState, extension
@@ -249,28 +241,33 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "expected memory of its own for each bucket, but 0 and 1 overlap",
     ),
     "doorbells": (
-        lambda: meeting(0, lambda bells: bells * 2),
+        lambda: meeting(1, lambda bells: bells * 2),
         "ValueError",
         "expected memory of each of 1 ranks, got 2 doorbells, 1 words and 2 buckets for 2",
     ),
     "words": (
-        lambda: meeting(1, lambda _: [torch.zeros(3, dtype=torch.int64)]),
+        lambda: meeting(2, lambda _: [torch.zeros(3, dtype=torch.int64)]),
         "ValueError",
         "expected 2 words as a doorbell and 2 for each of 2 buckets, of int64 on the CPU",
     ),
     "others' buckets": (
-        lambda: meeting(2, lambda flats: flats[::-1]),
+        lambda: meeting(3, lambda flats: flats[::-1]),
         "ValueError",
         "expected flat tensors on the CPU like this rank's buckets",
     ),
+    "members": (
+        lambda: meeting(0, lambda _: [1]),
+        "ValueError",
+        "expected the ranks of this machine, and one of each machine, of 1 in their order, got [1] and []",
+    ),
     "own buckets": (
-        lambda: meeting(2, lambda flats: [flat.clone() for flat in flats]),
+        lambda: meeting(3, lambda flats: [flat.clone() for flat in flats]),
         "ValueError",
         "expected this rank's own buckets at its place",
     ),
-    "wait": (lambda: meeting(3, lambda _: 0), "ValueError", "expected a time-out of 1 ms to a year, got 0"),
+    "wait": (lambda: meeting(6, lambda _: 0), "ValueError", "expected a time-out of 1 ms to a year, got 0"),
     "meeting nobody": (
-        lambda: meeting(0, lambda bells: bells, tensor_parallel=True),
+        lambda: meeting(1, lambda bells: bells, tensor_parallel=True),
         "ValueError",
         "expected to meet ranks of `group`, for there is no tensor-parallel one",
     ),

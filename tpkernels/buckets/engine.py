@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.groups import LiveGroup
+from tpkernels.comm.supported import FLOATING, Problem
+
+LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,12 @@ class Engine(Protocol):
     def meet(
         self,
         tensor_parallel: bool,
+        members: list[int],
         doorbells: list[Tensor],
         words: list[Tensor],
         flats: list[Tensor],
+        across: str,
+        owners: list[int],
         timeout_ms: int,
         /,
     ) -> None: ...
@@ -86,3 +92,22 @@ def make_engine(
         -1 if timeout is None else max(1, round(timeout.total_seconds() * 1000)),
     )
     return engine
+
+
+def problem_of_options(
+    bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
+) -> Problem | None:
+    """Why options cannot be served, if so."""
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        return "ValueError", f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}"
+    if timeout is not None and not isinstance(timeout, timedelta):
+        return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
+    if timeout is not None and not timedelta(0) < timeout < LONGEST_TIMEOUT:
+        return "ValueError", f"timeout: expected more than zero and less than a year, got {timeout}"
+    if reduce not in ("all_reduce", "reduce_scatter"):
+        return "ValueError", f"reduce: expected 'all_reduce' or 'reduce_scatter', got {reduce!r}"
+    for option, dtype in {"grad_dtype": grad_dtype, "wire_dtype": wire_dtype}.items():
+        if dtype is not None and dtype not in FLOATING:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+            return "TypeError", f"{option}: expected one of {names}, got {dtype}"
+    return None

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tpkernels.buckets import parameters as protocol
 from tpkernels.buckets.collectives import bucketed_all_gather
-from tpkernels.buckets.engine import Engine, EngineOptions, make_engine
+from tpkernels.buckets.engine import Engine, EngineOptions, make_engine, problem_of_options
 from tpkernels.buckets.first_use import problem_with_extension
 from tpkernels.buckets.layout import (
     ALIGNMENT,
@@ -51,8 +51,6 @@ from tpkernels.comm.groups import (
 )
 from tpkernels.comm.supported import FLOATING, Problem, problem_of, problem_over
 from tpkernels.comm.transports import select
-
-LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 
 
 class GradientBuckets:
@@ -125,7 +123,7 @@ class GradientBuckets:
             problem_with_extension()
             or problem
             or problem_of(named, FLOATING, written=True)
-            or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
+            or problem_of_options(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
             or problem_of_order(named, self._marked)
             or problem_over(
                 named,
@@ -384,21 +382,3 @@ def _at(view: Tensor, flat: Tensor) -> Tensor:
 
 def _size(group: LiveGroup | None) -> str:
     return "None" if group is None else f"of {group.size} ranks"
-
-
-def _option_problem(
-    bucket_bytes: object, reduce: str, grad_dtype: object, wire_dtype: object, timeout: object
-) -> Problem | None:
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        return "ValueError", f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}"
-    if timeout is not None and not isinstance(timeout, timedelta):
-        return "TypeError", f"timeout: expected a datetime.timedelta, got {timeout!r}"
-    if timeout is not None and not timedelta(0) < timeout < LONGEST_TIMEOUT:
-        return "ValueError", f"timeout: expected more than zero and less than a year, got {timeout}"
-    if reduce not in ("all_reduce", "reduce_scatter"):
-        return "ValueError", f"reduce: expected 'all_reduce' or 'reduce_scatter', got {reduce!r}"
-    for option, dtype in {"grad_dtype": grad_dtype, "wire_dtype": wire_dtype}.items():
-        if dtype is not None and dtype not in FLOATING:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-            return "TypeError", f"{option}: expected one of {names}, got {dtype}"
-    return None

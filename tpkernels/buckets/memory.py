@@ -1,9 +1,9 @@
 """Where buckets lie: in memory of this process, or in memory that ranks of a machine share and add up in.
 
 Ranks on one machine need no wire: each adds up its shard of what all have, and writes the sum where all read
-it (csrc/shared_sums.h). So it is for buckets on the CPU if all ranks of the group are processes of one
-machine, and of the tensor-parallel group, where that adds up some of them first. TPKERNELS_TRANSPORT=c10d
-keeps ranks apart. The log says which it is.
+it (csrc/shared_sums.h). So it is for buckets on the CPU if the ranks of the group are processes of one
+machine, or as many of each of several; and those of the tensor-parallel group, where that adds up some of
+them first, of one. TPKERNELS_TRANSPORT=c10d keeps ranks apart. The log says which it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tpkernels.buckets.engine import Engine, EngineOptions
+from tpkernels.buckets.machines import Machines, group_across, machines_of
 from tpkernels.buckets.memory_map import Bucket, MemoryMap
 from tpkernels.buckets.neighbours import OP, Neighbours
 from tpkernels.buckets.order import refuse_backend
@@ -25,7 +26,7 @@ from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import LiveGroup, timeout_of
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.forks import copy_in_forks
-from tpkernels.comm.transports.mailbox import Meeting
+from tpkernels.comm.transports.mailbox import Meeting, machine
 from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
 
@@ -43,6 +44,7 @@ class BucketMemory:
         self._groups = [options.group]
         if marked and options.tensor_parallel_group is not None:
             self._groups.insert(0, options.tensor_parallel_group)
+        self._machines: dict[LiveGroup, Machines] = {}
         self._against = self._why_apart()
         self._noted = ""
         self.neighbours: Neighbours | None = None  # who add up with us; none if the backend does it
@@ -65,13 +67,16 @@ class BucketMemory:
         own = layout.part(buffers[-1][self._options.group.rank], marked=False)
         engine.arrange(bucket_of, offset_of, own.flats)
         for group, of_ranks in zip(self._groups, buffers, strict=True):
-            marked = group is not self._options.group
-            parts = [layout.part(of_ranks[rank], marked=marked) for rank in range(group.size)]
+            marked, (members, owners) = group is not self._options.group, self._machines[group]
+            parts = [layout.part(of_ranks[rank], marked=marked) for rank in members]
             engine.meet(
                 marked,
+                members,
                 [part.doorbell for part in parts],
                 [part.words for part in parts],
                 [flat for part in parts for flat in part.flats],
+                group_across(group.get(), owners) if owners else "",
+                owners,
                 max(1, round(seconds * 1000)),
             )
         self.neighbours = Neighbours(engine, self._groups, processes, self._options.rank, seconds)
@@ -84,10 +89,15 @@ class BucketMemory:
             return f"they are on {self._device.type}"
         if self._options.group.size == 1:
             return "there is one rank"
-        why = ""
-        if select.requested_transport == "auto":
-            for group in self._those_who_hear():
-                why, _ = select.where_ranks_run(OP, group.get(), why)
+        here, why = select.place() if select.requested_transport == "auto" else machine(), ""
+        for group in self._those_who_hear():
+            why, places = select.where_ranks_run(OP, group.get(), why, here)
+            problem, self._machines[group] = machines_of(places, group.rank)
+            if group is not self._options.group and len({*places}) > 1:
+                problem = "tensor-parallel ranks are on several machines"
+            why = why or problem
+        if why and select.requested_transport == "shared":
+            raise CannotTakePart(f"{OP}: TPKERNELS_TRANSPORT=shared: {why}")
         return why
 
     def _those_who_hear(self) -> list[LiveGroup]:
@@ -108,10 +118,9 @@ class BucketMemory:
             for group in self._those_who_hear():
                 count = layout.byte_count if group is self._options.group else layout.marked_byte_count
                 meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
+                build = partial(_Ranks, group.rank, self._machines[group].members)
                 try:
-                    found[group] = mapped_by_all(
-                        meeting, f"{count} bytes", count, problem, descriptor, partial(_Ranks, group)
-                    )
+                    found[group] = mapped_by_all(meeting, f"{count} bytes", count, problem, descriptor, build)
                 except CannotTakePart as error:
                     problem = str(error)
         finally:
@@ -131,7 +140,9 @@ class BucketMemory:
         if where != self._noted and choices.isEnabledFor(logging.INFO):
             self._noted = where
             byte_count = sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
-            why = self._against or "all ranks are on one machine"
+            machines = len(self._machines[self._options.group].owners) if not self._against else 0
+            there = f"on each of {machines} machines" if machines else "on one machine"
+            why = self._against or f"{self._options.group.size // max(1, machines)} ranks are {there}"
             group = self._options.group
             choices.info(
                 "gradient buckets, %.1f MB, process group '%s' of %d ranks: %s (%s)",
@@ -148,15 +159,11 @@ class _Shared(NamedTuple):
 
 
 class _Ranks:
-    """What is known of the ranks of a group."""
+    """What is known of the ranks of a group on this machine."""
 
-    def __init__(self, group: LiveGroup, mapped: Mapping[int, Mapped]) -> None:
-        if len(mapped) < group.size:
-            raise RuntimeError(f"{len(mapped)} of {group.size} ranks are on its machine")
-        self.buffers = {rank: there.buffer for rank, there in mapped.items()}
-        self.processes = {
-            rank: process_of(there.process) for rank, there in mapped.items() if rank != group.rank
-        }
+    def __init__(self, rank: int, members: Sequence[int], mapped: Mapping[int, Mapped]) -> None:
+        self.buffers = {peer: mapped[peer].buffer for peer in members}
+        self.processes = {peer: process_of(mapped[peer].process) for peer in members if peer != rank}
 
     def close(self) -> None:
         """Memory goes with the last that holds it."""

@@ -51,8 +51,11 @@ class Neighbours:
     def zero(self) -> bool:
         """All that `engine.zero` would wait for; whether it ends a round."""
         self._require_usable()
-        interrupted = self._engine.interrupt()
-        self._settle(numbered=interrupted)
+        interrupted = False
+        try:
+            interrupted = self._engine.interrupt()
+        finally:
+            self._settle(numbered=interrupted)
         return interrupted
 
     def leave(self) -> None:

@@ -216,7 +216,10 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     agree(Claim(f"{op} with {asked}", (), problem), group)
     machines = 1
     if requested_transport == "auto":
-        against_sharing, machines = where_ranks_run(op, group, against_sharing)
+        against_sharing, places = where_ranks_run(op, group, against_sharing, place())
+        machines = len({*places})
+        if not against_sharing and machines > 1:
+            against_sharing = f"ranks are on {machines} machines"
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()
@@ -225,24 +228,20 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     return exchanges
 
 
-def where_ranks_run(op: str, group: ProcessGroup, against_sharing: str) -> tuple[str, int]:
-    """Why the ranks share no memory of the CPU, and on how many machines they are: the same on all ranks."""
+def where_ranks_run(op: str, group: ProcessGroup, against_sharing: str, here: str) -> tuple[str, list[str]]:
+    """(why ranks share no memory of the CPU, wherever they are; where each is), the same on all ranks."""
     call = handshake(op, "where ranks run", group)
-    offer = _place(), against_sharing
-    found = offers_of_all(f"process group '{group.group_name}'", call, "", "", offer)
-    machines = len({place for place, _ in found})
+    found = offers_of_all(f"process group '{group.group_name}'", call, "", "", (here, against_sharing))
     problems = [f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found) if theirs]
-    if machines > 1:
-        problems.append(f"ranks are on {machines} machines")
     try:
         if not calls_of(group).matches_tags(torch.device("cpu")):
             problems.append("its backend is not gloo")
     except RuntimeError:
         problems.append("it has no backend for the CPU")
-    return problems[0] if problems else "", machines
+    return problems[0] if problems else "", [where for where, _ in found]
 
 
-def _place() -> str:
+def place() -> str:
     """A machine, and the network that it sees: processes in namespaces of their own stand for machines."""
     try:
         return f"{mailbox.machine()} {os.readlink('/proc/self/ns/net')}"

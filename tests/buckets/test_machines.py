@@ -1,0 +1,170 @@
+"""Ranks of several machines: those of one share memory, the owners of a shard reduce it between machines."""
+
+import itertools
+import logging
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.buckets.golden import assert_gradients, chain, expected_gradients, loss_of, own_batch, wrap
+from tests.buckets.ways import on_machine
+from tests.checks import error_of
+from tests.ranks import RankFailure, RankPool
+from tpkernels import GradientBuckets
+from tpkernels.buckets.machines import Machines, machines_of
+
+IN_TURN, IN_A_ROW, UNEVEN = ["a", "b", "a", "b"], ["a", "a", "b", "b"], ["a", "a", "a", "b"]
+
+
+@pytest.fixture
+def four(ranks4):
+    return ranks4.pool
+
+
+def on(ranks, places, function, *args):
+    return ranks.run_each(on_machine, [(place, function, *args) for place in places])
+
+
+@pytest.mark.parametrize("places", [IN_TURN, IN_A_ROW, list("abcabc"), ["x"] * 3], ids="".join)
+def test_each_rank_is_an_owner_with_one_of_each_machine(places):
+    machines = [machines_of(places, rank)[1] for rank in range(len(places))]
+    for rank, (members, owners) in enumerate(machines):
+        assert {places[member] for member in members} == {places[rank]}
+        assert sorted(places[owner] for owner in owners) == (sorted({*places}) if owners else [])
+        assert all(machines[owner].owners == owners for owner in owners)
+
+
+def test_machines_with_one_rank_or_uneven_ones_share_nothing():
+    assert machines_of(["a", "b"], 0) == ("ranks are on 2 machines, one on each", Machines([0], []))
+    assert machines_of(UNEVEN, 3)[0] == "ranks are on 2 machines, not as many on each"
+
+
+def gradients_between_machines(reduce, average):
+    """What each step leaves, and how many collectives the whole group was asked for in it."""
+    module = chain()
+    buckets = wrap(module, reduce=reduce, average=average)
+    assert buckets._memory.neighbours is not None
+    asked = set()
+    for step in range(4):
+        buckets.zero()
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        loss_of(module(own_batch(step))).backward()
+        buckets.finish()
+        if step:  # the first one teaches
+            asked.add(dist.group.WORLD._get_sequence_number_for_group() - before)
+        expected = expected_gradients(module, (step,), average=average)
+        if reduce == "all_reduce":
+            assert_gradients(module, expected)
+        else:
+            for shard, right in zip(buckets.gradient_shards(), buckets.shard(expected), strict=True):
+                torch.testing.assert_close(shard, right)
+    return asked
+
+
+@pytest.mark.way("shared")
+@pytest.mark.parametrize("places", [IN_TURN, IN_A_ROW], ids="".join)
+@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
+def test_gradients_between_machines_equal_those_of_one_process(four, places, reduce, average):
+    assert on(four, places, gradients_between_machines, reduce, average) == [{0}] * 4
+
+
+def halves_between_machines(wire_dtype):
+    """257 is 256 in bfloat16: added in float32 on a machine and, if not asked otherwise, between them."""
+    weight = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    buckets = GradientBuckets([("weight", weight)], dist.group.WORLD, average=False, wire_dtype=wire_dtype)
+    (weight * (256.0 if dist.get_rank() == 0 else 1.0)).sum().backward()
+    buckets.finish()
+    return {*weight.grad.float().tolist()}
+
+
+@pytest.mark.way("shared")
+def test_what_travels_between_machines_is_of_the_wire_dtype(four):
+    # 256 + 1 on machine a, 1 + 1 on b: 259, of which bfloat16 has 260 (even); sent as bfloat16, 256 + 2 = 258
+    assert on(four, IN_A_ROW, halves_between_machines, None) == [{260.0}] * 4
+    assert on(four, IN_A_ROW, halves_between_machines, torch.bfloat16) == [{258.0}] * 4
+
+
+def choice():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("tpkernels.choices")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        wrap(chain())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    (line,) = lines
+    return line.partition(" of 4 ranks: ")[2]
+
+
+@pytest.mark.way("shared")
+def test_log_says_who_shares(four):
+    assert on(four, IN_A_ROW, choice) == ["shared (2 ranks are on each of 2 machines)"] * 4
+    assert on(four, UNEVEN, choice) == ["apart (ranks are on 2 machines, not as many on each)"] * 4
+    assert on(four, "abcd", choice) == ["apart (ranks are on 4 machines, one on each)"] * 4
+    assert on(four, "aaaa", choice) == ["shared (4 ranks are on one machine)"] * 4
+
+
+def marked(layout):
+    """Tensor-parallel ranks next to each other, data-parallel ones across."""
+    rank = dist.get_rank()
+    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    module = chain()
+    for parameter in itertools.islice(module.parameters(), 2, 5):
+        parameter.sequence_parallel = True
+    buckets = GradientBuckets(
+        module, data_groups[rank % 2], bucket_bytes=600, tensor_parallel_group=tensor_groups[rank // 2]
+    )
+    for step in range(3):
+        buckets.zero()
+        loss_of(module(own_batch(step))).backward()
+        buckets.finish()
+    with_marked = [
+        gradient * 2 if hasattr(parameter, "sequence_parallel") else None
+        for parameter, gradient in zip(module.parameters(), expected_gradients(module, (2,)), strict=True)
+    ]
+    for parameter, expected in zip(module.parameters(), with_marked, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected)
+    return buckets._memory.neighbours is not None
+
+
+@pytest.mark.way("shared")
+@pytest.mark.parametrize(
+    ("places", "share"), [("aaaa", True), ("aabb", False), ("abab", False)], ids=["one", "data", "tensor"]
+)
+def test_marked_gradients_wherever_ranks_are(four, places, share):
+    assert on(four, places, marked, places) == [share] * 4
+
+
+def owner_dies():
+    module = chain()
+    buckets = wrap(module)
+    for step in range(3):
+        buckets.zero()
+        dist.barrier()
+        if step == 2 and dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss_of(module(own_batch(step))).backward()
+        kind, text = error_of(buckets.finish)
+        if step == 2:
+            assert kind == "RuntimeError"
+            assert "all_reduce of bucket 0 of 4" in text
+            assert "Cause: " in text
+        else:
+            assert kind == "nothing"
+
+
+def test_rank_that_dies_is_noticed_on_all_machines():
+    with RankPool(4) as ranks, pytest.raises(RankFailure, match="killed by signal 9") as caught:
+        on(ranks, IN_A_ROW, owner_dies)
+    assert [*caught.value.exceptions] == [3], caught.value

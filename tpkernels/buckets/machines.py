@@ -1,0 +1,63 @@
+"""Which ranks of a group share memory, and who of them speaks to other machines.
+
+machine    one              other
+ranks      0  1  2          3  4  5
+owners     0 and 3, 1 and 4, 2 and 5: each adds up one shard, first over its machine, then with the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tpkernels.comm.groups import timeout_of
+
+
+class Machines(NamedTuple):
+    """As seen by one rank; ranks are numbered within the group."""
+
+    members: list[int]  # on this machine, this rank among them
+    owners: list[int]  # who add up the same shard, one on each machine; none if there is one machine
+
+
+def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
+    """(why these ranks do not share memory, and who does). places: by rank, where it runs
+
+    >>> machines_of(["a", "a", "b", "b"], rank=1)[1]
+    Machines(members=[0, 1], owners=[1, 3])
+    >>> machines_of(["a", "a", "b"], rank=0)[0]
+    'ranks are on 2 machines, not as many on each'
+    """
+    ranks_at = {place: [peer for peer, other in enumerate(places) if other == place] for place in places}
+    members, counts = ranks_at[places[rank]], {len(ranks) for ranks in ranks_at.values()}
+    if len(ranks_at) == 1:
+        return "", Machines(members, [])
+    if counts == {1}:
+        return f"ranks are on {len(ranks_at)} machines, one on each", Machines(members, [])
+    if len(counts) > 1:
+        return f"ranks are on {len(ranks_at)} machines, not as many on each", Machines(members, [])
+    number = members.index(rank)
+    return "", Machines(members, sorted(ranks[number] for ranks in ranks_at.values()))
+
+
+_across: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+
+
+def group_across(group: ProcessGroup, owners: Sequence[int]) -> str:
+    """The name of a group of the owners of one shard, made once; all ranks of `group` ask at once."""
+    if group not in _across:
+        seconds = timeout_of(group, torch.device("cpu"))
+        made = dist.new_group(
+            [dist.get_global_rank(group, owner) for owner in owners],
+            timeout=timedelta(seconds=seconds),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        _across[group] = str(made.group_name)
+    return _across[group]
