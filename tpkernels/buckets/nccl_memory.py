@@ -1,15 +1,16 @@
-"""Memory that NCCL allocates and registers: it reads and writes there, and copies nothing into buffers of its own.
+"""Memory that NCCL allocates and registers: it reads and writes there, without copies into its own buffers.
 
-A pool has NCCL's allocator (`ncclMemAlloc`), tensors are made in it, and then its segments are registered with
-the group's communicator (`ncclCommRegister`), which tells no other rank. Rules of NCCL and of torch's pools:
+A pool has NCCL's allocator (`ncclMemAlloc`), tensors are made in it, and then its segments are registered
+with the group's communicator (`ncclCommRegister`), of which other ranks hear nothing. What NCCL
+and torch ask for:
 
-- If one rank sends from registered memory, all do, at the same offset of a segment; else nobody knows what comes.
-- A segment is deregistered before it is freed: the next one at its address would be taken for it.
+- If one rank sends from registered memory, all do, at one offset of their segments; else anything may come.
+- A segment is deregistered before it is freed: what lies at its address next would be taken for it.
 - A communicator that has ended knows no segments any more, and must not be asked.
 
-Symmetric windows (`register_mem_pool(pool, symm=True)`, NCCL 2.27) are left alone. To register one is a collective,
-which hangs where another rank has failed; up to some torch it went in the order of addresses, which differ between
-ranks; and a communicator that was aborted with windows aborted the process.
+Symmetric windows (`register_mem_pool(pool, symm=True)`, NCCL 2.27) are left alone. To register one is a
+collective, which hangs where another rank has failed; and in some versions of torch segments go in the order
+of their addresses, which differ between ranks, and to abort a communicator with windows aborts the process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ _CALLS = "mem_allocator", "register_mem_pool", "deregister_mem_pool"  # of torch
 
 def may_serve(device: torch.device) -> bool:
     """What all ranks know without a word: nothing is asked, allocated or timed while a graph is captured."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and not is_capturing(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def why_not(group: ProcessGroup, device: torch.device) -> str:
@@ -85,11 +90,11 @@ class NcclMemory:
         """Here only, without a word to other ranks."""
         group = self._group()
         assert group is not None, "whoever registers has the group"
+        self._registered = True  # whatever comes of it: some segments may be, when another fails
         backend_of(group, self._device).register_mem_pool(self._pool)
-        self._registered = True
 
     def layout(self, flats: Sequence[Tensor]) -> str:
-        """A digest of where tensors lie in segments of which sizes: allocators are set up by the environment."""
+        """A digest of where tensors lie in their segments: each rank's environment sets up its allocator."""
         places = []
         for flat in flats:
             address = flat.data_ptr()
@@ -108,6 +113,8 @@ class NcclMemory:
         """Give the memory back, once nothing uses it; whether that is done, or another process's business."""
         if os.getpid() != self._process:
             return False  # CUDA does not survive a fork, nor does the communicator
+        if is_capturing(self._device):
+            return False  # which would end the capture
         if self._registered and (group := self._group()) is not None and is_alive(group):
             try:
                 torch.cuda.synchronize(self._device)  # kernels of the last collective

@@ -1,9 +1,9 @@
 """Buckets in memory that NCCL has registered, where that is at least as fast as plain memory.
 
 All ranks of a group choose alike: NCCL takes registered memory of all ranks, or of none. So each rank tries,
-and tells the others what came of it, before a collective touches the memory. The first buckets of a size class
-are then timed in both memories, and the slowest rank of each decides. The choice holds for this group and
-process; one line on the logger "tpkernels.choices" tells it.
+and tells the others what came of it, before a collective touches the memory. The first buckets of a size
+class are then timed in both memories, and the slowest rank of each decides. The choice holds for this group
+and process; one line on the logger "tpkernels.choices" tells it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Key(NamedTuple):
     size: int  # bytes of the largest bucket, up to a power of two
 
 
-_chosen: WeakKeyDictionary[ProcessGroup, dict[Key, bool]] = WeakKeyDictionary()  # whether registered memory
+# Whether a group can have registered memory at all, under None, and whether a key takes it.
+_chosen: WeakKeyDictionary[ProcessGroup, dict[Key | None, bool]] = WeakKeyDictionary()
 _held: list[NcclMemory] = []  # until nothing uses it
 
 
@@ -57,14 +58,17 @@ def registered_zeros(
     largest = sizes.index(max(sizes))
     key = Key(reduction, dtypes[largest], 1 << (sizes[largest] - 1).bit_length())
     known = _chosen.setdefault(group, {})
-    if not known.get(key, True):
+    if not known.get(None, True) or not known.get(key, True):
         return None
-    flats: list[Tensor] | None
     try:
-        if key in known:
-            flats, _ = registered_by_all(group, elements, dtypes, device)
-            return flats
-        connected_by_all(group, device)
+        if None not in known:
+            known[None] = False
+            connected_by_all(group, device)
+            registered_by_all(group, [1], [torch.uint8], device)  # if this fails, little memory stays taken
+            known[None] = True
+        if known.get(key):
+            return registered_by_all(group, elements, dtypes, device)[0]
+        known[key] = False
         flats, plain = registered_by_all(group, elements, dtypes, device, beside=largest)
     except CannotTakePart as error:  # on all ranks alike
         known[key] = False
@@ -72,25 +76,22 @@ def registered_zeros(
         return None
     ours, theirs = slowest(group, [flats[largest], *plain], reduction)
     known[key] = ours <= theirs
-    del plain
-    if not known[key]:
-        flats = None
-        give_back_unused()
-    _say(
-        group,
-        key,
-        f"{'registered' if known[key] else 'plain'} memory (registered {ours:.3g} ms, plain {theirs:.3g} ms)",
-    )
-    return flats
+    memory = "registered" if known[key] else "plain"
+    _say(group, key, f"{memory} memory (registered {ours:.3g} ms, plain {theirs:.3g} ms)")
+    if known[key]:
+        return flats
+    flats.clear()
+    give_back_unused()
+    return None
 
 
 def give_back_unused() -> None:
-    """Memory whose tensors are gone. Not told by the tensors themselves: they go amid anything, in any thread."""
+    """Memory whose tensors are gone. Not called by their end, which comes amid anything, in any thread."""
     _held[:] = [memory for memory in _held if memory.in_use() or not memory.end()]
 
 
 def connected_by_all(group: ProcessGroup, device: torch.device) -> None:
-    """Find out whether all ranks want registered memory, and connect the communicator, which needs them all."""
+    """Connect the communicator if all ranks want registered memory; else CannotTakePart on all ranks."""
     try:
         problem = nccl_memory.why_not(group, device)
     except Exception as error:  # whatever it is, the others wait to be told
@@ -106,7 +107,7 @@ def registered_by_all(
     device: torch.device,
     beside: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Registered tensors, and a plain one like that at `beside`; CannotTakePart on all ranks if one has failed."""
+    """Registered tensors, and a plain one like that at `beside`; CannotTakePart on all ranks if one fails."""
     flats: list[Tensor] = []
     plain: list[Tensor] = []
     problem = layout = ""
@@ -128,8 +129,7 @@ def registered_by_all(
         differing = [rank for rank, offer in enumerate(found) if offer != found[0]]
         if differing:  # all ranks see the same answers
             raise CannotTakePart(
-                f"{_name(group)}: buckets of rank {differing[0]} lie elsewhere in their segments than those of "
-                "rank 0"
+                f"{_name(group)}: buckets of rank {differing[0]} lie elsewhere in segments than rank 0's"
             )
     except CannotTakePart:
         flats.clear()
@@ -154,6 +154,6 @@ def _name(group: ProcessGroup) -> str:
 def _say(group: ProcessGroup, key: Key, what: str) -> None:
     choices.info(
         "gradient buckets of up to %.3g MiB %s, %s, process group '%s' of %d ranks: %s",
-        key.size / 2**20, str(key.dtype).removeprefix("torch."), key.reduction, group.group_name, group.size(),
-        what,
+        key.size / 2**20, str(key.dtype).removeprefix("torch."), key.reduction, group.group_name,
+        group.size(), what,
     )  # fmt: skip
