@@ -65,6 +65,7 @@ def registered_zeros(
             known[None] = False
             connected_by_all(group, device)
             registered_by_all(group, [1], [torch.uint8], device)  # if this fails, little memory stays taken
+            give_back_unused()
             known[None] = True
         if known.get(key):
             return registered_by_all(group, elements, dtypes, device)[0]
