@@ -164,6 +164,23 @@ def test_if_one_rank_lacks_it_none_has_it_and_none_hangs(ranks2, planted, transp
         assert total == 2.0
 
 
+def fail_once_after_success():
+    group = dist.group.WORLD
+    with standing_in(group) as world:
+        first = zeros(group) is not None
+        world.fails_at = "zeros" if dist.get_rank() == 1 else ""
+        second = zeros(group) is not None
+        world.fails_at = ""
+        before = calls_of(group)._number
+        third = zeros(group) is not None
+        assert not world.broken, world.broken
+        return first, second, third, calls_of(group)._number - before
+
+
+def test_after_a_failure_it_is_plain_memory_for_good(ranks2):
+    assert ranks2.run(fail_once_after_success) == [(True, False, False, 0)] * 2
+
+
 def lie_elsewhere():
     group = dist.group.WORLD
     with standing_in(group, offset=16 * dist.get_rank()) as world, heard() as lines:
