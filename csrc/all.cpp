@@ -3,5 +3,7 @@
 #include "bucket_engine.cpp"
 #include "bucket_gradients.cpp"
 #include "bucket_launch.cpp"
+#include "bucket_memory.cpp"
 #include "collectives.cpp"
 #include "module.cpp"
+#include "shared_sums.cpp"

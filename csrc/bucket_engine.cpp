@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
@@ -57,6 +56,7 @@ BucketEngine::~BucketEngine() { release_resources(); }
 void BucketEngine::release_resources() {
   const Turn turn(order_);
   abandon();
+  leave();
   slots_.clear();  // and with them the hooks, where nobody else holds their nodes
   buckets_.clear();
 }
@@ -65,31 +65,38 @@ void BucketEngine::detach() {
   const Turn turn(order_);
   detached_ = true;
   abandon();
+  leave();
 }
 
 void BucketEngine::arrange(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
-                           const std::vector<int64_t>& elements) {
+                           const std::vector<at::Tensor>& flats) {
   const Turn turn(order_);
   const at::NoGradGuard no_grad;
   refuse_detached();
   refuse_midway();
   for (const Slot& slot : slots_) refuse_converted(slot);
-  check_arrangement(bucket_of, offset_of, elements);
-  std::vector<Bucket> buckets(elements.size());
+  check_arrangement(bucket_of, offset_of, flats);
+  await_others();
+  std::vector<Bucket> buckets(flats.size());
   std::vector<at::Tensor> views;
   for (size_t i = 0; i < slots_.size(); ++i) {  // nothing is changed until all of this has succeeded
     const Slot& slot = slots_[i];
     Bucket& bucket = buckets[bucket_of[i]];
     if (bucket.members.empty()) {
       bucket.marked = slot.marked;
-      bucket.flat = at::zeros({elements[bucket_of[i]]}, slot.parameter.options().requires_grad(false).dtype(
-                                                            options_.grad_dtype.value_or(slot.dtype)));
+      bucket.flat = flats[bucket_of[i]];
     }
     bucket.members.push_back(i);
     views.push_back(view_like(slot.parameter, bucket.flat, offset_of[i]));
     if (slot.view.defined()) views.back().copy_(slot.view);
   }
-  for (Bucket& bucket : buckets) bucket.pending = bucket.members.size();
+  size_t numbers[2] = {0, 0};
+  for (Bucket& bucket : buckets) {
+    bucket.pending = bucket.members.size();
+    bucket.number = numbers[bucket.marked]++;
+  }
+  sums_.reset();
+  marked_sums_.reset();
   buckets_ = std::move(buckets);  // memory of old buckets is held by their views, and goes with the last
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
@@ -114,13 +121,18 @@ void BucketEngine::on_gradient(size_t index) {
   const at::NoGradGuard no_grad;
   if (detached_) return;
   refuse_unarranged();
-  if (finished_) begin_round();
+  refuse_lost();
+  if (finished_) {
+    await_others();
+    begin_round();
+  }
   Slot& slot = slots_[index];
   refuse_late(slot);
   take_in(slot);
   slot.touched = true;
   Bucket& bucket = buckets_[slot.bucket];
   side_.note_current(bucket.streams);
+  advance();
   if (!synchronizing_) return;
   ++slot.arrived;
   slot.last_arrival = ++clock_;
@@ -144,7 +156,7 @@ void BucketEngine::begin_round() {
     bucket.pending = bucket.members.size();
     bucket.streams.clear();
   }
-  next_ = 0;
+  next_ = published_ = 0;
   clock_ = launched_in_backward_ = 0;
   finished_ = refused_ = false;
 }
@@ -154,9 +166,9 @@ bool BucketEngine::zero() {
   const at::NoGradGuard no_grad;
   refuse_detached();
   group_.get();
-  const bool interrupted = !finished_ && has_begun();
-  if (interrupted && refused_) abandon();  // as all ranks do
-  if (interrupted && !refused_) give_up();
+  end_round();
+  await_others();
+  const bool interrupted = std::exchange(interrupted_, false);
   for (Slot& slot : slots_) {
     slot.reduced = false;
     if (!options_.main_grad) slot.parameter.mutable_grad().reset();
@@ -181,8 +193,48 @@ void BucketEngine::give_up() {
         buckets_[b].flat.fill_(std::numeric_limits<double>::quiet_NaN());
       }
       for (; next_ < buckets_.size(); ++next_) start(buckets_[next_]);
-      complete();
+      advance();
+      if (!sums_) complete();
     }
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+bool BucketEngine::end_round() {
+  if (!finished_ && has_begun()) {
+    interrupted_ = true;
+    if (refused_) {
+      abandon();  // as all ranks do
+    } else {
+      give_up();
+    }
+    finished_ = true;
+  }
+  return interrupted_;
+}
+
+bool BucketEngine::interrupt() {
+  const Turn turn(order_);
+  const at::NoGradGuard no_grad;
+  refuse_detached();
+  group_.get();
+  return end_round();
+}
+
+bool BucketEngine::launch_rest() {
+  const Turn turn(order_);
+  const at::NoGradGuard no_grad;
+  refuse_unfinishable();
+  if (finished_) return false;
+  launch_those_left();
+  return true;
+}
+
+void BucketEngine::launch_those_left() {
+  try {
+    while (next_ < buckets_.size()) launch(next_);
   } catch (...) {
     abandon();
     throw;
@@ -192,13 +244,10 @@ void BucketEngine::give_up() {
 std::vector<int64_t> BucketEngine::finish() {
   const Turn turn(order_);
   const at::NoGradGuard no_grad;
-  refuse_detached();
-  refuse_unarranged();
-  group_.get();
-  for (const Slot& slot : slots_) refuse_converted(slot);
+  refuse_unfinishable();
   if (!finished_) {
+    launch_those_left();
     try {
-      while (next_ < buckets_.size()) launch(next_);
       complete();
     } catch (...) {
       abandon();

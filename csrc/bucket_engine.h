@@ -4,6 +4,9 @@
 // hook takes its gradient into the bucket; the hook that completes a bucket launches the collective; `finish`
 // launches the rest and waits. Buckets are launched strictly in their order, so that all ranks agree on it.
 //
+// Ranks whose buckets lie in memory that all of them see (`meet`) add them up there (shared_sums.h); else a
+// bucket is a collective of the group's backend.
+//
 // Until `expect` says how many gradients each parameter receives, nothing is launched before `finish`:
 // a parameter may receive several in one backward (reentrant checkpoints), and only a whole one tells.
 #pragma once
@@ -12,11 +15,14 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
+#include <chrono>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "collectives.h"
+#include "shared_sums.h"
 #include "side_stream.h"
 #include "turn.h"
 
@@ -35,6 +41,8 @@ struct EngineOptions {
   int64_t timeout_ms;                        // of a collective; below zero: the group's own
 };
 
+using Awaited = std::tuple<std::string, bool, std::vector<int64_t>, std::vector<int64_t>>;
+
 class BucketEngine : public torch::CustomClassHolder {
  public:
   // marked: by parameter, whether its gradient is summed over the tensor-parallel group as well
@@ -47,10 +55,16 @@ class BucketEngine : public torch::CustomClassHolder {
   ~BucketEngine() override;
   void release_resources() override;  // called when the last owner lets go
 
-  // Makes the buckets, and moves the gradients into them. All parameters of a bucket are of one dtype, and
-  // all are marked or none is.
+  // Moves the gradients into buckets, which are flat and hold zeros. All parameters of a bucket are of one
+  // dtype, and all are marked or none is.
   void arrange(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
-               const std::vector<int64_t>& elements);
+               const std::vector<at::Tensor>& buckets);
+  // From now on, until they are arranged anew, buckets are added up in memory that all ranks see. With marked
+  // ones, called for the tensor-parallel group first.
+  // doorbells, words: by rank; flats: by rank, all (or for the tensor-parallel group the marked) buckets of
+  // each; see SharedSums. This rank's own are those that `arrange` was given.
+  void meet(bool tensor_parallel, const std::vector<at::Tensor>& doorbells,
+            const std::vector<at::Tensor>& words, const std::vector<at::Tensor>& flats, int64_t timeout_ms);
   // How many gradients each parameter receives in a round: from now on, backward launches.
   void expect(const std::vector<int64_t>& arrivals);
 
@@ -59,6 +73,17 @@ class BucketEngine : public torch::CustomClassHolder {
   bool zero();
   // Ends the round: all gradients are reduced. The parameters that received none here; again if asked again.
   std::vector<int64_t> finish();
+  // The parts of both that come before the wait for other ranks. Who calls these, and `settle` until it is
+  // true, has `zero` and `finish` wait for nothing where ranks share memory.
+  bool interrupt();
+  bool launch_rest();  // false if there was nothing to finish
+  // Waits for other ranks, so many seconds at most: whether all that was published in shared memory is done.
+  bool settle(double seconds);
+  // While it is not: what is waited for, whether of tensor-parallel ranks, of which, and which of them have
+  // let go of their engine.
+  Awaited awaited() const;
+  // Other ranks will not do their part: nothing waits for them any more.
+  void lose_others();
   // Whether gradients count towards a launch, or are only accumulated.
   void set_synchronizing(bool synchronizing);
   // Leaves the parameters alone from now on: no hooks, nothing in flight.
@@ -96,6 +121,7 @@ class BucketEngine : public torch::CustomClassHolder {
     at::Tensor flat;
     std::vector<size_t> members;
     bool marked = false;
+    size_t number = 0;      // among the marked, or among the others
     bool half_way = false;  // in the first of its two groups
     size_t pending = 0;     // members that still expect a gradient
     std::vector<c10::Stream> streams = {};
@@ -106,11 +132,18 @@ class BucketEngine : public torch::CustomClassHolder {
   static EngineOptions checked(EngineOptions options, const std::vector<at::Tensor>& parameters,
                                const std::vector<std::string>& names, const std::vector<bool>& marked);
   void check_arrangement(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
-                         const std::vector<int64_t>& elements) const;
+                         const std::vector<at::Tensor>& buckets) const;
+  std::vector<SharedSums::Place> checked_places(bool tensor_parallel,
+                                                const std::vector<at::Tensor>& doorbells,
+                                                const std::vector<at::Tensor>& words,
+                                                const std::vector<at::Tensor>& flats,
+                                                int64_t timeout_ms) const;
   void check_expected(const std::vector<int64_t>& arrivals) const;
   void refuse_detached() const;
   void refuse_unarranged() const;
   void refuse_midway() const;
+  void refuse_unfinishable() const;
+  void refuse_lost() const;
 
   void on_gradient(size_t index);
   void take_in(Slot& slot);
@@ -123,6 +156,7 @@ class BucketEngine : public torch::CustomClassHolder {
   bool has_begun() const;
   void begin_round();
   void give_up();
+  void launch_those_left();
   void launch(size_t index);
   void start(Bucket& bucket);
   at::ScalarType wire_dtype(at::ScalarType own) const;
@@ -131,12 +165,22 @@ class BucketEngine : public torch::CustomClassHolder {
   void complete();
   void await(Bucket& bucket, const LiveGroup& group, const char* operation);
   void abandon() noexcept;
+  bool end_round();
+
+  void advance();
+  bool is_settled() const;
+  bool settled_within(std::chrono::nanoseconds time);
+  void await_others();
+  Awaited awaited_now() const;
+  void lose();
+  void leave() noexcept;
 
   void scale(Bucket& bucket);
   int64_t objection_to(const Bucket& bucket) const;
   int64_t objection_of_any(const Bucket& bucket, int64_t own);
   void refuse_nan(const Bucket& bucket);
   std::string describe(const Bucket& bucket) const;
+  bool divides() const { return divides_ && !sums_; }
   bool keeps_average() const { return options_.average && !options_.reduce_scatter; }
 
   const EngineOptions options_;
@@ -151,12 +195,18 @@ class BucketEngine : public torch::CustomClassHolder {
   mutable Turn::Order order_;  // autograd runs hooks in its own threads
   std::vector<Slot> slots_;
   std::vector<Bucket> buckets_;
+  std::optional<SharedSums> sums_, marked_sums_;  // over `group`, and over the tensor-parallel one before
+  std::optional<Doorbell> doorbell_;              // rung by ranks of both
+  std::chrono::milliseconds longest_wait_{0};
   bool learning_ = true;
   bool synchronizing_ = true;
   bool finished_ = false;
   bool detached_ = false;
-  bool refused_ = false;  // by all ranks, for what one has found
+  bool refused_ = false;      // by all ranks, for what one has found
+  bool interrupted_ = false;  // the round that `zero` is to end
+  bool lost_others_ = false;
   size_t next_ = 0;       // the bucket to launch
+  size_t published_ = 0;  // the bucket to publish in `sums_`
   int64_t clock_ = 0;
   int64_t launched_in_backward_ = 0;
 };

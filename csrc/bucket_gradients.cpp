@@ -25,7 +25,7 @@ void BucketEngine::take_in(Slot& slot) {
   } else {
     // The first gradient after `zero` is written, not added: that reads and writes half as much, and can
     // divide on the way.
-    slot.scaled = divides_ && synchronizing_ && slot.expected == 1;
+    slot.scaled = divides() && synchronizing_ && slot.expected == 1;
     if (slot.scaled) {
       at::div_out(slot.view, grad, divisor_);
     } else {

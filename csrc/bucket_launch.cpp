@@ -28,10 +28,15 @@ void BucketEngine::launch(size_t index) {
   scale(bucket);
   start(bucket);
   ++next_;
+  advance();
 }
 
 // Marked buckets go through the tensor-parallel group first; `send_on` sends them on.
 void BucketEngine::start(Bucket& bucket) {
+  if (sums_) {  // unmarked ones wait for their turn
+    if (bucket.marked) marked_sums_->publish(bucket.number);
+    return;
+  }
   side_.note_current(bucket.streams);
   side_.wait_for(bucket.streams);
   c10::OptionalStreamGuard on_side;
@@ -75,6 +80,7 @@ void BucketEngine::send_on() {
 
 // Waits for all buckets: the host on a CPU, the current stream elsewhere.
 void BucketEngine::complete() {
+  if (sums_) return await_others();
   c10::OptionalStreamGuard on_side;
   side_.enter(on_side);
   send_on();
@@ -113,7 +119,7 @@ void BucketEngine::abandon() noexcept {
 }
 
 void BucketEngine::scale(Bucket& bucket) {
-  if (!divides_) return;
+  if (!divides()) return;
   const auto is_scaled = [this](size_t i) { return slots_[i].scaled; };
   if (std::none_of(bucket.members.begin(), bucket.members.end(), is_scaled)) {
     bucket.flat.div_(divisor_);

@@ -43,7 +43,8 @@ GOOD = {
 }
 SIZES = [(4, 3), (5,), ()]
 ACCIDENTS = ("INTERNAL ASSERT", "vector::", "bad optional", "bad_alloc", "SymInt")
-LAYOUT = ([0, 0, 1], [0, 16, 0], [32, 16])  # of three parameters of SIZES
+LAYOUT = ([0, 0, 1], [0, 16, 0])  # of three parameters of SIZES
+ELEMENTS = (32, 16)  # of the buckets
 
 
 class Subclass(Tensor):
@@ -198,6 +199,47 @@ def loss_of(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.sum().float() for tensor in tensors if isinstance(tensor, Tensor)]).sum()
 
 
+def buckets() -> list[Tensor]:
+    return [torch.zeros(elements) for elements in ELEMENTS]
+
+
+def odd_buckets(caller: Caller) -> Any:
+    """What may stand where flat tensors of ELEMENTS are expected."""
+    both = torch.zeros(48)
+    return caller.choose(
+        [
+            None,
+            [],
+            buckets()[:1],
+            [*buckets(), torch.zeros(1)],
+            buckets()[::-1],
+            [torch.zeros(4, 8), torch.zeros(16)],
+            [torch.zeros(64)[::2], torch.zeros(16)],
+            [torch.zeros(32, requires_grad=True), torch.zeros(16)],
+            [torch.zeros(32, dtype=torch.float64), torch.zeros(16)],
+            [torch.zeros(32, device="meta"), torch.zeros(16)],
+            [torch.zeros(32).to_sparse(), torch.zeros(16)],
+            [both[:32], both[24:40]],
+            [both[:32], both[32:]],
+        ]
+    )
+
+
+def memory_of(engine: Any) -> list[Any]:
+    """What `meet` is given by a rank that is alone."""
+    flats = engine.buckets()
+    words = torch.zeros(2 * len(flats), dtype=torch.int64)
+    return [[torch.zeros(2, dtype=torch.int64)], [words], flats, 1000]
+
+
+def odd_memory(good: Any) -> list[Any]:
+    """What may stand where words, buckets or a time-out are expected."""
+    if isinstance(good, int):
+        return [0, -1, 2**62, None, "x"]
+    odd = [torch.zeros(3), torch.zeros(0, dtype=torch.int64), torch.zeros(2, 2), torch.zeros(4).to_sparse()]
+    return [None, [], good * 2, good[:-1], *([tensor] * len(good) for tensor in odd)]
+
+
 def hostile_grad(caller: Caller, tensors: list[Tensor]) -> None:
     tensor = caller.choose(tensors)
     tensor.grad = caller.choose(
@@ -229,11 +271,18 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
     """What may be called next, in any order."""
 
     def arrange() -> object:
-        layout = list(LAYOUT)
+        layout = [*LAYOUT, buckets()]
         if caller.generator.random() < 0.4:
             part = caller.generator.randrange(3)
-            layout[part] = caller.spoilt(layout[part])
+            layout[part] = caller.spoilt(layout[part]) if part < 2 else odd_buckets(caller)
         return caller("arrange", engine.arrange, *layout)
+
+    def meet() -> object:
+        tensor_parallel, memory = caller.choose([False, False, True]), memory_of(engine)
+        if caller.generator.random() < 0.5:
+            part = caller.generator.randrange(len(memory))
+            memory[part] = caller.choose(odd_memory(memory[part]))
+        return caller("meet", engine.meet, tensor_parallel, *memory)
 
     def expect() -> object:
         counts = [1, 1, 1]
@@ -258,6 +307,14 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
     return {
         "arrange": arrange,
+        "meet": meet,
+        "interrupt": lambda: caller("interrupt", engine.interrupt),
+        "launch_rest": lambda: caller("launch_rest", engine.launch_rest),
+        "settle": lambda: caller(
+            "settle", engine.settle, caller.choose([0, 0.01, -1, 1e9, float("nan"), "x"])
+        ),
+        "awaited": lambda: caller("awaited", engine.awaited),
+        "lose_others": lambda: caller("lose_others", engine.lose_others),
         "expect": expect,
         "backward": backward,
         "intruded": intruded,
@@ -283,7 +340,7 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
 def weighted(possible: Iterable[str]) -> list[str]:
     """Fewer of those after which little else happens."""
-    rare = ("detach", "data", "grad", "copy", "init")
+    rare = ("detach", "data", "grad", "copy", "init", "meet", "lose_others")
     return [name for name in possible for _ in range(1 if name in rare else 8)]
 
 
@@ -297,7 +354,7 @@ def engine_program(caller: Caller) -> None:
         caller("backward without an engine", lambda: loss_of(tensors).backward())
         return
     if caller.generator.random() < 0.7:
-        caller("arrange", engine.arrange, *LAYOUT)
+        caller("arrange", engine.arrange, *LAYOUT, buckets())
         caller("expect", engine.expect, [1, 1, 1])
     possible = steps(caller, engine, tensors)
     for _ in range(12):

@@ -164,6 +164,9 @@ def test_default_group_is_needed():
     assert "call init_process_group first" in text
 
 
+keep = []  # of ranks, what would otherwise be let go
+
+
 def die_in_a_step(how):
     module = chain()
     buckets = wrap(module, timeout=QUICK)
@@ -173,6 +176,8 @@ def die_in_a_step(how):
         if step == 2 and dist.get_rank() == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "comes late":
+                keep.append(buckets)
             return None  # it stays away, alive: the pool lets no rank leave before the others
         loss_of(module(own_batch(step))).backward()
         started = time.monotonic()
@@ -191,6 +196,11 @@ def die_in_a_step(how):
 def test_late_rank_is_an_error_within_the_time_out(ranks2):
     text, _ = ranks2.run(die_in_a_step, "comes late")
     assert "timeout" in text.lower() or "timed out" in text.lower()
+
+
+def test_rank_that_lets_go_is_an_error(ranks2):
+    text, _ = ranks2.run(die_in_a_step, "lets go")
+    assert text.endswith("Cause: rank 1 of it has let go of its GradientBuckets")
 
 
 def test_dead_rank_is_an_error():

@@ -12,13 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.hostile import GOOD, LAYOUT, PROGRAMS, Calling, parameters, run_programs
+from tests.buckets.hostile import (
+    GOOD,
+    LAYOUT,
+    PROGRAMS,
+    Calling,
+    buckets,
+    memory_of,
+    parameters,
+    run_programs,
+)
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
 from tpkernels.comm._ext import ExtensionState, extension
 
 PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30}
-METHODS = {"arrange", "expect", "zero", "finish", "set_synchronizing"}
+METHODS = {"arrange", "meet", "expect", "zero", "finish", "settle", "set_synchronizing"}
 BOTH_WAYS = {  # which calls are accepted, and which refused, at least
     "engine": {"BucketEngine", "backward", *METHODS},
     "threads": {"backward", *METHODS},
@@ -54,10 +63,18 @@ def engine(**changes: Any) -> Any:
     return torch.classes.tpkernels.BucketEngine(*values.values())
 
 
-def arranged(*layout: list[int], **changes: Any) -> Any:
+def arranged(*layout: Any, **changes: Any) -> Any:
     made = engine(**changes)
-    made.arrange(*(layout or LAYOUT))
+    made.arrange(*(layout or (*LAYOUT, buckets())))
     return made
+
+
+def meeting(part: int, spoilt: Callable[[Any], Any], *, tensor_parallel: bool = False) -> None:
+    """With one of what a rank gives of its memory spoilt."""
+    made = arranged()
+    memory = memory_of(made)
+    memory[part] = spoilt(memory[part])
+    made.meet(tensor_parallel, *memory)
 
 
 def with_first(parameter: Any) -> dict[str, Any]:
@@ -96,7 +113,7 @@ def arrange_midway() -> None:
     tensors = parameters()
     made = arranged(parameters=tensors)
     backward_of(tensors)
-    made.arrange(*LAYOUT)
+    made.arrange(*LAYOUT, buckets())
 
 
 def replaced_parameter() -> None:
@@ -183,7 +200,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "time-out": (
         lambda: engine(timeout_ms=2**63 - 1),
         "ValueError",
-        "expected a time-out of 1 ms to a year, or -1 for the group's own, got 9223372036854775807",
+        "expected a time-out of 1 ms to a year, got 9223372036854775807",
     ),
     "group": (lambda: engine(group="nobody's"), "RuntimeError", "registered under the name nobody's"),
     "marked without a group": (
@@ -192,33 +209,74 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "expected a tensor-parallel group for the parameters that are marked, got none",
     ),
     "too few": (
-        lambda: arranged([0, 0], *LAYOUT[1:]),
+        lambda: arranged([0, 0], LAYOUT[1], buckets()),
         "ValueError",
         "expected a bucket and an offset for each of 3 parameters, got 2 and 3",
     ),
     "bucket": (
-        lambda: arranged([0, 0, 2], *LAYOUT[1:]),
+        lambda: arranged([0, 0, 2], LAYOUT[1], buckets()),
         "IndexError",
         "'c': expected a bucket from 0 below 2, got 2",
     ),
-    "negative bucket": (lambda: arranged([-1, 0, 1], *LAYOUT[1:]), "IndexError", "from 0 below 2, got -1"),
+    "negative bucket": (
+        lambda: arranged([-1, 0, 1], LAYOUT[1], buckets()),
+        "IndexError",
+        "from 0 below 2, got -1",
+    ),
     "empty bucket": (
-        lambda: arranged([0, 0, 0], [0, 16, 24], [32, 16]),
+        lambda: arranged([0, 0, 0], [0, 16, 24], buckets()),
         "ValueError",
         "expected parameters in each of 2 buckets, but bucket 1 has none",
     ),
     "offset": (
-        lambda: arranged([0, 0, 1], [0, 28, 0], [32, 16]),
+        lambda: arranged([0, 0, 1], [0, 28, 0], buckets()),
         "IndexError",
         "'b': expected an offset from 0 that leaves room for 5 of the 32 elements of bucket 0, got 28",
     ),
-    "negative size": (
-        lambda: arranged([0, 0, 1], [0, 16, 0], [32, -(2**63)]),
+    "not flat": (
+        lambda: arranged(*LAYOUT, [torch.zeros(4, 8), torch.zeros(16)]),
         "ValueError",
-        "expected no less than 0 elements in bucket 1, got -9223372036854775808",
+        "expected bucket 0 to be a flat tensor that needs no gradient",
     ),
+    "bucket of another dtype": (
+        lambda: arranged(*LAYOUT, [torch.zeros(32), torch.zeros(16).double()]),
+        "TypeError",
+        "'c': expected a bucket of Float on cpu, got Double on cpu",
+    ),
+    "buckets overlap": (
+        lambda: arranged(*LAYOUT, [flat := torch.zeros(40), flat[24:]]),
+        "ValueError",
+        "expected memory of its own for each bucket, but 0 and 1 overlap",
+    ),
+    "doorbells": (
+        lambda: meeting(0, lambda bells: bells * 2),
+        "ValueError",
+        "expected memory of each of 1 ranks, got 2 doorbells, 1 words and 2 buckets for 2",
+    ),
+    "words": (
+        lambda: meeting(1, lambda _: [torch.zeros(3, dtype=torch.int64)]),
+        "ValueError",
+        "expected 2 words as a doorbell and 2 for each of 2 buckets, of int64 on the CPU",
+    ),
+    "others' buckets": (
+        lambda: meeting(2, lambda flats: flats[::-1]),
+        "ValueError",
+        "expected flat tensors on the CPU like this rank's buckets",
+    ),
+    "own buckets": (
+        lambda: meeting(2, lambda flats: [flat.clone() for flat in flats]),
+        "ValueError",
+        "expected this rank's own buckets at its place",
+    ),
+    "wait": (lambda: meeting(3, lambda _: 0), "ValueError", "expected a time-out of 1 ms to a year, got 0"),
+    "meeting nobody": (
+        lambda: meeting(0, lambda bells: bells, tensor_parallel=True),
+        "ValueError",
+        "expected to meet ranks of `group`, for there is no tensor-parallel one",
+    ),
+    "settling": (lambda: arranged().settle(-1), "ValueError", "expected 0 to 3600 seconds, got -1"),
     "overlap": (
-        lambda: arranged([0, 0, 1], [0, 11, 0], [32, 16]),
+        lambda: arranged([0, 0, 1], [0, 11, 0], buckets()),
         "ValueError",
         "expected memory of its own for each parameter, but 'a' and 'b' overlap in bucket 0",
     ),
@@ -262,7 +320,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "zero after detach": (after_detach("zero"), "RuntimeError", "expected a call before detach()"),
     "finish after detach": (after_detach("finish"), "RuntimeError", "expected a call before detach()"),
     "arrange after detach": (
-        after_detach("arrange", *LAYOUT),
+        after_detach("arrange", *LAYOUT, []),
         "RuntimeError",
         "expected a call before detach()",
     ),
@@ -318,7 +376,7 @@ def test_every_entry_point_is_tried():
         part.split('"')[1].split("(")[0] for part in source.split("def(") if part.strip().startswith('"')
     }
     tried = (Path(__file__).parent / "hostile.py").read_text()
-    assert len(defined) == 13
+    assert len(defined) == 19
     assert {name for name in defined if f'"{name}"' not in tried} <= {
         "built_with_torch"
     }  # which takes nothing

@@ -59,7 +59,7 @@ def open_stand_in(opening: Opening) -> MailboxExchange:
     group = opening.group
 
     def build(shared: Mapping[int, Mapped]) -> symmetric.SymmetricExchange:
-        here, memories = list(shared), [memory for memory, _ in shared.values()]
+        here, memories = list(shared), [mapped.memory for mapped in shared.values()]
         beside = group
         if len(here) < group.size():
             world_ranks = [dist.get_global_rank(group, rank) for rank in here]

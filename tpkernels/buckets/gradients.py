@@ -37,6 +37,8 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
+from tpkernels.buckets.memory import BucketMemory
+from tpkernels.buckets.memory_map import Bucket
 from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
 from tpkernels.comm.agreement import Claim, agree, describe
@@ -48,6 +50,7 @@ from tpkernels.comm.groups import (
     start_broadcast,
 )
 from tpkernels.comm.supported import FLOATING, Problem, problem_of, problem_over
+from tpkernels.comm.transports import select
 
 LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 
@@ -113,11 +116,12 @@ class GradientBuckets:
             tensor_parallel_group is not None and bool(getattr(parameter, "sequence_parallel", False))
             for parameter in self._parameters
         ]
-        self._options = options
+        self._options, transport = options, select.requested_transport
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
-            f"tensor_parallel_group={_size(options.tensor_parallel_group)}, main_grad={main_grad})",
+            f"tensor_parallel_group={_size(options.tensor_parallel_group)}, main_grad={main_grad})"
+            + ("" if transport == "auto" else f" with TPKERNELS_TRANSPORT={transport}"),
             problem_with_extension()
             or problem
             or problem_of(named, FLOATING, written=True)
@@ -144,7 +148,9 @@ class GradientBuckets:
         """Forget all gradients: the next backward starts anew. Also after an exception in backward."""
         if self._engine is None:
             return
-        gave_up = self._engine.zero()
+        neighbours = self._memory.neighbours
+        gave_up = neighbours is not None and neighbours.zero()
+        gave_up |= self._engine.zero()
         if gave_up and self._learning and not self._options.check_nan:  # others learn in finish()
             self._learn(self._engine, gave_up=True)
 
@@ -155,6 +161,8 @@ class GradientBuckets:
         """
         if self._engine is None:
             return ()
+        if self._memory.neighbours is not None:
+            self._memory.neighbours.finish()
         unused = self._engine.finish()
         if self._learning:
             self._learn(self._engine)
@@ -236,6 +244,7 @@ class GradientBuckets:
 
     def _attach(self) -> None:
         self._engine = make_engine(self._parameters, self._names, self._marked, self._options)
+        self._memory = BucketMemory(self._options, self._parameters[0].device, marked=any(self._marked))
         if self._options.grad_dtype is not None and not self._options.main_grad:
             protocol.set_grad_dtype(self._parameters, self._options.grad_dtype)
         # Autograd reaches parameters about in the reverse order of their use: a first guess.
@@ -243,7 +252,7 @@ class GradientBuckets:
         protocol.refuse_copies(self._parameters)
         handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
         # not left to the engine's end, which would wait for what is in flight with Python's lock in its hand
-        self._release = weakref.finalize(self, _let_go, self._engine, self._parameters, handles)
+        self._release = weakref.finalize(self, _let_go, self._engine, self._memory, self._parameters, handles)
         self._release.atexit = False
 
     def _arrange(self, engine: Engine, order: list[int]) -> None:
@@ -257,7 +266,16 @@ class GradientBuckets:
         )
         placed = sorted(zip(order, layout.bucket_of, layout.offset_of, strict=True))  # by parameter
         self._bucket_of = [bucket for _, bucket, _ in placed]
-        engine.arrange(self._bucket_of, [offset for _, _, offset in placed], layout.elements)
+        first = {bucket: index for index, bucket, _ in reversed(placed)}
+        buckets = [
+            Bucket(
+                elements,
+                self._options.grad_dtype or self._parameters[first[bucket]].dtype,
+                self._marked[first[bucket]],
+            )
+            for bucket, elements in enumerate(layout.elements)
+        ]
+        self._memory.arrange(engine, self._bucket_of, [offset for _, _, offset in placed], buckets)
         if self._options.main_grad:
             protocol.publish_main_grads(self._parameters, engine.views())
 
@@ -347,7 +365,14 @@ class GradientBuckets:
         agree(Claim(request, over_tensor, problem), tensor_parallel_group.get())
 
 
-def _let_go(engine: Engine, parameters: Sequence[nn.Parameter], handles: Sequence[RemovableHandle]) -> None:
+def _let_go(
+    engine: Engine,
+    memory: BucketMemory,
+    parameters: Sequence[nn.Parameter],
+    handles: Sequence[RemovableHandle],
+) -> None:
+    if memory.neighbours is not None:
+        memory.neighbours.leave()
     engine.detach()
     protocol.release(parameters, handles)
 

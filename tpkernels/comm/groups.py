@@ -52,7 +52,7 @@ class LiveGroup:
         self._group = ref(group)
         self._process = os.getpid()
         self.name = str(group.group_name)
-        self.size = group.size()
+        self.size, self.rank = group.size(), group.rank()
 
     def get(self) -> ProcessGroup:
         """The group, if it may be used now."""

@@ -27,7 +27,7 @@ import socket
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -44,21 +44,24 @@ from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, 
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
 
-E = TypeVar("E", bound="MailboxExchange")
+B = TypeVar("B", bound="Closable")
 
 _CPU = torch.device("cpu")
 
 
+class Closable(Protocol):
+    """What ranks build together, and let go of if one of them could not."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
-class Opening:
-    """What all ranks of a group ask for, at once and alike, when they open an exchange."""
+class Meeting:
+    """What all ranks of a group ask for, at once and alike, when they make something together."""
 
     name: str
     group: ProcessGroup
-    layout: Layout
-    device: torch.device = _CPU
-    timeout: float = 60.0  # seconds until a rank that does not come is an error
-    op: str = "an exchange"  # who needs it, for errors
+    op: str = field(default="an exchange", kw_only=True)  # who needs it, for errors
 
     @property
     def title(self) -> str:
@@ -68,16 +71,16 @@ class Opening:
     def begin(self) -> Call:
         return handshake(self.op, f"opening {self.name}", self.group)
 
-    def offers(self, call: Call, problem: str, offer: str) -> tuple[list[int], list[str]]:
+    def offers(self, call: Call, problem: str, wanted: str, offer: str) -> tuple[list[int], list[str]]:
         """(the ranks on this machine, this one among them; what each rank of the group offers)
 
-        All raise if a rank opens an exchange of another shape, or has a problem.
+        All raise if a rank wants something else (another shape, say), or has a problem.
         """
-        found = offers_of_all(self.title, call, problem, str(self.layout), (machine(), offer))
+        found = offers_of_all(self.title, call, problem, wanted, (machine(), offer))
         here = same_machine([place for place, _ in found], call.calls.rank)
         return here, [offer for _, offer in found]
 
-    def built_by_all(self, call: Call, build: Callable[[], E]) -> E:
+    def built_by_all(self, call: Call, build: Callable[[], B]) -> B:
         """What `build` returns, once it has returned on all ranks; all raise if it fails on one."""
         built, problem = None, ""
         try:
@@ -92,6 +95,15 @@ class Opening:
             raise
         assert built is not None, "this rank had no problem"
         return built
+
+
+@dataclass(frozen=True)
+class Opening(Meeting):
+    """An exchange that is opened."""
+
+    layout: Layout
+    device: torch.device = _CPU
+    timeout: float = 60.0  # seconds until a rank that does not come is an error
 
 
 class MailboxExchange(Exchange):

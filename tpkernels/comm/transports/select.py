@@ -133,7 +133,7 @@ class Exchanges:
             splits = even_chunks(shape[0], parts_of_shard(shard_bytes))
         name = f"the {purpose} of process group '{group.group_name}'"
         layout = Layout(group.size(), shape, dtype, splits)
-        opening = Opening(name, group, layout, device, timeout_of(group, device), op)
+        opening = Opening(name, group, layout, device, timeout_of(group, device), op=op)
         with torch.inference_mode(False):  # its memory outlives a region that may be active now
             self._open[key] = exchange = openers[transport](opening)
         return exchange
@@ -216,7 +216,7 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     agree(Claim(f"{op} with {asked}", (), problem), group)
     machines = 1
     if requested_transport == "auto":
-        against_sharing, machines = _where_ranks_run(op, group, against_sharing)
+        against_sharing, machines = where_ranks_run(op, group, against_sharing)
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()
@@ -225,7 +225,7 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     return exchanges
 
 
-def _where_ranks_run(op: str, group: ProcessGroup, against_sharing: str) -> tuple[str, int]:
+def where_ranks_run(op: str, group: ProcessGroup, against_sharing: str) -> tuple[str, int]:
     """Why the ranks share no memory of the CPU, and on how many machines they are: the same on all ranks."""
     call = handshake(op, "where ranks run", group)
     offer = _place(), against_sharing

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.transports.host import HostExchange
-from tpkernels.comm.transports.mailbox import MailboxExchange, Opening
+from tpkernels.comm.transports.mailbox import Closable, MailboxExchange, Meeting, Opening
 from tpkernels.comm.transports.memory import Mailbox
 from tpkernels.comm.transports.processes import process_of
 
 E = TypeVar("E", bound=MailboxExchange)
+B = TypeVar("B", bound=Closable)
 
 
 def open_shared(opening: Opening) -> HostExchange:
@@ -32,17 +33,21 @@ def open_shared(opening: Opening) -> HostExchange:
 def _exchange_in(opening: Opening, shared: Mapping[int, Mapped]) -> HostExchange:
     rank, layout = opening.group.rank(), opening.layout
     mailboxes: list[Mailbox | None] = [None] * layout.ranks
-    for peer, (memory, _) in shared.items():
-        mailboxes[peer] = layout.mailbox(memory)
-    processes = {peer: process_of(number) for peer, (_, number) in shared.items() if peer != rank}
+    for peer, mapped in shared.items():
+        mailboxes[peer] = layout.mailbox(mapped.memory)
+    processes = {peer: process_of(mapped.process) for peer, mapped in shared.items() if peer != rank}
     return HostExchange(opening.name, rank, layout, mailboxes, opening.timeout, processes)
 
 
 class Mapped(NamedTuple):
     """A rank on this machine."""
 
-    memory: Tensor  # zeroed bytes for its mailbox
+    buffer: mmap.mmap  # zeroed, and shared by it
     process: int
+
+    @property
+    def memory(self) -> Tensor:
+        return torch.frombuffer(self.buffer, dtype=torch.uint8)
 
 
 def open_mapped(opening: Opening, build: Callable[[Mapping[int, Mapped]], E]) -> E:
@@ -55,24 +60,50 @@ def open_mapped(opening: Opening, build: Callable[[Mapping[int, Mapped]], E]) ->
                 f"{opening.device}; use symmetric or c10d"
             )
         layout.require_rows(name)
-        descriptor = os.memfd_create(f"tpkernels {name}", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, layout.byte_count)
+        descriptor = new_memory(name, layout.byte_count)
     except Exception as error:  # whatever it is, the others wait to be told
         problem = f"{type(error).__name__}: {error}"
-    number = 0 if problem else os.fstat(descriptor).st_ino
-    call, offer = opening.begin(), f"{os.getpid()} {descriptor} {number}"
     try:
-        # a rank that cannot go on says so here: nobody waits for it below
-        here, offers = opening.offers(call, problem, offer)
-        places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
-
-        def map_and_build() -> E:
-            return build({peer: _mapped(place, layout.byte_count) for peer, place in places.items()})
-
-        return opening.built_by_all(call, map_and_build)  # all have mapped it, so descriptors may close
+        return mapped_by_all(opening, str(layout), layout.byte_count, problem, descriptor, build)
     finally:
-        if descriptor >= 0:
+        if descriptor >= 0:  # all have mapped it
             os.close(descriptor)
+
+
+def new_memory(name: str, count: int) -> int:
+    """The descriptor of an anonymous file of zeros."""
+    descriptor = os.memfd_create(f"tpkernels {name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, count)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def mapped_by_all(
+    meeting: Meeting,
+    wanted: str,
+    count: int,
+    problem: str,
+    descriptor: int,
+    build: Callable[[Mapping[int, Mapped]], B],
+) -> B:
+    """What `build` makes of the first bytes that the ranks on this machine bring, by their number.
+
+    wanted: what all must want alike
+    problem: why this rank brings nothing, if so: then all raise
+    """
+    number = 0 if problem else os.fstat(descriptor).st_ino
+    call, offer = meeting.begin(), f"{os.getpid()} {descriptor} {number}"
+    # a rank that cannot go on says so here: nobody waits for it below
+    here, offers = meeting.offers(call, problem, wanted, offer)
+    places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
+
+    def map_and_build() -> B:
+        return build({peer: _mapped(place, count) for peer, place in places.items()})
+
+    return meeting.built_by_all(call, map_and_build)
 
 
 class _Place(NamedTuple):
@@ -95,4 +126,4 @@ def _mapped(place: _Place, count: int) -> Mapped:
         ) from error
     except Exception as error:
         raise RuntimeError(f"it cannot map the memory of the others ({error!r}); use c10d") from error
-    return Mapped(torch.frombuffer(mapped, dtype=torch.uint8), place.process)
+    return Mapped(mapped, place.process)

@@ -316,7 +316,7 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
     except Exception as error:  # whatever it is, the others wait to be told
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
-    here, gpus = opening.offers(call, problem, gpu)
+    here, gpus = opening.offers(call, problem, str(layout), gpu)
     shares_gpu = require_gpu_each(opening.title, gpus, group.rank())
 
     def build() -> SymmetricExchange:

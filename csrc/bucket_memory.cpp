@@ -1,0 +1,115 @@
+// How ranks of one machine add up buckets in the memory that they share, and wait for each other.
+#include "bucket_engine.h"
+
+namespace tpkernels {
+
+void BucketEngine::meet(bool tensor_parallel, const std::vector<at::Tensor>& doorbells,
+                        const std::vector<at::Tensor>& words, const std::vector<at::Tensor>& flats,
+                        int64_t timeout_ms) {
+  const Turn turn(order_);
+  refuse_detached();
+  refuse_midway();
+  auto places = checked_places(tensor_parallel, doorbells, words, flats, timeout_ms);
+  const LiveGroup& group = tensor_parallel ? *tensor_parallel_group_ : group_;
+  const bool in_double = options_.wire_dtype == at::kDouble;
+  doorbell_.emplace(doorbells[group.rank()].mutable_data_ptr<int64_t>());
+  longest_wait_ = std::chrono::milliseconds(timeout_ms);
+  if (tensor_parallel) {
+    marked_sums_.emplace(std::move(places), group.rank(), SumOptions{false, 1, in_double});
+  } else {
+    const int64_t divisor = options_.average ? group.size() : 1;
+    sums_.emplace(std::move(places), group.rank(), SumOptions{options_.reduce_scatter, divisor, in_double});
+  }
+}
+
+// What can go on without waiting. Buckets are published in their order, marked ones once they hold the sum of
+// the tensor-parallel ranks.
+void BucketEngine::advance() {
+  if (!sums_ || lost_others_ || !group_.is_of_this_process()) return;
+  if (marked_sums_) marked_sums_->advance();
+  for (; published_ < next_; ++published_) {
+    const Bucket& bucket = buckets_[published_];
+    if (bucket.marked && !marked_sums_->is_done(bucket.number)) break;
+    sums_->publish(published_);
+  }
+  sums_->advance();
+}
+
+// A rank adds up in the order of buckets, so the last tells of all.
+bool BucketEngine::is_settled() const {
+  return !sums_ || (published_ == next_ && (next_ == 0 || sums_->is_done(next_ - 1)));
+}
+
+bool BucketEngine::settled_within(std::chrono::nanoseconds time) {
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (true) {
+    const uint32_t seen = doorbell_ ? doorbell_->times_rung() : 0;
+    advance();
+    if (is_settled()) return true;
+    const auto left = std::chrono::nanoseconds(end - std::chrono::steady_clock::now()).count();
+    if (left <= 0) return false;
+    doorbell_->sleep(seen, left);
+  }
+}
+
+bool BucketEngine::settle(double seconds) {
+  const Turn turn(order_);
+  refuse_lost();
+  TORCH_CHECK_VALUE(seconds >= 0 && seconds <= 3600, "GradientBuckets: expected 0 to 3600 seconds, got ",
+                    seconds);
+  return settled_within(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
+}
+
+void BucketEngine::await_others() {
+  refuse_lost();
+  if (settled_within(longest_wait_)) return;
+  lose();
+  const auto [what, tensor_parallel, late, left] = awaited_now();
+  TORCH_CHECK(false, "GradientBuckets: ", what, " failed in process group '",
+              (tensor_parallel ? *tensor_parallel_group_ : group_).name(), "', here on rank ", options_.rank,
+              ": ranks ", c10::IntArrayRef(late), " of it came too late");
+}
+
+Awaited BucketEngine::awaited() const {
+  const Turn turn(order_);
+  return awaited_now();
+}
+
+Awaited BucketEngine::awaited_now() const {
+  if (is_settled()) return {"", false, {}, {}};
+  const bool tensor_parallel = published_ < next_;  // all before are published, this one is not
+  size_t first = tensor_parallel ? published_ : 0;
+  while (!tensor_parallel && sums_->is_done(first)) ++first;
+  const SharedSums& sums = tensor_parallel ? *marked_sums_ : *sums_;
+  std::vector<int64_t> late = sums.late_with(tensor_parallel ? buckets_[first].number : first), left;
+  std::copy_if(late.begin(), late.end(), std::back_inserter(left),
+               [&](int64_t rank) { return sums.has_left(rank); });
+  const bool scatters = options_.reduce_scatter && !tensor_parallel;
+  return {(scatters ? "reduce_scatter of " : "all_reduce of ") + describe(buckets_[first]), tensor_parallel,
+          std::move(late), std::move(left)};
+}
+
+void BucketEngine::lose_others() {
+  const Turn turn(order_);
+  lose();
+}
+
+// Other ranks may be adding to our buckets, which are freed or changed after this.
+void BucketEngine::leave() noexcept {
+  try {
+    if (lost_others_ || !sums_ || !group_.is_of_this_process() || !settled_within(longest_wait_)) return;
+    if (marked_sums_) marked_sums_->leave();
+    sums_->leave();
+  } catch (const std::exception&) {  // nobody is left to be told
+  }
+}
+
+// Their memory stays, for they may still write into ours.
+void BucketEngine::lose() { lost_others_ = true; }
+
+void BucketEngine::refuse_lost() const {
+  TORCH_CHECK(!lost_others_, "GradientBuckets: ranks of process group '", group_.name(),
+              "' have failed; make a new group and new GradientBuckets, on all ranks");
+}
+
+}  // namespace tpkernels

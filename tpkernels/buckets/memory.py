@@ -1,0 +1,160 @@
+"""Where buckets lie: in memory of this process, or in memory that ranks of a machine share and add up in.
+
+Ranks on one machine need no wire: each adds up its shard of what all have, and writes the sum where all read
+it (csrc/shared_sums.h). So it is for buckets on the CPU if all ranks of the group are processes of one
+machine, and of the tensor-parallel group, where that adds up some of them first. TPKERNELS_TRANSPORT=c10d
+keeps ranks apart. The log says which it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from tpkernels.buckets.engine import Engine, EngineOptions
+from tpkernels.buckets.memory_map import Bucket, MemoryMap
+from tpkernels.buckets.neighbours import OP, Neighbours
+from tpkernels.comm.agreement import CannotTakePart
+from tpkernels.comm.groups import LiveGroup, timeout_of
+from tpkernels.comm.transports import select
+from tpkernels.comm.transports.forks import copy_in_forks
+from tpkernels.comm.transports.mailbox import Meeting
+from tpkernels.comm.transports.processes import Process, process_of
+from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
+
+choices = logging.getLogger("tpkernels.choices")
+
+_CPU = torch.device("cpu")
+
+
+class BucketMemory:
+    """Memory for one `GradientBuckets`; all ranks do the same with theirs at once."""
+
+    def __init__(self, options: EngineOptions, device: torch.device, *, marked: bool) -> None:
+        """marked: whether the tensor-parallel group adds up some buckets"""
+        self._options, self._device = options, device
+        self._groups = [options.group]
+        if marked and options.tensor_parallel_group is not None:
+            self._groups.insert(0, options.tensor_parallel_group)
+        self._against = self._why_apart()
+        self._noted = ""
+        self.neighbours: Neighbours | None = None  # who add up with us; none if the backend does it
+
+    def arrange(
+        self, engine: Engine, bucket_of: list[int], offset_of: list[int], buckets: Sequence[Bucket]
+    ) -> None:
+        """Give the engine buckets."""
+        self.neighbours = None
+        shared = None if self._against else self._shared(buckets)
+        self._note(buckets)
+        if shared is None:
+            flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
+            engine.arrange(bucket_of, offset_of, flats)
+            return
+        layout, buffers, processes = shared
+        timeout = self._options.timeout
+        seconds = timeout_of(self._options.group.get(), _CPU) if timeout is None else timeout.total_seconds()
+        own = layout.part(buffers[-1][self._options.group.rank], marked=False)
+        engine.arrange(bucket_of, offset_of, own.flats)
+        for group, of_ranks in zip(self._groups, buffers, strict=True):
+            marked = group is not self._options.group
+            parts = [layout.part(of_ranks[rank], marked=marked) for rank in range(group.size)]
+            engine.meet(
+                marked,
+                [part.doorbell for part in parts],
+                [part.words for part in parts],
+                [flat for part in parts for flat in part.flats],
+                max(1, round(seconds * 1000)),
+            )
+        self.neighbours = Neighbours(engine, self._groups, processes, self._options.rank, seconds)
+
+    def _why_apart(self) -> str:
+        """Why ranks share no memory; nothing if they do. The same on all ranks of both groups."""
+        if select.requested_transport not in ("auto", "shared"):
+            return f"TPKERNELS_TRANSPORT={select.requested_transport}"
+        if self._device.type != "cpu":
+            return f"they are on {self._device.type}"
+        if self._options.group.size == 1:
+            return "there is one rank"
+        why = ""
+        if select.requested_transport == "auto":
+            for group in self._those_who_hear():
+                why, _ = select.where_ranks_run(OP, group.get(), why)
+        return why
+
+    def _those_who_hear(self) -> list[LiveGroup]:
+        """Groups that one after the other hear of a reason: then all ranks of both have."""
+        return [self._options.group, *self._groups[:-1], *self._groups[1:]]
+
+    def _shared(self, buckets: Sequence[Bucket]) -> _Shared | None:
+        """Memory of all ranks; None, and why, if some could not map it."""
+        layout, descriptor, problem = MemoryMap(buckets), -1, ""
+        try:
+            descriptor = new_memory("gradient buckets", layout.byte_count)
+            own = mmap.mmap(descriptor, layout.byte_count)
+            copy_in_forks(own, descriptor)
+        except Exception as error:  # whatever it is, the others wait to be told
+            problem = f"{type(error).__name__}: {error}"
+        found: dict[LiveGroup, _Ranks] = {}
+        try:
+            for group in self._those_who_hear():
+                count = layout.byte_count if group is self._options.group else layout.marked_byte_count
+                meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
+                try:
+                    found[group] = mapped_by_all(
+                        meeting, f"{count} bytes", count, problem, descriptor, partial(_Ranks, group)
+                    )
+                except CannotTakePart as error:
+                    problem = str(error)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        if problem:
+            if select.requested_transport == "shared":
+                raise CannotTakePart(problem)
+            self._against = problem
+            return None
+        buffers = [{**found[group].buffers, group.rank: own} for group in self._groups]
+        return _Shared(layout, buffers, [found[group].processes for group in self._groups])
+
+    def _note(self, buckets: Sequence[Bucket]) -> None:
+        """Once for each choice."""
+        where = "apart" if self._against else "shared"
+        if where != self._noted and choices.isEnabledFor(logging.INFO):
+            self._noted = where
+            byte_count = sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
+            why = self._against or "all ranks are on one machine"
+            group = self._options.group
+            choices.info(
+                "gradient buckets, %.1f MB, process group '%s' of %d ranks: %s (%s)",
+                byte_count / 1e6, group.name, group.size, where, why,
+            )  # fmt: skip
+
+
+class _Shared(NamedTuple):
+    """Memory of all ranks: of each group, the data-parallel one last, by rank."""
+
+    layout: MemoryMap
+    buffers: list[dict[int, mmap.mmap]]
+    processes: list[dict[int, Process]]
+
+
+class _Ranks:
+    """What is known of the ranks of a group."""
+
+    def __init__(self, group: LiveGroup, mapped: Mapping[int, Mapped]) -> None:
+        if len(mapped) < group.size:
+            raise RuntimeError(f"{len(mapped)} of {group.size} ranks are on its machine")
+        self.buffers = {rank: there.buffer for rank, there in mapped.items()}
+        self.processes = {
+            rank: process_of(there.process) for rank, there in mapped.items() if rank != group.rank
+        }
+
+    def close(self) -> None:
+        """Memory goes with the last that holds it."""

@@ -1,0 +1,117 @@
+"""Ranks of this machine that add up buckets with us in shared memory, and how we wait for them.
+
+As in an exchange of rows (`comm.transports.host`): who waits can be interrupted, looks now and then whether
+those it waits for still run, and lets the group fail if not, so that all ranks learn of the first cause.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tpkernels.buckets.engine import Engine
+from tpkernels.comm.calls import Call, calls_of, handshake
+from tpkernels.comm.groups import LiveGroup
+from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
+
+OP = "GradientBuckets"
+
+
+class Neighbours:
+    """The other ranks of one engine's groups."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[LiveGroup],
+        processes: Sequence[Mapping[int, Process]],
+        rank: int,
+        timeout: float,
+    ) -> None:
+        """groups: the data-parallel one last, after the tensor-parallel one if its ranks add up, too
+
+        processes: of the other ranks of each, by their number there
+        rank: of this process in the world, for messages
+        """
+        self._engine, self._groups, self._processes = engine, groups, processes
+        self._calls = [calls_of(group.get()) for group in groups]
+        self._rank, self._timeout = rank, timeout
+        self._opener = os.getpid()
+
+    def finish(self) -> None:
+        """All that `engine.finish` would wait for."""
+        self._require_usable()
+        began = False
+        try:
+            began = self._engine.launch_rest()
+        finally:  # what was sent before the rest was refused is on its way
+            self._settle(numbered=began)
+
+    def zero(self) -> bool:
+        """All that `engine.zero` would wait for; whether it ends a round."""
+        self._require_usable()
+        interrupted = self._engine.interrupt()
+        self._settle(numbered=interrupted)
+        return interrupted
+
+    def leave(self) -> None:
+        """All that `engine.detach` would wait for; nobody is told if it does not come."""
+        if os.getpid() != self._opener:
+            return
+        try:
+            self._await()
+        except RuntimeError:
+            self._engine.lose_others()
+
+    def _require_usable(self) -> None:
+        for group in self._groups:
+            group.get()
+
+    def _settle(self, *, numbered: bool) -> None:
+        """Wait until all that is on its way has been added up. numbered: it ends a round, on all ranks"""
+        wait = self._await
+        for group in self._groups if numbered else ():
+            wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
+        try:
+            wait()
+        except BaseException as error:  # Ctrl-C, too: the others do not know
+            self._engine.lose_others()
+            for calls in self._calls:
+                calls.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _await(self) -> None:
+        started = time.monotonic()
+        while not self._engine.settle(LOOK_SECONDS):
+            what, tensor_parallel, late, left = self._engine.awaited()
+            which = 0 if tensor_parallel else -1
+            cause = self._cause(self._processes[which], late, left, time.monotonic() - started)
+            if cause and not self._engine.settle(0.0):  # what they did before they ended counts
+                group = self._groups[which]
+                raise RuntimeError(
+                    f"{OP}: {what} failed in process group '{group.name}' of {group.size} ranks, here on "
+                    f"rank {self._rank}; a rank died, came too late, or left the common order of calls. "
+                    f"Cause: {cause}"
+                )
+
+    def _cause(
+        self, processes: Mapping[int, Process], late: Sequence[int], left: Sequence[int], seconds: float
+    ) -> str:
+        """Why not to wait any longer; nothing if there is no reason."""
+        for calls in self._calls:
+            if calls.failure:
+                return calls.failure
+        for rank in late:
+            if rank in left:
+                return f"rank {rank} of it has let go of its GradientBuckets"
+            if rank in processes and processes[rank].has_ended():
+                return f"the process of rank {rank} of it has ended"
+        if seconds > self._timeout:
+            ranks = ", ".join(map(str, late))
+            return f"the wait for rank{'s' * (len(late) > 1)} {ranks} of it timed out after {seconds:.1f} s"
+        return ""
+
+
+def _watched(call: Call, wait: Callable[[], None]) -> Callable[[], None]:
+    return lambda: call.wait_for(wait)
