@@ -6,6 +6,8 @@ deregistered before it is freed, and a communicator that has ended is not asked.
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
@@ -140,3 +142,14 @@ def standing_in(group, **planted) -> Iterator[World]:
         finally:
             world.fails_at = ""
             registered._held.clear()
+
+
+def left_held(wanted: int) -> int:
+    """How much memory is held, once it is as much as wanted: gloo's threads let go a little after `wait`."""
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        registered.give_back_unused()
+        if len(registered._held) <= wanted or time.monotonic() > deadline:
+            return len(registered._held)
+        time.sleep(0.01)

@@ -87,7 +87,10 @@ def registered_zeros(
 
 
 def give_back_unused() -> None:
-    """Memory whose tensors are gone. Not called by their end, which comes amid anything, in any thread."""
+    """Memory whose tensors are gone. Not called by their end, which comes amid anything, in any thread.
+
+    Before each step, say: work in flight holds tensors a little longer than whoever started it.
+    """
     _held[:] = [memory for memory in _held if memory.in_use() or not memory.end()]
 
 
