@@ -29,7 +29,7 @@ void BucketEngine::take_in(Slot& slot) {
     if (slot.scaled) {
       at::div_out(slot.view, grad, divisor_);
     } else {
-      slot.view.copy_(grad);
+      copy_into(slot.view, grad);
     }
     grad = alias_of(slot.view);
     slot.reduced = false;
@@ -46,7 +46,7 @@ void BucketEngine::take_leftover(Slot& slot) {
   }
   if (grad.defined()) {
     refuse_resized(slot, grad);
-    slot.view.copy_(grad);
+    copy_into(slot.view, grad);
   } else {
     slot.view.zero_();
   }

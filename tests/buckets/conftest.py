@@ -2,6 +2,8 @@ import os
 
 import pytest
 
+from tests.buckets.ways import WAYS, Ranks
+from tests.ranks import RankPool
 from tpkernels.buckets.first_use import problem_with_extension
 
 
@@ -12,3 +14,20 @@ def extension():
     if problem is not None and os.environ.get("TPKERNELS_REQUIRE_EXT") != "1":
         pytest.skip(problem[1])
     assert problem is None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test in both ways, but for those that are about one: `pytest.mark.way("c10d")`."""
+    if "way" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("way")
+        metafunc.parametrize("way", marker.args if marker else WAYS, scope="session")
+
+
+@pytest.fixture
+def ranks2(ranks2: RankPool, way: str) -> Ranks:
+    return Ranks(ranks2, way)
+
+
+@pytest.fixture
+def ranks4(ranks4: RankPool, way: str) -> Ranks:
+    return Ranks(ranks4, way)

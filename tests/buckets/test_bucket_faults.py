@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import assert_gradients, chain, loss_of, own_batch, wrap
+from tests.buckets.ways import WAYS, under
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
@@ -164,9 +165,6 @@ def test_default_group_is_needed():
     assert "call init_process_group first" in text
 
 
-keep = []  # of ranks, what would otherwise be let go
-
-
 def die_in_a_step(how):
     module = chain()
     buckets = wrap(module, timeout=QUICK)
@@ -177,7 +175,7 @@ def die_in_a_step(how):
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "comes late":
-                keep.append(buckets)
+                time.sleep(2 * QUICK.total_seconds())
             return None  # it stays away, alive: the pool lets no rank leave before the others
         loss_of(module(own_batch(step))).backward()
         started = time.monotonic()
@@ -198,14 +196,16 @@ def test_late_rank_is_an_error_within_the_time_out(ranks2):
     assert "timeout" in text.lower() or "timed out" in text.lower()
 
 
+@pytest.mark.way("shared")
 def test_rank_that_lets_go_is_an_error(ranks2):
     text, _ = ranks2.run(die_in_a_step, "lets go")
     assert text.endswith("Cause: rank 1 of it has let go of its GradientBuckets")
 
 
-def test_dead_rank_is_an_error():
+@pytest.mark.parametrize("how", WAYS)
+def test_dead_rank_is_an_error(how):
     with RankPool(2) as ranks, pytest.raises(RankFailure, match="killed by signal 9") as caught:
-        ranks.run(die_in_a_step, "dies")
+        ranks.run(under, how, die_in_a_step, "dies")
     assert [*caught.value.exceptions] == [1], caught.value  # rank 0 saw what it was to see
 
 

@@ -98,6 +98,7 @@ def bfloat16_wire(reduce):
             assert {*shard.tolist()} <= {0.0, 1.25}
 
 
+@pytest.mark.way("c10d")
 @pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
 def test_bfloat16_on_the_wire(ranks2, reduce):
     ranks2.run(bfloat16_wire, reduce)

@@ -37,7 +37,7 @@ def sharded_training():
 
 
 @on_two_and_four
-def test_sharded_optimizer_trains_like_an_unsharded_one(pool, request):
+def test_sharded_optimizer_trains_like_an_unsharded_one(pool, request, way):
     request.getfixturevalue(pool).run(sharded_training)
 
 
@@ -59,7 +59,7 @@ def cut_and_joined():
 
 
 @on_two_and_four
-def test_what_is_cut_like_gradients_is_joined_again(pool, request):
+def test_what_is_cut_like_gradients_is_joined_again(pool, request, way):
     for cut, join in request.getfixturevalue(pool).run(cut_and_joined):
         assert cut == ("ValueError", "tensors: expected one for each of 6 parameters, of its shape")
         assert join[0] == "ValueError"

@@ -45,6 +45,7 @@ def marked_in_backward():
     return len(buckets.buckets), *started
 
 
+@pytest.mark.way("c10d")
 def test_marked_buckets_go_on_to_the_second_group_in_backward(ranks4):
     for count, over_tensor_group, over_data_group in ranks4.run(marked_in_backward):
         assert count > 3

@@ -17,6 +17,8 @@ from tpkernels import (
 from tpkernels.buckets import collectives
 from tpkernels.comm.groups import start_together
 
+pytestmark = pytest.mark.way("c10d")  # which lists always take
+
 SHAPES = [(4, 3), (8,), (0, 5), (4, 1, 2), (16, 16), (4,), (12, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.float64, torch.uint8]
 ONE_BUCKET, FEW, EACH = 10**6, 400, 1  # bytes
@@ -97,7 +99,7 @@ def reduce_scatters(bucket_bytes, op):
 
 @pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
 @pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, FEW, EACH], ids=["one", "few", "each"])
-def test_others_equal_loops(pool, bucket_bytes, request):
+def test_others_equal_loops(pool, bucket_bytes, request, way):
     ranks = request.getfixturevalue(pool)
     ranks.run(broadcasts, bucket_bytes)
     ranks.run(gathers, bucket_bytes)

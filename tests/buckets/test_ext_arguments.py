@@ -281,7 +281,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
         "expected memory of its own for each parameter, but 'a' and 'b' overlap in bucket 0",
     ),
     "two dtypes in a bucket": (
-        lambda: arranged(**with_first(nn.Parameter(torch.ones(4, 3).double()))),
+        lambda: arranged(grad_dtype=torch.float32, **with_first(nn.Parameter(torch.ones(4, 3).double()))),
         "ValueError",
         "expected one dtype in bucket 0, and all marked or none, but 'a' and 'b' differ",
     ),

@@ -42,7 +42,7 @@ def gradients_of_a_chain(average):
 
 @pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
 @pytest.mark.parametrize("pool", ["ranks1", "ranks2", "ranks4"])
-def test_gradients_equal_those_of_one_process(pool, average, request):
+def test_gradients_equal_those_of_one_process(pool, average, request, way):
     request.getfixturevalue(pool).run(gradients_of_a_chain, average)
 
 

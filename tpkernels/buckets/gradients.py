@@ -126,7 +126,7 @@ class GradientBuckets:
             or problem
             or problem_of(named, FLOATING, written=True)
             or _option_problem(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)
-            or problem_of_order(group, named, self._marked)
+            or problem_of_order(named, self._marked)
             or problem_over(
                 named,
                 dist.get_process_group_ranks(group),

@@ -20,6 +20,7 @@ import torch
 from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.buckets.memory_map import Bucket, MemoryMap
 from tpkernels.buckets.neighbours import OP, Neighbours
+from tpkernels.buckets.order import refuse_backend
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import LiveGroup, timeout_of
 from tpkernels.comm.transports import select
@@ -54,6 +55,7 @@ class BucketMemory:
         shared = None if self._against else self._shared(buckets)
         self._note(buckets)
         if shared is None:
+            refuse_backend(self._options.group.size, self._against)
             flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
             engine.arrange(bucket_of, offset_of, flats)
             return

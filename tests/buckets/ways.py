@@ -1,0 +1,37 @@
+"""Both ways in which buckets are reduced: in memory that ranks share, and over torch.distributed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from tests.ranks import RankPool
+from tpkernels.comm.transports import mailbox, select
+
+T = TypeVar("T")
+
+WAYS = ("shared", "c10d")
+
+
+def under(way: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function with TPKERNELS_TRANSPORT set so."""
+    with patch.object(select, "requested_transport", way):
+        return function(*args)
+
+
+def on_machine(machine: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function as if this rank ran on a machine of that name, with the default transport."""
+    with patch.object(mailbox, "machine", lambda: machine):
+        return under("auto", function, *args)
+
+
+class Ranks:
+    """Ranks that call functions in one of these ways."""
+
+    def __init__(self, pool: RankPool, way: str) -> None:
+        self.pool, self.way = pool, way
+
+    def run(self, function: Callable[..., T], *args: Any, **options: Any) -> list[T]:
+        return self.pool.run(under, self.way, function, *args, **options)
+
+    def run_each(self, function: Callable[..., T], args: Sequence[Sequence[Any]], **options: Any) -> list[T]:
+        return self.pool.run_each(under, [(self.way, function, *own) for own in args], **options)
