@@ -10,6 +10,8 @@ import torch.distributed as dist
 from tpkernels.buckets import reduction_times
 from tpkernels.buckets.reduction_times import ROUNDS, WARM_UPS, milliseconds
 
+pytestmark = pytest.mark.way("auto")
+
 
 class _Clock:
     """Each reduction takes what the test says."""

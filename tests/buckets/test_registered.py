@@ -18,6 +18,8 @@ from tpkernels.comm.calls import calls_of
 from tpkernels.comm.groups import start_all_reduce
 from tpkernels.comm.transports import select
 
+pytestmark = pytest.mark.way("auto")
+
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16]
 
