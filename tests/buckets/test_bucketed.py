@@ -1,6 +1,7 @@
 """The bucketed collectives do what a loop of plain ones does."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tpkernels import (
     bucketed_broadcast_,
     bucketed_reduce_scatter,
 )
+from tpkernels.buckets import collectives
 from tpkernels.comm.groups import start_together
 
 pytestmark = pytest.mark.way("c10d")  # which lists always take
@@ -257,3 +259,28 @@ def test_one_launch_where_the_backend_can():
     assert group.calls == ["start", "send", "end"]  # its receiver may be in a launch of several
     group.supports_coalescing = False
     assert start_together(group, torch.device("cpu"), [lambda g: math.pi] * 2) == [math.pi] * 2
+
+
+def launches_of(calls):
+    """How many collectives each call of ours starts together."""
+    together = []
+
+    def noted(group, device, starts):
+        together.append(len(starts))
+        return start_together(group, device, starts)
+
+    tensors = [torch.ones(4, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int64)] * 2
+    with patch.object(collectives, "start_together", noted):
+        for call, arguments in calls:
+            getattr(collectives, call)(tensors, *arguments)
+    return together
+
+
+def test_all_buckets_of_a_call_are_one_launch(ranks2):
+    calls = [
+        ("bucketed_all_reduce_", ()),
+        ("bucketed_broadcast_", (0,)),
+        ("bucketed_all_gather", ()),
+        ("bucketed_reduce_scatter", ()),
+    ]
+    assert ranks2.run(launches_of, calls) == [[3, 3, 3, 3]] * 2  # a bucket of each dtype

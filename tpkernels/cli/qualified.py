@@ -21,7 +21,7 @@ FORMAT = 1
 class Check:
     """One line of the table."""
 
-    part: str  # kernels, transports, calls, graphs, times, trials, ranks
+    part: str  # kernels, transports, calls, graphs, times, buckets, trials, ranks
     name: str
     status: Literal["right", "wrong", "left out"]
     text: str

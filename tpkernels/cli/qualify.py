@@ -134,6 +134,7 @@ def _as_rank(options: Namespace) -> int:
 
 def _lines(world: World) -> Iterator[dict[str, Any]]:
     """What is about to be tried, what came of it, and at last what `auto` will do."""
+    from tpkernels.cli.qualify_buckets import check_buckets
     from tpkernels.cli.qualify_calls import check_graphs, check_transports
     from tpkernels.cli.qualify_kernels import check_kernels, check_trials
     from tpkernels.cli.qualify_times import auto_line, check_times
@@ -143,6 +144,7 @@ def _lines(world: World) -> Iterator[dict[str, Any]]:
         "transports": check_transports,
         "graphs": check_graphs,
         "times": check_times,
+        "buckets": check_buckets,
         "trials": check_trials,
     }
     times: dict[str, float] = {}
