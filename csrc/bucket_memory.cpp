@@ -32,6 +32,7 @@ void BucketEngine::meet(bool tensor_parallel, const std::vector<int64_t>& member
       .wire_dtype = options_.wire_dtype,
       .timeout_ms = timeout_ms,
   };
+  next_ = published_ = 0;  // of the last round
   (tensor_parallel ? marked_sums_ : sums_).emplace(std::move(places), own, std::move(options));
   (tensor_parallel ? marked_members_ : members_) = members;
   doorbell_.emplace(doorbells[own].mutable_data_ptr<int64_t>());

@@ -41,6 +41,7 @@ from tpkernels.buckets.memory import BucketMemory
 from tpkernels.buckets.memory_map import Bucket
 from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
+from tpkernels.buckets.registered import give_back_unused
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     LiveGroup,
@@ -146,6 +147,7 @@ class GradientBuckets:
         """Forget all gradients: the next backward starts anew. Also after an exception in backward."""
         if self._engine is None:
             return
+        give_back_unused()  # of an arrangement before: work in flight may have held it then
         neighbours = self._memory.neighbours
         gave_up = neighbours is not None and neighbours.zero()
         gave_up |= self._engine.zero()

@@ -22,6 +22,7 @@ from tpkernels.buckets.machines import Machines, group_across, machines_of
 from tpkernels.buckets.memory_map import Bucket, MemoryMap
 from tpkernels.buckets.neighbours import OP, Neighbours
 from tpkernels.buckets.order import refuse_backend
+from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import LiveGroup, timeout_of
 from tpkernels.comm.transports import select
@@ -58,8 +59,12 @@ class BucketMemory:
         self._note(buckets)
         if shared is None:
             refuse_backend(self._options.group.size, self._against)
-            flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
+            flats = self._registered(buckets)
+            if flats is None:
+                flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
             engine.arrange(bucket_of, offset_of, flats)
+            del flats
+            give_back_unused()  # what the arrangement before had
             return
         layout, buffers, processes = shared
         timeout = self._options.timeout
@@ -80,6 +85,19 @@ class BucketMemory:
                 max(1, round(seconds * 1000)),
             )
         self.neighbours = Neighbours(engine, self._groups, processes, self._options.rank, seconds)
+
+    def _registered(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
+        """On GPUs, where that is at least as fast. What is sent in another dtype is a copy: plain."""
+        options = self._options
+        if any(own.dtype != (options.wire_dtype or own.dtype) for own in buckets):
+            return None
+        return registered_zeros(
+            options.group.get(),
+            [own.elements for own in buckets],
+            [own.dtype for own in buckets],
+            self._device,
+            "reduce_scatter" if options.reduce_scatter else "all_reduce",
+        )
 
     def _why_apart(self) -> str:
         """Why ranks share no memory; nothing if they do. The same on all ranks of both groups."""
@@ -135,9 +153,9 @@ class BucketMemory:
         return _Shared(layout, buffers, [found[group].processes for group in self._groups])
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
-        """Once for each choice."""
+        """Once for each choice; on GPUs `registered` tells."""
         where = "apart" if self._against else "shared"
-        if where != self._noted and choices.isEnabledFor(logging.INFO):
+        if where != self._noted and self._device.type != "cuda" and choices.isEnabledFor(logging.INFO):
             self._noted = where
             byte_count = sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
             machines = len(self._machines[self._options.group].owners) if not self._against else 0
