@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.groups import timeout_of
+from tpkernels.runtime import c10d
 
 
 class Machines(NamedTuple):
@@ -46,18 +47,19 @@ def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
     return "", Machines(members, sorted(ranks[number] for ranks in ranks_at.values()))
 
 
-_across: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+_across: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 def group_across(group: ProcessGroup, owners: Sequence[int]) -> str:
-    """The name of a group of the owners of one shard, made once; all ranks of `group` ask at once."""
+    """The name of a group of the owners of one shard, which ends with `group`; all ranks ask at once."""
     if group not in _across:
-        seconds = timeout_of(group, torch.device("cpu"))
-        made = dist.new_group(
-            [dist.get_global_rank(group, owner) for owner in owners],
-            timeout=timedelta(seconds=seconds),
+        _across[group] = made = c10d.new_group(
+            tuple(dist.get_global_rank(group, owner) for owner in owners),
+            name=f"{group.group_name}, owners {', '.join(map(str, owners))}",
+            description="tpkernels owners of a shard of gradient buckets",
+            timeout=timedelta(seconds=timeout_of(group, torch.device("cpu"))),
             backend="gloo",
-            use_local_synchronization=True,
+            options=None,
         )
-        _across[group] = str(made.group_name)
-    return _across[group]
+        finalize(group, c10d.destroy_group, made).atexit = False
+    return str(_across[group].group_name)
