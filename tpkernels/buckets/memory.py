@@ -84,7 +84,7 @@ class BucketMemory:
                 owners,
                 max(1, round(seconds * 1000)),
             )
-        self.neighbours = Neighbours(engine, self._groups, processes, self._options.rank, seconds)
+        self.neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
 
     def _registered(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """On GPUs, where that is at least as fast. What is sent in another dtype is a copy: plain."""

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tpkernels.buckets.engine import Engine
+from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.comm.calls import Call, calls_of, handshake
 from tpkernels.comm.groups import LiveGroup
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
@@ -26,17 +26,17 @@ class Neighbours:
         engine: Engine,
         groups: Sequence[LiveGroup],
         processes: Sequence[Mapping[int, Process]],
-        rank: int,
+        options: EngineOptions,
         timeout: float,
     ) -> None:
         """groups: the data-parallel one last, after the tensor-parallel one if its ranks add up, too
 
         processes: of the other ranks of each, by their number there
-        rank: of this process in the world, for messages
+        timeout: seconds
         """
         self._engine, self._groups, self._processes = engine, groups, processes
         self._calls = [calls_of(group.get()) for group in groups]
-        self._rank, self._timeout = rank, timeout
+        self._rank, self._refuses, self._timeout = options.rank, options.check_nan, timeout
         self._opener = os.getpid()
 
     def finish(self) -> None:
@@ -54,8 +54,8 @@ class Neighbours:
         interrupted = False
         try:
             interrupted = self._engine.interrupt()
-        finally:
-            self._settle(numbered=interrupted)
+        finally:  # where ranks look for NaN they refuse a bucket instead, each wherever it is told
+            self._settle(numbered=interrupted and not self._refuses)
         return interrupted
 
     def leave(self) -> None:
@@ -72,7 +72,10 @@ class Neighbours:
             group.get()
 
     def _settle(self, *, numbered: bool) -> None:
-        """Wait until all that is on its way has been added up. numbered: it ends a round, on all ranks"""
+        """Wait until all that is on its way has been added up.
+
+        numbered: all of a round is, on all ranks: a call of its groups
+        """
         wait = self._await
         for group in self._groups if numbered else ():
             wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
