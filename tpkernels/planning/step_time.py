@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tpkernels.buckets.layout import DEFAULT_BUCKET_BYTES
+from tpkernels.buckets.layout import SMALLEST_BUCKET_BYTES
 from tpkernels.planning.exposed import block_exposed
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.machine import Machine
@@ -121,13 +121,15 @@ def _once_a_step(job: Job, layout: Layout, machine: Machine, stage: int) -> floa
     parameters = parameters_of_stage(job, layout, stage)
     backward, _ = _seconds(block_backward(job, tensor, machine.gpu.processors), machine, tensor)
     backward *= job.model.num_layers // layout.pipeline
-    last_bucket = max(DEFAULT_BUCKET_BYTES, GRADIENT * table_elements(job, tensor) if stage == 0 else 0)
-    buckets = max(1, GRADIENT * parameters.total // last_bucket)
+    gradients = max(1, GRADIENT * parameters.total)
+    # both ends are small, but for a table; what would leave less than that for one of them is one bucket
+    first_bucket = SMALLEST_BUCKET_BYTES if gradients >= 2 * SMALLEST_BUCKET_BYTES else gradients
+    last_bucket = max(first_bucket, GRADIENT * table_elements(job, tensor) if stage == 0 else 0)
     reducing = machine.circling(gradient_bytes(layout, parameters), data, tensor)
     gathering = machine.circling(update_bytes(job, layout, parameters), data, tensor)
     summing = machine.circling(marked_bytes(job, layout, parameters), tensor, 1)
-    last = Work(products_alone=1 / buckets, transfers_alone=1 / buckets)
-    return exposed(last, backward, reducing) + gathering + summing
+    ends = Work(products_alone=first_bucket / gradients, transfers_alone=min(1.0, last_bucket / gradients))
+    return exposed(ends, backward, reducing) + gathering + summing
 
 
 def _tied_table(job: Job, layout: Layout, machine: Machine) -> float:
