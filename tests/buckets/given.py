@@ -1,6 +1,6 @@
 """Parameters that receive given gradients, and what ranks that share memory make of them, to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,13 +17,21 @@ class Given(nn.Module):
         for number, size in enumerate(sizes):
             self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
 
-    def receive(self, gradients: Sequence[Tensor]) -> None:
-        """Exactly these, by a backward."""
+    def receive(
+        self, gradients: Sequence[Tensor | None], through: Callable[[Tensor], Tensor] = torch.clone
+    ) -> None:
+        """Exactly these, by a backward: None for a parameter that is not used.
+
+        through: what the first parameter goes through, whose gradient comes last
+        """
+        pairs = zip(self.parameters(), gradients, strict=True)
         products = [
-            (parameter * gradient).sum()
-            for parameter, gradient in zip(self.parameters(), gradients, strict=True)
+            ((through(parameter) if number == 0 else parameter) * gradient).sum()
+            for number, (parameter, gradient) in enumerate(pairs)
+            if gradient is not None
         ]
-        torch.stack(products).sum().backward()
+        if products:
+            torch.stack(products).sum().backward()
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters()]
