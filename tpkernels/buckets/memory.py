@@ -74,7 +74,14 @@ class BucketMemory:
                 [flat for part in parts for flat in part.flats],
                 max(1, round(seconds * 1000)),
             )
-        self.neighbours = Neighbours(engine, self._groups, processes, self._options.rank, seconds)
+        self.neighbours = Neighbours(
+            engine,
+            self._groups,
+            processes,
+            self._options.rank,
+            seconds,
+            check_nan=self._options.check_nan,
+        )
 
     def _why_apart(self) -> str:
         """Why ranks share no memory; nothing if they do. The same on all ranks of both groups."""

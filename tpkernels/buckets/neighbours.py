@@ -28,6 +28,8 @@ class Neighbours:
         processes: Sequence[Mapping[int, Process]],
         rank: int,
         timeout: float,
+        *,
+        check_nan: bool,
     ) -> None:
         """groups: the data-parallel one last, after the tensor-parallel one if its ranks add up, too
 
@@ -37,6 +39,7 @@ class Neighbours:
         self._engine, self._groups, self._processes = engine, groups, processes
         self._calls = [calls_of(group.get()) for group in groups]
         self._rank, self._timeout = rank, timeout
+        self._check_nan = check_nan
         self._opener = os.getpid()
 
     def finish(self) -> None:
@@ -63,6 +66,9 @@ class Neighbours:
             self._await()
         except RuntimeError:
             self._engine.lose_others()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _require_usable(self) -> None:
         for group in self._groups:
@@ -71,15 +77,19 @@ class Neighbours:
     def _settle(self, *, numbered: bool) -> None:
         """Wait until all that is on its way has been added up. numbered: it ends a round, on all ranks"""
         wait = self._await
-        for group in self._groups if numbered else ():
+        # a round that is refused for NaN ends in finish() here, in zero() there
+        for group in self._groups if numbered and not self._check_nan else ():
             wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
         try:
             wait()
         except BaseException as error:  # Ctrl-C, too: the others do not know
-            self._engine.lose_others()
-            for calls in self._calls:
-                calls.fail(f"{type(error).__name__}: {error}")
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._engine.lose_others()
+        for calls in self._calls:
+            calls.fail(f"{type(error).__name__}: {error}")
 
     def _await(self) -> None:
         started = time.monotonic()
