@@ -1,7 +1,7 @@
 """Ranks that share buckets, at times of their own: each reads and writes only what is its turn.
 
-After `finish` each rank overwrites its gradients at once, which a late read of another would see; and looks at
-them again before the next round, when a late write of another would show.
+After `finish` each rank overwrites its gradients at once, which a late read of another would see; and looks
+at them again before the next round, when a late write of another would show.
 """
 
 import os
