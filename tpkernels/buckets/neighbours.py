@@ -99,10 +99,12 @@ class Neighbours:
             cause = self._cause(self._processes[which], late, left, time.monotonic() - started)
             if cause and not self._engine.settle(0.0):  # what they did before they ended counts
                 group = self._groups[which]
+                # which other ranks may have found before us
+                first = next(filter(None, (calls.first_failure() for calls in self._calls)), cause)
                 raise RuntimeError(
                     f"{OP}: {what} failed in process group '{group.name}' of {group.size} ranks, here on "
                     f"rank {self._rank}; a rank died, came too late, or left the common order of calls. "
-                    f"Cause: {cause}"
+                    f"Cause: {first}"
                 )
 
     def _cause(
