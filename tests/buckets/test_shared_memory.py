@@ -83,8 +83,8 @@ def apart_as_one_cannot(where, name):
 def test_ranks_go_on_apart_if_one_cannot_map_memory(ranks2, where, name):
     for rank, said in enumerate(ranks2.pool.run(under, "auto", apart_as_one_cannot, where, name)):
         assert said == [
-            "gradient buckets, 0.0 MB, process group '0' of 2 ranks: apart (GradientBuckets: memory of gradient "
-            f"buckets on rank {rank}: rank 1 cannot take part: PermissionError: not today)"
+            "gradient buckets, 0.0 MB, process group '0' of 2 ranks: apart (GradientBuckets: memory of "
+            f"gradient buckets on rank {rank}: rank 1 cannot take part: PermissionError: not today)"
         ]
 
 
