@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.buckets.given import Given, whole
 from tests.checks import error_of
 from tpkernels import GradientBuckets
+from tpkernels.comm.transports.processes import LOOK_SECONDS
 
 ROUNDS = 30
 SIZES = [(700,)] * 6
@@ -152,6 +153,27 @@ def large():
 def test_buckets_are_done_when_they_are_said_to_be(ranks2):
     with stopped_now_and_then(ranks2.pool.start()):
         assert ranks2.run(large) == [[], []]
+
+
+def woken():
+    """The shortest of some waits for a rank that is a little late."""
+    module = Given(sizes=SIZES)
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=4000)
+    waits = []
+    for number in range(10):
+        buckets.zero()
+        if dist.get_rank() == 1:
+            time.sleep(0.03)
+        module.receive(whole(module, 0, number))
+        started = time.monotonic()
+        buckets.finish()
+        waits.append(time.monotonic() - started)
+    return min(waits)
+
+
+@pytest.mark.way("shared")
+def test_rank_that_waits_is_woken(ranks2):
+    assert max(ranks2.run(woken)) < 0.75 * LOOK_SECONDS  # after which it would look by itself
 
 
 def in_two_groups(options):
