@@ -63,6 +63,8 @@ SANITIZERS = {
             "tests/buckets/test_bucket_stages.py",
             "tests/buckets/test_bucket_hazards.py",
             "tests/buckets/test_gradient_buckets.py",
+            "tests/buckets/test_shared_buckets.py",
+            "tests/buckets/test_shared_timing.py",
         ],
     ),
     "tsan": Sanitizer(

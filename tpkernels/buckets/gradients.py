@@ -371,10 +371,13 @@ def _let_go(
     parameters: Sequence[nn.Parameter],
     handles: Sequence[RemovableHandle],
 ) -> None:
-    if memory.neighbours is not None:
-        memory.neighbours.leave()
-    engine.detach()
-    protocol.release(parameters, handles)
+    neighbours, memory.neighbours = memory.neighbours, None  # which keep the memory of all ranks
+    try:
+        if neighbours is not None:
+            neighbours.leave()
+    finally:  # after Ctrl-C, too
+        engine.detach()
+        protocol.release(parameters, handles)
 
 
 def _at(view: Tensor, flat: Tensor) -> Tensor:

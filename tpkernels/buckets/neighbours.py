@@ -54,8 +54,8 @@ class Neighbours:
         interrupted = False
         try:
             interrupted = self._engine.interrupt()
-        finally:  # where ranks look for NaN they refuse a bucket instead, each wherever it is told
-            self._settle(numbered=interrupted and not self._refuses)
+        finally:
+            self._settle(numbered=interrupted)
         return interrupted
 
     def leave(self) -> None:
@@ -66,6 +66,9 @@ class Neighbours:
             self._await()
         except RuntimeError:
             self._engine.lose_others()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _require_usable(self) -> None:
         for group in self._groups:
@@ -77,15 +80,19 @@ class Neighbours:
         numbered: all of a round is, on all ranks: a call of its groups
         """
         wait = self._await
-        for group in self._groups if numbered else ():
+        # a round that is refused for NaN ends in finish() here, in zero() there
+        for group in self._groups if numbered and not self._refuses else ():
             wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
         try:
             wait()
         except BaseException as error:  # Ctrl-C, too: the others do not know
-            self._engine.lose_others()
-            for calls in self._calls:
-                calls.fail(f"{type(error).__name__}: {error}")
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._engine.lose_others()
+        for calls in self._calls:
+            calls.fail(f"{type(error).__name__}: {error}")
 
     def _await(self) -> None:
         started = time.monotonic()
@@ -95,10 +102,12 @@ class Neighbours:
             cause = self._cause(self._processes[which], late, left, time.monotonic() - started)
             if cause and not self._engine.settle(0.0):  # what they did before they ended counts
                 group = self._groups[which]
+                # which other ranks may have found before us
+                first = next(filter(None, (calls.first_failure() for calls in self._calls)), cause)
                 raise RuntimeError(
                     f"{OP}: {what} failed in process group '{group.name}' of {group.size} ranks, here on "
                     f"rank {self._rank}; a rank died, came too late, or left the common order of calls. "
-                    f"Cause: {cause}"
+                    f"Cause: {first}"
                 )
 
     def _cause(
