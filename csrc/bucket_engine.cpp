@@ -97,7 +97,8 @@ void BucketEngine::arrange(const std::vector<int64_t>& bucket_of, const std::vec
   }
   sums_.reset();
   marked_sums_.reset();
-  next_ = published_ = 0;  // of buckets that are no more
+  doorbell_.reset();
+  next_ = published_ = 0;         // of buckets that are no more
   buckets_ = std::move(buckets);  // memory of old buckets is held by their views, and goes with the last
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];

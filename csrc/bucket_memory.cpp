@@ -67,6 +67,7 @@ bool BucketEngine::settled_within(std::chrono::nanoseconds time) {
     const uint32_t seen = doorbell_ ? doorbell_->times_rung() : 0;
     advance();
     if (is_settled()) return true;
+    if (!group_.is_of_this_process()) group_.get();  // an error: a fork adds up nothing
     TORCH_CHECK(failure_.empty(), failure_);
     const auto left = std::chrono::nanoseconds(end - std::chrono::steady_clock::now()).count();
     if (left <= 0) return false;

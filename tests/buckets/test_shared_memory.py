@@ -121,7 +121,6 @@ def later():
     return refused[0], [line.partition("ranks: ")[2].split()[0] for line in said]
 
 
-@pytest.mark.xfail(strict=True, reason="a doorbell in memory that is gone is read: ranks crash")
 def test_ranks_go_apart_if_memory_cannot_be_had_for_other_buckets():
     with RankPool(2) as ranks:
         assert ranks.run(under, "auto", later) == [("nothing", ["shared", "apart"])] * 2
@@ -273,20 +272,18 @@ def test_fork_reaches_neither_its_parent_nor_other_ranks(ranks2):
 
 
 def in_a_fork_while_ranks_go_on():
-    """What a fork sees of the gradients that its parent had, and what its backward says."""
+    """Whether a fork's backward comes back at once, while its parent is in the next step."""
     module = chain()
     buckets = wrap(module, timeout=timedelta(seconds=2))
     for number in range(2):
         step(module, buckets, number)
-    held = [parameter.grad.clone() for parameter in module.parameters()]
     ready, go = os.pipe()
 
     def look():
         os.read(ready, 1)
-        same = all(torch.equal(p.grad, grad) for p, grad in zip(module.parameters(), held, strict=True))
         started = time.monotonic()
         error_of(loss_of(module(own_batch())).backward)
-        return same, time.monotonic() - started < 1.0
+        return time.monotonic() - started < 1.0
 
     def go_on():
         step(module, buckets, 2)
@@ -297,12 +294,5 @@ def in_a_fork_while_ranks_go_on():
 
 
 @pytest.mark.way("shared")
-@pytest.mark.xfail(strict=True, reason="pages that a fork has not written are those of its parent")
-def test_fork_keeps_what_its_parent_had(ranks2):
-    assert [same for same, _ in ranks2.run(in_a_fork_while_ranks_go_on)] == [True, True]
-
-
-@pytest.mark.way("shared")
-@pytest.mark.xfail(strict=True, reason="a fork waits for ranks until time runs out")
 def test_backward_of_a_fork_waits_for_nobody(ranks2):
-    assert [quick for _, quick in ranks2.run(in_a_fork_while_ranks_go_on)] == [True, True]
+    assert ranks2.run(in_a_fork_while_ranks_go_on) == [True, True]

@@ -25,9 +25,9 @@ from tpkernels.buckets.order import refuse_backend
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.groups import LiveGroup, timeout_of
-from tpkernels.comm.transports import select
+from tpkernels.comm.transports import mailbox, select
 from tpkernels.comm.transports.forks import copy_in_forks
-from tpkernels.comm.transports.mailbox import Meeting, machine
+from tpkernels.comm.transports.mailbox import Meeting
 from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
 
@@ -107,7 +107,7 @@ class BucketMemory:
             return f"they are on {self._device.type}"
         if self._options.group.size == 1:
             return "there is one rank"
-        here, why = select.place() if select.requested_transport == "auto" else machine(), ""
+        here, why = select.place() if select.requested_transport == "auto" else mailbox.machine(), ""
         for group in self._those_who_hear():
             why, places = select.where_ranks_run(OP, group.get(), why, here)
             problem, self._machines[group] = machines_of(places, group.rank)
