@@ -5,6 +5,7 @@ Ranks are threads here, each with an engine of its own: it sees nothing of other
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -114,11 +115,8 @@ def shared_by_ranks(ranks: int, *, reduce_scatter: bool) -> None:
             if not reduce_scatter:
                 assert [tensor.grad[0].item() for tensor in own] == [number + (ranks - 1) / 2] * len(SIZES)
 
-    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(take_part, range(ranks)))  # an error of one is one here
     assert len(groups) == ranks  # which engines hold weakly
 
 
