@@ -227,8 +227,14 @@ void BucketEngine::refuse_unfinishable() const {
   refuse_detached();
   refuse_unarranged();
   refuse_lost();
+  refuse_failed();
   group_.get();
   for (const Slot& slot : slots_) refuse_converted(slot);
+}
+
+// Sums of some buckets and not of others must not pass for the result.
+void BucketEngine::refuse_failed() const {
+  TORCH_CHECK(!failed_, "GradientBuckets: this step has failed, and part of it is not reduced; call zero()");
 }
 
 // Gradients of this round lie in the buckets as they are, or are on their way.

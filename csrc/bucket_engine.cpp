@@ -124,6 +124,7 @@ void BucketEngine::on_gradient(size_t index) {
   if (detached_) return;
   refuse_unarranged();
   refuse_lost();
+  refuse_failed();
   if (finished_) {
     await_others();
     begin_round();
@@ -160,7 +161,7 @@ void BucketEngine::begin_round() {
   }
   next_ = published_ = 0;
   clock_ = launched_in_backward_ = 0;
-  finished_ = refused_ = false;
+  finished_ = refused_ = failed_ = false;
 }
 
 bool BucketEngine::zero() {
@@ -239,6 +240,7 @@ void BucketEngine::launch_those_left() {
     while (next_ < buckets_.size()) launch(next_);
   } catch (...) {
     abandon();
+    failed_ = true;
     throw;
   }
 }
@@ -253,6 +255,7 @@ std::vector<int64_t> BucketEngine::finish() {
       complete();
     } catch (...) {
       abandon();
+      failed_ = true;
       throw;
     }
     for (Slot& slot : slots_) slot.reduced = true;

@@ -152,6 +152,7 @@ class BucketEngine : public torch::CustomClassHolder {
   void refuse_midway() const;
   void refuse_unfinishable() const;
   void refuse_lost() const;
+  void refuse_failed() const;
 
   void on_gradient(size_t index);
   void take_in(Slot& slot);
@@ -214,6 +215,7 @@ class BucketEngine : public torch::CustomClassHolder {
   bool finished_ = false;
   bool detached_ = false;
   bool refused_ = false;      // by all ranks, for what one has found
+  bool failed_ = false;       // some of its buckets are not reduced, and will not be
   bool interrupted_ = false;  // the round that `zero` is to end
   bool lost_others_ = false;
   std::string failure_;   // of a wire to other machines

@@ -127,12 +127,16 @@ void BucketEngine::lose_others() {
 
 // Other ranks may be adding to our buckets, which are freed or changed after this.
 void BucketEngine::leave() noexcept {
+  if (lost_others_ || !sums_ || !group_.is_of_this_process()) return;
   try {
-    if (lost_others_ || !sums_ || !group_.is_of_this_process() || !settled_within(longest_wait_)) return;
-    if (marked_sums_) marked_sums_->leave();
-    sums_->leave();
+    if (settled_within(longest_wait_)) {
+      if (marked_sums_) marked_sums_->leave();
+      sums_->leave();
+      return;
+    }
   } catch (const std::exception&) {  // nobody is left to be told
   }
+  lose();  // once is enough
 }
 
 // Their memory stays, for they may still write into ours.

@@ -26,7 +26,7 @@ inline void copy_into(const at::Tensor& view, const at::Tensor& grad) {
   const bool is_plain = grad.is_cpu() && !at::isTensorSubclassLike(grad) && !grad.is_neg();
   if (is_plain && view.is_cpu() && grad.scalar_type() == view.scalar_type() && grad.nbytes() <= SMALL &&
       grad.strides() == view.strides() && view.is_non_overlapping_and_dense()) {
-    std::memcpy(view.mutable_data_ptr(), grad.const_data_ptr(), grad.nbytes());
+    if (grad.nbytes() > 0) std::memcpy(view.mutable_data_ptr(), grad.const_data_ptr(), grad.nbytes());
   } else {
     view.copy_(grad);
   }

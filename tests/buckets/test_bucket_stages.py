@@ -113,3 +113,25 @@ def test_rank_that_gave_up_is_named_where_all_look_for_nan(ranks2, when):
         "GradientBuckets: rank 1 has given up this step, by an exception in backward, say; bucket"
     )
     assert other.endswith("was not sent")
+
+
+def refused_in_finish():
+    """What a step says after a finish() that reduced nothing, and whether the next one is right."""
+    module = chain()
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL, check_nan=True)
+    spoilt = own_batch() * (float("nan") if dist.get_rank() == 1 else 1.0)
+    loss_of(module(spoilt)).backward()
+    errors = [error_of(buckets.finish), error_of(buckets.finish)]
+    errors.append(error_of(lambda: loss_of(module(own_batch())).backward()))
+    buckets.zero()
+    loss_of(module(own_batch())).backward()
+    buckets.finish()
+    assert_gradients(module, expected_gradients(module))
+    return [text for _, text in errors]
+
+
+def test_step_that_failed_passes_for_no_other(ranks2):
+    for first, again, more in ranks2.run(refused_in_finish):
+        assert "holds NaN" in first
+        assert again == more
+        assert again.endswith("this step has failed, and part of it is not reduced; call zero()")

@@ -102,12 +102,10 @@ class Neighbours:
             cause = self._cause(self._processes[which], late, left, time.monotonic() - started)
             if cause and not self._engine.settle(0.0):  # what they did before they ended counts
                 group = self._groups[which]
-                # which other ranks may have found before us
-                first = next(filter(None, (calls.first_failure() for calls in self._calls)), cause)
                 raise RuntimeError(
                     f"{OP}: {what} failed in process group '{group.name}' of {group.size} ranks, here on "
                     f"rank {self._rank}; a rank died, came too late, or left the common order of calls. "
-                    f"Cause: {first}"
+                    f"Cause: {cause}"
                 )
 
     def _cause(
@@ -115,8 +113,8 @@ class Neighbours:
     ) -> str:
         """Why not to wait any longer; nothing if there is no reason."""
         for calls in self._calls:
-            if calls.failure:
-                return calls.failure
+            if first := calls.first_failure():
+                return first
         for rank in late:
             if rank in left:
                 return f"rank {rank} of it has let go of its GradientBuckets"
