@@ -8,8 +8,8 @@
 namespace tpkernels {
 
 // The sum of tensors, divided, into each of some others; all flat, contiguous, on the CPU, and of one size.
-// Added in double, or where `in_double` is false and they are narrower in float; rounded once. `into` are of
-// the dtype of what is added, or of that which it is added in.
+// Added in double, or where `in_double` is false and they are narrower in float; rounded once (from double to
+// a half by way of float). `into` are of the dtype of what is added, or of that which it is added in.
 void add_up(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& into, int64_t divisor,
             bool in_double);
 

@@ -193,7 +193,9 @@ void BucketEngine::give_up() {
       abandon();
     } else {
       for (size_t b = next_; b < buckets_.size(); ++b) {
-        buckets_[b].flat.fill_(std::numeric_limits<double>::quiet_NaN());
+        for (const size_t i : buckets_[b].members) {  // not what lies between them, which nobody clears
+          slots_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
+        }
       }
       for (; next_ < buckets_.size(); ++next_) start(buckets_[next_]);
       advance();
@@ -206,7 +208,7 @@ void BucketEngine::give_up() {
 }
 
 bool BucketEngine::end_round() {
-  if (!finished_ && has_begun()) {
+  if (!finished_ && (failed_ || has_begun())) {
     interrupted_ = true;
     if (refused_) {
       abandon();  // as all ranks do
@@ -239,8 +241,8 @@ void BucketEngine::launch_those_left() {
   try {
     while (next_ < buckets_.size()) launch(next_);
   } catch (...) {
-    abandon();
     failed_ = true;
+    if (refused_) abandon();  // else `zero` gives the rest up: other ranks may wait for it
     throw;
   }
 }

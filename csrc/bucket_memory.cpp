@@ -7,6 +7,7 @@
 namespace tpkernels {
 namespace {
 
+constexpr std::chrono::milliseconds A_FAREWELL{2000};
 constexpr int64_t LOOK_AT_WIRE = 200'000;  // nanoseconds: what comes from other machines rings no bell
 
 }  // namespace
@@ -111,6 +112,7 @@ Awaited BucketEngine::awaited_now() const {
   for (auto* list : {&late, &left}) {
     for (int64_t& rank : *list) rank = members[rank];
   }
+  if (!tensor_parallel && sums_->has_sent()) late = sums_->other_owners();
   const bool scatters = options_.reduce_scatter && !tensor_parallel;
   return {(scatters ? "reduce_scatter of " : "all_reduce of ") + describe(buckets_[first]), tensor_parallel,
           std::move(late), std::move(left)};
@@ -129,14 +131,17 @@ void BucketEngine::lose_others() {
 void BucketEngine::leave() noexcept {
   if (lost_others_ || !sums_ || !group_.is_of_this_process()) return;
   try {
-    if (settled_within(longest_wait_)) {
-      if (marked_sums_) marked_sums_->leave();
-      sums_->leave();
-      return;
+    // Python waits for as long as it takes; at its end nobody does, and other ranks may be gone
+    const auto end =
+        std::chrono::steady_clock::now() + std::min<std::chrono::milliseconds>(longest_wait_, A_FAREWELL);
+    while (!settled_within(std::chrono::milliseconds(50))) {
+      if (!std::get<3>(awaited_now()).empty() || std::chrono::steady_clock::now() > end) break;
     }
   } catch (const std::exception&) {  // nobody is left to be told
   }
-  lose();  // once is enough
+  if (marked_sums_) marked_sums_->leave();
+  sums_->leave();
+  lose();
 }
 
 // Their memory stays, for they may still write into ours.

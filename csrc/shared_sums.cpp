@@ -50,6 +50,12 @@ bool SharedSums::have_all(size_t bucket, Word word) const {
   return true;
 }
 
+std::vector<int64_t> SharedSums::other_owners() const {
+  std::vector<int64_t> others = options_.owners;
+  std::erase(others, options_.rank);
+  return others;
+}
+
 void SharedSums::leave() const {
   for (size_t bucket = 0; bucket < calls_.size(); ++bucket) tell(bucket, PUBLISHED, NEVER);
   ring();

@@ -60,6 +60,8 @@ class SharedSums {
   bool is_done(size_t bucket) const;
   // Whether this rank waits for other machines.
   bool has_sent() const { return !sent_.empty(); }
+  // Whom it waits for then: ranks of the whole group.
+  std::vector<int64_t> other_owners() const;
   // Of a bucket that is not done: the ranks of this machine that have not published it or, if all have, not
   // added it up.
   std::vector<int64_t> late_with(size_t bucket) const;

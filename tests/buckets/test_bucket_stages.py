@@ -1,6 +1,9 @@
 """Buckets with more than one collective: marked ones, which two groups sum, and ones looked at first."""
 
+import math
+
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -135,3 +138,50 @@ def test_step_that_failed_passes_for_no_other(ranks2):
         assert "holds NaN" in first
         assert again == more
         assert again.endswith("this step has failed, and part of it is not reduced; call zero()")
+
+
+def failed_alone():
+    """Rank 0's finish() is refused, so it gives the step up; its next one is not taken for this one."""
+    weights = [nn.Parameter(torch.zeros(8)) for _ in range(2)]
+    named = [(str(number), weight) for number, weight in enumerate(weights)]
+    buckets = GradientBuckets(named, dist.group.WORLD, average=False, bucket_bytes=1)
+    told, found = [], []
+    for step in range(3):
+        buckets.zero()
+        fails = step == 1 and dist.get_rank() == 0
+        for weight in weights[: 1 if fails else 2]:
+            (weight * 10.0 ** (2 * step)).sum().backward()
+        if fails:
+            weights[1].data = weights[1].grad = torch.ones(4)
+        told.append(error_of(buckets.finish)[1])
+        weights[1].data = torch.zeros(8)
+        found.append([{*view.tolist()} for view in buckets.buckets])
+    return told[1], found[0], found[1], found[2]
+
+
+def test_step_that_failed_on_one_rank_is_not_mixed_with_its_next(ranks2):
+    (told, *first), (_, *second) = ranks2.run(failed_alone)
+    assert "'1' is of shape [4]; expected [8]" in told
+    assert first[0] == second[0] == [{2.0, 0.0}] * 2  # and what lies between gradients
+    assert any(math.isnan(value) for values in second[1] for value in values)  # what did not come
+    assert first[2] == second[2] == [{20000.0, 0.0}] * 2
+
+
+def given_up_once():
+    """Whether NaN lies in the buckets some steps after a rank has given one up."""
+    module = chain()
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL)
+    for step in range(4):
+        buckets.zero()
+        fails = step == 1 and dist.get_rank() == 1
+        hidden = module[1](module[0](own_batch(step)))
+        try:
+            loss_of(module[3](module[2](Fail.apply(hidden) if fails else hidden))).backward()
+            buckets.finish()
+        except ValueError:
+            continue
+    return any(bucket.isnan().any().item() for bucket in buckets.buckets)
+
+
+def test_nan_of_a_step_that_was_given_up_does_not_stay(ranks2):
+    assert ranks2.run(given_up_once) == [False, False]

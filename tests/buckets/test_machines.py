@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.buckets.golden import assert_gradients, chain, expected_gradients, lo
 from tests.buckets.ways import on_machine
 from tests.checks import error_of
 from tests.ranks import RankFailure, RankPool
+from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
 from tpkernels.buckets.machines import Machines, machines_of
 
@@ -144,6 +146,41 @@ def marked(layout):
 )
 def test_marked_gradients_wherever_ranks_are(four, places, share):
     assert on(four, places, marked, places) == [share] * 4
+
+
+def two_at_once():
+    """Two models whose steps overlap; a rank of one machine is late."""
+    models = [chain(1), chain(1)]
+    both = [wrap(model) for model in models]
+    for step in range(4):
+        for buckets in both:
+            buckets.zero()
+        losses = [loss_of(model(own_batch(step + 10 * n))) for n, model in enumerate(models)]
+        losses[dist.get_rank() % 2].backward()
+        time.sleep(0.05 * (dist.get_rank() == 1))
+        losses[1 - dist.get_rank() % 2].backward()
+        for buckets in both:
+            buckets.finish()
+        for n, model in enumerate(models):
+            assert_gradients(model, expected_gradients(model, (step + 10 * n,)))
+
+
+@pytest.mark.way("shared")
+def test_buckets_of_two_models_do_not_meet_between_machines(four):
+    on(four, IN_TURN, two_at_once)
+
+
+def tp_invariant():
+    with tp_invariance(4):
+        return error_of(wrap, [("weight", nn.Parameter(torch.zeros(8)))])
+
+
+@pytest.mark.way("shared")
+def test_more_machines_add_in_no_order_that_tp_invariance_knows(four):
+    assert on(four, "aaaa", tp_invariant) == [("nothing", "")] * 4
+    for kind, text in on(four, IN_A_ROW, tp_invariant):
+        assert kind == "ValueError"
+        assert "got 4 (they are on several machines)" in text
 
 
 def owner_dies():

@@ -318,3 +318,24 @@ def readable():
 @pytest.mark.way("shared")
 def test_gradients_outlive_detach(ranks2):
     ranks2.run(readable)
+
+
+def end_of_a_process(leaves):
+    """How long an engine that nobody has waited for takes to let go, its buckets in flight."""
+    module, buckets = trained()
+    engine, seconds = buckets._engine, 0.0
+    if dist.get_rank() == 0:
+        loss_of(module(own_batch())).backward()
+        started = time.monotonic()
+        engine.detach()  # as at the end of a process, where Python waits no more
+        seconds = time.monotonic() - started
+    elif leaves:
+        engine.detach()
+    dist.barrier()
+    return seconds
+
+
+@pytest.mark.way("shared")
+@pytest.mark.parametrize(("leaves", "longest"), [(True, 1.0), (False, SOON)])
+def test_no_process_waits_long_at_its_end(ranks2, leaves, longest):
+    assert max(ranks2.run(end_of_a_process, leaves)) < longest

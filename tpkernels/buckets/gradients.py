@@ -265,7 +265,7 @@ class GradientBuckets:
             self._rules,
         )
         placed = sorted(zip(order, layout.bucket_of, layout.offset_of, strict=True))  # by parameter
-        self._bucket_of = [bucket for _, bucket, _ in placed]
+        bucket_of = [bucket for _, bucket, _ in placed]
         first = {bucket: index for index, bucket, _ in reversed(placed)}
         buckets = [
             Bucket(
@@ -275,7 +275,8 @@ class GradientBuckets:
             )
             for bucket, elements in enumerate(layout.elements)
         ]
-        self._memory.arrange(engine, self._bucket_of, [offset for _, _, offset in placed], buckets)
+        self._memory.arrange(engine, bucket_of, [offset for _, _, offset in placed], buckets)
+        self._bucket_of = bucket_of
         if self._options.main_grad:
             protocol.publish_main_grads(self._parameters, engine.views())
 
@@ -295,11 +296,11 @@ class GradientBuckets:
         *counts, given_up = arrivals.tolist()
         if given_up or not any(counts):  # half a step, or one without backward, teaches nothing
             return
-        self._learning = False
         # Shards stay where a sharded optimizer has seen them.
         if not self._options.reduce_scatter and order.tolist() != guess:
             self._arrange(engine, order.tolist())
         engine.expect([max(1, count) for count in counts])
+        self._learning = False
 
     def _gathered(
         self, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype]
@@ -371,12 +372,12 @@ def _let_go(
     parameters: Sequence[nn.Parameter],
     handles: Sequence[RemovableHandle],
 ) -> None:
-    neighbours, memory.neighbours = memory.neighbours, None  # which keep the memory of all ranks
     try:
-        if neighbours is not None:
-            neighbours.leave()
+        if memory.neighbours is not None:
+            memory.neighbours.leave()
     finally:  # after Ctrl-C, too
         engine.detach()
+        memory.close()
         protocol.release(parameters, handles)
 
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, finalize
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.groups import timeout_of
 from tpkernels.runtime import c10d
 
 
@@ -47,19 +44,17 @@ def machines_of(places: Sequence[str], rank: int) -> tuple[str, Machines]:
     return "", Machines(members, sorted(ranks[number] for ranks in ranks_at.values()))
 
 
-_across: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+def group_across(group: ProcessGroup, owners: Sequence[int], timeout: float, number: int) -> ProcessGroup:
+    """A group of the owners of one shard, made by all ranks of `group` at once.
 
-
-def group_across(group: ProcessGroup, owners: Sequence[int]) -> str:
-    """The name of a group of the owners of one shard, which ends with `group`; all ranks ask at once."""
-    if group not in _across:
-        _across[group] = made = c10d.new_group(
-            tuple(dist.get_global_rank(group, owner) for owner in owners),
-            name=f"{group.group_name}, owners {', '.join(map(str, owners))}",
-            description="tpkernels owners of a shard of gradient buckets",
-            timeout=timedelta(seconds=timeout_of(group, torch.device("cpu"))),
-            backend="gloo",
-            options=None,
-        )
-        finalize(group, c10d.destroy_group, made).atexit = False
-    return str(_across[group].group_name)
+    For one engine: collectives pair by their order, and between engines that depends on who comes first.
+    number: of the call, which tells its name from others
+    """
+    return c10d.new_group(
+        tuple(dist.get_global_rank(group, owner) for owner in owners),
+        name=f"{group.group_name}, owners {', '.join(map(str, owners))}, call {number}",
+        description="tpkernels owners of a shard of gradient buckets",
+        timeout=timedelta(seconds=timeout),
+        backend="gloo",
+        options=None,
+    )

@@ -16,24 +16,25 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
-from tpkernels.buckets.engine import Engine, EngineOptions
+from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
 from tpkernels.buckets.machines import Machines, group_across, machines_of
 from tpkernels.buckets.memory_map import Bucket, MemoryMap
 from tpkernels.buckets.neighbours import OP, Neighbours
 from tpkernels.buckets.order import refuse_backend
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
-from tpkernels.comm.agreement import CannotTakePart
+from tpkernels.comm.agreement import CannotTakePart, offers_of_all
+from tpkernels.comm.calls import handshake
 from tpkernels.comm.groups import LiveGroup, timeout_of
 from tpkernels.comm.transports import mailbox, select
 from tpkernels.comm.transports.forks import copy_in_forks
 from tpkernels.comm.transports.mailbox import Meeting
 from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
+from tpkernels.runtime import c10d
 
-choices = logging.getLogger("tpkernels.choices")
-
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class BucketMemory:
@@ -41,20 +42,20 @@ class BucketMemory:
 
     def __init__(self, options: EngineOptions, device: torch.device, *, marked: bool) -> None:
         """marked: whether the tensor-parallel group adds up some buckets"""
-        self._options, self._device = options, device
+        self._options, self._device, self._opener = options, device, os.getpid()
         self._groups = [options.group]
         if marked and options.tensor_parallel_group is not None:
             self._groups.insert(0, options.tensor_parallel_group)
         self._machines: dict[LiveGroup, Machines] = {}
         self._against = self._why_apart()
         self._noted = ""
+        self._across: ProcessGroup | None = None  # of the owners of this rank's shards
         self.neighbours: Neighbours | None = None  # who add up with us; none if the backend does it
 
     def arrange(
         self, engine: Engine, bucket_of: list[int], offset_of: list[int], buckets: Sequence[Bucket]
     ) -> None:
         """Give the engine buckets."""
-        self.neighbours = None
         shared = None if self._against else self._shared(buckets)
         self._note(buckets)
         if shared is None:
@@ -63,12 +64,12 @@ class BucketMemory:
             if flats is None:
                 flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
             engine.arrange(bucket_of, offset_of, flats)
+            self.neighbours = None
             del flats
             give_back_unused()  # what the arrangement before had
             return
         layout, buffers, processes = shared
-        timeout = self._options.timeout
-        seconds = timeout_of(self._options.group.get(), _CPU) if timeout is None else timeout.total_seconds()
+        across, seconds = self._group_across(), self._seconds()
         own = layout.part(buffers[-1][self._options.group.rank], marked=False)
         engine.arrange(bucket_of, offset_of, own.flats)
         for group, of_ranks in zip(self._groups, buffers, strict=True):
@@ -80,11 +81,34 @@ class BucketMemory:
                 [part.doorbell for part in parts],
                 [part.words for part in parts],
                 [flat for part in parts for flat in part.flats],
-                group_across(group.get(), owners) if owners else "",
+                across if owners else "",
                 owners,
                 max(1, round(seconds * 1000)),
             )
         self.neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
+
+    def close(self) -> None:
+        """Nobody adds up any more."""
+        if self._across is not None and self._opener == os.getpid():
+            c10d.destroy_group(self._across)
+        self._across = self.neighbours = None
+
+    def _group_across(self) -> str:
+        """The name of the group of owners on all machines, if there are several."""
+        group = self._options.group.get()
+        owners = self._machines[self._options.group].owners
+        if not owners:
+            return ""
+        if self._across is None:
+            number = handshake(OP, "a group of the owners of a shard", group).number
+            self._across = group_across(group, owners, self._seconds(), number)
+        return str(self._across.group_name)
+
+    def _seconds(self) -> float:
+        """How long ranks wait for each other."""
+        timeout = self._options.timeout
+        seconds = timeout.total_seconds() if timeout else timeout_of(self._options.group.get(), CPU)
+        return min(seconds, LONGEST_TIMEOUT.total_seconds() - 1)
 
     def _registered(self, buckets: Sequence[Bucket]) -> list[torch.Tensor] | None:
         """On GPUs, where that is at least as fast. What is sent in another dtype is a copy: plain."""
@@ -116,6 +140,8 @@ class BucketMemory:
             why = why or problem
         if why and select.requested_transport == "shared":
             raise CannotTakePart(f"{OP}: TPKERNELS_TRANSPORT=shared: {why}")
+        if not why and self._machines[self._options.group].owners:
+            refuse_backend(self._options.group.size, "they are on several machines")
         return why
 
     def _those_who_hear(self) -> list[LiveGroup]:
@@ -138,6 +164,9 @@ class BucketMemory:
                 meeting = Meeting("memory of gradient buckets", group.get(), op=OP)
                 build = partial(_Ranks, group.rank, self._machines[group].members)
                 try:
+                    if group in found:  # a second time, to hear of the others
+                        offers_of_all(meeting.title, meeting.begin(), problem)
+                        continue
                     found[group] = mapped_by_all(meeting, f"{count} bytes", count, problem, descriptor, build)
                 except CannotTakePart as error:
                     problem = str(error)
@@ -155,14 +184,14 @@ class BucketMemory:
     def _note(self, buckets: Sequence[Bucket]) -> None:
         """Once for each choice; on GPUs `registered` tells."""
         where = "apart" if self._against else "shared"
-        if where != self._noted and self._device.type != "cuda" and choices.isEnabledFor(logging.INFO):
+        if where != self._noted and self._device.type != "cuda" and select.choices.isEnabledFor(logging.INFO):
             self._noted = where
             byte_count = sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
             machines = len(self._machines[self._options.group].owners) if not self._against else 0
             there = f"on each of {machines} machines" if machines else "on one machine"
             why = self._against or f"{self._options.group.size // max(1, machines)} ranks are {there}"
             group = self._options.group
-            choices.info(
+            select.choices.info(
                 "gradient buckets, %.1f MB, process group '%s' of %d ranks: %s (%s)",
                 byte_count / 1e6, group.name, group.size, where, why,
             )  # fmt: skip

@@ -71,8 +71,13 @@ class Neighbours:
             raise
 
     def _require_usable(self) -> None:
-        for group in self._groups:
-            group.get()
+        """A group that has failed takes the others with it: their ranks would wait for us."""
+        try:
+            for group in self._groups:
+                group.get()
+        except RuntimeError as error:
+            self._fail(error)
+            raise
 
     def _settle(self, *, numbered: bool) -> None:
         """Wait until all that is on its way has been added up.
@@ -80,10 +85,10 @@ class Neighbours:
         numbered: all of a round is, on all ranks: a call of its groups
         """
         wait = self._await
-        # a round that is refused for NaN ends in finish() here, in zero() there
-        for group in self._groups if numbered and not self._refuses else ():
-            wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
         try:
+            # a round that is refused for NaN ends in finish() here, in zero() there
+            for group in self._groups if numbered and not self._refuses else ():
+                wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
             wait()
         except BaseException as error:  # Ctrl-C, too: the others do not know
             self._fail(error)
