@@ -71,7 +71,7 @@ def test_what_segments_do_not_divide_is_refused(options, message, ranks2):
 
 
 def test_more_than_two_ranks_share_memory_and_are_not_compared_with_an_unsharded_run(ranks4):
-    assert train_on(ranks4, *FOUR, "--dp", "4").returncode == 0
+    assert train_on(ranks4, "--tp-invariant", "4", "--dp", "4", "--steps", "2").returncode == 0
     run = train_on(ranks4, *FOUR, "--tp", "4", "--prove", "1")
     assert run.returncode == 2
     assert "prove: expected at most 2 ranks with TP-invariance, got 4" in run.stderr
