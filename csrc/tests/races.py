@@ -101,7 +101,8 @@ def shared_by_ranks(ranks: int, *, reduce_scatter: bool) -> None:
     doorbells = [torch.zeros(2, dtype=torch.int64) for _ in range(ranks)]
     words = [torch.zeros(2 * len(SIZES), dtype=torch.int64) for _ in range(ranks)]
     for engine in engines:
-        engine.meet(False, doorbells, words, [flat for own in flats for flat in own], 60_000)
+        every = [flat for own in flats for flat in own]
+        engine.meet(False, [*range(ranks)], doorbells, words, every, "", [], 60_000)
         engine.expect([1] * len(SIZES))
 
     def take_part(rank: int) -> None:

@@ -95,6 +95,8 @@ class Neighbours:
             raise
 
     def _fail(self, error: BaseException) -> None:
+        if os.getpid() != self._opener:  # a fork has no part in the group, nor in its store
+            return
         self._engine.lose_others()
         for calls in self._calls:
             calls.fail(f"{type(error).__name__}: {error}")
