@@ -17,6 +17,7 @@ from torch import nn
 from tests.buckets.golden import assert_gradients, chain, loss_of, own_batch, wrap
 from tests.buckets.ways import WAYS, under
 from tests.checks import error_of
+from tests.forks import forked
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
 
@@ -254,18 +255,7 @@ def test_use_after_destroy_is_an_error(ranks2):
 def use_after_fork():
     module = chain(2)
     buckets = wrap(module)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:  # answers through the pipe and leaves at once, whatever happens
-        signal.alarm(10)
-        try:
-            os.write(writer, pickle.dumps([error_of(buckets.zero), error_of(buckets.finish)]))
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as answers:
-        errors = pickle.loads(answers.read())
-    os.waitpid(child, 0)
+    errors = forked(lambda: [error_of(buckets.zero), error_of(buckets.finish)])
     buckets.zero()
     loss_of(module(own_batch())).backward()
     buckets.finish()  # the parent is well

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import pickle
-import signal
 import time
 from datetime import timedelta
 from unittest.mock import patch
@@ -26,6 +24,7 @@ from tests.buckets.golden import (
 )
 from tests.buckets.ways import under
 from tests.checks import error_of
+from tests.forks import forked
 from tests.ops.auto_cases import heard
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets
@@ -220,24 +219,6 @@ def test_gradients_outlive_their_group(ranks2):
     ranks2.run(after_the_group)
 
 
-def forked(child, parent):
-    """What `child` returns in a fork, while `parent` runs here until the fork has ended."""
-    reader, writer = os.pipe()
-    process = os.fork()
-    if process == 0:  # answers through the pipe and leaves at once, whatever happens
-        signal.alarm(20)
-        try:
-            os.write(writer, pickle.dumps(child()))
-        finally:
-            os._exit(0)
-    os.close(writer)
-    parent()
-    with open(reader, "rb") as answers:
-        answer = pickle.loads(answers.read())
-    os.waitpid(process, 0)
-    return answer
-
-
 def in_a_fork():
     """A fork of each rank spoils all that it can reach."""
     module = chain()
@@ -256,7 +237,7 @@ def in_a_fork():
         buckets.detach()
         return errors
 
-    answer = forked(spoil, lambda: None)
+    answer = forked(spoil)
     dist.barrier()
     assert_right(module, 1)
     for number in range(2, 4):

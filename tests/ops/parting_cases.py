@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.forks import forked
 from tests.ops.transport_cases import using
 from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
@@ -251,23 +252,14 @@ def destroyed() -> list[str]:
     ]
 
 
-def forked() -> list[str]:
+def in_a_fork() -> list[str]:
     """What a child says of its parent's groups, one that was used before the fork and one that was not."""
     used, unused = dist.new_group(), dist.new_group()
     x = torch.randn(TOKENS, WIDTH)
     STEPS["row"](used, x)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        messages = [said_by(lambda: STEPS["row"](group, x)) for group in (used, unused)]  # noqa: B023
-        os.write(writing, "\n".join(messages).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
+    said = forked(lambda: [said_by(lambda: STEPS["row"](group, x)) for group in (used, unused)])  # noqa: B023
     STEPS["row"](used, x)  # the parent goes on
-    return said.split("\n")
+    return said
 
 
 def failed_group_is_one_of_many(transports: Sequence[str]) -> list[bool]:

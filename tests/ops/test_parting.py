@@ -112,7 +112,7 @@ def test_a_group_that_was_destroyed_is_refused_by_all_that_take_one(ranks2):
 
 
 def test_a_forked_child_may_not_use_the_groups_of_its_parent(ranks2):
-    for messages in ranks2.run(cases.forked):
+    for messages in ranks2.run(cases.in_a_fork):
         assert len(messages) == 2
         for message in messages:
             assert "make process groups after the fork" in message, messages
