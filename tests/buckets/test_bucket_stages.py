@@ -56,17 +56,20 @@ def test_marked_buckets_go_on_to_the_second_group_in_backward(ranks4):
         assert over_data_group == count - 1  # the last has no launch after it, and goes on in finish()
 
 
+def loss(module, step, *, fails):
+    """Of a step; if it `fails`, backward does so half-way."""
+    hidden = module[1](module[0](own_batch(step)))
+    return loss_of(module[3](module[2](Fail.apply(hidden) if fails else hidden)))
+
+
 def given_up_in_first_step():
     """Rank 1 fails in the middle of the first backward, from which the others would learn."""
     module = chain()
     buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL)
     for step in range(4):
         buckets.zero()
-        fails = step == 0 and dist.get_rank() == 1
-        hidden = module[1](module[0](own_batch(step)))
-        output = module[3](module[2](Fail.apply(hidden) if fails else hidden))
         try:
-            loss_of(output).backward()
+            loss(module, step, fails=step == 0 and dist.get_rank() == 1).backward()
             buckets.finish()
         except ValueError:
             continue
@@ -88,11 +91,8 @@ def given_up_under_check(when):
     message = ""
     for step in range(4):
         buckets.zero()
-        fails = step == when and dist.get_rank() == 1
-        hidden = module[1](module[0](own_batch(step)))
-        output = module[3](module[2](Fail.apply(hidden) if fails else hidden))
         try:
-            loss_of(output).backward()
+            loss(module, step, fails=step == when and dist.get_rank() == 1).backward()
             buckets.finish()
         except ValueError:
             continue
@@ -102,9 +102,7 @@ def given_up_under_check(when):
                 assert error_of(buckets.finish)[1].endswith("this step has been refused; call zero()")
             continue
         assert_gradients(module, expected_gradients(module, (step,)))
-    GradientBuckets(
-        chain(1), dist.group.WORLD
-    ).detach()  # the next call of the group has one number everywhere
+    GradientBuckets(chain(1), dist.group.WORLD).detach()  # the next call has one number on all ranks
     return message
 
 
@@ -173,10 +171,8 @@ def given_up_once():
     buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL)
     for step in range(4):
         buckets.zero()
-        fails = step == 1 and dist.get_rank() == 1
-        hidden = module[1](module[0](own_batch(step)))
         try:
-            loss_of(module[3](module[2](Fail.apply(hidden) if fails else hidden))).backward()
+            loss(module, step, fails=step == 1 and dist.get_rank() == 1).backward()
             buckets.finish()
         except ValueError:
             continue

@@ -20,6 +20,7 @@ from tpkernels.buckets.layout import DEFAULT_BUCKET_BYTES, LayoutRules, lay_out_
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     Start,
+    failed,
     group_or_world,
     start_all_gather,
     start_all_reduce,
@@ -194,11 +195,8 @@ class _Call:
             for work in start_together(self.group, self.tensors[0].device, starts) if starts else ():
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.name}: {operation} of {len(begun)} buckets failed in process group "
-                f"'{self.group.group_name}' of {self.group.size()} ranks, here on rank {dist.get_rank()}; a "
-                f"rank died, came too late, or left the common order of calls. Cause: {error}"
-            ) from error
+            what = f"{self.name}: {operation} of {len(begun)} buckets"
+            raise failed(what, self.group.group_name, self.group.size(), error) from error
         found = {
             index: result
             for bucket, (_, results) in zip(members, begun, strict=True)

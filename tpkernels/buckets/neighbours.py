@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.comm.calls import Call, calls_of, handshake
-from tpkernels.comm.groups import LiveGroup
+from tpkernels.comm.groups import LiveGroup, failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 OP = "GradientBuckets"
@@ -36,7 +36,7 @@ class Neighbours:
         """
         self._engine, self._groups, self._processes = engine, groups, processes
         self._calls = [calls_of(group.get()) for group in groups]
-        self._rank, self._refuses, self._timeout = options.rank, options.check_nan, timeout
+        self._refuses, self._timeout = options.check_nan, timeout
         self._opener = os.getpid()
 
     def finish(self) -> None:
@@ -109,11 +109,7 @@ class Neighbours:
             cause = self._cause(self._processes[which], late, left, time.monotonic() - started)
             if cause and not self._engine.settle(0.0):  # what they did before they ended counts
                 group = self._groups[which]
-                raise RuntimeError(
-                    f"{OP}: {what} failed in process group '{group.name}' of {group.size} ranks, here on "
-                    f"rank {self._rank}; a rank died, came too late, or left the common order of calls. "
-                    f"Cause: {cause}"
-                )
+                raise failed(f"{OP}: {what}", group.name, group.size, cause)
 
     def _cause(
         self, processes: Mapping[int, Process], late: Sequence[int], left: Sequence[int], seconds: float

@@ -86,6 +86,14 @@ def refuse_other_devices(op: str, group: ProcessGroup, device: torch.device) -> 
         )
 
 
+def failed(what: str, name: str, size: int, cause: object) -> RuntimeError:
+    """The error of a collective of the group of that name and size, to be raised."""
+    return RuntimeError(
+        f"{what} failed in process group '{name}' of {size} ranks, here on rank {_world_rank()}; a rank "
+        f"died, came too late, or left the common order of calls. Cause: {cause}"
+    )
+
+
 Start = Callable[[ProcessGroup], Work]
 
 

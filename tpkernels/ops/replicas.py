@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree, describe
-from tpkernels.comm.groups import required_group, start_broadcast
+from tpkernels.comm.groups import failed, required_group, start_broadcast
 from tpkernels.comm.supported import mixing_of as mixing_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, reduce_from_region
 
@@ -71,11 +70,8 @@ def _first_rank_bits(tensors: Sequence[Tensor], group: ProcessGroup) -> Iterator
             try:
                 start_broadcast(group, chunk, 0).wait()
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"broadcast of the first rank's tensors failed in process group '{group.group_name}' of "
-                    f"{group.size()} ranks, here on rank {dist.get_rank()}; a rank died, came too late, or "
-                    f"left the common order of calls. Cause: {error}"
-                ) from error
+                what = "broadcast of the first rank's tensors"
+                raise failed(what, group.group_name, group.size(), error) from error
             yield from chunk.split([len(bits) for bits in waiting])
             waiting.clear()
 

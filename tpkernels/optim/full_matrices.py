@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tpkernels.comm.groups import start_all_gather, start_all_to_all
+from tpkernels.comm.groups import failed, start_all_gather, start_all_to_all
 from tpkernels.interop.shards import TensorShard
 from tpkernels.optim.rounds import Job, plan_rounds
 
@@ -201,8 +200,4 @@ def _wait(work: Work, what: str, group: ProcessGroup) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise RuntimeError(
-            f"optim: an {what} failed in process group '{group.group_name}' of {group.size()} ranks, here on "
-            f"rank {dist.get_rank()}; a rank died, came too late, or left the common order of calls. Cause: "
-            f"{error}"
-        ) from error
+        raise failed(f"optim: an {what}", group.group_name, group.size(), error) from error
