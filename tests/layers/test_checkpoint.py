@@ -204,6 +204,20 @@ def test_a_bool_that_may_be_the_functions_own_is_refused(function, args):
         checkpoint(function, *args)
 
 
+def reordered():
+    """The same samples, in another order on the second rank."""
+    initialize_model_parallel(2)
+    order = [0, 1, 2] if torch.distributed.get_rank() == 0 else [2, 1, 0]
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))[:, order].requires_grad_()
+    y = checkpoint(lambda x: x.exp().tanh(), True, x * 1)
+    return error_of(lambda: y.sum().backward())
+
+
+def test_an_order_that_differs_between_ranks_is_seen(ranks2):
+    for kind, message in ranks2.run(reordered):
+        assert (kind, "but it differed" in message) == ("RuntimeError", True)
+
+
 def outcome(way, alike=True):
     """Output and gradients of a checkpointed function; whether its input outlives forward; what is raised."""
     torch.manual_seed(1 if alike else torch.distributed.get_rank())
