@@ -271,6 +271,29 @@ def test_attention_drops_alike_when_seeded_alike(ranks2):
     assert ranks2.run(dropped, 0.0)[0] != first
 
 
+def learnt(recompute):
+    """Gradients of numbers that all ranks are given alike: masks of all heads and of each, and a rotation."""
+    initialize_model_parallel(torch.distributed.get_world_size())
+    torch.manual_seed(3)
+    layer = ParallelAttention(HIDDEN, 4, num_kv_heads=1, recompute=recompute, dtype=torch.float64)
+    x, dy = torch.randn(2, TOKENS, BATCH, HIDDEN, dtype=torch.float64)
+    turn = layer.rotation(TOKENS, x.dtype, x.device)
+    gradients = []
+    for heads in (1, 4):
+        given = [torch.randn(heads, TOKENS, TOKENS, dtype=x.dtype), *turn]
+        given = [each.clone().requires_grad_() for each in given]
+        layer(x, given[0], rotary=type(turn)(*given[1:]))[0].backward(dy)
+        gradients += [each.grad for each in given]
+    return gradients
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_learnt_by_all_heads_gets_whole_gradients(recompute, ranks1, ranks2):
+    (alone,) = ranks1.run(learnt, False)
+    for found in ranks2.run(learnt, recompute):
+        torch.testing.assert_close(found, alone)
+
+
 def gathers_of_a_forward():
     initialize_model_parallel(torch.distributed.get_world_size())
     layer = ParallelAttention(HIDDEN, 4, num_kv_heads=2, sequence_parallel=True)

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
 from tests.checks import error_of
 from tests.layers.worlds import posing
@@ -58,6 +59,41 @@ def test_nested_and_with_keywords(streams):
     *plain, _ = run(lambda x, w: noisy(x, w) + noisy(x, w), streams, "default")
     *again, _ = run(lambda x, w: checkpoint(outer, x, w=w), streams, "default")
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_other_checkpoints_are_refused_where_they_would_draw_other_numbers(streams, reentrant):
+    x = torch.ones(64, requires_grad=True)
+    y = checkpoint(noisy, torch.ones(4, 8, requires_grad=True), torch.eye(8)).sum()
+    y = y + checkpoint_in_torch(ParallelDropout(0.5, is_split=True), x, use_reentrant=reentrant).sum()
+    with pytest.raises(RuntimeError, match=r"'model-parallel-rng': expected tpkernels\.checkpoint around"):
+        y.backward()
+    alike = checkpoint_in_torch(ParallelDropout(0.5, is_split=False), x, use_reentrant=reentrant)
+    alike.sum().backward()
+    assert torch.equal(x.grad, alike.detach())
+
+
+def test_who_sets_all_streams_in_backward_may_draw_from_them(streams):
+    """As Megatron's own checkpoint does."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.states = streams.get_states()
+            return ParallelDropout(0.5, is_split=True)(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            present = streams.get_states()
+            streams.set_states(ctx.states)
+            slope = ParallelDropout(0.5, is_split=True)(torch.ones_like(dy))
+            streams.set_states(present)
+            return dy * slope
+
+    x = torch.ones(64, requires_grad=True)
+    y = Again.apply(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
 
 
 def test_only_arguments_are_kept(streams):
@@ -166,6 +202,20 @@ OWN_BOOLS = {
 def test_a_bool_that_may_be_the_functions_own_is_refused(function, args):
     with pytest.raises(TypeError, match=r"a bool after the function is .*keyword"):
         checkpoint(function, *args)
+
+
+def reordered():
+    """The same samples, in another order on the second rank."""
+    initialize_model_parallel(2)
+    order = [0, 1, 2] if torch.distributed.get_rank() == 0 else [2, 1, 0]
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))[:, order].requires_grad_()
+    y = checkpoint(lambda x: x.exp().tanh(), True, x * 1)
+    return error_of(lambda: y.sum().backward())
+
+
+def test_an_order_that_differs_between_ranks_is_seen(ranks2):
+    for kind, message in ranks2.run(reordered):
+        assert (kind, "but it differed" in message) == ("RuntimeError", True)
 
 
 def outcome(way, alike=True):

@@ -215,3 +215,15 @@ def test_sequence_parallelism_is_nothing_on_one_rank():
         torch.testing.assert_close(row(column(x)[0])[0], x @ column.weight.t() @ row.weight.t())
         with pytest.raises(ValueError, match="expected input_is_parallel=True"):
             RowParallelLinear(4, 6, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("later", ["another", "none"])
+def test_a_main_grad_that_is_replaced_before_backward_is_told(later):
+    with posing(0, 1):
+        layer = ColumnParallelLinear(4, 6, gradient_accumulation_fusion=True)
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        layer.weight.grad_added_to_main_grad = False
+        y, _ = layer(torch.ones(3, 4))
+        layer.weight.main_grad = torch.zeros_like(layer.weight) if later == "another" else None
+        with pytest.raises(RuntimeError, match="expected the weight's main_grad of forward in backward"):
+            y.sum().backward()

@@ -128,6 +128,7 @@ def mistakes() -> list[str]:
     group, x = dist.group.WORLD, torch.randn(3, 4)
     calls: list[Callable[[], object]] = [
         lambda: vocab_sample(x, group, temperature=0.0),
+        lambda: vocab_sample(x, group, temperature=math.inf),
         lambda: vocab_sample(x, group, top_k=0),
         lambda: vocab_sample(x, group, top_p=0.0),
         lambda: vocab_sample(x, group, top_p=1.5),

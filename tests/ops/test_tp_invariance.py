@@ -17,6 +17,7 @@ from tests.ops.invariant_cases import (
 )
 from tests.segments import tp_invariance
 from tpkernels import ops
+from tpkernels.dispatch.segments import canonical
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {
@@ -110,6 +111,14 @@ def test_a_norm_over_a_group_sums_its_gradients_without_the_mode_too(kind, ranks
         for found in ranks.run(norm_over_ranks, kind):
             assert {"dweight", "dx"} <= found.keys()
             assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (1, 6), (4, 1)])
+def test_one_feature_has_the_strides_that_it_has_at_every_size(strides):
+    """torch calls all of these but the last contiguous, and multiplies them in other ways."""
+    x = torch.arange(24.0).as_strided((6, 1), strides)
+    assert canonical(x).stride() == (1, 1)
+    assert torch.equal(canonical(x), x)
 
 
 def test_without_it_bits_depend_on_the_size(ranks1, ranks4):

@@ -53,6 +53,10 @@ def test_compiled_gives_the_same_bits(ranks2, sequence_parallel):
         assert same == [True] * 3
 
 
+def test_compiled_takes_overwrite_logits(ranks2):
+    assert ranks2.run(behaviour.compiled_with_overwriting, timeout=180) == [True, True]
+
+
 def test_compiled_keeps_as_many_bytes_for_backward(ranks1):
     (found,) = ranks1.run(vocab_memory.saved_when_eager_and_compiled, timeout=180)
     ids, losses, gradients = 12 * 8, 12 * 4, (12 + behaviour.VOCAB) * behaviour.FEATURES * 4

@@ -59,7 +59,8 @@ def test_mistakes_of_choosing_are_errors_on_every_rank(ranks2):
         for message, words in zip(
             messages,
             [
-                "expected a temperature above 0, got 0.0; use vocab_argmax",
+                "expected a finite temperature above 0, got 0.0; use vocab_argmax",
+                "expected a finite temperature above 0, got inf",
                 "expected top_k of at least 1, got 0",
                 "expected top_p above 0 and at most 1, got 0.0",
                 "expected top_p above 0 and at most 1, got 1.5",

@@ -244,6 +244,22 @@ def overwriting(backend: str) -> tuple[bool, bool, str]:
         return _overwriting()
 
 
+def compiled_with_overwriting() -> bool:
+    """Whether compiled code takes `overwrite_logits`, whose gradients are those without."""
+    torch._dynamo.reset()
+    x, target = torch.randn(6, 8, generator=torch.Generator().manual_seed(2)), torch.arange(6)
+    gradients = []
+    for overwrite in (False, True):
+        own = x.clone().requires_grad_()
+
+        def loss(x: Tensor, overwrite: bool = overwrite) -> Tensor:
+            return vocab_cross_entropy(x * 1, target, dist.group.WORLD, overwrite_logits=overwrite).sum()
+
+        (torch.compile(loss, fullgraph=True, backend="aot_eager") if overwrite else loss)(own).backward()
+        gradients.append(own.grad)
+    return torch.equal(*gradients)
+
+
 def _overwriting() -> tuple[bool, bool, str]:
     logits, target = torch.randn(5, 8), torch.randint(8, (5,))
     dlogits = []

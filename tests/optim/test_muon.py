@@ -17,7 +17,8 @@ from tests.optim.muon_cases import (
     under_fully_shard,
     uneven_difference,
 )
-from tpkernels.optim import Muon, hidden_matrices, orthogonalize
+from tpkernels import ColumnParallelLinear
+from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, orthogonalize
 
 POOLS = (("ranks1", 1), ("ranks2", 2), ("ranks4", 4), ("ranks4", 2))
 OPTIONS = {
@@ -76,6 +77,34 @@ def _momenta() -> list[torch.Tensor]:
         optimizer.step()
         found.append(optimizer.state[model.weight]["momentum_buffer"])
     return found
+
+
+def _goes_on_as_it_was(combined: bool) -> bool:
+    """After the state was loaded, with an fp32 main_grad beside a parameter in bfloat16."""
+    tpkernels.initialize_model_parallel(torch.distributed.get_world_size())
+    results = []
+    for reloaded in (False, True):
+        torch.manual_seed(3)
+        model = ColumnParallelLinear(16, 8, bias=False, dtype=torch.bfloat16)
+
+        def made(model: nn.Module = model) -> torch.optim.Optimizer:
+            muon = Muon(model.parameters(), model=model)
+            return CombinedOptimizer(muon) if combined else muon
+
+        optimizer = made()
+        for _ in range(2):
+            vars(model.weight)["main_grad"] = torch.randn(model.weight.shape)
+            optimizer.step()
+            if reloaded:
+                saved, optimizer = optimizer.state_dict(), made()
+                optimizer.load_state_dict(saved)
+        results.append([model.weight.detach(), optimizer.state[model.weight]["momentum_buffer"]])
+    return all(map(torch.equal, *results)) and results[0][1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_momentum_wider_than_its_parameter_is_loaded_as_it_was(combined, ranks2):
+    assert ranks2.run(_goes_on_as_it_was, combined) == [True, True]
 
 
 def test_a_wrong_option_would_be_seen(ranks2):

@@ -29,7 +29,9 @@ def torch_computes(device: torch.device) -> bool:
 def canonical(tensor: Tensor) -> Tensor:
     """The tensor as libraries find it at every number of ranks: contiguous and aligned."""
     whole = tensor.contiguous()
-    return whole.clone() if whole.data_ptr() % _LINE else whole
+    whole = whole.clone() if whole.data_ptr() % _LINE else whole
+    # contiguous or not, a dimension of size 1 may have any stride, by which libraries choose their way
+    return whole.view(-1).view(whole.shape) if 1 in whole.shape else whole
 
 
 def segment_of(tensor: Tensor, dim: int, segment: int, segments: int) -> Tensor:

@@ -16,6 +16,7 @@ from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpkernels.layers.qkv import ParallelQKV
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.ops.quantize import Recipe
+from tpkernels.ops.tensor_parallel.mappings import copy_to_region
 from tpkernels.runtime.random import get_rng_tracker
 from tpkernels.topology.shard import head_size_of, require_heads
 from tpkernels.tp_invariance import mode
@@ -107,20 +108,27 @@ class ParallelAttention(nn.Module):
         attention_mask: broadcastable to (batch, heads, tokens, tokens): boolean, True where a token may
             attend, or numbers that are added to the scores; besides `causal`
         rotary: for these tokens' positions, by default 0, 1, ...
+            Both are the same on all ranks, and may be learnt: gradients are those of all heads
         output: like hidden
         """
         if hidden.ndim != 3:
             raise ValueError(
                 f"ParallelAttention: expected hidden (tokens, batch, hidden_size), got {tuple(hidden.shape)}"
             )
-        mask = None if attention_mask is None else self._own_heads(attention_mask)
+        mask = None if attention_mask is None else self._own_heads(self._of_all_heads(attention_mask))
         query, key, value = self.qkv(hidden)
         if self.rotary_base is not None:
             rotary = rotary or self.rotation(query.shape[0], query.dtype, query.device)
+            rotary = Rotation(*map(self._of_all_heads, rotary))
             query, key = rotate(query, rotary), rotate(key, rotary)
         attend = partial(checkpoint, self._attend) if self.recompute and self.training else self._attend
         output, output_bias = self.output(attend(query, key, value, mask))
         return output, output_bias
+
+    def _of_all_heads(self, given: Tensor) -> Tensor:
+        """What all ranks are given alike; its gradient, where it is learnt, is summed over their heads."""
+        is_learnt = given.requires_grad and torch.is_grad_enabled()
+        return copy_to_region(given, self.qkv.world.group) if is_learnt else given
 
     def _own_heads(self, mask: Tensor) -> Tensor:
         """The mask of this rank's heads, where each head has its own."""

@@ -65,7 +65,7 @@ class _SayItWasAdded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.weight = weight
+        ctx.weight, ctx.main_grad = weight, weight.main_grad  # type: ignore[attr-defined]
         return weight.view_as(weight)
 
     @staticmethod
@@ -74,6 +74,11 @@ class _SayItWasAdded(torch.autograd.Function):
         if gradient is not None:  # a tracer's stand-in
             assert torch.compiler.is_compiling(), "it was added to main_grad"
             return _zeros_for_marked(weight)
+        if getattr(weight, "main_grad", None) is not ctx.main_grad:
+            raise RuntimeError(
+                "expected the weight's main_grad of forward in backward, got another, or none: the gradient "
+                "was added to the former; keep the tensor and zero it in place, or replace it before forward"
+            )
         _mark_as_added(weight)
         zeroed = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if zeroed else torch.empty_like(weight)

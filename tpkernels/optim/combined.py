@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tpkernels.optim.muon import Muon, keep_momentum
+
 
 class CombinedOptimizer(Optimizer):
     """Optimizers over different parameters: one `step`, one list of parameter groups, one state.
@@ -56,6 +58,9 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._share()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                keep_momentum(optimizer, self, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if len(self.param_groups) >= sum(self._counts):

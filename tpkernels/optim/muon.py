@@ -7,13 +7,14 @@ in bfloat16: its momentum to the matrix's owner, and the result's shard back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tpkernels.comm.agreement import Claim, agree, describe
@@ -138,6 +139,10 @@ class Muon(torch.optim.Muon):
             _update(work[i], result)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        keep_momentum(self, self, state_dict)
+
     def _work(self) -> Iterator[_Work]:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -203,6 +208,23 @@ class Muon(torch.optim.Muon):
                 f"Muon: '{name}' is sharded over other ranks than the tensor-parallel group; use one Muon "
                 "for each group, and pass its `state`"
             )
+
+
+def keep_momentum(muon: Muon, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Undo that torch, loading states, has rounded the momentum to its parameter's dtype.
+
+    It is of the gradient's, which may be an fp32 main_grad beside a narrower parameter.
+    optimizer: which has loaded, and has muon's parameters among its own
+    """
+    own = {parameter for group in muon.param_groups for parameter in group["params"]}
+    saved, loaded = (
+        [p for group in groups for p in group["params"]]
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
+    )
+    for number, parameter in zip(saved, loaded, strict=True):
+        momentum = state_dict["state"].get(number, {}).get(MOMENTUM)
+        if momentum is not None and parameter in own:
+            muon.state[parameter][MOMENTUM] = momentum.to(parameter.device)
 
 
 def _orthogonalized(work: _Work, full: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ _MODEL_PARALLEL_OFFSET = 2718
 _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_RANK_STRIDE = 100
 
+_NO_BACKWARD = -1  # what torch says outside of any
+
 Generators = dict[str, Tensor]  # device type -> state of that device's generator
 # Accepted forms of a stream's state: by device type, or of one device as in Megatron
 GivenState = Mapping[str, Tensor] | Tensor | torch.Generator
@@ -68,6 +70,7 @@ class RngTracker:
         self._waiting: dict[str, Generators] = {}
         self._seeds: set[int] = set()
         self._live = DEFAULT_STREAM
+        self._restored_in = _NO_BACKWARD  # the backward that has set all streams itself
         self._cuda_only = _checked_cuda_only(cuda_only)
 
     @property
@@ -111,6 +114,7 @@ class RngTracker:
         if name == outside:  # nothing to do, and no reason to initialize CUDA
             yield
             return
+        self._check_not_recomputed_by_others(name)
         self._switch(name)
         try:
             yield
@@ -145,6 +149,7 @@ class RngTracker:
         for name, generators in given.items():
             _check_state(name, generators, self._devices[0])
         self._waiting = given
+        self._restored_in = _this_backward()
         _write(given[self._live], self._devices)
 
     def _sorted(self, state: object) -> Generators:
@@ -165,12 +170,14 @@ class RngTracker:
     @contextmanager
     def replay(self, moment: Snapshot) -> Iterator[None]:
         """Draw the same numbers as after `moment`; after the block all streams continue where they were."""
-        present = self.snapshot()
+        present, restored_in = self.snapshot(), self._restored_in
         self.return_to(moment)
+        self._restored_in = _this_backward()
         try:
             yield
         finally:
             self.return_to(present)
+            self._restored_in = restored_in
 
     def return_to(self, moment: Snapshot) -> None:
         """All streams as they were, and the same one live."""
@@ -183,6 +190,17 @@ class RngTracker:
         self._waiting[self._live] = _read(self._devices)
         _write(self._waiting[name], self._devices)
         self._live = name
+
+    def _check_not_recomputed_by_others(self, name: str) -> None:
+        """Raise in a backward that has restored torch's generators at most, not the waiting streams."""
+        backward = _this_backward()
+        if backward not in (_NO_BACKWARD, self._restored_in):
+            raise RuntimeError(
+                f"random stream {name!r}: expected tpkernels.checkpoint around what draws from it, got a "
+                "backward that computes it again by other means, such as torch.utils.checkpoint, which "
+                "restores torch's own generators only: it would draw other numbers than forward did; use "
+                "tpkernels.checkpoint, or recompute= of the layers"
+            )
 
     def _check_not_forked(self, action: str) -> None:
         if self._live != DEFAULT_STREAM:
@@ -247,6 +265,11 @@ def checked_seed(seed: int) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"a seed must be from 0 to 2**63 - 1, got {number}")
     return number
+
+
+def _this_backward() -> int:
+    """A number of the backward that runs in this thread."""
+    return torch._C._current_graph_task_id()
 
 
 def _generator(device: str) -> torch.Generator:

@@ -89,7 +89,7 @@ def vocab_cross_entropy(
     options = LossOptions(group, vocab_size, label_smoothing, ignore_index)
     sharded_loss(OP, options, width)  # raises if the options are wrong
     require_ids(OP, "target", target, logits_shard)
-    if overwrite_logits:
+    if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
         _require_disposable(logits_shard)
     loss: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
         tokens_of(logits_shard), target.reshape(-1), options, overwrite_logits

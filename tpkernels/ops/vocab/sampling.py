@@ -7,11 +7,13 @@ R ranks, T tokens, V columns a rank:
     gather    all columns
 
 What is gathered is the same on all ranks, in the order of ids, and what is done with it has the bits of an
-unsharded computation. Columns past `vocab_size` are padding and never chosen.
+unsharded computation. Columns past `vocab_size` are padding and never chosen. NaN counts as the largest, and
+is chosen, as by torch.argmax.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -153,9 +155,10 @@ def _checked(
 
 
 def _require_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if not temperature > 0:
+    if not 0 < temperature < math.inf:  # of infinite ones minus infinity, a forbidden id, would be NaN
         raise ValueError(
-            f"vocab_sample: expected a temperature above 0, got {temperature}; use vocab_argmax for the best"
+            f"vocab_sample: expected a finite temperature above 0, got {temperature}; use vocab_argmax for "
+            "the best"
         )
     if top_k is not None and top_k < 1:
         raise ValueError(f"vocab_sample: expected top_k of at least 1, got {top_k}; None keeps all ids")
