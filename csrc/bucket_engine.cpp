@@ -132,6 +132,7 @@ void BucketEngine::on_gradient(size_t index) {
   Slot& slot = slots_[index];
   refuse_late(slot);
   take_in(slot);
+  slot.version = version_of(slot.parameter.grad());
   slot.touched = true;
   Bucket& bucket = buckets_[slot.bucket];
   side_.note_current(bucket.streams);
@@ -239,6 +240,7 @@ bool BucketEngine::launch_rest() {
 
 void BucketEngine::launch_those_left() {
   try {
+    for (const Slot& slot : slots_) refuse_changed(slot);
     while (next_ < buckets_.size()) launch(next_);
   } catch (...) {
     failed_ = true;
@@ -268,6 +270,11 @@ std::vector<int64_t> BucketEngine::finish() {
     if (!slots_[i].touched) unused.push_back(static_cast<int64_t>(i));
   }
   return unused;
+}
+
+bool BucketEngine::is_midway() const {
+  const Turn turn(order_);
+  return !finished_ && has_begun();
 }
 
 void BucketEngine::set_synchronizing(bool synchronizing) {

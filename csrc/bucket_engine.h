@@ -93,6 +93,8 @@ class BucketEngine : public torch::CustomClassHolder {
   void lose_others();
   // Whether gradients count towards a launch, or are only accumulated.
   void set_synchronizing(bool synchronizing);
+  // Whether gradients that count have come, and `finish` has not.
+  bool is_midway() const;
   // Leaves the parameters alone from now on: no hooks, nothing in flight.
   void detach();
 
@@ -122,6 +124,7 @@ class BucketEngine : public torch::CustomClassHolder {
     int64_t last_arrival = 0;
     bool scaled = false;   // divided already, while it was taken in
     bool reduced = false;  // holds the result of an earlier round
+    int64_t version = 0;   // of `grad`, when the last gradient had come
   };
 
   struct Bucket {
@@ -161,6 +164,7 @@ class BucketEngine : public torch::CustomClassHolder {
   void refuse_resized(const Slot& slot, const at::Tensor& grad) const;
   void refuse_late(const Slot& slot) const;
   void refuse_reduced(const Slot& slot) const;
+  void refuse_changed(const Slot& slot) const;
 
   bool has_begun() const;
   void begin_round();

@@ -81,4 +81,14 @@ void BucketEngine::refuse_reduced(const Slot& slot) const {
               "' is reduced already, and more cannot be added to it; call zero() first");
 }
 
+// Its bucket may be on its way: what is done to a gradient now may reach some ranks, or none.
+void BucketEngine::refuse_changed(const Slot& slot) const {
+  if (options_.main_grad || slot.arrived == 0) return;
+  const at::Tensor& grad = slot.parameter.grad();
+  TORCH_CHECK(grad.defined() && is_in_place(grad, slot.view) && version_of(grad) == slot.version,
+              "GradientBuckets: the gradient of '", slot.name,
+              "' was changed, replaced or cleared between backward and finish(); call finish() first, and "
+              "clip, unscale or clear gradients after it");
+}
+
 }  // namespace tpkernels

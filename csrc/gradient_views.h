@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 
@@ -33,7 +34,15 @@ inline void copy_into(const at::Tensor& view, const at::Tensor& grad) {
 }
 
 // What `grad` becomes. Not the view itself: `module.to()` replaces the data of `grad`, and with it the
-// view's.
-inline at::Tensor alias_of(const at::Tensor& view) { return view.detach(); }
+// view's. It counts its own changes: below autograd's layers no counter is shared with the bucket.
+inline at::Tensor alias_of(const at::Tensor& view) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  return view.detach();
+}
+
+// Changes by operators that users call count; ours, below autograd, do not.
+inline int64_t version_of(const at::Tensor& grad) {
+  return grad.defined() && !grad.is_inference() ? grad._version() : 0;
+}
 
 }  // namespace tpkernels

@@ -54,6 +54,7 @@ TORCH_LIBRARY(tpkernels, library) {
       .def("expect", &BucketEngine::expect)
       .def("zero", &BucketEngine::zero)
       .def("finish", &BucketEngine::finish)
+      .def("is_midway", &BucketEngine::is_midway)
       .def("set_synchronizing", &BucketEngine::set_synchronizing)
       .def("detach", &BucketEngine::detach)
       .def("buckets", &BucketEngine::buckets)

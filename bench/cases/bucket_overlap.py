@@ -105,11 +105,12 @@ class _Backward:
     def __init__(self, smallest: int, *, paused: bool) -> None:
         group = dist.group.WORLD
         assert group is not None
-        torch.manual_seed(group.rank())  # a sum that is not taken shows
+        torch.manual_seed(0)
         layers = [_Paused() if paused else nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         for layer in layers:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # else numbers vanish in 96 layers
         self.model = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())])
+        torch.manual_seed(1 + group.rank())  # a sum that is not taken shows
         self.x = torch.rand(1 if paused else TOKENS, WIDTH)
         self.loss = torch.zeros(())
         with patch.object(buckets_module, "SMALLEST_BUCKET_BYTES", smallest):

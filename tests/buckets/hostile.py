@@ -255,7 +255,7 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
     def intruded() -> object:
         def intrude() -> None:
-            method = caller.choose(["finish", "zero", "views", "arrivals", "buckets"])
+            method = caller.choose(["finish", "zero", "views", "arrivals", "buckets", "is_midway"])
             caller("intruding", getattr(engine, method))
 
         def run() -> None:

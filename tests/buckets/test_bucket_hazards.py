@@ -42,6 +42,7 @@ def test_parameters_are_under_one_of_them(ranks2):
 
 def halves(dtype, reduce):
     """Rank 0 brings 256, three others 1 each: in bfloat16, 256 + 1 is 256."""
+    torch.manual_seed(0)
     module = nn.Linear(64, 64).to(dtype)
     big = 2048.0 if dtype == torch.float16 else 256.0
     buckets = wrap(module, average=False, reduce=reduce)

@@ -248,6 +248,9 @@ def refuse() -> list[tuple[str, str]]:
     inner, outer = toy(), DistributedDataParallel(toy())
     keeps_it = DistributedDataParallel(inner)
     dropped = DistributedDataParallel(deepcopy(inner)).module
+    stepped = toy()
+    steps_it = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(stepped.parameters()), 1)
+    torch.optim.lr_scheduler.StepLR(torch.optim.SGD(dropped.parameters()), 1)
     calls: list[tuple[nn.Module, dict[str, Any], str]] = [
         (model, {}, "check"),
         (model, {"blocks.*.gates": "column"}, "check"),
@@ -268,6 +271,7 @@ def refuse() -> list[tuple[str, str]]:
         (other, PLAN, "check"),
         (outer, {f"module.{pattern}": entry for pattern, entry in PLAN.items()}, "check"),
         (inner, PLAN, "check"),
+        (stepped, PLAN, "check"),
         (model, PLAN, "ignore"),
         (model, PLAN if rank else {"head": "head"}, "check"),
         (model if rank else odd, {"a": "head"} if not rank else {"head": "head"}, "check"),
@@ -277,6 +281,7 @@ def refuse() -> list[tuple[str, str]]:
     for each in (model, dropped):
         parallelize(each, plan=PLAN)
     assert keeps_it.module is inner
+    assert steps_it.optimizer.param_groups
     return errors
 
 

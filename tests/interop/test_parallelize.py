@@ -79,6 +79,7 @@ def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
             "ValueError",
             "DistributedDataParallel has not wrapped, but it has wrapped 'embed.weight', and",
         ),
+        ("ValueError", "expected a model without optimizer, but one has 'embed.weight', and would go on"),
         ("ValueError", "weights: expected 'check' or 'broadcast', got 'ignore'"),
         ("ValueError", "ranks disagree"),
         ("ValueError", "ranks disagree"),

@@ -22,6 +22,7 @@ from tpkernels import (
     initialize_model_parallel,
     parallelize,
 )
+from tpkernels.buckets.safeguards import sums_of_bits
 from tpkernels.layers import watch
 from tpkernels.layers.attributes import Attributes
 
@@ -149,9 +150,9 @@ def sums_of(kind: str) -> bool:
     torch.manual_seed(1)
     tensor = torch.randn(3, 1100).to(getattr(torch, kind))
     if kind.startswith("complex"):
-        return watch._sums_of_bits([tensor]) != watch._sums_of_bits([tensor * 2])
+        return sums_of_bits([tensor]) != sums_of_bits([tensor * 2])
     tensor[0, 0] = 0.0
-    (sum_of_all,) = watch._sums_of_bits([tensor])
+    (sum_of_all,) = sums_of_bits([tensor])
     swapped, negative, bit = tensor.clone(), tensor.clone(), tensor.clone()
     swapped[0, :2] = tensor[0, :2].flip(0)
     negative[0, 0] = -0.0
@@ -159,9 +160,9 @@ def sums_of(kind: str) -> bool:
     flipped[-1] ^= 1
     strided = tensor.t().contiguous().t()
     odd = tensor.view(-1)[1:12]  # neither begins nor ends where a word does
-    changed = [watch._sums_of_bits([other])[0] != sum_of_all for other in (swapped, negative, bit)]
+    changed = [sums_of_bits([other])[0] != sum_of_all for other in (swapped, negative, bit)]
     same = [(strided, tensor), (odd, odd.clone())]
-    return all(changed) and all(watch._sums_of_bits([a]) == watch._sums_of_bits([b]) for a, b in same)
+    return all(changed) and all(sums_of_bits([a]) == sums_of_bits([b]) for a, b in same)
 
 
 def fewer_on_one_rank() -> tuple[str, str]:

@@ -166,6 +166,14 @@ def test_targets_that_differ_are_an_error_on_every_rank_in_debug_mode(ranks2, wr
         assert words in message
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("call", "told"), [(1, 1), (2, 2), (5, 8)])
+def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(ranks2, call, told, sequence_parallel):
+    for number, message in ranks2.run(behaviour.other_ids_from, call, sequence_parallel):
+        assert number == told
+        assert "vocab_embedding: ranks disagree on tensor 0: rank 0 has ids (6,) with checksum" in message
+
+
 def test_a_dead_rank_is_an_error_that_names_the_op():
     with RankPool(2) as own, pytest.raises(RankFailure) as failure:
         own.run(behaviour.peer_dies)

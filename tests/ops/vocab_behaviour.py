@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def awkward_layouts(backend: str) -> bool:
 
 def _awkward_layouts() -> bool:
     """Strided and expanded ids, transposed tables and logits, int32: the numbers of tidy ones."""
-    group, ids = dist.group.WORLD, torch.randint(8, (6, 4))
+    group, ids = dist.group.WORLD, torch.arange(24).view(6, 4) * 5 % 8
     table, logits = torch.randn(8, FEATURES), torch.randn(6, 4, 8)
     same = []
     for view in (ids.t(), ids[::2, 1::2], ids[:, :1].expand(6, 4), ids[:, 1], ids.int()):
@@ -261,7 +262,7 @@ def compiled_with_overwriting() -> bool:
 
 
 def _overwriting() -> tuple[bool, bool, str]:
-    logits, target = torch.randn(5, 8), torch.randint(8, (5,))
+    logits, target = torch.randn(5, 8), torch.tensor([3, 0, 7, 9, 12])
     dlogits = []
     for overwrite in (False, True):
         x = logits.clone().requires_grad_()
@@ -369,6 +370,18 @@ def one_rank_has_other_targets(wrong: int) -> str:
         return message_of(lambda: vocab_cross_entropy(torch.randn(6, 8), target, dist.group.WORLD))
     finally:
         parallel.debug = False
+
+
+def other_ids_from(call: int, sequence_parallel: bool) -> tuple[int, str]:
+    """A rank reads a batch of its own from some call on: when it is told, and what."""
+    group = dist.new_group()
+    weight = torch.randn(8, 4)
+    for number in range(1, 20):
+        ids = torch.arange(6) + (dist.get_rank() if number >= call else 0)
+        said = message_of(partial(vocab_embedding, ids, weight, group, sequence_parallel=sequence_parallel))
+        if "disagree" in said:
+            return number, said
+    return 0, ""
 
 
 def peer_dies() -> None:

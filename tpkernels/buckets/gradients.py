@@ -42,6 +42,7 @@ from tpkernels.buckets.memory_map import Bucket
 from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
 from tpkernels.buckets.registered import give_back_unused
+from tpkernels.buckets.safeguards import frozen, refuse_early_steps, require_equal_weights
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     LiveGroup,
@@ -111,6 +112,7 @@ class GradientBuckets:
         named, problem = trainable(module_or_named_parameters)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._weights = [*named, *frozen(module_or_named_parameters)]
         self._marked = [
             tensor_parallel_group is not None and bool(getattr(parameter, "sequence_parallel", False))
             for parameter in self._parameters
@@ -119,7 +121,7 @@ class GradientBuckets:
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
-            f"tensor_parallel_group={_size(options.tensor_parallel_group)}, main_grad={main_grad})"
+            f"tensor_parallel_group={options.tensor_parallel_size()}, main_grad={main_grad})"
             + ("" if transport == "auto" else f" with TPKERNELS_TRANSPORT={transport}"),
             problem_with_extension()
             or problem
@@ -199,8 +201,14 @@ class GradientBuckets:
         """How many buckets of the last step did not have to wait for `finish`."""
         return self._engine.launched_in_backward() if self._engine is not None else 0
 
+    def unfinished(self) -> list[nn.Parameter]:
+        """All parameters, between a gradient that counts and `finish`."""
+        return self._parameters if self._engine is not None and self._engine.is_midway() else []
+
     def gradient_shards(self) -> list[Tensor]:
         """This rank's shard of each bucket: what reduce="reduce_scatter" leaves after `finish`."""
+        if self.unfinished():
+            raise RuntimeError("GradientBuckets.gradient_shards: nothing is reduced yet; call finish() first")
         return [self._own_shard(bucket) for bucket in self.buckets]
 
     def parameter_shards(self) -> list[Tensor]:
@@ -251,6 +259,7 @@ class GradientBuckets:
         self._arrange(self._engine, list(range(len(self._parameters)))[::-1])
         protocol.refuse_copies(self._parameters)
         handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
+        refuse_early_steps(self)
         # not left to the engine's end, which would wait for what is in flight with Python's lock in its hand
         self._release = weakref.finalize(self, _let_go, self._engine, self._memory, self._parameters, handles)
         self._release.atexit = False
@@ -296,6 +305,7 @@ class GradientBuckets:
         *counts, given_up = arrivals.tolist()
         if given_up or not any(counts):  # half a step, or one without backward, teaches nothing
             return
+        require_equal_weights(self._weights, self._options.group.get())
         # Shards stay where a sharded optimizer has seen them.
         if not self._options.reduce_scatter and order.tolist() != guess:
             self._arrange(engine, order.tolist())
@@ -384,7 +394,3 @@ def _let_go(
 def _at(view: Tensor, flat: Tensor) -> Tensor:
     """What lies in `flat` as `view` lies in its bucket."""
     return flat.as_strided(view.shape, view.stride(), flat.storage_offset() + view.storage_offset())
-
-
-def _size(group: LiveGroup | None) -> str:
-    return "None" if group is None else f"of {group.size} ranks"

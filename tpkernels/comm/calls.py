@@ -86,6 +86,7 @@ class GroupCalls:
         self.inherited = False  # by a fork, which has none of its threads
         self._matches_tags: dict[str, bool] = {}
         self._kinds: dict[Key, Kind] = {}
+        self._times: dict[str, int] = {}
 
     def require_usable(self, op: str) -> None:
         """An error if the group was destroyed, has failed, or is another process's."""
@@ -106,6 +107,11 @@ class GroupCalls:
         if len(self._kinds) >= MOST_DESCRIBED:
             self._kinds.clear()
         self._kinds[key] = kind
+
+    def is_due(self, look: str) -> bool:
+        """Whether this is asked for the first, second, fourth, eighth, ... time: for looks that cost."""
+        self._times[look] = times = self._times.get(look, 0) + 1
+        return times & (times - 1) == 0
 
     def handshake(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
         """The next call, in which ranks tell each other what they want: all succeed, or none."""

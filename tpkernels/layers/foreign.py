@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import TensorWorld
@@ -94,25 +95,35 @@ def look_at_wrapper(parent: nn.Module, _: str, module: nn.Module) -> None:
 
 
 def refuse_wrapped(caller: str, model: nn.Module) -> None:
-    """An error if parameters of `model`, which `caller` replaces, are those of a DistributedDataParallel."""
-    if _first_wrapped(model):
-        gc.collect()  # a wrapper that was dropped may still be part of a reference cycle
-    if name := _first_wrapped(model):
+    """An error if parameters of `model`, which `caller` replaces, are those of a wrapper or an optimizer."""
+    if _first_in(model, _wrapped()) or _first_in(model, _optimized()):
+        gc.collect()  # what was dropped may still be part of a reference cycle
+    if name := _first_in(model, _wrapped()):
         raise ValueError(
             f"{caller}: expected a model that DistributedDataParallel has not wrapped, but it has wrapped "
             f"'{name}', and would go on reducing the parameters that {caller} replaces; call {caller} first, "
             "then wrap the model over the data-parallel group"
         )
+    if name := _first_in(model, _optimized()):
+        raise ValueError(
+            f"{caller}: expected a model without optimizer, but one has '{name}', and would go on with the "
+            f"parameters that {caller} replaces; call {caller} first, then build the optimizer"
+        )
 
 
-def _first_wrapped(model: nn.Module) -> str:
-    wrapped = {
-        id(parameter)
-        for found in gc.get_objects()
-        if issubclass(type(found), DistributedDataParallel)
-        for parameter in found.parameters()
-    }
-    return next((name for name, parameter in model.named_parameters() if id(parameter) in wrapped), "")
+def _first_in(model: nn.Module, parameters: set[int]) -> str:
+    return next((name for name, parameter in model.named_parameters() if id(parameter) in parameters), "")
+
+
+def _wrapped() -> set[int]:
+    wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
+
+
+def _optimized() -> set[int]:
+    optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _refuse(shards: Iterable[tuple[str, tuple[int, ...]]], ranks: list[int], wrapper: str) -> None:

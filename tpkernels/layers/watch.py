@@ -20,11 +20,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
 
+from tpkernels.buckets.safeguards import sums_of_bits
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_split_over
 from tpkernels.layers.replicas import drift
@@ -34,7 +34,6 @@ from tpkernels.runtime.agreement import are_set
 Copies = tuple[Sequence[int], Sequence[Tensor]]  # ranks with replicas, and this rank's replicas
 
 VARIABLE = "TPKERNELS_CHECK_REPLICAS"
-_COLUMNS = 1024  # words are summed in columns with weights, so that a sum depends on their positions
 
 
 def _read(value: str | None) -> int:
@@ -93,7 +92,7 @@ class Watch:
             self._number = PrefixStore("tpkernels/optimizers", store).add(f"{members} on {rank}", 1)
         self._looks += 1
         board = PrefixStore(f"tpkernels/copies/{members}/{self._number}", store)
-        board.set(f"{self._looks}/{rank}", " ".join(map(str, _sums_of_bits(copies))))
+        board.set(f"{self._looks}/{rank}", " ".join(map(str, sums_of_bits(copies))))
         keys = [f"{self._looks}/{member}" for member in ranks]
         timeout = c10d.default_timeout()
         if not are_set(board, keys, timeout):
@@ -134,29 +133,6 @@ def _copies_of(optimizer: Optimizer) -> Copies | None:
 def _is_copy(parameter: Tensor, ranks: Sequence[int]) -> bool:
     """Whether it is no shard, and not of Megatron's experts, which differ between ranks."""
     return not is_split_over(ranks, parameter) and getattr(parameter, "allreduce", True)
-
-
-@torch.no_grad()
-def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    if not tensors:
-        return []
-    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensors[0].device)
-    return torch.stack([_sum_of_bits(tensor, weights) for tensor in tensors]).tolist()
-
-
-def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
-    """A checksum that depends on each bit, and almost always on its position."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
-    octets = local.contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
-        octets = F.pad(octets, (0, -len(octets) % 8)).clone()
-    words = octets.view(torch.int64).to(weights.device)
-    rows = len(words) // _COLUMNS
-    rest = words[rows * _COLUMNS :]
-    total = (rest * weights[: len(rest)]).sum()
-    if rows:
-        total += (words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) * weights).sum()
-    return total
 
 
 def _name_of(parameter: Tensor) -> str:

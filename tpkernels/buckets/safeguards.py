@@ -1,0 +1,98 @@
+"""Against wrong numbers that no error tells: optimizers that step too early, and weights that begin unlike.
+
+A step before `finish` takes this rank's gradients for those of all, and ranks drift apart. They never agree
+if they begin with other weights: averaged gradients keep the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from tpkernels.comm.agreement import Claim, agree
+
+_COLUMNS = 1024  # words are summed in columns with weights, so that a sum depends on their positions
+
+
+class Watched(Protocol):
+    def unfinished(self) -> Sequence[Tensor]:
+        """All parameters while gradients have come that are not reduced; else none."""
+
+
+_watched: WeakSet[Watched] = WeakSet()
+
+
+def refuse_early_steps(buckets: Watched) -> None:
+    """From now on optimizers of its parameters do not step before `finish`."""
+    _watched.add(buckets)
+
+
+def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    """torch calls it before each step of each optimizer."""
+    if torch.compiler.is_compiling():
+        return
+    unfinished = {id(parameter) for buckets in list(_watched) for parameter in buckets.unfinished()}
+    if unfinished and any(id(p) in unfinished for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            "GradientBuckets: an optimizer steps between a backward and finish(), by gradients that are not "
+            "reduced; call finish() after the last backward of a step, then clip, then step"
+        )
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+def frozen(module_or_named_parameters: object) -> list[tuple[str, Tensor]]:
+    """Parameters of a module that receive no gradients, and that a checksum can read."""
+    if not isinstance(module_or_named_parameters, nn.Module):
+        return []
+    named = module_or_named_parameters.named_parameters()
+    return [
+        (name, p) for name, p in named if not (p.requires_grad or p.is_meta) and type(p.data) is torch.Tensor
+    ]
+
+
+def require_equal_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup) -> None:
+    """All ranks of the group have the same bits in these, or all raise the same error."""
+    if group.size() == 1:
+        return
+    names, tensors = zip(*named, strict=True)
+    claims = [f"'{name}' with checksum {s}" for name, s in zip(names, sums_of_bits(tensors), strict=True)]
+    try:
+        agree(Claim("GradientBuckets begin with other weights on other ranks", tuple(claims)), group)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Averaged gradients would not bring them together, and weights are not sent, as "
+            "DistributedDataParallel does: draw them by one seed, load one checkpoint, or "
+            "bucketed_broadcast_(list(model.parameters()), src, group) before the first step"
+        ) from None
+
+
+@torch.no_grad()
+def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each tensor a checksum that depends on each bit, and almost always on its position."""
+    if not tensors:
+        return []
+    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensors[0].device)
+    return torch.stack([_sum_of_bits(tensor, weights) for tensor in tensors]).tolist()
+
+
+def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
+    octets = local.contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
+        octets = F.pad(octets, (0, -len(octets) % 8)).clone()
+    words = octets.view(torch.int64).to(weights.device)
+    rows = len(words) // _COLUMNS
+    rest = words[rows * _COLUMNS :]
+    total = (rest * weights[: len(rest)]).sum()
+    if rows:
+        total += (words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) * weights).sum()
+    return total
