@@ -47,6 +47,7 @@ void BucketEngine::take_leftover(Slot& slot) {
   if (grad.defined()) {
     refuse_resized(slot, grad);
     copy_into(slot.view, grad);
+    slot.touched = true;
   } else {
     slot.view.zero_();
   }
@@ -79,6 +80,24 @@ void BucketEngine::refuse_late(const Slot& slot) const {
 void BucketEngine::refuse_reduced(const Slot& slot) const {
   TORCH_CHECK(!slot.reduced || keeps_average(), "GradientBuckets: the gradient of '", slot.name,
               "' is reduced already, and more cannot be added to it; call zero() first");
+}
+
+// Of what the user sees; `data` is not counted.
+std::optional<uint32_t> BucketEngine::version_of(const Slot& slot) const {
+  const at::Tensor& seen = options_.main_grad ? slot.view : slot.parameter.grad();
+  if (!seen.defined() || seen.is_inference()) return std::nullopt;
+  return seen._version();
+}
+
+// Other ranks may have added it up before the change, or after.
+void BucketEngine::refuse_changed(const Slot& slot) const {
+  if (learning_ || slot.arrived < slot.expected || !slot.version) return;
+  const at::Tensor& grad = slot.parameter.grad();
+  const bool is_there = options_.main_grad || (grad.defined() && is_in_place(grad, slot.view));
+  TORCH_CHECK(
+      is_there && version_of(slot) == slot.version, "GradientBuckets: the gradient of '", slot.name,
+      "' was changed, replaced or cleared between backward and finish(), when it may be on its way; change "
+      "gradients after finish()");
 }
 
 }  // namespace tpkernels
