@@ -10,6 +10,19 @@
 #include "gradient_views.h"
 
 namespace tpkernels {
+namespace {
+
+// Nodes of autograd are held by one or the other, as torch's version has it.
+template <typename Node>
+std::weak_ptr<Node> weak(const std::shared_ptr<Node>& node) {
+  return node;
+}
+template <typename Node>
+c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
+  return c10::weak_intrusive_ptr<Node>(node);
+}
+
+}  // namespace
 
 BucketEngine::BucketEngine(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
                            const std::vector<bool>& marked, EngineOptions options)
@@ -66,6 +79,16 @@ void BucketEngine::detach() {
   detached_ = true;
   abandon();
   leave();
+  if (!is_settled()) keep_gradients();
+}
+
+// Ranks that we do not wait for may yet read the buckets, and write into them: what stays is a copy.
+void BucketEngine::keep_gradients() {
+  const at::NoGradGuard no_grad;
+  for (const Slot& slot : slots_) {
+    at::Tensor& grad = slot.parameter.mutable_grad();
+    if (grad.defined() && slot.view.defined() && is_in_place(grad, slot.view)) grad = grad.detach().clone();
+  }
 }
 
 void BucketEngine::arrange(const std::vector<int64_t>& bucket_of, const std::vector<int64_t>& offset_of,
@@ -132,8 +155,8 @@ void BucketEngine::on_gradient(size_t index) {
   Slot& slot = slots_[index];
   refuse_late(slot);
   take_in(slot);
-  slot.version = version_of(slot.parameter.grad());
   slot.touched = true;
+  slot.version = version_of(slot);
   Bucket& bucket = buckets_[slot.bucket];
   side_.note_current(bucket.streams);
   advance();
@@ -151,8 +174,35 @@ bool BucketEngine::has_begun() const {
   return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.arrived > 0; });
 }
 
+// A parameter that is converted gets another node of autograd, and keeps that when it is converted back.
+bool BucketEngine::has_hook(const Slot& slot) {
+  return torch::autograd::impl::try_get_grad_accumulator(slot.parameter) == slot.accumulator;
+}
+
+void BucketEngine::restore_hook(const Slot& slot) {
+  if (!has_hook(slot) && slot.parameter.scalar_type() == slot.dtype && slot.view.defined() &&
+      slot.parameter.device() == slot.view.device()) {
+    torch::autograd::impl::set_grad_accumulator(slot.parameter, weak(slot.accumulator));
+  }
+}
+
+// `finish` after another: a round without gradients if those of the last are gone, or one whose gradients no
+// hook saw.
+void BucketEngine::begin_without_hooks() {
+  if (!finished_ || options_.main_grad) return;
+  bool is_new = false;
+  for (const Slot& slot : slots_) {
+    const at::Tensor& grad = slot.parameter.grad();
+    const bool unseen = grad.defined() && !has_hook(slot) && !is_in_place(grad, slot.view);
+    if (unseen) refuse_reduced(slot);  // it may be a sum that was converted
+    is_new |= unseen || !grad.defined();
+  }
+  if (is_new) begin_round();
+}
+
 void BucketEngine::begin_round() {
   for (Slot& slot : slots_) {
+    restore_hook(slot);
     slot.touched = slot.scaled = false;
     slot.arrived = slot.last_arrival = 0;
   }
@@ -233,6 +283,7 @@ bool BucketEngine::launch_rest() {
   const Turn turn(order_);
   const at::NoGradGuard no_grad;
   refuse_unfinishable();
+  begin_without_hooks();
   if (finished_) return false;
   launch_those_left();
   return true;
@@ -253,6 +304,7 @@ std::vector<int64_t> BucketEngine::finish() {
   const Turn turn(order_);
   const at::NoGradGuard no_grad;
   refuse_unfinishable();
+  begin_without_hooks();
   if (!finished_) {
     launch_those_left();
     try {

@@ -124,7 +124,8 @@ class BucketEngine : public torch::CustomClassHolder {
     int64_t last_arrival = 0;
     bool scaled = false;   // divided already, while it was taken in
     bool reduced = false;  // holds the result of an earlier round
-    int64_t version = 0;   // of `grad`, when the last gradient had come
+    // when its last gradient was taken in; none if it left nothing
+    std::optional<uint32_t> version = std::nullopt;
   };
 
   struct Bucket {
@@ -165,8 +166,12 @@ class BucketEngine : public torch::CustomClassHolder {
   void refuse_late(const Slot& slot) const;
   void refuse_reduced(const Slot& slot) const;
   void refuse_changed(const Slot& slot) const;
+  std::optional<uint32_t> version_of(const Slot& slot) const;
 
+  static bool has_hook(const Slot& slot);
+  static void restore_hook(const Slot& slot);
   bool has_begun() const;
+  void begin_without_hooks();
   void begin_round();
   void give_up();
   void launch_those_left();
@@ -188,6 +193,7 @@ class BucketEngine : public torch::CustomClassHolder {
   std::string failure_of(const Awaited& awaited, const std::string& cause) const;
   std::string failure_text(const std::string& what, const LiveGroup& group, const std::string& cause) const;
   void lose();
+  void keep_gradients();
   void leave() noexcept;
 
   void scale(Bucket& bucket);

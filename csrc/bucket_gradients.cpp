@@ -47,6 +47,7 @@ void BucketEngine::take_leftover(Slot& slot) {
   if (grad.defined()) {
     refuse_resized(slot, grad);
     copy_into(slot.view, grad);
+    slot.touched = true;
   } else {
     slot.view.zero_();
   }
@@ -81,12 +82,19 @@ void BucketEngine::refuse_reduced(const Slot& slot) const {
               "' is reduced already, and more cannot be added to it; call zero() first");
 }
 
+// Of what the user sees; changes of its `data` do not count.
+std::optional<uint32_t> BucketEngine::version_of(const Slot& slot) const {
+  const at::Tensor& seen = options_.main_grad ? slot.view : slot.parameter.grad();
+  if (!seen.defined() || seen.is_inference()) return std::nullopt;
+  return seen._version();
+}
+
 // Its bucket may be on its way: what is done to a gradient now may reach some ranks, or none.
 void BucketEngine::refuse_changed(const Slot& slot) const {
-  if (options_.main_grad || slot.arrived == 0) return;
+  if (slot.arrived == 0 || !slot.version) return;
   const at::Tensor& grad = slot.parameter.grad();
-  TORCH_CHECK(grad.defined() && is_in_place(grad, slot.view) && version_of(grad) == slot.version,
-              "GradientBuckets: the gradient of '", slot.name,
+  const bool is_there = options_.main_grad || (grad.defined() && is_in_place(grad, slot.view));
+  TORCH_CHECK(is_there && version_of(slot) == slot.version, "GradientBuckets: the gradient of '", slot.name,
               "' was changed, replaced or cleared between backward and finish(); call finish() first, and "
               "clip, unscale or clear gradients after it");
 }

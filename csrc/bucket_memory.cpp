@@ -103,7 +103,8 @@ Awaited BucketEngine::awaited_now() const {
   if (is_settled()) return {"", false, {}, {}};
   const bool tensor_parallel = published_ < next_;  // all before are published, this one is not
   size_t first = tensor_parallel ? published_ : 0;
-  while (!tensor_parallel && sums_->is_done(first)) ++first;
+  // not beyond the last, which others may have added up since we looked
+  while (!tensor_parallel && first + 1 < next_ && sums_->is_done(first)) ++first;
   const SharedSums& sums = tensor_parallel ? *marked_sums_ : *sums_;
   std::vector<int64_t> late = sums.late_with(tensor_parallel ? buckets_[first].number : first), left;
   std::copy_if(late.begin(), late.end(), std::back_inserter(left),
@@ -129,12 +130,12 @@ void BucketEngine::lose_others() {
 
 // Other ranks may be adding to our buckets, which are freed or changed after this.
 void BucketEngine::leave() noexcept {
-  if (lost_others_ || !sums_ || !group_.is_of_this_process()) return;
+  if (!sums_ || !group_.is_of_this_process()) return;
   try {
     // Python waits for as long as it takes; at its end nobody does, and other ranks may be gone
     const auto end =
         std::chrono::steady_clock::now() + std::min<std::chrono::milliseconds>(longest_wait_, A_FAREWELL);
-    while (!settled_within(std::chrono::milliseconds(50))) {
+    while (!lost_others_ && !settled_within(std::chrono::milliseconds(50))) {
       if (!std::get<3>(awaited_now()).empty() || std::chrono::steady_clock::now() > end) break;
     }
   } catch (const std::exception&) {  // nobody is left to be told

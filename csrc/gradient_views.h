@@ -10,8 +10,10 @@
 
 namespace tpkernels {
 
-// Laid out like the parameter, so that optimizers walk both in the same order.
+// Laid out like the parameter, so that optimizers walk both in the same order. Autograd does not know that it
+// is a view: else its version would be that of all tensors in the bucket.
 inline at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& flat, int64_t offset) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const at::Tensor dense = at::empty_like(parameter, parameter.options().device(at::kMeta));
   return flat.as_strided(parameter.sizes(), dense.strides(), flat.storage_offset() + offset);
 }
@@ -24,7 +26,8 @@ inline bool is_in_place(const at::Tensor& grad, const at::Tensor& view) {
 // For small tensors on a CPU, what `copy_` does before it copies takes longer than the copy.
 inline void copy_into(const at::Tensor& view, const at::Tensor& grad) {
   constexpr size_t SMALL = 1 << 15;
-  const bool is_plain = grad.is_cpu() && !at::isTensorSubclassLike(grad) && !grad.is_neg();
+  const bool is_plain =  // a tensor of zeros may have no memory
+      grad.is_cpu() && !at::isTensorSubclassLike(grad) && !grad.is_neg() && !grad._is_zerotensor();
   if (is_plain && view.is_cpu() && grad.scalar_type() == view.scalar_type() && grad.nbytes() <= SMALL &&
       grad.strides() == view.strides() && view.is_non_overlapping_and_dense()) {
     if (grad.nbytes() > 0) std::memcpy(view.mutable_data_ptr(), grad.const_data_ptr(), grad.nbytes());
@@ -34,15 +37,10 @@ inline void copy_into(const at::Tensor& view, const at::Tensor& grad) {
 }
 
 // What `grad` becomes. Not the view itself: `module.to()` replaces the data of `grad`, and with it the
-// view's. It counts its own changes: below autograd's layers no counter is shared with the bucket.
+// view's. Its version counts what is done to it alone.
 inline at::Tensor alias_of(const at::Tensor& view) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   return view.detach();
-}
-
-// Changes by operators that users call count; ours, below autograd, do not.
-inline int64_t version_of(const at::Tensor& grad) {
-  return grad.defined() && !grad.is_inference() ? grad._version() : 0;
 }
 
 }  // namespace tpkernels

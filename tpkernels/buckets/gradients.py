@@ -39,6 +39,7 @@ from tpkernels.buckets.layout import (
 )
 from tpkernels.buckets.memory import BucketMemory
 from tpkernels.buckets.memory_map import Bucket
+from tpkernels.buckets.neighbours import FAREWELL_SECONDS
 from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
 from tpkernels.buckets.registered import give_back_unused
@@ -189,7 +190,10 @@ class GradientBuckets:
         """Leave the parameters alone from now on. Their gradients stay."""
         if self._engine is not None:
             self._engine = None
-            self._release()
+            try:
+                self._memory.leave()
+            finally:  # after Ctrl-C, too
+                self._release()
 
     @property
     def buckets(self) -> tuple[Tensor, ...]:
@@ -383,8 +387,7 @@ def _let_go(
     handles: Sequence[RemovableHandle],
 ) -> None:
     try:
-        if memory.neighbours is not None:
-            memory.neighbours.leave()
+        memory.leave(FAREWELL_SECONDS)  # garbage may be collected while others wait for us
     finally:  # after Ctrl-C, too
         engine.detach()
         memory.close()

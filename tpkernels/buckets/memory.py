@@ -87,6 +87,11 @@ class BucketMemory:
             )
         self.neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
 
+    def leave(self, patience: float | None = None) -> None:
+        """Wait until others need us no more. patience: seconds, if not as long as elsewhere"""
+        if self.neighbours is not None:
+            self.neighbours.leave(patience)
+
     def close(self) -> None:
         """Nobody adds up any more."""
         if self._across is not None and self._opener == os.getpid():

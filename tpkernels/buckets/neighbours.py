@@ -16,6 +16,7 @@ from tpkernels.comm.groups import LiveGroup, failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 OP = "GradientBuckets"
+FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
 
 
 class Neighbours:
@@ -36,6 +37,8 @@ class Neighbours:
         """
         self._engine, self._groups, self._processes = engine, groups, processes
         self._calls = [calls_of(group.get()) for group in groups]
+        # of a call of its own, which tells these buckets from others of the group
+        self._numbers = [handshake(OP, "who add up buckets", group.get()).number for group in groups]
         self._refuses, self._timeout = options.check_nan, timeout
         self._opener = os.getpid()
 
@@ -58,12 +61,15 @@ class Neighbours:
             self._settle(numbered=interrupted)
         return interrupted
 
-    def leave(self) -> None:
-        """All that `engine.detach` would wait for; nobody is told if it does not come."""
+    def leave(self, patience: float | None = None) -> None:
+        """All that `engine.detach` would wait for; nobody is told if it does not come.
+
+        patience: seconds, if not as long as elsewhere
+        """
         if os.getpid() != self._opener:
             return
         try:
-            self._await()
+            self._await(patience)
         except RuntimeError:
             self._engine.lose_others()
         except BaseException as error:
@@ -84,11 +90,13 @@ class Neighbours:
 
         numbered: all of a round is, on all ranks: a call of its groups
         """
-        wait = self._await
+        wait: Callable[[], None] = self._await
         try:
             # a round that is refused for NaN ends in finish() here, in zero() there
-            for group in self._groups if numbered and not self._refuses else ():
-                wait = _watched(handshake(OP, "gradients of a step", group.get()), wait)
+            if numbered and not self._refuses:
+                for group, number in zip(self._groups, self._numbers, strict=True):
+                    what = f"gradients of a step, buckets of call {number}"
+                    wait = _watched(handshake(OP, what, group.get()), wait)
             wait()
         except BaseException as error:  # Ctrl-C, too: the others do not know
             self._fail(error)
@@ -101,18 +109,23 @@ class Neighbours:
         for calls in self._calls:
             calls.fail(f"{type(error).__name__}: {error}")
 
-    def _await(self) -> None:
-        started = time.monotonic()
+    def _await(self, patience: float | None = None) -> None:
+        started, patience = time.monotonic(), self._timeout if patience is None else patience
         while not self._engine.settle(LOOK_SECONDS):
             what, tensor_parallel, late, left = self._engine.awaited()
             which = 0 if tensor_parallel else -1
-            cause = self._cause(self._processes[which], late, left, time.monotonic() - started)
+            cause = self._cause(self._processes[which], late, left, time.monotonic() - started, patience)
             if cause and not self._engine.settle(0.0):  # what they did before they ended counts
                 group = self._groups[which]
                 raise failed(f"{OP}: {what}", group.name, group.size, cause)
 
     def _cause(
-        self, processes: Mapping[int, Process], late: Sequence[int], left: Sequence[int], seconds: float
+        self,
+        processes: Mapping[int, Process],
+        late: Sequence[int],
+        left: Sequence[int],
+        seconds: float,
+        patience: float,
     ) -> str:
         """Why not to wait any longer; nothing if there is no reason."""
         for calls in self._calls:
@@ -123,7 +136,7 @@ class Neighbours:
                 return f"rank {rank} of it has let go of its GradientBuckets"
             if rank in processes and processes[rank].has_ended():
                 return f"the process of rank {rank} of it has ended"
-        if seconds > self._timeout:
+        if seconds > patience:
             ranks = ", ".join(map(str, late))
             return f"the wait for rank{'s' * (len(late) > 1)} {ranks} of it timed out after {seconds:.1f} s"
         return ""

@@ -7,18 +7,17 @@ if they begin with other weights: averaged gradients keep the distance.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tpkernels.comm.agreement import Claim, agree
-
-_COLUMNS = 1024  # words are summed in columns with weights, so that a sum depends on their positions
+from tpkernels.runtime.checksums import sums_of_bits
 
 
 class Watched(Protocol):
@@ -32,10 +31,16 @@ _watched: WeakSet[Watched] = WeakSet()
 def refuse_early_steps(buckets: Watched) -> None:
     """From now on optimizers of its parameters do not step before `finish`."""
     _watched.add(buckets)
+    _look_before_steps()
+
+
+@cache
+def _look_before_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    """torch calls it before each step of each optimizer."""
+    """Called by torch before each step of each optimizer."""
     if torch.compiler.is_compiling():
         return
     unfinished = {id(parameter) for buckets in list(_watched) for parameter in buckets.unfinished()}
@@ -44,9 +49,6 @@ def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -
             "GradientBuckets: an optimizer steps between a backward and finish(), by gradients that are not "
             "reduced; call finish() after the last backward of a step, then clip, then step"
         )
-
-
-register_optimizer_step_pre_hook(_before_step)
 
 
 def frozen(module_or_named_parameters: object) -> list[tuple[str, Tensor]]:
@@ -73,26 +75,3 @@ def require_equal_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGro
             "DistributedDataParallel does: draw them by one seed, load one checkpoint, or "
             "bucketed_broadcast_(list(model.parameters()), src, group) before the first step"
         ) from None
-
-
-@torch.no_grad()
-def sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each tensor a checksum that depends on each bit, and almost always on its position."""
-    if not tensors:
-        return []
-    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensors[0].device)
-    return torch.stack([_sum_of_bits(tensor, weights) for tensor in tensors]).tolist()
-
-
-def _sum_of_bits(tensor: Tensor, weights: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()  # of a DTensor
-    octets = local.contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % 8 or len(octets) % 8:  # no view of whole words
-        octets = F.pad(octets, (0, -len(octets) % 8)).clone()
-    words = octets.view(torch.int64).to(weights.device)
-    rows = len(words) // _COLUMNS
-    rest = words[rows * _COLUMNS :]
-    total = (rest * weights[: len(rest)]).sum()
-    if rows:
-        total += (words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) * weights).sum()
-    return total

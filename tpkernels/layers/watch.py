@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed import DistNetworkError, PrefixStore, Store
 from torch.optim.optimizer import Optimizer
 
-from tpkernels.buckets.safeguards import sums_of_bits
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.foreign import is_split_over
 from tpkernels.layers.replicas import drift
 from tpkernels.runtime import c10d
 from tpkernels.runtime.agreement import are_set
+from tpkernels.runtime.checksums import sums_of_bits
 
 Copies = tuple[Sequence[int], Sequence[Tensor]]  # ranks with replicas, and this rank's replicas
 
