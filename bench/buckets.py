@@ -2,7 +2,8 @@
 
 DDP has 25 MB buckets, and gradients that are set to None: in the other form, they are views of its buckets.
 Rounds are interleaved, and last as long as on their slowest rank. Ways that take much memory, GPT-2 small's,
-have processes of their own, ours with one form of DDP at a time: 1.3 GB a process.
+have processes of their own, ours with one other at a time: 1.3 GB a process. "No reduction" is forward and
+backward alone, a floor that no way to reduce can get below.
 """
 
 from __future__ import annotations
@@ -20,39 +21,53 @@ from bench.measure import Seconds
 from tests.ranks import RankPool
 
 FORMS = {"naive": "DDP", "ddp_views": "DDP, views"}
-WAYS = ("ours", *FORMS)
-COLUMNS = ("what", "ranks", "ours", *FORMS.values(), "the better DDP / ours", "rounds", "load average")
+FLOOR = "alone"
+WAYS = ("ours", *FORMS, FLOOR)
+COLUMNS = (
+    *("what", "ranks", "ours", *FORMS.values(), "no reduction", "the better DDP / ours"),
+    *("ours / no reduction", "rounds", "load average"),
+)
 PARTS = ("step", "growth", "gpt2_small")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What ways took by round, ours interleaved with each form of DDP."""
+    """What ways took by round, ours interleaved with each other."""
 
     what: str
     ranks: int
-    compared: Sequence[Seconds]  # one for all forms, or one for each
+    compared: Sequence[Seconds]  # one for all ways, or one for each beside ours
     loads: tuple[float, float]  # of the last minute, before and after
 
     @property
     def ratio(self) -> float:
         """Against the form that is the harder to beat."""
-        return min(
-            low(seconds[form]) / low(seconds["ours"])
-            for seconds in self.compared
-            for form in FORMS
-            if form in seconds
-        )
+        return min(self._to_ours(form) for form in FORMS)
 
     def __str__(self) -> str:
         rounds = sum(len(seconds["ours"]) for seconds in self.compared)
         loads = f"{self.loads[0]:.1f} to {self.loads[1]:.1f}"
-        cells = [self.what, self.ranks, *map(self._times, WAYS), f"{self.ratio:.2f}", rounds, loads]
+        has_floor = any(FLOOR in seconds for seconds in self.compared)
+        above_floor = f"{1 / self._to_ours(FLOOR):.2f}" if has_floor else "-"
+        cells = [
+            self.what,
+            self.ranks,
+            *map(self._times, WAYS),
+            f"{self.ratio:.2f}",
+            above_floor,
+            rounds,
+            loads,
+        ]
         return f"| {' | '.join(map(str, cells))} |"
+
+    def _to_ours(self, way: str) -> float:
+        """What it took, in parts of what ours took beside it."""
+        (beside,) = (seconds for seconds in self.compared if way in seconds)
+        return low(beside[way]) / low(beside["ours"])
 
     def _times(self, way: str) -> str:
         taken = [*chain.from_iterable(seconds.get(way, []) for seconds in self.compared)]
-        return f"{_milliseconds(low(taken))} ({_milliseconds(statistics.median(taken))})"
+        return f"{_milliseconds(low(taken))} ({_milliseconds(statistics.median(taken))})" if taken else "-"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -76,22 +91,24 @@ def main(argv: Sequence[str]) -> int:
 def _rows(parts: Sequence[str], ranks: int, rounds: int) -> Iterator[Row]:
     with RankPool(ranks) as pool:
         if "step" in parts:
-            yield _together(pool, "step, 400 small tensors (2.1 MB)", step_case, "400_small", rounds)
+            yield _together(pool, "step, 400 small tensors (2.1 MB)", step_case, "400_small", WAYS, rounds)
         for count in GROWTH if "growth" in parts else ():
             parameters, list_name = f"{count:,} parameters", f"{count}_small"
             few = max(3, rounds // 3)  # DDP takes seconds
-            yield _together(pool, f"construction, {parameters}", construction_case, list_name, few)
-            yield _together(pool, f"step, {parameters}", step_case, list_name, rounds)
+            yield _together(pool, f"construction, {parameters}", construction_case, list_name, WAYS[:-1], few)
+            yield _together(pool, f"step, {parameters}", step_case, list_name, WAYS, rounds)
     if "gpt2_small" in parts:
         before = os.getloadavg()[0]
         compared = []
-        for form in FORMS:
+        for way in WAYS[1:]:
             with RankPool(2 * ranks) as pool:
-                compared.append(apart(pool, "gpt2_small", ["ours", form], rounds)[0])
+                compared.append(apart(pool, "gpt2_small", ["ours", way], rounds)[0])
         yield Row("step, GPT-2 small (498 MB)", ranks, compared, (before, os.getloadavg()[0]))
 
 
-def _together(pool: RankPool, what: str, case: Callable[..., Case], list_name: str, rounds: int) -> Row:
+def _together(
+    pool: RankPool, what: str, case: Callable[..., Case], list_name: str, ways: Sequence[str], rounds: int
+) -> Row:
     before = os.getloadavg()[0]
-    _, seconds = timed_on_ranks(pool, case, list_name, WAYS, rounds=rounds, timeout=500)
+    _, seconds = timed_on_ranks(pool, case, list_name, ways, rounds=rounds, timeout=500)
     return Row(what, pool.world_size, [seconds], (before, os.getloadavg()[0]))

@@ -99,6 +99,19 @@ def with_ddp(shapes: Shapes, group: dist.ProcessGroup, *, views: bool) -> Step:
     return step
 
 
+def without_reduction(shapes: Shapes, group: dist.ProcessGroup) -> Step:
+    """A floor: gradients are linear in the input, so those of its average need no other rank."""
+    module = UsesAll(shapes)
+    average = torch.full((1,), (1.0 + group.size()) / 2)
+
+    def step() -> Sequence[Tensor]:
+        module.zero_grad(set_to_none=True)
+        module(average).backward()
+        return module.gradients()
+
+    return step
+
+
 def with_loop(shapes: Shapes, group: dist.ProcessGroup) -> Step:
     module = UsesAll(shapes)
 
@@ -121,6 +134,7 @@ STEPS: dict[str, Callable[[Shapes, dist.ProcessGroup], Step]] = {
     "ours": with_buckets,
     "naive": lambda shapes, group: with_ddp(shapes, group, views=False),
     "ddp_views": lambda shapes, group: with_ddp(shapes, group, views=True),
+    "alone": without_reduction,
     "loop": with_loop,
 }
 
