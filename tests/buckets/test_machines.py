@@ -49,7 +49,7 @@ def gradients_between_machines(reduce, average):
     """What each step leaves, and how many collectives the whole group was asked for in it."""
     module = chain()
     buckets = wrap(module, reduce=reduce, average=average)
-    assert buckets._memory.neighbours is not None
+    assert buckets._memory._neighbours is not None
     asked = set()
     for step in range(4):
         buckets.zero()
@@ -137,7 +137,7 @@ def marked(layout):
     for parameter, expected in zip(module.parameters(), with_marked, strict=True):
         if expected is not None:
             torch.testing.assert_close(parameter.grad, expected)
-    return buckets._memory.neighbours is not None
+    return buckets._memory._neighbours is not None
 
 
 @pytest.mark.way("shared")

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.buckets.golden import assert_gradients, chain, expected_gradients, loss_of, own_batch, wrap
 from tests.checks import error_of
-from tpkernels import bucketed_broadcast_, clip_grad_norm_, initialize_model_parallel
+from tpkernels import GradientBuckets, bucketed_broadcast_, clip_grad_norm_, initialize_model_parallel
 
 UNLIKE = "GradientBuckets begin with other weights on other ranks: ranks disagree on tensor"
 
@@ -54,6 +54,26 @@ def test_ranks_that_begin_unlike_are_told_in_the_first_step(ranks2, case):
 def test_weights_have_until_then_to_become_equal(ranks2, case):
     for told in ranks2.run(begun_with, case):
         assert told == (("nothing", ""), ("nothing", ""))
+
+
+def unlike_in_one_group():
+    """Rank 3 begins with another weight than rank 1; ranks 0 and 2 are alike."""
+    rank = dist.get_rank()
+    tensor_group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    data_group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    module = chain()
+    for parameter in module.parameters():
+        parameter.sequence_parallel = True
+    with torch.no_grad():
+        module[1].weight[0, 0] += rank == 3
+    buckets = GradientBuckets(module, data_group, tensor_parallel_group=tensor_group)
+    return error_of(whole_step, module, buckets)
+
+
+def test_tensor_parallel_ranks_hear_of_weights_that_begin_unlike(ranks4):
+    for kind, text in ranks4.run(unlike_in_one_group):
+        assert kind == "ValueError"
+        assert "'1.weight' with checksum" in text
 
 
 def early(steps, zero, reduce):

@@ -37,13 +37,14 @@ from tpkernels.buckets.layout import (
     lay_out_buckets,
     runs_within,
 )
+from tpkernels.buckets.members import Members
 from tpkernels.buckets.memory import BucketMemory
 from tpkernels.buckets.memory_map import Bucket
 from tpkernels.buckets.neighbours import FAREWELL_SECONDS
 from tpkernels.buckets.order import problem_of_order
 from tpkernels.buckets.parameters import trainable
 from tpkernels.buckets.registered import give_back_unused
-from tpkernels.buckets.safeguards import frozen, refuse_early_steps, require_equal_weights
+from tpkernels.buckets.safeguards import refuse_early_steps, require_equal_weights
 from tpkernels.comm.agreement import Claim, agree, describe
 from tpkernels.comm.groups import (
     LiveGroup,
@@ -113,7 +114,7 @@ class GradientBuckets:
         named, problem = trainable(module_or_named_parameters)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._weights = [*named, *frozen(module_or_named_parameters)]
+        self._module = Members(module_or_named_parameters, named)
         self._marked = [
             tensor_parallel_group is not None and bool(getattr(parameter, "sequence_parallel", False))
             for parameter in self._parameters
@@ -151,8 +152,7 @@ class GradientBuckets:
         if self._engine is None:
             return
         give_back_unused()  # of an arrangement before: work in flight may have held it then
-        neighbours = self._memory.neighbours
-        gave_up = neighbours is not None and neighbours.zero()
+        gave_up = self._memory.zero()
         gave_up |= self._engine.zero()
         if gave_up and self._learning and not self._options.check_nan:  # others learn in finish()
             self._learn(self._engine, gave_up=True)
@@ -164,11 +164,11 @@ class GradientBuckets:
         """
         if self._engine is None:
             return ()
-        if self._memory.neighbours is not None:
-            self._memory.neighbours.finish()
+        self._memory.finish()
         unused = self._engine.finish()
         if self._learning:
             self._learn(self._engine)
+        self._module.refuse_others()
         return tuple(self._names[index] for index in unused)
 
     @contextmanager
@@ -302,14 +302,14 @@ class GradientBuckets:
         device = exchange_device(self._options.group.get())
         order = torch.tensor(observed, device=device)
         arrivals = torch.tensor([*engine.arrivals(), int(gave_up)], device=device)
-        for group in (self._options.tensor_parallel_group, self._options.group):
-            if group is not None:
-                start_broadcast(group.get(), order, 0).wait()
-                start_all_reduce(group.get(), arrivals, ReduceOp.MAX, self._options.timeout).wait()
+        groups = [live.get() for live in (self._options.group, self._options.tensor_parallel_group) if live]
+        for group in reversed(groups):
+            start_broadcast(group, order, 0).wait()
+            start_all_reduce(group, arrivals, ReduceOp.MAX, self._options.timeout).wait()
         *counts, given_up = arrivals.tolist()
         if given_up or not any(counts):  # half a step, or one without backward, teaches nothing
             return
-        require_equal_weights(self._weights, self._options.group.get())
+        require_equal_weights(self._module.weights(), groups)
         # Shards stay where a sharded optimizer has seen them.
         if not self._options.reduce_scatter and order.tolist() != guess:
             self._arrange(engine, order.tolist())
@@ -320,7 +320,7 @@ class GradientBuckets:
         self, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> Iterator[tuple[int, Tensor]]:
         """Each parameter's index and value by all ranks' shards, cast first; of a few buckets at once."""
-        if [shard.numel() for shard in shards] != [shard.numel() for shard in self.gradient_shards()]:
+        if [shard.numel() for shard in shards] != [self._own_shard(own).numel() for own in self.buckets]:
             raise ValueError("shards: expected one for each bucket, of the sizes of parameter_shards()")
         if self._engine is None:
             return

@@ -50,7 +50,7 @@ class BucketMemory:
         self._against = self._why_apart()
         self._noted = ""
         self._across: ProcessGroup | None = None  # of the owners of this rank's shards
-        self.neighbours: Neighbours | None = None  # who add up with us; none if the backend does it
+        self._neighbours: Neighbours | None = None  # who add up with us; none if the backend does it
 
     def arrange(
         self, engine: Engine, bucket_of: list[int], offset_of: list[int], buckets: Sequence[Bucket]
@@ -64,7 +64,7 @@ class BucketMemory:
             if flats is None:
                 flats = [torch.zeros(own.elements, dtype=own.dtype, device=self._device) for own in buckets]
             engine.arrange(bucket_of, offset_of, flats)
-            self.neighbours = None
+            self._neighbours = None
             del flats
             give_back_unused()  # what the arrangement before had
             return
@@ -85,18 +85,28 @@ class BucketMemory:
                 owners,
                 max(1, round(seconds * 1000)),
             )
-        self.neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
+        self._neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
+
+    # Waits for those who add up with us, if any, before the engine does its part.
+
+    def finish(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.finish()
+
+    def zero(self) -> bool:
+        """Whether it ends a round."""
+        return self._neighbours is not None and self._neighbours.zero()
 
     def leave(self, patience: float | None = None) -> None:
-        """Wait until others need us no more. patience: seconds, if not as long as elsewhere"""
-        if self.neighbours is not None:
-            self.neighbours.leave(patience)
+        """patience: seconds, if not as long as elsewhere"""
+        if self._neighbours is not None:
+            self._neighbours.leave(patience)
 
     def close(self) -> None:
         """Nobody adds up any more."""
         if self._across is not None and self._opener == os.getpid():
             c10d.destroy_group(self._across)
-        self._across = self.neighbours = None
+        self._across = self._neighbours = None
 
     def _group_across(self) -> str:
         """The name of the group of owners on all machines, if there are several."""

@@ -37,7 +37,7 @@ def trainable(module_or_named_parameters: object) -> tuple[Named, Problem | None
                 "ValueError",
                 f"'{name}' is computed from other tensors; expected a parameter (a leaf)",
             )
-        if isinstance(vars(parameter).get("__deepcopy__"), _RefuseCopy):
+        if is_under_buckets(parameter):
             return [], (
                 "ValueError",
                 f"'{name}' is under other GradientBuckets already; call detach() on these first",
@@ -49,6 +49,10 @@ def trainable(module_or_named_parameters: object) -> tuple[Named, Problem | None
     if count > 1:
         return [], ("ValueError", f"{count} parameters are called '{name}'; names must differ")
     return named, None
+
+
+def is_under_buckets(parameter: Tensor) -> bool:
+    return isinstance(vars(parameter).get("__deepcopy__"), _RefuseCopy)
 
 
 class _RefuseCopy:

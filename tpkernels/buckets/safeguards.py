@@ -12,11 +12,12 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.supported import Problem
 from tpkernels.runtime.checksums import sums_of_bits
 
 
@@ -51,27 +52,24 @@ def _before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -
         )
 
 
-def frozen(module_or_named_parameters: object) -> list[tuple[str, Tensor]]:
-    """Parameters of a module that receive no gradients, and that a checksum can read."""
-    if not isinstance(module_or_named_parameters, nn.Module):
-        return []
-    named = module_or_named_parameters.named_parameters()
-    return [
-        (name, p) for name, p in named if not (p.requires_grad or p.is_meta) and type(p.data) is torch.Tensor
-    ]
-
-
-def require_equal_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup) -> None:
-    """All ranks of the group have the same bits in these, or all raise the same error."""
-    if group.size() == 1:
-        return
-    names, tensors = zip(*named, strict=True)
-    claims = [f"'{name}' with checksum {s}" for name, s in zip(names, sums_of_bits(tensors), strict=True)]
+def require_equal_weights(named: Iterable[tuple[str, Tensor]], groups: Sequence[ProcessGroup]) -> None:
+    """All ranks of the first group have the same bits in these, or those of all groups raise an error."""
+    names, tensors = zip(*named, strict=True) if groups[0].size() > 1 else ((), ())
+    sums = zip(names, sums_of_bits(tensors), strict=True)
+    claims = tuple(f"'{name}' with checksum {checksum}" for name, checksum in sums)
+    problem: Problem | None = None
     try:
-        agree(Claim("GradientBuckets begin with other weights on other ranks", tuple(claims)), group)
+        agree(Claim("GradientBuckets begin with other weights on other ranks", claims), groups[0])
     except ValueError as error:
-        raise ValueError(
-            f"{error}. Averaged gradients would not bring them together, and weights are not sent, as "
-            "DistributedDataParallel does: draw them by one seed, load one checkpoint, or "
-            "bucketed_broadcast_(list(model.parameters()), src, group) before the first step"
-        ) from None
+        problem = (
+            "ValueError",
+            (
+                f"{error}. Averaged gradients would not bring them together, and weights are not sent, as "
+                "DistributedDataParallel does: draw them by one seed, load one checkpoint, or "
+                "bucketed_broadcast_(list(model.parameters()), src, group) before the first step"
+            ),
+        )
+    for group in groups[1:]:
+        agree(Claim("GradientBuckets", (), problem), group)
+    if problem:
+        raise ValueError(problem[1])
