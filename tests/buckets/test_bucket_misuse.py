@@ -33,62 +33,6 @@ def trained(**options):
     return module, buckets
 
 
-CHANGES = {
-    "halved": lambda parameter: parameter.grad.mul_(0.5),
-    "clipped": lambda parameter: nn.utils.clip_grad_norm_([parameter], 1e-3),
-    "replaced": lambda parameter: setattr(parameter, "grad", parameter.grad * 0.5),
-    "cleared": lambda parameter: setattr(parameter, "grad", None),
-    "main_grad": lambda parameter: parameter.main_grad.mul_(0.5),
-}
-
-
-def changed(change, number):
-    """Gradients of one parameter between backward and finish()."""
-    module, buckets = trained(main_grad=change == "main_grad")
-    parameter = list(module.parameters())[number]
-    buckets.zero()
-    loss_of(module(own_batch())).backward()
-    CHANGES[change](parameter)
-    errors = [error_of(buckets.finish), error_of(buckets.finish)]
-    dist.barrier()
-    step(module, buckets, 3)
-    got = [
-        parameter.main_grad if change == "main_grad" else parameter.grad for parameter in module.parameters()
-    ]
-    torch.testing.assert_close(got, expected_gradients(module, (3,)))
-    return errors
-
-
-@pytest.mark.parametrize("number", [0, 7])
-@pytest.mark.parametrize("change", CHANGES)
-def test_gradients_that_change_before_finish_are_refused(ranks2, change, number):
-    name = {0: "0.weight", 7: "3.bias"}[number]
-    for (kind, text), (_, again) in ranks2.run(changed, change, number):
-        assert kind == "RuntimeError"
-        assert (
-            f"the gradient of '{name}' was changed, replaced or cleared between backward and finish()" in text
-        )
-        assert "call zero()" in again
-
-
-def changed_before_the_last_backward():
-    """Which is as good as any gradient."""
-    module, buckets = trained()
-    buckets.zero()
-    with buckets.no_sync():
-        loss_of(module(own_batch(3))).backward()
-    for parameter in module.parameters():
-        parameter.grad.mul_(2.0)
-    loss_of(module(own_batch(4))).backward()
-    buckets.finish()
-    first, second = expected_gradients(module, (3,)), expected_gradients(module, (4,))
-    assert_gradients(module, [2 * own + more for own, more in zip(first, second, strict=True)])
-
-
-def test_gradients_may_change_between_backwards(ranks2):
-    ranks2.run(changed_before_the_last_backward)
-
-
 def there_and_back(zeroes):
     """A module that was converted for a moment, which takes its hooks away."""
     module, buckets = trained()

@@ -138,20 +138,26 @@ CHANGES = {
     "replaced": replaced,
     "cleared": lambda module: module.zero_grad(),
     "zeroed": lambda module: module.zero_grad(set_to_none=False),
+    "main_grad": lambda module: module[2].weight.main_grad.mul_(2),
 }
 
 
 def changed(case, steps):
     initialize_model_parallel(1)
     module = chain()
-    buckets = wrap(module)
+    buckets = wrap(module, main_grad=case == "main_grad")
     for _ in range(steps):
         whole_step(module, buckets)
     buckets.zero()
     backward(module)
     CHANGES[case](module)
-    told = error_of(buckets.finish)
+    told = error_of(buckets.finish), error_of(buckets.finish)
+    dist.barrier()
     whole_step(module, buckets)
+    found = [
+        parameter.main_grad if case == "main_grad" else parameter.grad for parameter in module.parameters()
+    ]
+    torch.testing.assert_close(found, expected_gradients(module))
     CHANGES[case](module)  # after `finish` gradients are the caller's
     return told
 
@@ -159,9 +165,10 @@ def changed(case, steps):
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "third"])
 @pytest.mark.parametrize("case", CHANGES)
 def test_gradients_that_are_changed_on_their_way_are_told(ranks2, case, steps):
-    for kind, text in ranks2.run(changed, case, steps):
+    for (kind, text), (_, again) in ranks2.run(changed, case, steps):
         assert kind == "RuntimeError"
         assert "was changed, replaced or cleared between backward and finish(); call finish() first" in text
+        assert "call zero()" in again
 
 
 def doubled(parameter):

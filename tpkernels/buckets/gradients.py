@@ -160,7 +160,8 @@ class GradientBuckets:
     def finish(self) -> tuple[str, ...]:
         """Wait until all gradients are reduced; the names of parameters that received none on this rank.
 
-        Called by every rank after each backward (or the last of several); a second call changes nothing.
+        Called by every rank after each backward (or the last of several), and by a rank that had none; a
+        second call changes nothing, unless gradients were cleared.
         """
         if self._engine is None:
             return ()
