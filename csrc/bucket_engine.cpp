@@ -65,10 +65,11 @@ c10::intrusive_ptr<BucketEngine> BucketEngine::make(const std::vector<at::Tensor
 BucketEngine::~BucketEngine() { release_resources(); }
 
 // When the last owner lets go; the hooks' weak references keep what is left of us beyond that. Nobody can
-// have the turn any more, but taking it shows the thread sanitizer that they had it before.
+// have the turn any more, but taking it shows the thread sanitizer that they had it before. What a backend
+// sends it keeps alive, and we do not wait for it: our owner may have Python's lock in its hand, which the
+// backend's thread needs to let go of a tensor that it sent before.
 void BucketEngine::release_resources() {
   const Turn turn(order_);
-  abandon();
   leave();
   slots_.clear();  // and with them the hooks, where nobody else holds their nodes
   buckets_.clear();

@@ -101,7 +101,8 @@ Awaited BucketEngine::awaited() const {
 
 Awaited BucketEngine::awaited_now() const {
   if (is_settled()) return {"", false, {}, {}};
-  const bool tensor_parallel = published_ < next_;  // all before are published, this one is not
+  // a marked one is not published before its first sum; an unmarked one only if others are lost
+  const bool tensor_parallel = published_ < next_ && buckets_[published_].marked;
   size_t first = tensor_parallel ? published_ : 0;
   // not beyond the last, which others may have added up since we looked
   while (!tensor_parallel && first + 1 < next_ && sums_->is_done(first)) ++first;

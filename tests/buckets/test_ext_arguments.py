@@ -366,6 +366,24 @@ def test_backward_outlives_its_engine(ranks1):
     assert ranks1.run(gone_before_backward) == [[12.0, 5.0, 1.0]]
 
 
+def dropped_in_flight() -> None:
+    """By who has Python's lock, which gloo's threads take to let go of what they have sent."""
+    group = dist.group.WORLD
+    for _ in range(100):
+        tensors = parameters()
+        made = arranged(parameters=tensors)
+        made.expect([1, 1, 1])
+        loss = torch.stack([tensor.sum() for tensor in tensors]).sum()
+        for _ in range(4):
+            group.allreduce([torch.ones(1)])
+        loss.backward()
+        del made
+
+
+def test_engine_dropped_in_flight_waits_for_nobody(ranks1):
+    ranks1.run(dropped_in_flight, timeout=60)
+
+
 def test_every_entry_point_is_tried():
     """A new operator or method belongs into tests/buckets/hostile.py."""
     source = (Path(__file__).parents[2] / "csrc/module.cpp").read_text()
@@ -374,6 +392,5 @@ def test_every_entry_point_is_tried():
     }
     tried = (Path(__file__).parent / "hostile.py").read_text()
     assert len(defined) == 20
-    assert {name for name in defined if f'"{name}"' not in tried} <= {
-        "built_with_torch"
-    }  # which takes nothing
+    takes_nothing = {"built_with_torch"}
+    assert {name for name in defined if f'"{name}"' not in tried} <= takes_nothing
