@@ -297,6 +297,7 @@ def _serve(
         join_world("gloo", place, rank, world_size)
         _meet(place, "arrival", world_size)  # a rank that left now would break connections still being made
         connection.send(Returned(b""))  # from now on time counts
+        torch.manual_seed(7000 + rank)  # whatever ran before; and ranks differ, as those that nobody seeds
         answer = attempt(_called, call)
         sys.stdout.flush()  # into the output of this test, not of a later one
         connection.send(answer)

@@ -76,6 +76,7 @@ def test_destroyed_group_that_is_held_leaves_no_thread_to_the_end_of_python(dest
 
 def contexts_alive():
     """Whether what torch keeps for the length of a backward outlives it, in a collective in flight."""
+    torch.manual_seed(0)
     module = nn.Linear(16, 16)
     buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=SMALL)
     contexts = []
