@@ -32,7 +32,7 @@ PARTS = ("step", "growth", "gpt2_small")
 
 @dataclass(frozen=True)
 class Row:
-    """What ways took by round, ours interleaved with each other."""
+    """What each way took by round, interleaved with ours."""
 
     what: str
     ranks: int
@@ -45,19 +45,11 @@ class Row:
         return min(self._to_ours(form) for form in FORMS)
 
     def __str__(self) -> str:
+        has_floor = any(FLOOR in seconds for seconds in self.compared)
+        ratios = f"{self.ratio:.2f}", f"{1 / self._to_ours(FLOOR):.2f}" if has_floor else "-"
         rounds = sum(len(seconds["ours"]) for seconds in self.compared)
         loads = f"{self.loads[0]:.1f} to {self.loads[1]:.1f}"
-        has_floor = any(FLOOR in seconds for seconds in self.compared)
-        above_floor = f"{1 / self._to_ours(FLOOR):.2f}" if has_floor else "-"
-        cells = [
-            self.what,
-            self.ranks,
-            *map(self._times, WAYS),
-            f"{self.ratio:.2f}",
-            above_floor,
-            rounds,
-            loads,
-        ]
+        cells = [self.what, self.ranks, *map(self._times, WAYS), *ratios, rounds, loads]
         return f"| {' | '.join(map(str, cells))} |"
 
     def _to_ours(self, way: str) -> float:

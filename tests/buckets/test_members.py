@@ -98,6 +98,29 @@ def test_others_may_be_elsewhere(ranks2):
     ranks2.run(nothing_to_tell)
 
 
+class Empty(nn.Module):
+    """A module that Python takes for false."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = chain()
+
+    def __len__(self):
+        return 0
+
+
+def changed_while_empty():
+    buckets = wrap(module := Empty())
+    replaced(module.chain)
+    return error_of(whole_step, module.chain, buckets)
+
+
+def test_module_of_no_length_is_looked_at(ranks2):
+    for kind, text in ranks2.run(changed_while_empty):
+        assert kind == "RuntimeError"
+        assert "the gradient of 'chain.2.weight' is not reduced" in text
+
+
 def module_that_goes():
     buckets = wrap(module := chain())
     loss = loss_of(module(own_batch()))

@@ -31,7 +31,7 @@ class EngineOptions:
     wire_dtype: torch.dtype | None  # of what is sent; if None the buckets' own, or wider
     timeout: timedelta | None  # of a collective; the group's own if None
 
-    def tensor_parallel_size(self) -> str:
+    def shown_tensor_parallel_group(self) -> str:
         group = self.tensor_parallel_group
         return "None" if group is None else f"of {group.size} ranks"
 

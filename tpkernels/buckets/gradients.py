@@ -123,7 +123,7 @@ class GradientBuckets:
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
-            f"tensor_parallel_group={options.tensor_parallel_size()}, main_grad={main_grad})"
+            f"tensor_parallel_group={options.shown_tensor_parallel_group()}, main_grad={main_grad})"
             + ("" if transport == "auto" else f" with TPKERNELS_TRANSPORT={transport}"),
             problem_with_extension()
             or problem
@@ -265,7 +265,7 @@ class GradientBuckets:
         protocol.refuse_copies(self._parameters)
         handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
         refuse_early_steps(self)
-        # not left to the engine's end, which would wait for what is in flight with Python's lock in its hand
+        # not left to the engine's end, which has Python's lock in its hand and cannot wait for a backend
         self._release = weakref.finalize(self, _let_go, self._engine, self._memory, self._parameters, handles)
         self._release.atexit = False
 

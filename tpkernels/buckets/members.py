@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.buckets.parameters import Named, is_under_buckets
+from tpkernels.comm.calls import is_looked_at
 
 
 class Members:
@@ -16,7 +17,7 @@ class Members:
     def __init__(self, module_or_named_parameters: object, named: Named) -> None:
         given = module_or_named_parameters
         self._module = ref(given) if isinstance(given, nn.Module) else None
-        self._named, self._looks = named, 0
+        self._named, self._times = named, 0
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Of these and of the module's frozen ones, as far as a checksum can read them."""
@@ -24,9 +25,9 @@ class Members:
         return [*self._named, *(pair for pair in frozen if type(pair[1].data) is torch.Tensor)]
 
     def refuse_others(self) -> None:
-        """An error if a parameter that came later has a gradient; looked at in every 2^n-th call."""
-        self._looks += 1
-        if self._looks & (self._looks - 1):
+        """An error if a parameter that came later has a gradient: looks grow rare, for they cost."""
+        self._times += 1
+        if not is_looked_at(self._times):
             return
         own = {id(parameter) for _, parameter in self._named}
         for name, parameter in self._of_module():
@@ -39,5 +40,5 @@ class Members:
                 )
 
     def _of_module(self) -> Named:
-        module = self._module and self._module()
-        return [*module.named_parameters()] if module else []
+        module = None if self._module is None else self._module()
+        return [] if module is None else [*module.named_parameters()]

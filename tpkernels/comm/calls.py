@@ -70,6 +70,11 @@ def kind_of(key: Key) -> Kind:
     return Kind(described, zlib.crc32(described.encode()))
 
 
+def is_looked_at(times: int) -> bool:
+    """For looks that cost: the first, second, fourth, eighth, ... time."""
+    return times & (times - 1) == 0
+
+
 class GroupCalls:
     """What this rank knows of the calls of one group. An operator should cost little: so do calls."""
 
@@ -109,9 +114,9 @@ class GroupCalls:
         self._kinds[key] = kind
 
     def is_due(self, look: str) -> bool:
-        """Whether this is asked for the first, second, fourth, eighth, ... time: for looks that cost."""
+        """Whether a look that costs something, which is asked for once more, is to be taken."""
         self._times[look] = times = self._times.get(look, 0) + 1
-        return times & (times - 1) == 0
+        return is_looked_at(times)
 
     def handshake(self, op: str, kind: Kind, group: ProcessGroup) -> Call:
         """The next call, in which ranks tell each other what they want: all succeed, or none."""
