@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 READY  := $(VENV)/.ready
 RANKS  ?= 2
+WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test sweep check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,8 +31,11 @@ demo: $(READY) ## the main job: train a small GPT on ranks of this machine, and 
 groups: $(READY) ## ranks on this machine form every kind of group and use it
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/groups.py
 
-test: $(READY) ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(READY) ## the test suite, on WORKERS processes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+sweep: $(READY) ## what the test suite leaves out: the rest of its products, and long schedules
+	TPKERNELS_SWEEP=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: lint types test ## all that CI checks
 

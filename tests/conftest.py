@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read whe
 
 import torch
 
+from tests.products import SWEEP
+
 # A shell's job in the background ignores Ctrl-C, and so would whatever tests start, to interrupt it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,10 +28,14 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+    left_out = [item for item in items if (item.get_closest_marker("sweep") is not None) != SWEEP]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if (item.get_closest_marker("sweep") is not None) == SWEEP]
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def lines_are_a_folder(folder):
         (link_instead_of_the_next, ".step-00000003.unfinished; remove it"),
         (lines_are_a_folder, "Is a directory"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_cannot_be_used_is_one_message_of_all_ranks(damage, message, resumed, tmp_path):
     run = resumed(damage)

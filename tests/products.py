@@ -1,0 +1,64 @@
+"""Products of options: a few of their combinations in `make test`, all the others in `make sweep`.
+
+    @pairwise(shape=SHAPES, activation=ACTIVATIONS, dtype=DTYPES)
+    def test_linear_is_accurate(shape, activation, dtype): ...
+
+`once` takes each value at least once, `pairwise` each pair of values of two arguments: a fault that needs one
+value, or two together, shows. `pytest.mark.sweep` on a test or a parameter leaves it to `make sweep` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+SWEEP = os.environ.get("TPKERNELS_SWEEP") == "1"  # run what `make test` leaves out, and nothing else
+
+Values = Sequence[Any] | Mapping[str, Any]  # a mapping's keys become ids
+Combination = tuple[int, ...]  # which value of each axis
+
+
+def once(**axes: Values) -> pytest.MarkDecorator:
+    return _parametrized(axes, strength=1)
+
+
+def pairwise(**axes: Values) -> pytest.MarkDecorator:
+    return _parametrized(axes, strength=2)
+
+
+def covering(sizes: Sequence[int], strength: int) -> set[Combination]:
+    """Combinations that hold all values of any `strength` axes: the one that adds most, then the next."""
+    strength = min(strength, len(sizes))
+    everything = list(itertools.product(*map(range, sizes)))
+    missing = set().union(*(_held(combination, strength) for combination in everything))
+    chosen = set()
+    while missing:
+        best = max(everything, key=lambda combination: len(_held(combination, strength) & missing))
+        chosen.add(best)
+        missing -= _held(best, strength)
+    return chosen
+
+
+def _held(combination: Combination, strength: int) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(combination), strength))
+
+
+def _parametrized(axes: Mapping[str, Values], strength: int) -> pytest.MarkDecorator:
+    listed = [_listed(values) for values in axes.values()]
+    cover = covering([len(values) for values in listed], strength)
+    params = []
+    for combination in itertools.product(*(range(len(values)) for values in listed)):
+        if (combination in cover) != SWEEP:  # collecting what is not run would take longer than much that is
+            ids, values = zip(*(axis[i] for axis, i in zip(listed, combination, strict=True)), strict=True)
+            params.append(pytest.param(*values, id="-".join(ids), marks=pytest.mark.sweep if SWEEP else ()))
+    return pytest.mark.parametrize(list(axes), params)
+
+
+def _listed(values: Values) -> list[tuple[str, Any]]:
+    if isinstance(values, Mapping):
+        return [(str(name), value) for name, value in values.items()]
+    return [(str(getattr(value, "__name__", value)).removeprefix("torch."), value) for value in values]
