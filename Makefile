@@ -9,8 +9,10 @@ WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
+unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same sources
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test sweep check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test test-profile sweep check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +38,9 @@ test: $(READY) ## the test suite, on WORKERS processes
 
 sweep: $(READY) ## what the test suite leaves out: the rest of its products, and long schedules
 	TPKERNELS_SWEEP=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-profile: $(READY) ## the same, and where its time went: docs/test-profile.md
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.profile --profile docs/test-profile.md
 
 check: lint types test ## all that CI checks
 

@@ -39,22 +39,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ranks1() -> Iterator[RankPool]:
-    yield from _pool(1)
-
-
-@pytest.fixture(scope="session")
-def ranks2() -> Iterator[RankPool]:
-    yield from _pool(2)
-
-
-@pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
-    yield from _pool(4)
-
-
-def _pool(world_size: int) -> Iterator[RankPool]:
     from tests.ranks import SPAWNED, RankPool
 
-    with RankPool(world_size, SPAWNED) as pool:
+    with RankPool(4, SPAWNED) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks2(ranks4: RankPool) -> RankPool:
+    return _first(2, ranks4)
+
+
+@pytest.fixture(scope="session")
+def ranks1(ranks4: RankPool) -> RankPool:
+    return _first(1, ranks4)
+
+
+def _first(world_size: int, pool: RankPool) -> RankPool:
+    """A process costs seconds to start: fewer ranks are some of those that more have."""
+    from tests.ranks import RankPool
+
+    return RankPool(world_size, within=pool)

@@ -38,6 +38,7 @@ from typing import Any, TextIO, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from tests.patience import patient
 from tests.rank_answers import Answer, Died, Raised, Returned, all_alive, attempt, failure
 from tests.rank_answers import RankFailure as RankFailure
 from tpkernels.training.launch import loopback_store
@@ -45,7 +46,7 @@ from tpkernels.training.launch import loopback_store
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
-COLLECTIVE_SECONDS = 30.0  # below the default time-out of a call: a lone collective fails with a traceback
+COLLECTIVE_SECONDS = patient(30.0)  # below the time-out of a call: a lone collective fails with a traceback
 JOIN_SECONDS = LEAVE_SECONDS = COLLECTIVE_SECONDS + 5.0  # may wait for a collective, or a store, to time out
 GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, flags within a time-out
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds
@@ -57,11 +58,20 @@ multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.chec
 class RankPool:
     """`world_size` ranks, started by the first call."""
 
-    def __init__(self, world_size: int, start: str = FORKED, enter: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        start: str = FORKED,
+        enter: Callable[[], None] | None = None,
+        *,
+        within: RankPool | None = None,
+    ) -> None:
         """start: ranks that are SPAWNED order sets each in its own way, as those of users do
         enter: called first in each rank, before it has threads; ranks meet in a file then, not over a network
+        within: a larger pool, whose first ranks these are; it is the one to close
         """
         self.world_size = world_size
+        self._within = within
         self._start = SPAWNED if torch.cuda.is_available() else start  # a GPU may not outlive a fork
         self._enter = enter
         self._processes: _Processes | None = None
@@ -84,25 +94,33 @@ class RankPool:
         if len(args_of_rank) != self.world_size:
             raise ValueError(f"expected arguments for {self.world_size} ranks, got {len(args_of_rank)}")
         calls = [_pickled_call(function, args) for args in args_of_rank]
+        return [pickle.loads(result) for result in self._call(calls, timeout, _name(function))]
+
+    def _call(self, calls: Sequence[bytes], timeout: float, name: str) -> list[bytes]:
+        """calls: of the first ranks; the others are left alone"""
+        __tracebackhide__ = True
+        if self._within is not None:
+            return self._within._call(calls, timeout, name)
         self.start()
         assert self._processes is not None
         try:
-            results = self._processes.call(calls, timeout, _name(function))
+            return self._processes.call(calls, timeout, name)
         finally:  # also after Ctrl-C: what the ranks are doing then is not known
             if not self._processes.idle:
                 self._processes.kill()
                 self._processes = None
-        return [pickle.loads(result) for result in results]
 
     def start(self) -> list[int]:
         """Their process ids; a call starts them, too."""
+        if self._within is not None:
+            return self._within.start()[: self.world_size]
         if self._processes is None:
             self._processes = _Processes(self.world_size, self._start, self._enter)
         return self._processes.pids
 
     @property
     def is_running(self) -> bool:
-        return self._processes is not None
+        return (self._within or self)._processes is not None
 
     def close(self) -> None:
         """End all ranks. A later call would start new ones."""
@@ -166,6 +184,7 @@ class _Processes:
         meeting = Path(self._folder.name, "store") if self._store is None else self._store.port
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._ranks: list[_Rank] = []
+        self._numbers = itertools.count()
         self.idle = False
         try:
             for rank in range(world_size):
@@ -182,7 +201,7 @@ class _Processes:
                 self._ranks.append(_Rank(process, ours, reader))
                 theirs.close()  # the rank now holds the only copy: its death is an end of file
             lifeline.close()
-            self._results("starting", self._listen(START_SECONDS))
+            self._results("starting", self._listen(self._ranks, START_SECONDS))
             self.idle = True
         except BaseException:
             self.kill()
@@ -195,13 +214,14 @@ class _Processes:
     def call(self, calls: Sequence[bytes], timeout: float, name: str) -> list[bytes]:
         __tracebackhide__ = True
         self.idle = False
-        for rank, call in zip(self._ranks, calls, strict=True):
+        number, called = next(self._numbers), self._ranks[: len(calls)]
+        for rank, call in zip(called, calls, strict=True):
             with suppress(OSError):  # it died in the meantime, which is found and reported below
-                rank.connection.send_bytes(call)
-        self._results(f"joining the world for {name}", self._listen(JOIN_SECONDS))
-        answers = self._listen(timeout)
+                rank.connection.send((number, len(calls), call))
+        self._results(f"joining the world for {name}", self._listen(called, JOIN_SECONDS))
+        answers = self._listen(called, timeout)
         if all_alive(answers):
-            partings = self._listen(LEAVE_SECONDS)
+            partings = self._listen(called, LEAVE_SECONDS)
             self.idle = all_alive(partings)
             answers = [
                 answer if isinstance(answer, Raised) or isinstance(parting, Returned) else parting
@@ -221,7 +241,7 @@ class _Processes:
         self._folder.cleanup()
 
     def _join(self) -> None:
-        deadline = time.monotonic() + EXIT_SECONDS
+        deadline = time.monotonic() + patient(EXIT_SECONDS)
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
 
@@ -229,14 +249,15 @@ class _Processes:
         __tracebackhide__ = True
         results = [answer.result for answer in answers if isinstance(answer, Returned)]
         if len(results) < len(answers):
-            raise failure(name, answers, [""] * len(answers) if self.idle else self._last_stacks())
+            stacks = [""] * len(self._ranks) if self.idle else self._last_stacks()
+            raise failure(name, answers, stacks[: len(answers)])
         return results
 
-    def _listen(self, seconds: float) -> list[Answer | None]:
+    def _listen(self, ranks: Sequence[_Rank], seconds: float) -> list[Answer | None]:
         """One answer of each rank. A death shows at once: it ends the rank's pipe, as nobody else has it."""
-        deadline = time.monotonic() + seconds
-        answers: list[Answer | None] = [None] * len(self._ranks)
-        while silent := {number: rank for number, rank in enumerate(self._ranks) if answers[number] is None}:
+        deadline = time.monotonic() + patient(seconds)
+        answers: list[Answer | None] = [None] * len(ranks)
+        while silent := {number: rank for number, rank in enumerate(ranks) if answers[number] is None}:
             left = max(0.0, deadline - time.monotonic())
             speaking = wait([rank.connection for rank in silent.values()], left)
             if not speaking:
@@ -245,7 +266,7 @@ class _Processes:
                 if rank.connection in speaking:
                     answer = answers[number] = rank.answer()
                     if not isinstance(answer, Returned):
-                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                        deadline = min(deadline, time.monotonic() + patient(GRACE_SECONDS))
         return answers
 
     def _last_stacks(self) -> list[str]:
@@ -288,9 +309,9 @@ def _serve(
     )
     store.set_timeout(patience)
     connection.send(Returned(b""))  # ready
-    for number in itertools.count():
+    while True:
         try:
-            call = connection.recv_bytes()
+            number, world_size, call = connection.recv()
         except EOFError:  # the parent is gone
             return
         place = dist.PrefixStore(f"call {number}", store)

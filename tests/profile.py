@@ -1,0 +1,183 @@
+"""A pytest plugin that says where a run's time goes: `-p tests.profile --profile PAGE` (`make test-profile`).
+
+By folder, by file and by cause: a cause inside another counts for the inner one alone. Processor time is
+that of pytest's process and of all below it, ended or alive, such as ranks; collection's is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import resource
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CAUSES = {  # what is called for each
+    "ranks start": ["tests.ranks:_Processes.__init__"],
+    "ranks run": ["tests.ranks:_Processes.call"],
+    "other processes run": ["subprocess:Popen.communicate", "subprocess:Popen.wait"],
+    "kernels are interpreted": ["triton.runtime.interpreter:GridExecutor.__call__"],
+    "torch.compile traces and compiles": ["torch._dynamo.convert_frame:ConvertFrame.__call__"],
+    "pictures are drawn": ["matplotlib.figure:Figure.savefig"],
+}
+STARTED = {
+    "ranks": "multiprocessing.process:BaseProcess.start",
+    "other processes": "subprocess:Popen.__init__",
+}
+COLLECTION, OTHERWISE = "collection, imports", "tests themselves"
+TIMES = "tests | seconds | processor seconds"
+TICKS = os.sysconf("SC_CLK_TCK")
+Took = dict[str, dict[str, float]]
+
+
+class Stopwatch:
+    """What has passed since it was last read."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._started: Counter[str] = Counter()
+        self._causes = [COLLECTION]
+        self._clock = time.perf_counter()
+        self._processor = processor_seconds()
+
+    def collected(self) -> None:
+        self._lap()
+        self._causes[0] = OTHERWISE
+        self._processor = processor_seconds()
+
+    def read(self) -> Took:
+        self._lap()
+        processor = processor_seconds()
+        took: Took = {
+            "clock": dict(self._seconds),
+            "started": dict(self._started),
+            "processor": {"": processor - self._processor},
+        }
+        self._processor = processor
+        self._seconds.clear()
+        self._started.clear()
+        return took
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._causes[-1]] += now - self._clock
+        self._clock = now
+
+    def timed(self, function: Callable[..., Any], cause: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._lap()
+            self._causes.append(cause)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._lap()
+                self._causes.pop()
+
+        return call
+
+    def counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._started[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+
+def processor_seconds() -> float:
+    """Of this process, of its children that ended, and of all below it that live, with theirs."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    children: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        children[int(fields[1])].append((int(stat.parent.name), sum(map(int, fields[11:15]))))
+    ticks, found = 0, [os.getpid()]
+    while found:
+        for process, its_ticks in children[found.pop()]:
+            ticks += its_ticks
+            found.append(process)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / TICKS
+
+
+STOPWATCH = Stopwatch()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--profile", type=Path, metavar="PAGE", help="write where the time went, as Markdown")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Only now: Triton must not be imported before conftest has switched its interpreter on."""
+    STOPWATCH.collected()
+    for cause, functions in CAUSES.items():
+        for function in functions:
+            _replace(function, STOPWATCH.timed, cause)
+    for name, function in STARTED.items():
+        _replace(function, STOPWATCH.counted, name)
+
+
+def _replace(function: str, wrap: Callable[..., Any], name: str) -> None:
+    module, _, path = function.partition(":")
+    if find_spec(module.partition(".")[0]) is not None:
+        owner_name, _, attribute = path.partition(".")
+        owner = getattr(importlib.import_module(module), owner_name)
+        setattr(owner, attribute, wrap(getattr(owner, attribute), name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    if call.when == "teardown":  # travels with the last report of the test, from a worker to whoever prints
+        item.user_properties.append(("took", STOPWATCH.read()))
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    page = config.getoption("--profile")
+    if page is not None:
+        last_reports = [report for report in terminalreporter.getreports("") if report.when == "teardown"]
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            page_of((report.nodeid, dict(report.user_properties)["took"]) for report in last_reports)
+        )
+        terminalreporter.write_line(f"where the time went: {page}")
+
+
+def page_of(tests: Iterable[tuple[str, Took]]) -> str:
+    """tests: ids, and what each took"""
+    clock, started, rows = Counter[str](), Counter[str](), defaultdict[str, list[tuple[float, float]]](list)
+    for test, took in tests:
+        seconds = sum(took["clock"].values()) - took["clock"].get(COLLECTION, 0.0)
+        file = test.partition("::")[0]
+        for place in (file.rpartition("/")[0], file):
+            rows[place].append((seconds, took["processor"][""]))
+        clock.update(took["clock"])
+        started.update(took["started"])
+    places = [(place, len(took), *map(sum, zip(*took, strict=True))) for place, took in rows.items()]
+    places.sort(key=lambda row: -row[2])
+    return "\n".join(
+        [
+            _table("cause | seconds, of all workers", sorted(clock.items(), key=lambda row: -row[1])),
+            _table("started | number", sorted(started.items())),
+            _table(f"folder | {TIMES}", [row for row in places if not row[0].endswith(".py")]),
+            _table(f"file | {TIMES}", [row for row in places if row[0].endswith(".py")]),
+        ]
+    )
+
+
+def _table(head: str, rows: Iterable[tuple[str | float, ...]]) -> str:
+    lines = [head, "|".join("---" for _ in head.split("|"))]
+    for row in rows:
+        lines.append(" | ".join(f"{cell:.0f}" if isinstance(cell, float) else str(cell) for cell in row))
+    return "".join(f"| {line} |\n" for line in lines)
