@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.kernels.checks import TILE, normal
+from tests.kernels.launchers import OF_ROWS
+from tests.products import pairwise
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
-from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.tiles import MatmulTile
@@ -24,18 +25,11 @@ def operands(device, dtype=torch.bfloat16):
     return {"x": x, "dy": dy, "w": w, "w2": w2, "z": z, "u": u, "b": w[:, 0].contiguous()}
 
 
+# "linear+keep_z": with all its results; "linear": with as few as may be
 CALLS = {
-    "linear": lambda o, **k: linear_fwd(o["x"], o["w"], o["b"], activation="gelu", tile=TILE, **k)[:1],
-    "linear_z": lambda o, **k: linear_fwd(o["x"], o["w"], activation="silu", keep_z=True, tile=TILE, **k),
-    "linear_z_is_y": lambda o, **k: linear_fwd(o["x"], o["w"], keep_z=True, tile=TILE, **k)[:1],
-    "glu": lambda o, **k: glu_fwd(o["x"], o["w"], o["w2"], tile=TILE, **k)[:1],
-    "glu_gu": lambda o, **k: glu_fwd(o["x"], o["w"], o["w2"], keep_gu=True, tile=TILE, **k),
-    "dgrad": lambda o, **k: (dgrad(o["dy"], o["w"], tile=TILE, **k),),
-    "dgrad_pairs": lambda o, **k: (dgrad_pairs(o["dy"], o["w"], o["dy"], o["w2"], tile=TILE, **k),),
-    "dgrad_act": lambda o, **k: dgrad_act(o["dy"], o["w"], o["z"], "gelu", tile=TILE, **k)[:1],
-    "dgrad_act_db": lambda o, **k: dgrad_act(o["dy"], o["w"], o["z"], "relu", bias_grad=True, tile=TILE, **k),
-    "dglu": lambda o, **k: dglu(o["dy"], o["w"], o["z"], o["u"], tile=TILE, **k)[:2],
-    "dglu_h": lambda o, **k: dglu(o["dy"], o["w"], o["z"], o["u"], emit_h=True, tile=TILE, **k),
+    "+".join([name, *asked]): (name, dict.fromkeys(product.optional, bool(asked)))
+    for name, product in OF_ROWS.items()
+    for asked in ({()} | {tuple(product.optional)})
 }
 
 
@@ -44,20 +38,35 @@ def larger(like):
     return torch.full((2 * T, like.shape[-1]), CANARY, dtype=like.dtype, device=like.device)
 
 
-@pytest.mark.parametrize("form", ["descriptor", "pointer"])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_rows_of_larger_matrices_hold_the_same_bits_and_no_others_are_written(call, form, device):
-    of = operands(device)
-    fresh = call(of, form=form)
-    around = [larger(result) for result in fresh]
-    out = [m[ROWS] if like.ndim == 2 else m[24] for m, like in zip(around, fresh, strict=True)]
-    written = call(of, form=form, out=out[0] if len(out) == 1 else tuple(out))
-    for target, given, matrix, like in zip(out, written, around, fresh, strict=True):
+def assert_written(results, call, around):
+    """Into rows of larger matrices, the same bits, and no others."""
+    out = [m[ROWS] if like.ndim == 2 else m[24] for m, like in zip(around, results, strict=True)]
+    written = [one for one in call(out[0] if len(out) == 1 else tuple(out)) if one is not None]
+    for target, given, matrix, like in zip(out, written, around, results, strict=True):
         assert given.data_ptr() == target.data_ptr()
         assert torch.equal(target, like)
         rows = ROWS if like.ndim == 2 else slice(24, 25)
         others = torch.cat([matrix[: rows.start], matrix[rows.stop :]])
         assert (others == CANARY).all()
+
+
+@pairwise(call=CALLS, form=["descriptor", "pointer"])
+def test_rows_of_larger_matrices_hold_the_same_bits_and_no_others_are_written(call, form, device):
+    name, asked = call
+    given = OF_ROWS[name].random((T, K, N), torch.bfloat16, device)
+
+    def compute(out=None):
+        return OF_ROWS[name].compute(given, tile=TILE, form=form, out=out, **asked)
+
+    fresh = [one for one in compute() if one is not None]
+    assert_written(fresh, compute, [larger(result) for result in fresh])
+
+
+def test_a_result_that_is_its_own_pre_activation_is_written_once(device):
+    x, w, b = OF_ROWS["linear"].random((T, K, N), torch.bfloat16, device)
+    fresh = linear_fwd(x, w, b, keep_z=True, tile=TILE).y
+    around = larger(fresh)
+    assert_written([fresh], lambda out: linear_fwd(x, w, b, keep_z=True, tile=TILE, out=out)[:1], [around])
 
 
 def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
@@ -74,25 +83,20 @@ def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
 
 
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
-@pytest.mark.parametrize("call", ["linear", "dgrad", "dgrad_pairs"])
-def test_a_product_may_be_written_in_fp32(call, form, device):
+@pytest.mark.parametrize("name", ["linear", "dgrad", "dgrad_pairs"])
+def test_a_product_may_be_written_in_fp32(name, form, device):
     """What is added to other products is rounded after that."""
-    of = operands(device)
-    launchers = {
-        "linear": lambda **k: linear_fwd(of["x"], of["w"], of["b"], tile=TILE, form=form, **k).y,
-        "dgrad": lambda **k: dgrad(of["dy"], of["w"], tile=TILE, form=form, **k),
-        "dgrad_pairs": lambda **k: dgrad_pairs(
-            of["dy"], of["w"], of["dy"], of["w2"], tile=TILE, form=form, **k
-        ),
-    }
-    rounded = launchers[call]()
-    wide = launchers[call](out=torch.empty(rounded.shape, device=device))
+    product, plain = OF_ROWS[name], {"linear": {"value": "none", "keep_z": False}}.get(name, {})
+    given = product.random((T, K, N), torch.bfloat16, device)
+    rounded = product.compute(given, tile=TILE, form=form, **plain)[0]
+    out = torch.empty(rounded.shape, device=device)
+    wide = product.compute(given, tile=TILE, form=form, out=out, **plain)[0]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(rounded.dtype), rounded)
     assert not torch.equal(wide, rounded.float())
     with_roles = MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2)
     with pytest.raises(ValueError, match="expected a tile without consumers for a result in fp32"):
-        linear_fwd(of["x"], of["w"], out=empty(T, N, dtype=torch.float32), tile=with_roles)
+        product.compute(given, tile=with_roles, out=out, **plain)
 
 
 def test_a_sum_over_rows_is_written_where_it_belongs(device):
