@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.checks import DTYPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal, raise_if_late
 from tests.kernels.ring import first_tile
-from tests.kernels.test_linear import operands
+from tests.kernels.launchers import PRODUCTS
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
 from tpkernels.kernels.linear import linear_fwd
@@ -20,6 +20,7 @@ from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals
 
 EPOCH = 5
+operands = PRODUCTS["linear"].random
 PATIENCE = 500  # looks at a flag: for tests in which nothing will come
 
 
