@@ -2,13 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("hypothesis", reason="any input needs hypothesis")  # a bare GPU machine has none
 
@@ -77,33 +78,24 @@ def test_other_versions_have_a_file_of_their_own(field, tmp_path):
     assert Cache(tmp_path, replace(VERSIONS, **{field: "other"})).get("k") is None
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from tests.dispatch.conftest import VERSIONS
-from tpkernels.dispatch import cache as module
-from tpkernels.dispatch.cache import Cache, Choice
-cache = Cache(Path(sys.argv[1]), VERSIONS)
-for i in range(40):
-    cache.put(f"{sys.argv[2]}-{i}", Choice("torch", {"torch": float(i)}))
-"""
+def write_40(folder):
+    cache, rank = Cache(Path(folder), VERSIONS), dist.get_rank()
+    for i in range(40):
+        cache.put(f"{rank}-{i}", Choice("torch", {"torch": float(i)}))
 
 
-def test_concurrent_processes_lose_nothing(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(i)], env=environment)
-        for i in range(3)
-    ]
+def test_concurrent_processes_lose_nothing(tmp_path, ranks4):
     reader = Cache(tmp_path, VERSIONS)
-    while any(writer.poll() is None for writer in writers):
-        if reader.path.exists():
-            parse(reader.path.read_text())  # never half a file
-    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(ranks4.run, write_40, str(tmp_path))
+        while not writing.done():
+            if reader.path.exists():
+                parse(reader.path.read_text())  # never half a file
+            time.sleep(0.001)
+    assert writing.result() == [None] * 4
+    written = {f"{rank}-{i}": Choice("torch", {"torch": float(i)}) for rank in range(4) for i in range(40)}
     final = Cache(tmp_path, VERSIONS)
-    for writer in range(3):
-        for i in range(40):
-            assert final.get(f"{writer}-{i}") == Choice("torch", {"torch": float(i)})
+    assert {key: final.get(key) for key in written} == written
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -160,7 +152,7 @@ JSON = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, deadline=None, database=None, max_examples=50)
 @given(JSON | st.builds(lambda choices: {"format": 1, "versions": {}, "choices": choices}, JSON))
 def test_any_json_is_read_or_refused(content):
     with suppress(ForeignFile):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import CPU, need_interpreter
+from tests.products import pairwise
 from tpkernels.dispatch.products import PRODUCTS, linear
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.scratch import results_of, scratch_like
@@ -71,8 +72,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pairwise(fault=FAULTS, dtype=DTYPES)
 def test_a_fault_is_refused(fault, dtype):
     problem, operands = posed(linear, Layer(T, N, K, dtype))
     expected = results_of(linear, linear.by_torch, operands)
@@ -83,13 +83,13 @@ def test_a_fault_is_refused(fault, dtype):
 
 
 def test_a_tile_that_no_norm_sees_is_named_by_its_place():
-    problem, operands = posed(linear, Layer(8192, 4096, 16, bias=False))
+    problem, operands = posed(linear, Layer(4096, 4096, 16, bias=False))
     expected = results_of(linear, linear.by_torch, operands)
     broken = (expected[0].clone(), None)
-    broken[0][4096:4112, 1024:1040] = 0
+    broken[0][2048:2064, 1024:1040] = 0
     difference = (broken[0].float() - expected[0].float()).norm() / expected[0].float().norm()
     assert difference < bound_of(problem)
-    assert "most at rows 4096 to 4111, columns 1024 to 1039: " in mismatch(broken, expected, problem)
+    assert "most at rows 2048 to 2063, columns 1024 to 1039: " in mismatch(broken, expected, problem)
 
 
 def test_a_wrong_shape_or_dtype_or_presence_is_refused():
@@ -119,7 +119,7 @@ def exactly(record, operands):
 def test_honest_candidates_are_never_refused(record, dtype):
     """The exact result, rounded once, in many random shapes, small and ragged ones among them."""
     draw = random.Random(f"{record.name} {dtype}")
-    for _ in range(60):
+    for _ in range(20):
         sizes = [draw.choice([1, 2, 7, draw.randint(1, 40), draw.randint(41, 300)]) for _ in range(3)]
         activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
         layer = Layer(*sizes, dtype, activation, glu, training=draw.random() < 0.5)
@@ -135,8 +135,8 @@ def test_our_kernels_are_never_refused(record):
     need_interpreter()
     draw = random.Random(record.name)
     for dtype in DTYPES.values():
-        for _ in range(4):
-            layer = Layer(draw.randint(1, 70), draw.randint(1, 70), draw.randint(1, 70), dtype, "gelu_tanh")
+        for _ in range(2):
+            layer = Layer(*(draw.randint(1, 50) for _ in range(3)), dtype, "gelu_tanh")
             problem, operands = posed(record, layer)
             expected = results_of(record, record.by_torch, operands)
             assert mismatch(results_of(record, record.by_kernel, operands), expected, problem) is None, layer
