@@ -91,7 +91,7 @@ def test_concurrent_processes_lose_nothing(tmp_path, ranks4):
         while not writing.done():
             if reader.path.exists():
                 parse(reader.path.read_text())  # never half a file
-            time.sleep(0.001)
+            time.sleep(0.01)
     assert writing.result() == [None] * 4
     written = {f"{rank}-{i}": Choice("torch", {"torch": float(i)}) for rank in range(4) for i in range(40)}
     final = Cache(tmp_path, VERSIONS)

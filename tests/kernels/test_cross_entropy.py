@@ -7,6 +7,7 @@ from torch.nn import functional
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tests.products import once, pairwise
 from tpkernels.kernels import reference
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.reference import cross_entropy_grad_ref, softmax_statistics_ref
@@ -39,9 +40,7 @@ def totals(statistics):
     return maximum, total
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smoothed"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, smoothed=[False, True], dtype=DTYPES)
 def test_cross_entropy_matches_float64(shape, smoothed, dtype, device):
     logits, target, columns = operands(shape, dtype, device)
     before = logits.clone()
@@ -71,8 +70,10 @@ def test_cross_entropy_matches_float64(shape, smoothed, dtype, device):
 PADDED = 80  # a row of whole 16-byte units, and two and a half tiles of the interpreter
 
 
-@pytest.mark.parametrize("columns", [0, 1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 79, 80])
-@pytest.mark.parametrize("padding", [float("nan"), float("inf"), float("-inf")])
+@once(
+    columns=[0, 1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 79, 80],
+    padding=[float("nan"), float("inf"), float("-inf")],
+)
 def test_padding_is_loaded_and_counts_for_nothing(columns, padding, device):
     """The bits of logits that end at `columns`, which are loaded element by element."""
     padded = torch.full((5, PADDED), padding, dtype=torch.bfloat16, device=device)

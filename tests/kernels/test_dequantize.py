@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, normal
+from tests.products import pairwise
 from tpkernels.kernels.dequantize import dequantize
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref
 
@@ -16,10 +17,7 @@ def assert_same(ours, oracles):
     torch.testing.assert_close(ours, oracles, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("format", DTYPE_OF)
-@pytest.mark.parametrize("scaling", ["rows", "blocks"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pairwise(shape=SHAPES, scaling=["rows", "blocks"], format=list(DTYPE_OF), dtype=DTYPES)
 def test_numbers_are_the_oracles(shape, scaling, format, dtype, device):
     x = normal(*shape, torch.float32, device) * torch.logspace(-3, 3, shape[0], device=device)[:, None]
     x[-1, -1] = float("nan")
@@ -29,8 +27,7 @@ def test_numbers_are_the_oracles(shape, scaling, format, dtype, device):
     assert_same(ours, dequantize_ref(packed.data, packed.scale, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("format", DTYPE_OF)
+@pairwise(format=list(DTYPE_OF), dtype=DTYPES)
 def test_every_number_of_a_format(format, dtype, device):
     data = torch.arange(256, dtype=torch.uint8, device=device).view(DTYPE_OF[format]).expand(4, 256)
     scale = torch.tensor([[1.0, 3.0], [2.0**-126, 1e30], [0.1, 1e-30], [float("nan"), 1.0]], device=device)

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tests.products import pairwise
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.reference import (
     layer_norm_bwd_ref,
@@ -34,9 +35,7 @@ def doubles(*tensors):
     return tuple(None if t is None else t.double() for t in tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, with_residual=[False, True], dtype=DTYPES)
 def test_rms_norm_matches_float64(shape, with_residual, dtype, device):
     x, residual, dy, dsummed, weight, _ = operands(shape, dtype, device)
     residual, dsummed = (residual, dsummed) if with_residual else (None, None)
@@ -58,9 +57,11 @@ def test_rms_norm_matches_float64(shape, with_residual, dtype, device):
     assert ours.dbias is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("shape", [s for n, s in SHAPES.items() if n != "one_feature"])
+@pairwise(
+    shape={name: shape for name, shape in SHAPES.items() if name != "one_feature"},
+    with_residual=[False, True],
+    dtype=DTYPES,
+)
 def test_layer_norm_matches_float64(shape, with_residual, dtype, device):
     x, residual, dy, dsummed, weight, bias = operands(shape, dtype, device)
     residual, dsummed = (residual, dsummed) if with_residual else (None, None)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.checks import DTYPES
-from tests.kernels.test_gather_linear import EPOCH, arrivals
+from tests.kernels.waiting import EPOCH, arrivals
+from tests.products import once, pairwise
 from tpkernels import tp_invariance
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.bias_grad import bias_grad
@@ -149,13 +150,11 @@ def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
 ARITHMETIC = ("BLOCK_ROWS", "BLOCK_COLS", "BLOCK_DEPTH", "num_warps", "TMA", "PRECISION", "FAST")
 
 
-@pytest.mark.parametrize("target", GPUS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("tokens", [16, 8192])
+@pairwise(target=GPUS, dtype=DTYPES, tokens=[16, 8192])
 def test_a_kernel_that_waits_adds_as_the_one_does_that_has_all_rows(tokens, dtype, target):
     """Blocks, warps and precision decide on the instructions that multiply; loops and stages do not."""
     x, w = meta(tokens, 512, dtype), meta(1024, 512, dtype)
-    with recording(GPUS[target]) as launches:
+    with recording(target) as launches:
         linear_fwd(x, w)
         gather_linear_fwd(x, w, arrivals=arrivals(torch.device("meta"), *[EPOCH] * 8))
         dgrad(x, w.view(512, 1024))
@@ -165,8 +164,7 @@ def test_a_kernel_that_waits_adds_as_the_one_does_that_has_all_rows(tokens, dtyp
         assert found[waiting] == {"FAST": found[waiting]["FAST"]} | found[alone]
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("width", [8, 21], ids=["aligned", "ragged"])
+@once(dtype=DTYPES, width={"aligned": 8, "ragged": 21})
 def test_a_kernel_that_waits_has_the_bits_of_the_one_that_has_all_rows(width, dtype, device):
     """Of shards of a column layer at 4 ranks, against the full weight at 1."""
     x, w = torch.randn(48, 72, device=device).to(dtype), torch.randn(4 * width, 72, device=device).to(dtype)
@@ -212,14 +210,19 @@ def sum_over_ranks(pairs, transposed, ranks):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize(
-    ("count", "transposed", "width"),
-    [(1, True, 37), (1, False, 37), (2, False, 16), (3, False, 8), (2, True, 8)],
-    ids=["linear", "dgrad", "two_dgrads", "three_dgrads", "two_linears"],
-)
-def test_segment_sum_has_the_bits_of_every_number_of_ranks(count, transposed, width, dtype, device):
+SUMS = {  # how many products, whether of transposed weights, how deep a segment
+    "linear": (1, True, 37),
+    "dgrad": (1, False, 37),
+    "two_dgrads": (2, False, 16),
+    "three_dgrads": (3, False, 8),
+    "two_linears": (2, True, 8),
+}
+
+
+@once(products=SUMS, dtype=DTYPES)
+def test_segment_sum_has_the_bits_of_every_number_of_ranks(products, dtype, device):
     """Segments deeper than a block and ragged, or of less than one; columns of one block and a bit."""
+    count, transposed, width = products
     if torch.cuda.is_available() and width % 8:
         pytest.skip("refused there")
     pairs = random_pairs(count, 20, SEGMENTS * width, 40, transposed, dtype, device)
