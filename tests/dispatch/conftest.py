@@ -7,7 +7,6 @@ from time import perf_counter
 
 import pytest
 import torch
-from torch import Tensor
 
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.chooser import Chooser
@@ -43,25 +42,6 @@ TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "a
 def all_pass(variants: Sequence[Variant]) -> Report:
     """A trial without a child process."""
     return Report(dict.fromkeys(variants, Verdict("passed")))
-
-
-def rows_for(results: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows of larger matrices, or of a matrix, for what a call gives; for what it gives twice only once."""
-    around = [
-        torch.full((3, *one.shape), 7.0, dtype=one.dtype, device=one.device) for one in _distinct(results)
-    ]
-    return [matrices[1] for matrices in around], around
-
-
-def assert_written(out: Sequence[Tensor], around: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
-    """The same bits in the rows that were given, and nothing beside them."""
-    for ours, matrices, expected in zip(out, around, _distinct(results), strict=True):
-        assert torch.equal(ours, expected)
-        assert (matrices[::2] == 7).all()
-
-
-def _distinct(results: Sequence[Tensor | None]) -> list[Tensor]:
-    return list({id(result): result for result in results if result is not None}.values())
 
 
 def need_interpreter() -> None:

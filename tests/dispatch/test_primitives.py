@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dispatch.conftest import TRITON_WINS, FakeTimer, assert_written, rows_for
+from tests.dispatch.conftest import TRITON_WINS, FakeTimer
+from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
 from tpkernels import tp_invariance
 from tpkernels.dispatch import backends, norms, primitives, products, scaled, vocabulary

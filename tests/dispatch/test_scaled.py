@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.dispatch.conftest import CPU, FakeTimer, assert_written, need_interpreter, rows_for
+from tests.dispatch.conftest import CPU, FakeTimer, need_interpreter
+from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
 from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.candidates import candidates, named

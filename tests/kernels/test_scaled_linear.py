@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.checks import EMPTY_SHAPES
+from tests.kernels.checks import EMPTY_SHAPES, assert_written, rows_for
 from tests.products import once, pairwise
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.soundness import FP8_BOUND
@@ -164,11 +164,9 @@ def test_rows_of_larger_matrices_are_written_and_no_others(form, dtype, device):
     x, w, b = operands(ALIGNED, device)
     options = {"activation": "silu", "keep_z": True, "dtype": dtype, "form": form, "tile": DEEP}
     fresh = run(x, w, b, **options)
-    around = [torch.full((3, *one.shape), 7.0, dtype=one.dtype, device=device) for one in fresh]
-    run(x, w, b, out=tuple(matrices[1] for matrices in around), **options)
-    for matrices, one in zip(around, fresh, strict=True):
-        assert torch.equal(matrices[1], one)
-        assert (matrices[::2] == 7).all()
+    out, around = rows_for(fresh)
+    run(x, w, b, out=tuple(out), **options)
+    assert_written(out, around, fresh)
 
 
 @once(bad=[float("nan"), float("inf"), -float("inf")], scaling=SCALINGS)
@@ -241,44 +239,43 @@ def test_a_planted_fault_is_seen(scaling, fault, device):
         assert_accurate(y, exact_z(x, w, b))
 
 
+def multiply(x, w, **changed):
+    given = {"x": x.data, "weight": w.data, "x_scale": x.scale, "w_scale": w.scale}
+    return scaled_linear_fwd(*(given | changed).values())
+
+
 REFUSED = {
     "16 bits": (
-        lambda x, w, b: scaled_linear_fwd(x.data.bfloat16(), w.data, x.scale, w.scale),
+        lambda x, w, b: multiply(x, w, x=x.data.bfloat16()),
         "expected x dense and in torch.float8_e4m3fn or torch.float8_e5m2, got torch.strided torch.bfloat16",
     ),
     "wide scales": (
-        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale.double(), w.scale),
+        lambda x, w, b: multiply(x, w, x_scale=x.scale.double()),
         "expected x's scale dense and in torch.float32",
     ),
     "transposed": (
-        lambda x, w, b: scaled_linear_fwd(x.data, w.data.t().contiguous().t(), x.scale, w.scale),
+        lambda x, w, b: multiply(x, w, weight=w.data.t().contiguous().t()),
         r"expected the rows of weight contiguous.*got strides \(1, 48\): quantize the transposed matrix",
     ),
     "scales of others": (
-        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale[1:], w.scale),
+        lambda x, w, b: multiply(x, w, x_scale=x.scale[1:]),
         r"expected x's scale of shape \(40, S\), where S is 1 or 3.*got \(39, 1\)",
     ),
     "one row's scales for all": (
-        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale, w.scale[::BLOCK]),
+        lambda x, w, b: multiply(x, w, w_scale=w.scale[::BLOCK]),
         r"expected weight's scale of shape \(48, S\).*got \(1, 1\)",
     ),
     "two scalings": (
-        lambda x, w, b: scaled_linear_fwd(x.data, w.data, x.scale, w.scale.expand(-1, 3)),
+        lambda x, w, b: multiply(x, w, w_scale=w.scale.expand(-1, 3)),
         r"the same for both matrices, got \(48, 3\), where the first has \(40, 1\)",
     ),
-    "depths": (
-        lambda x, w, b: scaled_linear_fwd(x.data, w.data[:, 1:], x.scale, w.scale),
-        r"expected weight of shape \(48, 300\)",
-    ),
+    "depths": (lambda x, w, b: multiply(x, w, weight=w.data[:, 1:]), r"expected weight of shape \(48, 300\)"),
     "bias": (lambda x, w, b: run(x, w, b[1:]), r"expected bias of shape \(48,\)"),
     "bias in fp8": (lambda x, w, b: run(x, w, b.to(torch.float8_e5m2)), "expected bias in bfloat16"),
     "float64": (lambda x, w, b: run(x, w, dtype="float64"), "expected dtype of bfloat16, float16, float32"),
     "activation": (lambda x, w, b: run(x, w, activation="tanh"), "expected an activation of"),
     "deep tile": (lambda x, w, b: run(x, w, tile=replace(TILE, block_depth=256)), "a tile of at most 128"),
-    "out of another dtype": (
-        lambda x, w, b: run(x, w, out=torch.empty(40, 48, device=b.device)),
-        "expected y of out in torch.bfloat16",
-    ),
+    "out": (lambda x, w, b: run(x, w, out=b.expand(40, -1).clone()), "expected y of out in torch.bfloat16"),
 }
 
 

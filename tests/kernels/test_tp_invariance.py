@@ -1,10 +1,8 @@
 """In TP-invariant mode kernels are chosen, and add, alike at every tensor-parallel size."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,14 +40,6 @@ def meta(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(rows, cols, dtype=dtype, device="meta")
 
 
-@contextmanager
-def recording(target: Target) -> Iterator[list[launch.Launch]]:
-    """Without frames around outputs, which have no memory."""
-    plain = lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    with patch.object(launch, "empty", plain), launch.recording(target) as launches:
-        yield launches
-
-
 # tokens, the width of a rank's shard, all features of the other kind, segments of the shard -> launches
 CALLS = {
     "column": lambda t, n, k, _, of: linear_fwd(of(t, k), of(n, k), activation="gelu", keep_z=True),
@@ -76,7 +66,7 @@ def launched(call: str, target: Target, dtype: torch.dtype, ranks: int, width: i
     """Kernel, constants and types of operands of all products that a rank launches."""
     own = SEGMENTS // ranks
     try:
-        with recording(target) as launches:
+        with launch.recording(target) as launches:
             CALLS[call](tokens, own * width, other, own, partial(meta, dtype=dtype))
     except ValueError as error:
         if "TP-invariance expected rows of whole, aligned 16-byte units" in str(error):
@@ -137,7 +127,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
-    with recording(H100) as launches:
+    with launch.recording(H100) as launches:
         with pytest.raises(ValueError, match=r"linear_fwd: TP-invariance expected .* but x (starts|has) "):
             linear_fwd(make(), meta(64, 64))
         linear_fwd(meta(0, 64), meta(64, 64))  # nothing of it
@@ -154,7 +144,7 @@ ARITHMETIC = ("BLOCK_ROWS", "BLOCK_COLS", "BLOCK_DEPTH", "num_warps", "TMA", "PR
 def test_a_kernel_that_waits_adds_as_the_one_does_that_has_all_rows(tokens, dtype, target):
     """Blocks, warps and precision decide on the instructions that multiply; loops and stages do not."""
     x, w = meta(tokens, 512, dtype), meta(1024, 512, dtype)
-    with recording(target) as launches:
+    with launch.recording(target) as launches:
         linear_fwd(x, w)
         gather_linear_fwd(x, w, arrivals=arrivals(torch.device("meta"), *[EPOCH] * 8))
         dgrad(x, w.view(512, 1024))
@@ -287,7 +277,7 @@ def test_segment_sum_refuses_what_cannot_work(device):
 
 def test_bias_gradients_are_summed_row_after_row():
     """No sum across threads, whose layout follows from the alignment of the shard."""
-    with recording(H100) as launches:
+    with launch.recording(H100) as launches:
         bias_grad(meta(8192, 24))
     assert {one.constants["BLOCK_ROWS"] for one in launches} == {1}
 

@@ -151,9 +151,6 @@ def test_split_wgrad_launches_a_program_for_each_part_of_a_tile(monkeypatch):
         return sound(device, kernel, grid)
 
     monkeypatch.setattr(launch, "on", on)
-    monkeypatch.setattr(
-        launch, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
-    )
     dy, x = (torch.empty(8192, cols, dtype=torch.bfloat16, device="meta") for cols in (512, 1024))
     tile = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True)
     with launch.recording(H100) as launches:

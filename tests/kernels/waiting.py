@@ -24,7 +24,7 @@ def arrivals(device: torch.device, *flags: int, spin_limit: int | None = None) -
 
 @contextmanager
 def at_each_look(steps: Iterable[Callable[[], object]]) -> Iterator[deque[Callable[[], object]]]:
-    """Before each look of an interpreted kernel at a flag the next of these steps is taken; yields the rest."""
+    """Before each look of an interpreted kernel at a flag the next of these steps is taken."""
     upstream, left = InterpreterBuilder.create_atomic_rmw, deque(steps)
 
     def create_atomic_rmw(builder, *look):
