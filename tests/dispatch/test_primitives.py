@@ -299,45 +299,48 @@ def test_the_chooser_is_asked_on_a_gpu_unless_batches_must_not_matter(monkeypatc
         assert len(timer.asked) == timings
 
 
-def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(backends, "backend", "auto")
+@pytest.fixture
+def resolved(monkeypatch, caplog):
+    """Who computes on a device in a new process, asked twice, and what it says of that."""
+
+    def resolved(device=CUDA, backend="auto"):
+        monkeypatch.setattr(backends, "backend", backend)
+        backends._resolved.cache_clear()
+        caplog.clear()
+        assert backends.resolve_backend(device) == backends.resolve_backend(device)
+        return backends.resolve_backend(device), caplog.messages
+
+    yield resolved
+    backends._resolved.cache_clear()
+
+
+def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said_once(resolved, monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    backends._resolved.cache_clear()
-    for _ in range(2):
-        assert backends.resolve_backend(CUDA) == "torch"
-    backends._resolved.cache_clear()
-    assert caplog.text.count("torch computes on cuda:0: Triton is not installed") == 1
+    backend, (said,) = resolved()
+    assert backend == "torch"
+    assert "torch computes on cuda:0: Triton is not installed" in said
 
 
-def test_batch_invariance_leaves_nothing_to_choose(monkeypatch):
-    monkeypatch.setattr(backends, "backend", "auto")
+def test_batch_invariance_leaves_nothing_to_choose_and_warns_where_torch_does_not_keep_it(
+    resolved, monkeypatch
+):
     monkeypatch.setattr(invariance, "batch_invariant", True)
-    assert backends.resolve_backend(CUDA) == "invariant"
+    assert resolved() == ("invariant", [])
+    backend, (said,) = resolved(backend="torch")
+    assert backend == "torch"
+    assert "TPKERNELS_BATCH_INVARIANT=1 promises nothing there" in said
 
 
-def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(backends, "backend", "auto")
+def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_warning(resolved, monkeypatch):
     monkeypatch.setattr(tp_invariance.mode, "segments", 8)
-    backends._resolved.cache_clear()
-    assert backends.resolve_backend(CUDA) == "invariant"
-    assert backends.resolve_backend(torch.device("cpu")) == "torch"
-    assert not caplog.text
+    assert resolved() == ("invariant", [])
+    assert resolved(torch.device("cpu")) == ("torch", [])
     dy = torch.randn(5, 8)
-    assert products.bias_grad.takes is not None
     assert products.bias_grad.takes(dy), "torch's order of rows depends on the columns"
     assert not products.bias_grad.takes(dy.double())
     monkeypatch.setattr(tp_invariance.mode, "segments", 0)
-    assert backends.resolve_backend(CUDA) == "fastest"
+    assert resolved() == ("fastest", [])
     assert not products.bias_grad.takes(dy)
-
-
-def test_batch_invariance_that_torch_does_not_keep_is_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr(backends, "backend", "torch")
-    monkeypatch.setattr(invariance, "batch_invariant", True)
-    backends._resolved.cache_clear()
-    for _ in range(2):
-        assert backends.resolve_backend(CUDA) == "torch"
-    assert caplog.text.count("TPKERNELS_BATCH_INVARIANT=1 promises nothing there") == 1
 
 
 def test_unknown_backend_is_refused(monkeypatch):
