@@ -22,36 +22,20 @@ def posed(record, layer):
     return problem, scratch_like(record.sample(layer), problem.depth, CPU)
 
 
-def zero_half_a_tile(y, operands):
-    y[128:192, 256:512] = 0
+def put(value, *where):
+    return lambda y, operands: y.__setitem__(where, value)
 
 
-def zero_one_tile(y, operands):
-    y[-BLOCK:, -BLOCK:] = 0
-
-
-def put_a_stale_tile(y, operands):
-    y[128:256, 256:512] = y[0:128, 0:256].clone()
+def copy(target, source):
+    return lambda y, operands: y.__setitem__(target, y[source].clone())
 
 
 def transpose_a_tile(y, operands):
     y[:128, :128] = y[:128, :128].T.clone()
 
 
-def put_rows_of_others(y, operands):
-    y[64:80] = y[80:96].clone()
-
-
-def put_one_wrong_row(y, operands):
-    y[383] = y[0].clone()
-
-
 def leave_a_columns_bias_out(y, operands):
     y[:, 767] -= operands[2][767]
-
-
-def put_one_nan(y, operands):
-    y[200, 300] = float("nan")
 
 
 def leave_out_one_step_of_the_depth(y, operands):
@@ -59,17 +43,17 @@ def leave_out_one_step_of_the_depth(y, operands):
     y[:128, :256] -= x[:128, -16:] @ w[:256, -16:].T
 
 
-FAULTS = [
-    zero_half_a_tile,
-    zero_one_tile,
-    put_a_stale_tile,
-    transpose_a_tile,
-    put_rows_of_others,
-    put_one_wrong_row,
-    leave_a_columns_bias_out,
-    put_one_nan,
-    leave_out_one_step_of_the_depth,
-]
+FAULTS = {
+    "half_a_tile_is_zero": put(0, slice(128, 192), slice(256, 512)),
+    "one_tile_is_zero": put(0, slice(-BLOCK, None), slice(-BLOCK, None)),
+    "a_stale_tile": copy((slice(128, 256), slice(256, 512)), (slice(128), slice(256))),
+    "rows_of_others": copy(slice(64, 80), slice(80, 96)),
+    "one_wrong_row": copy(383, 0),
+    "one_nan": put(float("nan"), 200, 300),
+    "transposed_tile": transpose_a_tile,
+    "a_columns_bias_left_out": leave_a_columns_bias_out,
+    "one_step_of_the_depth_left_out": leave_out_one_step_of_the_depth,
+}
 
 
 @pairwise(fault=FAULTS, dtype=DTYPES)

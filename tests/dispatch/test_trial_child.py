@@ -116,51 +116,52 @@ def test_sizes_take_a_kernel_through_all_that_it_can_meet(consumers, per_process
 
 
 def breaking(monkeypatch, module, name, spoil):
+    """Has a launcher spoil what it has written: its results, and how they were before."""
     real = getattr(module, name)
 
     def broken(*given, out, **named):
+        before = [one.clone() for one in out]
         real(*given, out=out, **named)
-        spoil(out)
+        spoil(out, before)
         return out
 
     monkeypatch.setattr(module, name, broken)
 
 
+def fault_of(variant=DGRAD):
+    return fault(variant, CPU, lambda stage: None)
+
+
 def test_a_tile_that_is_never_written_is_seen(monkeypatch):
     """Though the memory may hold what an earlier run has left there, which is right."""
-    real, earlier = dgrad_kernel.dgrad, []
+    runs = []
 
-    def lazy(*given, out, **named):
-        (before,) = [t.clone() for t in out]
-        real(*given, out=out, **named)
-        if earlier:
-            out[0][:16, :16] = before[:16, :16]
-        earlier.append(out)
+    def leave_out(out, before):
+        if runs:
+            out[0][:16, :16] = before[0][:16, :16]
+        runs.append(out)
 
-    monkeypatch.setattr(dgrad_kernel, "dgrad", lazy)
-    found = fault(DGRAD, CPU, lambda stage: None)
-    assert found.startswith("a single tile: result 0 is off by nan of itself")
+    breaking(monkeypatch, dgrad_kernel, "dgrad", leave_out)
+    assert fault_of().startswith("a single tile: result 0 is off by nan of itself")
 
 
 def test_an_error_in_one_run_of_the_largest_is_seen(monkeypatch):
     runs = []
 
-    def spoil(out):
+    def spoil(out, before):
         runs.append(out)
         if len(runs) == 4:
             out[0][-16:, -16:] = 0
 
     breaking(monkeypatch, dgrad_kernel, "dgrad", spoil)
-    found = fault(DGRAD, CPU, lambda stage: None)
-    assert found.startswith("full tiles: result 0 is off")
+    assert fault_of().startswith("full tiles: result 0 is off")
     assert len(runs) == 4
 
 
 def test_each_result_is_looked_at(monkeypatch):
-    breaking(monkeypatch, linear_kernel, "linear_fwd", lambda out: out[1].zero_())
+    breaking(monkeypatch, linear_kernel, "linear_fwd", lambda out, before: out[1].zero_())
     variant = Variant("linear", "bfloat16", ("gelu", "bias", "z"), "descriptor", TILE)
-    found = fault(variant, CPU, lambda stage: None)
-    assert found.startswith("a single tile: result 1 is off")
+    assert fault_of(variant).startswith("a single tile: result 1 is off")
 
 
 def told(monkeypatch, asked, capfd):
