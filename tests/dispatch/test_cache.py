@@ -18,17 +18,7 @@ from hypothesis import strategies as st
 
 from tests.dispatch.conftest import VERSIONS
 from tpkernels.dispatch import cache as module
-from tpkernels.dispatch.cache import (
-    SHIPPED,
-    Cache,
-    Choice,
-    ForeignFile,
-    parse,
-    render,
-    shipped_choices,
-    source_hash,
-    versions_for,
-)
+from tpkernels.dispatch.cache import Cache, Choice, ForeignFile, parse, render, shipped_choices
 
 A = Choice("triton/a", {"torch": 2.0, "triton/a": 1.0})
 B = Choice("torch", {"torch": 1.0})
@@ -192,16 +182,16 @@ def test_without_a_folder_choices_live_in_memory(caplog):
 
 
 def test_versions_change_with_the_source(tmp_path):
-    versions = versions_for("GPU")
-    assert versions == versions_for("GPU")
+    versions = module.versions_for("GPU")
+    assert versions == module.versions_for("GPU")
     (tmp_path / "kernel.py").write_text("x = 1")
-    before = source_hash.__wrapped__(tmp_path)
+    before = module.source_hash.__wrapped__(tmp_path)
     (tmp_path / "kernel.py").write_text("x = 2")
-    after = source_hash.__wrapped__(tmp_path)
+    after = module.source_hash.__wrapped__(tmp_path)
     assert after != before
     (tmp_path / "gluon").mkdir()
     (tmp_path / "gluon" / "kernel.py").write_text("x = 1")
-    assert source_hash.__wrapped__(tmp_path) not in (before, after), "kernels lie in folders, too"
+    assert module.source_hash.__wrapped__(tmp_path) not in (before, after), "kernels lie in folders, too"
     assert len(before) == 12
 
 
@@ -216,7 +206,7 @@ def test_shipped_choices_are_those_of_the_gpu(tmp_path, caplog):
 
 
 def test_every_shipped_file_can_be_read():
-    shipped = list(SHIPPED.glob("*.json"))
+    shipped = list(module.SHIPPED.glob("*.json"))
     if not shipped:
         pytest.skip("nothing is shipped yet: nobody has timed a GPU")
     for path in shipped:

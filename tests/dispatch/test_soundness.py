@@ -92,6 +92,11 @@ def test_zeros_are_zeros():
     assert mismatch((tiny,), (zeros,), problem)
 
 
+def drawn(draw, sizes, dtype):
+    activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
+    return Layer(*sizes, dtype, activation, glu, bias=draw.random() < 0.5, training=draw.random() < 0.5)
+
+
 def exactly(record, operands):
     """In float64, where the order of sums is nothing."""
     wide = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in operands)
@@ -105,8 +110,7 @@ def test_honest_candidates_are_never_refused(record, dtype):
     draw = random.Random(f"{record.name} {dtype}")
     for _ in range(20):
         sizes = [draw.choice([1, 2, 7, draw.randint(1, 40), draw.randint(41, 300)]) for _ in range(3)]
-        activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
-        layer = Layer(*sizes, dtype, activation, glu, training=draw.random() < 0.5)
+        layer = drawn(draw, sizes, dtype)
         problem, operands = posed(record, layer)
         expected = results_of(record, record.by_torch, operands)
         exact = exactly(record, operands)
@@ -119,8 +123,8 @@ def test_our_kernels_are_never_refused(record):
     need_interpreter()
     draw = random.Random(record.name)
     for dtype in DTYPES.values():
-        for _ in range(2):
-            layer = Layer(*(draw.randint(1, 50) for _ in range(3)), dtype, "gelu_tanh")
+        for _ in range(3):
+            layer = drawn(draw, [draw.randint(1, 50) for _ in range(3)], dtype)
             problem, operands = posed(record, layer)
             expected = results_of(record, record.by_torch, operands)
             assert mismatch(results_of(record, record.by_kernel, operands), expected, problem) is None, layer

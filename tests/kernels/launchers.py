@@ -11,21 +11,13 @@ from torch import Tensor
 
 from tests.kernels.checks import TILE, assert_accurate, dense, normal
 from tpkernels.gate.accuracy import BOUND
+from tpkernels.kernels import reference
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
 from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.reference import (
-    dglu_ref,
-    dgrad_act_ref,
-    dgrad_pairs_ref,
-    dgrad_ref,
-    glu_ref,
-    linear_ref,
-    wgrad_ref,
-)
 from tpkernels.kernels.wgrad import wgrad
 
 Results = tuple[Tensor | None, ...]
@@ -73,32 +65,36 @@ PRODUCTS = {
     "linear": Product(
         {"x": "TK", "weight": "NK", "bias": "N"},
         linear_fwd,
-        linear_ref,
+        reference.linear_ref,
         {"activation": ACTIVATIONS},
         {"keep_z": True},
     ),
     "glu": Product(
-        {"x": "TK", "w_gate": "NK", "w_up": "NK"}, glu_fwd, glu_ref, {"kind": GATE_OF}, {"keep_gu": True}
+        {"x": "TK", "w_gate": "NK", "w_up": "NK"},
+        glu_fwd,
+        reference.glu_ref,
+        {"kind": GATE_OF},
+        {"keep_gu": True},
     ),
-    "dgrad": Product({"dy": "TN", "weight": "NK"}, dgrad, dgrad_ref),
+    "dgrad": Product({"dy": "TN", "weight": "NK"}, dgrad, reference.dgrad_ref),
     "dgrad_pairs": Product(
-        {"dy": "TN", "weight": "NK", "dy2": "TN", "weight2": "NK"}, dgrad_pairs, dgrad_pairs_ref
+        {"dy": "TN", "weight": "NK", "dy2": "TN", "weight2": "NK"}, dgrad_pairs, reference.dgrad_pairs_ref
     ),
     "dgrad_act": Product(
         {"dy": "TN", "weight": "NK", "z": "TK"},
         dgrad_act,
-        dgrad_act_ref,
+        reference.dgrad_act_ref,
         {"activation": ACTIVATIONS},
         {"bias_grad": True},
     ),
     "dglu": Product(
         {"dy": "TN", "weight": "NK", "g": "TK", "u": "TK"},
         dglu,
-        dglu_ref,
+        reference.dglu_ref,
         {"kind": GATE_OF},
         {"emit_h": True},
     ),
-    "wgrad": Product({"dy": "TN", "x": "TK"}, wgrad, wgrad_ref),
+    "wgrad": Product({"dy": "TN", "x": "TK"}, wgrad, reference.wgrad_ref),
 }
 OF_ROWS = {name: product for name, product in PRODUCTS.items() if name != "wgrad"}  # one result a token
 CHOICES = {f"{name}-{value}": (name, value) for name in PRODUCTS for value in PRODUCTS[name].values}
