@@ -236,7 +236,7 @@ def test_a_planted_fault_is_seen(scaling, fault, device):
         assert_accurate(y, exact_z(x, w, b))
 
 
-def multiply(x, w, **changed):
+def multiply(x, w, /, **changed):
     given = {"x": x.data, "weight": w.data, "x_scale": x.scale, "w_scale": w.scale}
     return scaled_linear_fwd(*(given | changed).values())
 
