@@ -36,6 +36,11 @@ def rank(tmp_path):
     return make
 
 
+def agree(store, *choosers):
+    for chooser in choosers:
+        chooser.agree_through(store)
+
+
 SEEN = []
 
 
@@ -59,8 +64,7 @@ def test_ranks_with_contradictory_clocks_choose_what_the_first_does(times, rank)
     (first, asked_first), (second, asked_second) = (rank(each) for each in times)
     alone = [chosen(rank(each)[0]) for each in times]
     assert len(set(alone)) == 2, "left alone, they differ"
-    for chooser in (first, second):
-        chooser.agree_through(store)
+    agree(store, first, second)
     assert [chosen(first), chosen(second)] == [alone[0]] * 2
     assert len(asked_first.asked) == 1
     assert not asked_second.asked, "what others have timed is timed no more"
@@ -80,8 +84,7 @@ def test_ranks_that_time_at_once_choose_what_is_published_first(rank):
 
     second_is_timing = Event()
     first, second = rank(TRITON_WINS)[0], rank(Waiting(TORCH_WINS))[0]
-    for chooser in (first, second):
-        chooser.agree_through(store)
+    agree(store, first, second)
     choices = []
     thread = Thread(target=lambda: choices.append(chosen(second)))
     thread.start()
@@ -98,8 +101,7 @@ def test_what_is_on_a_ranks_disk_goes_through_the_store(rank):
     first, (second, timer) = rank(TRITON_WINS)[0], rank(TORCH_WINS)
     second.timed(linear, OPERANDS)
     assert second.known(linear, OPERANDS).candidate.name == "torch"
-    for chooser in (first, second):
-        chooser.agree_through(store)
+    agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
     assert len(timer.asked) == 1
 
@@ -108,9 +110,7 @@ def test_what_was_chosen_before_is_chosen_again(rank):
     store = HashStore()
     first, second = rank(TRITON_WINS)[0], rank(TORCH_WINS)[0]
     assert [chosen(first), chosen(second)] == ["triton", "torch"]
-    for chooser in (first, second):
-        chooser.agree_through(store)
-        chooser.agree_through(store)
+    agree(store, first, first, second, second)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
 
 
@@ -121,8 +121,7 @@ def test_a_choice_that_is_no_candidate_here_is_refused_with_a_warning(rank, capl
     first.candidates = lambda *given: tuple(
         replace(candidate, name=candidate.name.replace(POINTER, other)) for candidate in real(*given)
     )
-    for chooser in (first, second):
-        chooser.agree_through(store)
+    agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
     (record,) = caplog.records
     assert "by triton/pointer/512x512x512-w4-s1, which is no candidate here" in record.getMessage()
@@ -132,8 +131,7 @@ def test_a_choice_that_is_no_candidate_here_is_refused_with_a_warning(rank, capl
 def test_unequal_ranks_share_nothing(field, rank, caplog):
     store = HashStore()
     first, second = rank(TRITON_WINS)[0], rank(TORCH_WINS, replace(VERSIONS, **{field: "another"}))[0]
-    for chooser in (first, second):
-        chooser.agree_through(store)
+    agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "torch"]
     assert not caplog.records
 
@@ -164,8 +162,7 @@ def test_a_new_store_replaces_a_lost_one(rank):
     second.agree_through(Failing())
     assert chosen(second) == "torch"
     store = HashStore()
-    for chooser in (first, second):
-        chooser.agree_through(store)
+    agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
 
 
@@ -176,8 +173,7 @@ def test_ranks_that_capture_agree_and_choose_again_afterwards(rank):
     store = HashStore()
     knows, knows_not = rank(TRITON_WINS, **told)[0], rank(TORCH_WINS, **told)[0]
     knows.timed(linear, OPERANDS)
-    for chooser in (knows_not, knows):
-        chooser.agree_through(store)
+    agree(store, knows_not, knows)
     assert [chosen(knows_not), chosen(knows)] == ["torch", "torch"]
     capturing.clear()
     assert [chosen(knows), chosen(knows_not)] == ["triton", "triton"]

@@ -6,23 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from tests.dispatch.conftest import CPU, TRITON_WINS, FakeTimer
 from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import chooser as chooser_module
 from tpkernels.dispatch import log, products
-from tpkernels.dispatch.agreed import Published
 from tpkernels.dispatch.cache import Choice
-from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.chooser import CHECKING_SECONDS, obstacle, winner
 from tpkernels.dispatch.scratch import spoil_freed
 from tpkernels.kernels import linear as linear_kernel
-from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.tiles import MatmulTile
 
 X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
-LINEAR = (products.linear, X, W, B, "none", False)
+ARGUMENTS = (X, W, B, "none", False)
+LINEAR = (products.linear, *ARGUMENTS)
+KNOWN = (products.linear, ARGUMENTS)
 KEY = "linear float32 16x48x32 none+bias rows,rows,rows"
 POINTER = "triton/pointer/32x32x32-w4-s1-p2-g2"
 
@@ -32,36 +30,33 @@ def test_fastest_is_chosen_and_remembered(make_chooser):
     chooser = make_chooser(timer)
     for _ in range(3):
         y, z = chooser.call(*LINEAR)
-        torch.testing.assert_close(y, products.linear.by_torch(*LINEAR[1:])[0])
+        torch.testing.assert_close(y, products.linear.by_torch(*ARGUMENTS)[0])
         assert z is None
     assert timer.asked == [["torch", POINTER]]
-    assert chooser.known(products.linear, LINEAR[1:]).candidate.name == POINTER
+    assert chooser.known(*KNOWN).candidate.name == POINTER
 
 
-def test_next_process_reads_it_from_disk(make_chooser):
+def test_next_process_reads_it_from_disk_though_it_may_time_nothing(make_chooser, monkeypatch):
     make_chooser().call(*LINEAR)
+    monkeypatch.setenv("TPKERNELS_TUNE", "0")
     timer = FakeTimer(TRITON_WINS)
     later = make_chooser(timer)
-    assert later.known(products.linear, LINEAR[1:]).source == "cached"
+    assert later.known(*KNOWN).source == "cached"
     later.call(*LINEAR)
     assert not timer.asked
 
 
 def test_shipped_choice_saves_timing_but_the_users_own_comes_first(make_chooser):
     shipped = {KEY: Choice(POINTER, {"torch": 2.0, POINTER: 1.0})}
-    assert make_chooser(shipped=shipped).known(products.linear, LINEAR[1:]).source == "shipped"
+    assert make_chooser(shipped=shipped).known(*KNOWN).source == "shipped"
     make_chooser(FakeTimer({"": 1.0})).call(*LINEAR)
-    known = make_chooser(shipped=shipped).known(products.linear, LINEAR[1:])
+    known = make_chooser(shipped=shipped).known(*KNOWN)
     assert (known.source, known.candidate.name) == ("cached", "torch")
 
 
 def test_choice_that_is_no_candidate_any_more_is_forgotten(make_chooser):
-    assert (
-        make_chooser(shipped={KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}).known(
-            products.linear, LINEAR[1:]
-        )
-        is None
-    )
+    gone = {KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}
+    assert make_chooser(shipped=gone).known(*KNOWN) is None
 
 
 def test_choice_of_a_tile_that_is_not_shipped_binds_if_it_can_be_launched(make_chooser):
@@ -69,42 +64,33 @@ def test_choice_of_a_tile_that_is_not_shipped_binds_if_it_can_be_launched(make_c
     other = "triton/pointer/16x32x32-w4-s1-p2-g4"
     make_chooser()._cache.put(KEY, Choice(other, {"torch": 2.0, other: 1.0}))
     chooser = make_chooser()
-    known = chooser.known(products.linear, LINEAR[1:])
+    known = chooser.known(*KNOWN)
     assert (known.source, known.candidate.name) == ("cached", other)
     assert known.candidate.tile == MatmulTile(16, 32, 32, num_warps=4, num_stages=1, parts=2, group=4)
     y, _ = chooser.call(*LINEAR)
-    torch.testing.assert_close(y, products.linear.by_torch(*LINEAR[1:])[0])
-
-
-class Clock:
-    """Stands still until something takes its time."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+    torch.testing.assert_close(y, products.linear.by_torch(*ARGUMENTS)[0])
 
 
 def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypatch, caplog):
-    clock, timer, tried = Clock(), FakeTimer({"triton": 1.0, "torch": 3.0}), []
+    timer, tried, total = FakeTimer({"triton": 1.0, "torch": 3.0}), [], []
     shipped = tuple(MatmulTile(rows, 32, 32, num_warps=4, num_stages=1) for rows in (64, 32, 16))
 
     def compiled_in_7_seconds(*args, tile, form):
-        clock.now += 7
         tried.append(tile)
+        total.append(7.0)
         return products.linear.by_torch(*args)
 
     monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: shipped[:2])
     record = replace(products.linear, by_kernel=compiled_in_7_seconds)
     arguments = (torch.randn(64, 32), *LINEAR[2:])
-    make_chooser(timer, clock=clock).timed(record, arguments)
+    make_chooser(timer, clock=lambda: sum(total)).timed(record, arguments)
     assert tried == [*shipped[:2]], "14 seconds"
     assert not caplog.records
 
     monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: (*shipped, *extra))
     extra = (replace(shipped[2], block_cols=64),)
     tried.clear()
-    decision = make_chooser(timer, clock=clock).timed(record, arguments)
+    decision = make_chooser(timer, clock=lambda: sum(total)).timed(record, arguments)
     assert tried == [*shipped], "the third begins after 14 seconds, and is finished"
     assert CHECKING_SECONDS == 15
     names = [f"triton/pointer/{tile.name}" for tile in (*shipped, *extra)]
@@ -116,87 +102,14 @@ def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypa
     )
 
     tried.clear()
-    make_chooser(timer, clock=clock).timed(record, arguments, seconds=1e9)
+    make_chooser(timer, clock=lambda: sum(total)).timed(record, arguments, seconds=1e9)
     assert tried == [*shipped, *extra]
 
 
 def test_torch_is_timed_however_long_it_took(make_chooser):
     timer = FakeTimer({"torch": 3.0})
-    decision = make_chooser(timer).timed(products.linear, LINEAR[1:], seconds=0.0)
+    decision = make_chooser(timer).timed(products.linear, ARGUMENTS, seconds=0.0)
     assert (decision.candidate.name, timer.asked) == ("torch", [["torch"]])
-
-
-CONSUMERS = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, consumers=1)
-BY_CONSUMERS = f"triton/pointer/{CONSUMERS.name}"
-
-
-@pytest.fixture
-def gluon(monkeypatch):
-    """A made-up tile with consumers is a candidate: a record whose kernel is right, and one whose is not."""
-    shipped = (replace(CONSUMERS, consumers=0), CONSUMERS)
-    monkeypatch.setattr(matmul_tile, "triton_version", lambda: (3, 7))
-    monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: shipped)
-
-    def record(error):
-        def kernel(*args, tile, form):
-            y, z = products.linear.by_torch(*args)
-            return y * (1 + error * tile.consumers), z
-
-        return replace(products.linear, by_kernel=kernel)
-
-    return record(0.0), record(0.1)
-
-
-TIMES = {BY_CONSUMERS: 1.0, "triton": 2.0, "torch": 3.0}
-
-
-def test_a_kernel_with_consumers_is_chosen_once_it_agreed_with_torch(gluon, make_chooser, caplog):
-    right, wrong = gluon
-    timer = FakeTimer(TIMES)
-    assert make_chooser(timer).timed(wrong, LINEAR[1:]).candidate.tile.consumers == 0
-    assert BY_CONSUMERS not in timer.asked[0]
-    assert f"{BY_CONSUMERS} dropped" in caplog.text
-    assert make_chooser(timer).timed(right, LINEAR[1:]).candidate == Candidate(
-        BY_CONSUMERS, CONSUMERS, "pointer"
-    )
-    assert make_chooser().known(right, LINEAR[1:]).source == "cached"
-
-
-def test_a_shipped_choice_of_a_kernel_with_consumers_is_timed_here_first(gluon, make_chooser):
-    choices = {KEY: Choice(BY_CONSUMERS, TIMES)}
-    for record, consumers in zip(gluon, (1, 0), strict=True):
-        timer = FakeTimer(TIMES)
-        chooser = make_chooser(timer, shipped=choices)
-        chooser._cache._choices.clear()
-        assert chooser.known(record, LINEAR[1:]) is None
-        chooser.call(record, *LINEAR[1:])
-        assert len(timer.asked) == 1
-        assert chooser.known(record, LINEAR[1:]).candidate.tile.consumers == consumers
-
-
-def test_a_cached_kernel_with_consumers_is_forgotten_where_these_are_switched_off(
-    gluon, make_chooser, monkeypatch
-):
-    make_chooser(FakeTimer(TIMES)).timed(gluon[0], LINEAR[1:])
-    assert make_chooser().known(gluon[0], LINEAR[1:]).candidate.name == BY_CONSUMERS
-    monkeypatch.setenv("TPKERNELS_GLUON", "0")
-    assert make_chooser().known(gluon[0], LINEAR[1:]) is None
-
-
-def test_what_other_ranks_do_by_consumers_is_compared_with_torch_here(gluon, make_chooser, caplog):
-    right, wrong = gluon
-    store = HashStore()
-    first = make_chooser(FakeTimer(TIMES))
-    first.agree_through(store)
-    first.call(right, *LINEAR[1:])
-    for record, capturing, taken in ((right, None, True), (wrong, None, False), (right, "capture", False)):
-        caplog.clear()
-        first._cache.path.unlink(missing_ok=True)  # as on another machine
-        chooser = make_chooser(FakeTimer(TIMES), obstacle=capturing)
-        chooser._published = Published(store, chooser._cache.versions.slug)
-        decision = chooser._agreed(record, LINEAR[1:], (), chooser._published, "")
-        assert (decision.source == "agreed", decision.candidate.name == BY_CONSUMERS) == (taken, taken)
-        assert ("no candidate here" in caplog.text) != taken
 
 
 def test_winner_must_beat_torch_by_a_margin():
@@ -219,7 +132,7 @@ def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_chooser, m
     timer = FakeTimer(TRITON_WINS)
     y, _ = make_chooser(timer).call(*LINEAR)
     assert timer.asked == [["torch"]]
-    torch.testing.assert_close(y, products.linear.by_torch(*LINEAR[1:])[0])
+    torch.testing.assert_close(y, products.linear.by_torch(*ARGUMENTS)[0])
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"{POINTER} dropped for {KEY}: " in record.getMessage()
@@ -234,7 +147,7 @@ def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
     chooser.call(*LINEAR)
     assert "no room" in caplog.text
     assert caplog.text.count("torch computes it") == 1
-    assert make_chooser().known(products.linear, LINEAR[1:]) is None
+    assert make_chooser().known(*KNOWN) is None
 
 
 def test_what_torch_refuses_is_refused_in_its_words(make_chooser):
@@ -249,12 +162,6 @@ def test_disabled_tuning_means_torch_for_the_whole_process(make_chooser, monkeyp
     chooser.call(*LINEAR)
     assert not timer.asked
     assert len(chooser._functions) == 1
-
-
-def test_disabled_tuning_still_reads_what_is_known(make_chooser, monkeypatch):
-    make_chooser().call(*LINEAR)
-    monkeypatch.setenv("TPKERNELS_TUNE", "0")
-    assert make_chooser().known(products.linear, LINEAR[1:]).candidate.name == POINTER
 
 
 def test_nothing_is_timed_while_something_stands_in_the_way_but_afterwards(make_chooser):
@@ -349,7 +256,6 @@ def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys,
 
 
 def test_threads_time_a_problem_once_and_never_two_at_a_time(make_chooser):
-
     class SlowTimer(FakeTimer):
         def __call__(self, runs):
             assert not chooser._lock.acquire(blocking=False)
@@ -378,17 +284,5 @@ def test_freed_memory_is_spoilt_before_each_candidate_writes(make_chooser, monke
         return products.linear.by_torch(x, w, *of)
 
     monkeypatch.setattr(chooser_module, "spoil_freed", spoil)
-    make_chooser().timed(replace(products.linear, by_kernel=by_kernel), LINEAR[1:])
+    make_chooser().timed(replace(products.linear, by_kernel=by_kernel), ARGUMENTS)
     assert events == [[(16, 48), None], [(16, 48), None], "runs"]  # torch, then our kernel
-
-
-def test_a_rank_that_cannot_compare_takes_torch_and_goes_on(make_chooser, monkeypatch, caplog):
-    def no_memory(*given):
-        raise torch.OutOfMemoryError("no memory")
-
-    chooser = make_chooser()
-    record = products.linear
-    candidate = Candidate("made up", MatmulTile(32, 32, 32, 8, 3, consumers=1), "descriptor")
-    monkeypatch.setattr(chooser, "_sound_runs", no_memory)
-    assert not chooser._is_trusted(candidate, record, record.problem(*LINEAR[1:]), LINEAR[1:])
-    assert "cannot compare made up for linear" in caplog.text

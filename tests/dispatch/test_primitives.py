@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import TRITON_WINS, FakeTimer
+from tests.kernels.checks import assert_written, rows_for
+from tests.products import once, pairwise
 from tpkernels import tp_invariance
 from tpkernels.dispatch import backends, norms, primitives, products, scaled, vocabulary
 from tpkernels.dispatch.record import Layer
@@ -15,10 +17,9 @@ from tpkernels.kernels.activations import ACTIVATIONS
 
 T, N, K = 37, 48, 40
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-RECORDS = {
+OTHERS = {
     record.name: record
     for record in (
-        *products.PRODUCTS.values(),
         products.bias_grad,
         norms.rms_norm,
         norms.rms_norm_grad,
@@ -30,21 +31,16 @@ RECORDS = {
         vocabulary.cross_entropy_grad,
     )
 }
-IN_FP8 = {
-    record.name: record
-    for record in (
-        scaled.quantize,
-        scaled.quantize_act,
-        scaled.quantize_glu,
-        scaled.dequantize,
-        scaled.scaled_linear,
-    )
-}
+RECORDS = dict(products.PRODUCTS) | OTHERS
+NARROWING = (scaled.quantize, scaled.quantize_act, scaled.quantize_glu, scaled.dequantize)
+IN_FP8 = {record.name: record for record in (*NARROWING, scaled.scaled_linear)}
+WRITING = [name for name, record in products.PRODUCTS.items() if record.into is not None]
 LAYERS = {
     "training": {"activation": "gelu_tanh"},
     "inference": {"activation": "relu", "training": False},
     "plain": {"activation": "none", "bias": False, "glu": "geglu"},
 }
+WINNERS = ["triton/descriptor", "triton/pointer", "torch", "addmm"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -71,48 +67,31 @@ def assert_close(ours, torchs, bound):
             assert error <= bound * expected.double().norm() + 1e-30
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", RECORDS)
+@once(name=list(OTHERS), layer=list(LAYERS), dtype=list(BOUND))
 def test_kernel_computes_what_torch_does(name, layer, dtype):
+    """Of those with candidates see `test_soundness`."""
     record = RECORDS[name]
     arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
     ours, torchs = (results_of(record, by, arguments) for by in (record.by_kernel, record.by_torch))
     assert_close(ours, torchs, BOUND[dtype])
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("winner", ["triton/descriptor", "triton/pointer", "torch", "addmm"])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", products.PRODUCTS)
-def test_chosen_candidate_computes_what_torch_does(name, layer, winner, dtype, make_chooser):
+@pairwise(name=list(products.PRODUCTS), winner=WINNERS, layer=list(LAYERS), dtype=list(BOUND))
+def test_chosen_candidate_computes_what_torch_does_also_into_given_tensors(
+    name, winner, layer, dtype, make_chooser
+):
     record, chooser = RECORDS[name], make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
     arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
-    ours = results_of(record, lambda *given: chooser.call(record, *given), arguments)
-    assert_close(ours, results_of(record, record.by_torch, arguments), BOUND[dtype])
+    with torch.no_grad():
+        results = results_of(record, lambda *given: chooser.call(record, *given), arguments)
+        assert_close(results, results_of(record, record.by_torch, arguments), BOUND[dtype])
+        if name in WRITING:
+            out, around = rows_for(results)
+            chooser.call_into(record, out, *arguments)
+            assert_written(out, around, results)
 
 
-WRITING = [name for name, record in products.PRODUCTS.items() if record.into is not None]
-
-
-def rows_for(results):
-    """Rows of larger matrices, or of a matrix, for what a call gives; for what it gives twice only once."""
-    distinct = {id(result): result for result in results if result is not None}.values()
-    around = [torch.full((3, *result.shape), 7.0, dtype=result.dtype, device=DEVICE) for result in distinct]
-    return [matrices[1] for matrices in around], around
-
-
-def assert_written(out, around, results):
-    distinct = {id(result): result for result in results if result is not None}.values()
-    for ours, matrices, expected in zip(out, around, distinct, strict=True):
-        assert torch.equal(ours, expected)
-        assert (matrices[::2] == 7).all()
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", BOUND, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", WRITING)
+@pairwise(name=WRITING, layer=list(LAYERS), dtype=list(BOUND), backend=["torch", "triton"])
 def test_primitive_writes_the_same_bits_into_given_tensors(name, layer, dtype, backend, monkeypatch):
     monkeypatch.setattr(backends, "backend", backend)
     primitive, record = getattr(primitives, name), RECORDS[name]
@@ -152,19 +131,6 @@ def test_given_tensors_are_no_way_for_autograd():
     x, w = (torch.randn(rows, K, requires_grad=True) for rows in (T, N))
     with pytest.raises(AssertionError):
         primitives.into(primitives.linear, [torch.empty(T, N)], x, w, None, "none", False)
-
-
-@pytest.mark.parametrize("winner", ["triton/descriptor", "triton/pointer", "torch", "addmm"])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", WRITING)
-def test_chosen_candidate_writes_into_given_tensors(name, layer, winner, make_chooser):
-    record, chooser = RECORDS[name], make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
-    arguments = samples(record, Layer(T, N, K, torch.bfloat16, **LAYERS[layer]))
-    with torch.no_grad():
-        results = results_of(record, lambda *given: chooser.call(record, *given), arguments)
-        out, around = rows_for(results)
-        chooser.call_into(record, out, *arguments)
-    assert_written(out, around, results)
 
 
 def test_what_is_given_is_part_of_the_problem(make_chooser):
@@ -300,11 +266,11 @@ def test_float64_is_dequantized_by_torch():
     assert not scaled.dequantize.takes(data, scale, "float64")
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("name", ["quantize", "quantize_act", "quantize_glu", "dequantize"])
-def test_kernel_in_fp8_computes_what_torch_does(name, layer, monkeypatch):
+@once(record=NARROWING, layer=list(LAYERS))
+def test_kernel_in_fp8_computes_what_torch_does(record, layer, monkeypatch):
     """Of words nearly all: see `test_quantize` for how far the numbers of others are off."""
-    arguments = samples(IN_FP8[name], Layer(T, N, K, torch.bfloat16, **LAYERS[layer]))
+    name = record.name
+    arguments = samples(record, Layer(T, N, K, torch.bfloat16, **LAYERS[layer]))
     torchs = getattr(primitives, name)(*arguments)
     monkeypatch.setattr(backends, "backend", "triton")
     ours = getattr(primitives, name)(*arguments)
@@ -325,45 +291,48 @@ def test_the_chooser_is_asked_on_a_gpu_unless_batches_must_not_matter(monkeypatc
         assert len(timer.asked) == timings
 
 
-def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(backends, "backend", "auto")
+@pytest.fixture
+def resolved(monkeypatch, caplog):
+    """Who computes on a device in a new process, asked twice, and what it says of that."""
+
+    def resolved(device=CUDA, backend="auto"):
+        monkeypatch.setattr(backends, "backend", backend)
+        backends._resolved.cache_clear()
+        caplog.clear()
+        assert backends.resolve_backend(device) == backends.resolve_backend(device)
+        return backends.resolve_backend(device), caplog.messages
+
+    yield resolved
+    backends._resolved.cache_clear()
+
+
+def test_without_triton_a_gpu_is_served_by_torch_and_it_is_said_once(resolved, monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    backends._resolved.cache_clear()
-    for _ in range(2):
-        assert backends.resolve_backend(CUDA) == "torch"
-    backends._resolved.cache_clear()
-    assert caplog.text.count("torch computes on cuda:0: Triton is not installed") == 1
+    backend, (said,) = resolved()
+    assert backend == "torch"
+    assert "torch computes on cuda:0: Triton is not installed" in said
 
 
-def test_batch_invariance_leaves_nothing_to_choose(monkeypatch):
-    monkeypatch.setattr(backends, "backend", "auto")
+def test_batch_invariance_leaves_nothing_to_choose_and_warns_where_torch_does_not_keep_it(
+    resolved, monkeypatch
+):
     monkeypatch.setattr(invariance, "batch_invariant", True)
-    assert backends.resolve_backend(CUDA) == "invariant"
+    assert resolved() == ("invariant", [])
+    backend, (said,) = resolved(backend="torch")
+    assert backend == "torch"
+    assert "TPKERNELS_BATCH_INVARIANT=1 promises nothing there" in said
 
 
-def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(backends, "backend", "auto")
+def test_tp_invariance_takes_our_kernels_on_a_gpu_and_torch_on_a_cpu_without_a_warning(resolved, monkeypatch):
     monkeypatch.setattr(tp_invariance.mode, "segments", 8)
-    backends._resolved.cache_clear()
-    assert backends.resolve_backend(CUDA) == "invariant"
-    assert backends.resolve_backend(torch.device("cpu")) == "torch"
-    assert not caplog.text
+    assert resolved() == ("invariant", [])
+    assert resolved(torch.device("cpu")) == ("torch", [])
     dy = torch.randn(5, 8)
-    assert products.bias_grad.takes is not None
     assert products.bias_grad.takes(dy), "torch's order of rows depends on the columns"
     assert not products.bias_grad.takes(dy.double())
     monkeypatch.setattr(tp_invariance.mode, "segments", 0)
-    assert backends.resolve_backend(CUDA) == "fastest"
+    assert resolved() == ("fastest", [])
     assert not products.bias_grad.takes(dy)
-
-
-def test_batch_invariance_that_torch_does_not_keep_is_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr(backends, "backend", "torch")
-    monkeypatch.setattr(invariance, "batch_invariant", True)
-    backends._resolved.cache_clear()
-    for _ in range(2):
-        assert backends.resolve_backend(CUDA) == "torch"
-    assert caplog.text.count("TPKERNELS_BATCH_INVARIANT=1 promises nothing there") == 1
 
 
 def test_unknown_backend_is_refused(monkeypatch):

@@ -13,35 +13,23 @@ from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer
 
 LAYER = Layer(4096, 1024, 512, activation="gelu_tanh")
-KEYS = {
-    "linear": "linear bfloat16 4096x1024x512 gelu_tanh+bias+z rows,rows,rows",
-    "glu": "glu bfloat16 4096x1024x512 swiglu+gu rows,rows,rows,rows",
-    "dgrad": "dgrad bfloat16 4096x1024x512 rows,rows,rows",
-    "dgrad_pairs": "dgrad_pairs bfloat16 4096x2048x512 rows,rows,rows,rows,rows",
-    "dgrad_act": "dgrad_act bfloat16 4096x1024x512 gelu_tanh+db rows,rows,rows,rows",
-    "dglu": "dglu bfloat16 4096x1024x512 swiglu rows,rows,rows,rows,rows",
-    "wgrad": "wgrad bfloat16 4096x1024x512 rows,rows,rows",
-    "wgrad_accumulate_": "wgrad_accumulate_ bfloat16 4096x1024x512 float32 rows,rows,rows",
+KEYS = {  # and the result's sizes, and its depth
+    "linear": ("4096x1024x512 gelu_tanh+bias+z rows,rows,rows", (4096, 1024), 512),
+    "glu": ("4096x1024x512 swiglu+gu rows,rows,rows,rows", (4096, 1024), 512),
+    "dgrad": ("4096x1024x512 rows,rows,rows", (4096, 512), 1024),
+    "dgrad_pairs": ("4096x2048x512 rows,rows,rows,rows,rows", (4096, 512), 2048),
+    "dgrad_act": ("4096x1024x512 gelu_tanh+db rows,rows,rows,rows", (4096, 512), 1024),
+    "dglu": ("4096x1024x512 swiglu rows,rows,rows,rows,rows", (4096, 512), 1024),
+    "wgrad": ("4096x1024x512 rows,rows,rows", (1024, 512), 4096),
+    "wgrad_accumulate_": ("4096x1024x512 float32 rows,rows,rows", (1024, 512), 4096),
 }
-PRODUCT = {
-    "linear": (4096, 1024),
-    "glu": (4096, 1024),
-    "wgrad": (1024, 512),
-    "wgrad_accumulate_": (1024, 512),
-}
-DEPTH = {"linear": 512, "glu": 512, "dgrad_pairs": 2048, "wgrad": 4096, "wgrad_accumulate_": 4096}
 
 
 @pytest.mark.parametrize("step", PRODUCTS)
 def test_key_names_all_that_matters(step):
-    assert PRODUCTS[step].problem(*PRODUCTS[step].sample(LAYER)).key == KEYS[step]
-
-
-@pytest.mark.parametrize("step", PRODUCTS)
-def test_product_and_depth_are_those_of_the_step(step):
     problem = PRODUCTS[step].problem(*PRODUCTS[step].sample(LAYER))
-    assert problem.product == PRODUCT.get(step, (4096, 512))
-    assert problem.depth == DEPTH.get(step, 1024)
+    key, product, depth = KEYS[step]
+    assert (problem.key, problem.product, problem.depth) == (f"{step} bfloat16 {key}", product, depth)
 
 
 def test_tf32_is_another_problem():

@@ -5,6 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.dispatch.conftest import CPU, FakeTimer, need_interpreter
+from tests.kernels.checks import assert_written, rows_for
+from tests.products import once, pairwise
 from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.candidates import candidates, named
 from tpkernels.dispatch.chooser import chooser_on
@@ -153,66 +155,53 @@ def test_scratch_lies_like_the_operands_and_gives_products_of_a_size_of_one(scal
     assert 0.3 < float(y.std()) < 3
 
 
-def with_arguments(arguments, **changed):
-    x, w, x_scale, w_scale, *rest = arguments
-    given = {"x": x, "w": w, "x_scale": x_scale, "w_scale": w_scale} | changed
-    return *given.values(), *rest
-
-
-def rows_scales(arguments):
-    return with_arguments(arguments, x_scale=arguments[2].roll(1, 0))
-
-
-def columns_scales(arguments):
-    return with_arguments(arguments, w_scale=arguments[3].roll(1, 0))
-
-
-def one_rows_scale(arguments):
-    scale = arguments[2].clone()
-    scale[17] *= 1.25
-    return with_arguments(arguments, x_scale=scale)
-
-
-def last_block_dropped(arguments):
-    x = arguments[0].clone()
+def last_block_dropped(x):
+    x = x.clone()
     x.view(torch.uint8)[:, 1024:] = 0
-    return with_arguments(arguments, x=x)
+    return x
 
 
-def scales_left_out(arguments):
-    return with_arguments(arguments, w_scale=torch.full_like(arguments[3], float(arguments[3].mean())))
+def one_rows_scale(scale):
+    scale = scale.clone()
+    scale[17] *= 1.25
+    return scale
 
 
-@pytest.mark.parametrize(
-    "fault", [rows_scales, columns_scales, one_rows_scale, last_block_dropped, scales_left_out]
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("scaling", ["rows", "blocks"])
-def test_a_planted_fault_is_unsound(scaling, dtype, fault):
+FAULTS = {  # of which operand, and what becomes of it
+    "rows_scales": (2, lambda scale: scale.roll(1, 0)),
+    "columns_scales": (3, lambda scale: scale.roll(1, 0)),
+    "one_rows_scale": (2, one_rows_scale),
+    "last_block_dropped": (0, last_block_dropped),
+    "scales_left_out": (3, lambda scale: torch.full_like(scale, float(scale.mean()))),
+}
+
+
+@pairwise(fault=FAULTS, dtype=["bfloat16", "float32"], scaling=["rows", "blocks"])
+def test_a_planted_fault_is_unsound(fault, dtype, scaling):
     options = {"scaling": scaling, "dtype": dtype, "activation": "none"}
     arguments, problem = scratch(**options), scaled_linear.problem(*call(**options))
     expected = scaled_linear.by_torch(*arguments)
     assert mismatch(expected, expected, problem) is None
-    assert mismatch(scaled_linear.by_torch(*fault(arguments)), expected, problem)
+    which, spoil = fault
+    broken = [spoil(one) if number == which else one for number, one in enumerate(arguments)]
+    assert mismatch(scaled_linear.by_torch(*broken), expected, problem)
 
 
-@pytest.mark.parametrize("options", [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}], ids=str)
-@pytest.mark.parametrize("winner", ["triton/descriptor", "triton/pointer", "torch"])
+OPTIONS = [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}]
+
+
+@once(winner=["triton/descriptor", "triton/pointer", "torch"], options=OPTIONS)
 def test_chosen_candidate_computes_what_torch_does(winner, options, make_chooser):
     chooser = make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
     arguments = scratch(tokens=40, out_features=72, **options)
     ours, torchs = chooser.call(scaled_linear, *arguments), scaled_linear.by_torch(*arguments)
     assert mismatch(ours, torchs, scaled_linear.problem(*call(**options))) is None
-    y, z = (torch.full((3, *one.shape), 7.0, dtype=one.dtype) for one in torchs)
-    chooser.call_into(scaled_linear, [y[1], z[1]], *arguments)
-    for around, one in zip((y, z), ours, strict=True):
-        assert torch.equal(around[1], one)
-        assert (around[::2] == 7).all()
+    out, around = rows_for(ours)
+    chooser.call_into(scaled_linear, out, *arguments)
+    assert_written(out, around, ours)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("keep_z", [True, False])
-@pytest.mark.parametrize("way", ["torch", "scaled_mm"])
+@pairwise(activation=ACTIVATIONS, keep_z=[True, False], way=["torch", "scaled_mm"])
 def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, activation):
     arguments = scratch(activation=activation, keep_z=keep_z, in_features=1024)
     problem = scaled_linear.problem(*call(activation=activation, keep_z=keep_z))
@@ -222,12 +211,9 @@ def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, acti
     )
     results = run(*arguments)
     assert mismatch(results, scaled_linear.by_torch(*arguments), problem) is None
-    distinct = {id(one): one for one in results if one is not None}.values()
-    around = [torch.full((3, *one.shape), 7.0, dtype=one.dtype) for one in distinct]
-    into([matrices[1] for matrices in around], *arguments)
-    for matrices, one in zip(around, distinct, strict=True):
-        assert torch.equal(matrices[1], one)
-        assert (matrices[::2] == 7).all()
+    out, around = rows_for(results)
+    into(out, *arguments)
+    assert_written(out, around, results)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -235,11 +221,10 @@ def test_rows_are_written_by_any_backend(backend, monkeypatch):
     need_interpreter()
     monkeypatch.setattr(backends, "backend", backend)
     arguments = scratch(activation="none", keep_z=False)
-    whole = torch.full((3 * 96, 160), 7.0, dtype=torch.bfloat16)
-    primitives.into(primitives.scaled_linear, [whole[96:192]], *arguments)
-    assert torch.equal(whole[96:192], primitives.scaled_linear(*arguments)[0])
-    assert (whole[:96] == 7).all()
-    assert (whole[192:] == 7).all()
+    expected = [primitives.scaled_linear(*arguments)[0]]
+    out, around = rows_for(expected)
+    primitives.into(primitives.scaled_linear, out, *arguments)
+    assert_written(out, around, expected)
 
 
 def test_a_scale_for_128_rows_of_a_weight_is_that_of_each():
@@ -279,7 +264,7 @@ def test_a_compiler_for_gpus_is_told_the_shapes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_candidate_of_the_gpu_is_sound(dtype, options, tmp_path, monkeypatch, caplog):
     device = torch.device("cuda", torch.cuda.current_device())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import CPU, need_interpreter
+from tests.products import pairwise
 from tpkernels.dispatch.products import PRODUCTS, linear
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.scratch import results_of, scratch_like
@@ -21,36 +22,20 @@ def posed(record, layer):
     return problem, scratch_like(record.sample(layer), problem.depth, CPU)
 
 
-def zero_half_a_tile(y, operands):
-    y[128:192, 256:512] = 0
+def put(value, *where):
+    return lambda y, operands: y.__setitem__(where, value)
 
 
-def zero_one_tile(y, operands):
-    y[-BLOCK:, -BLOCK:] = 0
-
-
-def put_a_stale_tile(y, operands):
-    y[128:256, 256:512] = y[0:128, 0:256].clone()
+def copy(target, source):
+    return lambda y, operands: y.__setitem__(target, y[source].clone())
 
 
 def transpose_a_tile(y, operands):
     y[:128, :128] = y[:128, :128].T.clone()
 
 
-def put_rows_of_others(y, operands):
-    y[64:80] = y[80:96].clone()
-
-
-def put_one_wrong_row(y, operands):
-    y[383] = y[0].clone()
-
-
 def leave_a_columns_bias_out(y, operands):
     y[:, 767] -= operands[2][767]
-
-
-def put_one_nan(y, operands):
-    y[200, 300] = float("nan")
 
 
 def leave_out_one_step_of_the_depth(y, operands):
@@ -58,21 +43,20 @@ def leave_out_one_step_of_the_depth(y, operands):
     y[:128, :256] -= x[:128, -16:] @ w[:256, -16:].T
 
 
-FAULTS = [
-    zero_half_a_tile,
-    zero_one_tile,
-    put_a_stale_tile,
-    transpose_a_tile,
-    put_rows_of_others,
-    put_one_wrong_row,
-    leave_a_columns_bias_out,
-    put_one_nan,
-    leave_out_one_step_of_the_depth,
-]
+FAULTS = {
+    "half_a_tile_is_zero": put(0, slice(128, 192), slice(256, 512)),
+    "one_tile_is_zero": put(0, slice(-BLOCK, None), slice(-BLOCK, None)),
+    "a_stale_tile": copy((slice(128, 256), slice(256, 512)), (slice(128), slice(256))),
+    "rows_of_others": copy(slice(64, 80), slice(80, 96)),
+    "one_wrong_row": copy(383, 0),
+    "one_nan": put(float("nan"), 200, 300),
+    "transposed_tile": transpose_a_tile,
+    "a_columns_bias_left_out": leave_a_columns_bias_out,
+    "one_step_of_the_depth_left_out": leave_out_one_step_of_the_depth,
+}
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pairwise(fault=FAULTS, dtype=DTYPES)
 def test_a_fault_is_refused(fault, dtype):
     problem, operands = posed(linear, Layer(T, N, K, dtype))
     expected = results_of(linear, linear.by_torch, operands)
@@ -83,13 +67,13 @@ def test_a_fault_is_refused(fault, dtype):
 
 
 def test_a_tile_that_no_norm_sees_is_named_by_its_place():
-    problem, operands = posed(linear, Layer(8192, 4096, 16, bias=False))
+    problem, operands = posed(linear, Layer(4096, 4096, 16, bias=False))
     expected = results_of(linear, linear.by_torch, operands)
     broken = (expected[0].clone(), None)
-    broken[0][4096:4112, 1024:1040] = 0
+    broken[0][2048:2064, 1024:1040] = 0
     difference = (broken[0].float() - expected[0].float()).norm() / expected[0].float().norm()
     assert difference < bound_of(problem)
-    assert "most at rows 4096 to 4111, columns 1024 to 1039: " in mismatch(broken, expected, problem)
+    assert "most at rows 2048 to 2063, columns 1024 to 1039: " in mismatch(broken, expected, problem)
 
 
 def test_a_wrong_shape_or_dtype_or_presence_is_refused():
@@ -108,6 +92,11 @@ def test_zeros_are_zeros():
     assert mismatch((tiny,), (zeros,), problem)
 
 
+def drawn(draw, sizes, dtype):
+    activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
+    return Layer(*sizes, dtype, activation, glu, bias=draw.random() < 0.5, training=draw.random() < 0.5)
+
+
 def exactly(record, operands):
     """In float64, where the order of sums is nothing."""
     wide = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in operands)
@@ -119,10 +108,9 @@ def exactly(record, operands):
 def test_honest_candidates_are_never_refused(record, dtype):
     """The exact result, rounded once, in many random shapes, small and ragged ones among them."""
     draw = random.Random(f"{record.name} {dtype}")
-    for _ in range(60):
+    for _ in range(20):
         sizes = [draw.choice([1, 2, 7, draw.randint(1, 40), draw.randint(41, 300)]) for _ in range(3)]
-        activation, glu = draw.choice(["none", "gelu_tanh", "silu", "relu"]), draw.choice(["swiglu", "geglu"])
-        layer = Layer(*sizes, dtype, activation, glu, training=draw.random() < 0.5)
+        layer = drawn(draw, sizes, dtype)
         problem, operands = posed(record, layer)
         expected = results_of(record, record.by_torch, operands)
         exact = exactly(record, operands)
@@ -135,8 +123,8 @@ def test_our_kernels_are_never_refused(record):
     need_interpreter()
     draw = random.Random(record.name)
     for dtype in DTYPES.values():
-        for _ in range(4):
-            layer = Layer(draw.randint(1, 70), draw.randint(1, 70), draw.randint(1, 70), dtype, "gelu_tanh")
+        for _ in range(3):
+            layer = drawn(draw, [draw.randint(1, 50) for _ in range(3)], dtype)
             problem, operands = posed(record, layer)
             expected = results_of(record, record.by_torch, operands)
             assert mismatch(results_of(record, record.by_kernel, operands), expected, problem) is None, layer

@@ -4,19 +4,10 @@ import pytest
 import torch
 
 from tests.dispatch.simulated_stream import FLUSH, NeverHeld, SimulatedStream
+from tpkernels.dispatch import timing
 from tpkernels.dispatch.chooser import winner
 from tpkernels.dispatch.scratch import scratch_like
-from tpkernels.dispatch.timing import (
-    FEWEST_ROUNDS,
-    MOST_ROUNDS,
-    SECONDS,
-    SLACK,
-    TRIES,
-    WARM_UPS,
-    CudaTimer,
-    StreamTimer,
-    rounds,
-)
+from tpkernels.dispatch.timing import CudaTimer, StreamTimer, rounds
 
 CPU = torch.device("cpu")
 
@@ -25,19 +16,19 @@ def test_candidates_take_turns_and_each_goes_first():
     order = []
     rounds(list("abc"), lambda name: order.append(name) or 1.0, clock=lambda: 0.0)
     assert "".join(order[:9]) == "abcbcacab"
-    assert len(order) == 3 * MOST_ROUNDS
+    assert len(order) == 3 * timing.MOST_ROUNDS
 
 
 def test_outliers_do_not_count():
-    times = iter([1.0, 100.0, 1.0, 1.0, 1.0] * MOST_ROUNDS)
+    times = iter([1.0, 100.0, 1.0, 1.0, 1.0] * timing.MOST_ROUNDS)
     assert rounds(["a"], lambda name: next(times)) == {"a": 1.0}
 
 
 def test_slow_candidates_get_fewer_rounds():
-    ticks = iter([0.0, *(SECONDS + i for i in range(1, 100))])
+    ticks = iter([0.0, *(timing.SECONDS + i for i in range(1, 100))])
     count = []
     rounds(["a"], lambda name: count.append(name) or 1.0, clock=lambda: next(ticks))
-    assert len(count) == FEWEST_ROUNDS
+    assert len(count) == timing.FEWEST_ROUNDS
 
 
 # milliseconds of the host and of the GPU: a descriptor is heavier to launch, and its kernel the faster one
@@ -77,7 +68,7 @@ def test_many_launches_cost_what_the_host_takes():
 def test_a_hold_is_as_long_as_launching_took_before():
     stream = SimulatedStream()
     times_on(stream, kernel=(0.3, 0.01))
-    assert stream.held == pytest.approx([2 * 0.3 + SLACK] * MOST_ROUNDS)
+    assert stream.held == pytest.approx([2 * 0.3 + timing.SLACK] * timing.MOST_ROUNDS)
 
 
 def test_a_run_that_was_held_too_shortly_is_timed_again():
@@ -86,11 +77,11 @@ def test_a_run_that_was_held_too_shortly_is_timed_again():
 
     def slow_now_and_then():
         launches.append(len(launches))
-        stream.enqueue(2.0 if launches[-1] == WARM_UPS else 0.01, 0.05)
+        stream.enqueue(2.0 if launches[-1] == timing.WARM_UPS else 0.01, 0.05)
 
     times = StreamTimer(stream, stream.clock)({"kernel": slow_now_and_then})
     assert times == pytest.approx({"kernel": 0.05})
-    assert len(launches) == WARM_UPS + MOST_ROUNDS + 1
+    assert len(launches) == timing.WARM_UPS + timing.MOST_ROUNDS + 1
 
 
 def test_a_run_that_waits_for_the_gpu_is_timed_all_the_same():
@@ -102,7 +93,7 @@ def test_a_run_that_waits_for_the_gpu_is_timed_all_the_same():
 
     times = StreamTimer(stream, stream.clock)({"kernel": waits})
     assert times["kernel"] == pytest.approx(0.05 + 0.01 + FLUSH, abs=0.02)
-    assert len(stream.held) == TRIES, "then it is held no more"
+    assert len(stream.held) == timing.TRIES, "then it is held no more"
 
 
 LAYOUTS = {

@@ -1,14 +1,18 @@
 """What a child process does in a trial, on the CPU: kernels in the interpreter, right and wrong ones."""
 
 import json
-import subprocess
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
+from io import StringIO
 from math import gcd
 
 import pytest
 import torch
 
+from tests import forks
 from tests.dispatch.conftest import CPU, need_interpreter
 from tpkernels.dispatch import trial_child as module
 from tpkernels.dispatch.candidates import candidates
@@ -112,62 +116,57 @@ def test_sizes_take_a_kernel_through_all_that_it_can_meet(consumers, per_process
 
 
 def breaking(monkeypatch, module, name, spoil):
+    """Has a launcher spoil what it has written: its results, and how they were before."""
     real = getattr(module, name)
 
     def broken(*given, out, **named):
+        before = [one.clone() for one in out]
         real(*given, out=out, **named)
-        spoil(out)
+        spoil(out, before)
         return out
 
     monkeypatch.setattr(module, name, broken)
 
 
+def fault_of(variant=DGRAD):
+    return fault(variant, CPU, lambda stage: None)
+
+
 def test_a_tile_that_is_never_written_is_seen(monkeypatch):
     """Though the memory may hold what an earlier run has left there, which is right."""
-    real, earlier = dgrad_kernel.dgrad, []
+    runs = []
 
-    def lazy(*given, out, **named):
-        (before,) = [t.clone() for t in out]
-        real(*given, out=out, **named)
-        if earlier:
-            out[0][:16, :16] = before[:16, :16]
-        earlier.append(out)
+    def leave_out(out, before):
+        if runs:
+            out[0][:16, :16] = before[0][:16, :16]
+        runs.append(out)
 
-    monkeypatch.setattr(dgrad_kernel, "dgrad", lazy)
-    found = fault(DGRAD, CPU, lambda stage: None)
-    assert found.startswith("a single tile: result 0 is off by nan of itself")
+    breaking(monkeypatch, dgrad_kernel, "dgrad", leave_out)
+    assert fault_of().startswith("a single tile: result 0 is off by nan of itself")
 
 
 def test_an_error_in_one_run_of_the_largest_is_seen(monkeypatch):
     runs = []
 
-    def spoil(out):
+    def spoil(out, before):
         runs.append(out)
         if len(runs) == 4:
             out[0][-16:, -16:] = 0
 
     breaking(monkeypatch, dgrad_kernel, "dgrad", spoil)
-    found = fault(DGRAD, CPU, lambda stage: None)
-    assert found.startswith("full tiles: result 0 is off")
+    assert fault_of().startswith("full tiles: result 0 is off")
     assert len(runs) == 4
 
 
 def test_each_result_is_looked_at(monkeypatch):
-    breaking(monkeypatch, linear_kernel, "linear_fwd", lambda out: out[1].zero_())
-    found = fault(
-        Variant("linear", "bfloat16", ("gelu", "bias", "z"), "descriptor", TILE), CPU, lambda s: None
-    )
-    assert found.startswith("a single tile: result 1 is off")
+    breaking(monkeypatch, linear_kernel, "linear_fwd", lambda out, before: out[1].zero_())
+    variant = Variant("linear", "bfloat16", ("gelu", "bias", "z"), "descriptor", TILE)
+    assert fault_of(variant).startswith("a single tile: result 1 is off")
 
 
 def told(monkeypatch, asked, capfd):
     """The lines of a child with this stdin, in this process."""
-
-    class Text:
-        def read(self):
-            return json.dumps(asked)
-
-    monkeypatch.setattr(module.sys, "stdin", Text())
+    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(asked)))
     monkeypatch.setattr(module.signal, "alarm", lambda seconds: None)
     monkeypatch.setattr(module.os, "dup2", lambda source, target: None)
     module.main()
@@ -175,36 +174,24 @@ def told(monkeypatch, asked, capfd):
 
 
 def asked_for(*variants, device="cpu", uuid=None):
-    return {
-        "device": device,
-        "uuid": uuid,
-        "seconds": 9,
-        "variants": [variant.as_json() for variant in variants],
-    }
+    variants = [variant.as_json() for variant in variants]
+    return {"device": device, "uuid": uuid, "seconds": 9, "variants": variants}
 
 
-ERRORS = {
-    "compile": (RuntimeError("out of resource: shared memory"), None),
-    "memory": (torch.OutOfMemoryError("CUDA out of memory"), None),
-    "memory of Triton": (RuntimeError("Triton Error [CUDA]: out of memory"), None),
-    "memory of cuBLAS": (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), None),
-    "disk": (OSError("No space left on device"), None),
-    "context": (RuntimeError("CUDA error: an illegal memory access\nmore"), RuntimeError("still")),
+ERRORS = {  # raised by a kernel, and by the next synchronization: the outcome, and whether the child goes on
+    "compile": (RuntimeError("out of resource: shared memory"), None, "wrong", True),
+    "memory": (torch.OutOfMemoryError("CUDA out of memory"), None, "untried", False),
+    "memory of Triton": (RuntimeError("Triton Error [CUDA]: out of memory"), None, "untried", False),
+    "memory of cuBLAS": (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), None, "untried", False),
+    "disk": (OSError("No space left on device"), None, "untried", False),
+    "context": (RuntimeError("CUDA error: an illegal access\nmore"), RuntimeError("still"), "crashed", False),
 }
 
 
-@pytest.mark.parametrize(
-    ("which", "outcome", "goes_on"),
-    [
-        ("compile", "wrong", True),
-        *((which, "untried", False) for which in ERRORS if which.startswith("memory") or which == "disk"),
-        ("context", "crashed", False),
-    ],
-)
+@pytest.mark.parametrize(("raised", "afterwards", "outcome", "goes_on"), ERRORS.values(), ids=ERRORS.keys())
 def test_what_raises_is_told_and_ends_a_child_whose_context_is_lost(
-    which, outcome, goes_on, monkeypatch, capfd
+    raised, afterwards, outcome, goes_on, monkeypatch, capfd
 ):
-    raised, afterwards = ERRORS[which]
     lost = []
 
     def fails(*given, **named):
@@ -259,16 +246,19 @@ def test_a_real_child_tries_and_tells(monkeypatch):
 
 
 def test_a_child_whose_parent_is_gone_ends_itself(monkeypatch):
-    program = (
-        "import signal, time; from tpkernels.dispatch import trial_child as child; "
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); child.SLACK_SECONDS = 0; "
-        "child.opened = lambda *given: time.sleep(60); child.main()"
-    )
-    asked = json.dumps({**asked_for(), "seconds": 1})
-    ended = subprocess.run(
-        [sys.executable, "-c", program], input=asked, text=True, capture_output=True, timeout=50
-    )
-    assert ended.returncode == -14, ended.stderr
+    """By a signal that its parent's thread had blocked, while it waits for a device."""
+    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps({**asked_for(), "seconds": 1})))
+    monkeypatch.setattr(module, "SLACK_SECONDS", 0)
+    monkeypatch.setattr(module, "opened", lambda *given: time.sleep(600))
+
+    def child():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        module.main()
+
+    process, reader = forks._begun(child)
+    _, status = os.waitpid(process, 0)
+    os.close(reader)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGALRM
 
 
 def test_the_interpreter_gives_each_program_several_tiles():

@@ -13,7 +13,9 @@ from tpkernels.dispatch import candidates as candidates_module
 from tpkernels.dispatch import products
 from tpkernels.dispatch import trial as trial_module
 from tpkernels.dispatch import verdicts as module
+from tpkernels.dispatch.agreed import Published
 from tpkernels.dispatch.cache import Cache, Choice
+from tpkernels.dispatch.candidates import Candidate
 from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.trial import Report, Verdict
 from tpkernels.dispatch.verdicts import lack, recorded
@@ -68,11 +70,8 @@ def test_only_what_passed_runs_here(record, ran, make_chooser, caplog):
     assert timer.asked == [["torch", NAMES[0], NAMES[1]]]
     assert trial.asked == [[1, 2]]
     assert ran == [0, 1]
-    (told,) = caplog.records
-    assert told.levelno == logging.WARNING
-    assert told.getMessage() == (
-        f"{VARIANT}-c2 is left out on Test GPU 1, tried in a child process: wrong: by 3"
-    )
+    said = f"{VARIANT}-c2 is left out on Test GPU 1, tried in a child process: wrong: by 3"
+    assert [(told.levelno, told.getMessage()) for told in caplog.records] == [(logging.WARNING, said)]
 
 
 def test_a_passed_trial_does_not_spare_the_comparison_with_torch(record, ran, make_chooser, caplog):
@@ -112,14 +111,9 @@ def test_verdicts_last(record, ran, make_chooser):
 
 def test_of_two_ranks_a_failure_counts_whoever_writes_last(record, make_chooser):
     passing = FakeTrial({1: PASSED, 2: PASSED})
-    choosers = [
-        make_chooser(FakeTimer(TIMES), trial=trial)
-        for trial in (passing, FakeTrial({1: PASSED, 2: HUNG}), passing)
-    ]
-    for chooser in choosers:
-        chooser._verdicts.admitted(
-            record.problem(*ARGUMENTS), chooser.candidates(record, record.problem(*ARGUMENTS))
-        )
+    trials, problem = (passing, FakeTrial({1: PASSED, 2: HUNG}), passing), record.problem(*ARGUMENTS)
+    for chooser in [make_chooser(FakeTimer(TIMES), trial=trial) for trial in trials]:
+        chooser._verdicts.admitted(problem, chooser.candidates(record, problem))
     later = make_chooser(FakeTimer(TIMES), trial=FakeTrial({}))
     assert later.timed(record, ARGUMENTS).candidate.name == NAMES[1]
 
@@ -138,6 +132,40 @@ def test_what_other_ranks_do_is_no_verdict(record, ran, obstacle, make_chooser, 
     assert "which is no candidate here" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "obstacle", "taken"),
+    [(0.0, None, True), (0.1, None, False), (0.0, "a CUDA graph is being captured", False)],
+    ids=["right", "wrong", "capturing"],
+)
+def test_what_other_ranks_chose_and_passed_is_compared_with_torch_here(
+    error, obstacle, taken, record, make_chooser, caplog
+):
+    def kernel(*args, tile, form):
+        y, z = products.linear.by_torch(*args)
+        return y * (1 + error * tile.consumers), z
+
+    store, first = HashStore(), make_chooser(FakeTimer(TIMES))
+    first.agree_through(store)
+    first.call(record, *ARGUMENTS)
+    first._cache.path.unlink()  # as on another machine
+    chooser = make_chooser(FakeTimer(TIMES), obstacle=obstacle)
+    published = Published(store, chooser._cache.versions.slug)
+    decision = chooser._agreed(replace(record, by_kernel=kernel), ARGUMENTS, (), published, "")
+    assert (decision.source == "agreed", decision.candidate.name == NAMES[2]) == (taken, taken)
+    assert ("no candidate here" in caplog.text) != taken
+
+
+def test_a_rank_that_cannot_compare_takes_torch_and_goes_on(make_chooser, monkeypatch, caplog):
+    def no_memory(*given):
+        raise torch.OutOfMemoryError("no memory")
+
+    chooser, made_up = make_chooser(), Candidate("made up", FIRST, "descriptor")
+    monkeypatch.setattr(chooser, "_sound_runs", no_memory)
+    problem = products.linear.problem(*ARGUMENTS)
+    assert not chooser._is_trusted(made_up, products.linear, problem, ARGUMENTS)
+    assert "cannot compare made up for linear" in caplog.text
+
+
 def test_a_choice_on_disk_is_honoured_only_with_its_verdict(record, ran, make_chooser):
     writer = make_chooser()
     writer._cache.put(KEY, Choice(NAMES[2], TIMES))
@@ -148,14 +176,6 @@ def test_a_choice_on_disk_is_honoured_only_with_its_verdict(record, ran, make_ch
     assert 2 not in ran
     assert chooser.known(record, ARGUMENTS).candidate.name == NAMES[1]
     assert trial.asked == [[1, 2]]
-
-
-def test_what_passed_is_taken_from_disk_without_a_trial(record, make_chooser):
-    make_chooser(FakeTimer(TIMES), trial=FakeTrial({1: PASSED, 2: PASSED})).timed(record, ARGUMENTS)
-    again = FakeTrial({})
-    decision = make_chooser(trial=again).known(record, ARGUMENTS)
-    assert (decision.source, decision.candidate.name) == ("cached", NAMES[2])
-    assert again.asked == []
 
 
 def test_a_damaged_file_means_another_trial_and_one_warning(record, make_chooser, caplog):
@@ -177,9 +197,8 @@ def test_a_child_that_can_try_nothing_is_told_of_once_and_none_follows(record, r
     chooser.timed(record, (X, W, None, "gelu", False))
     assert timer.asked[1] == ["torch", NAMES[0]]
     assert trial.asked == [[1, 2]]
-    assert [r.getMessage() for r in caplog.records] == [
-        "no child process can try kernels on Test GPU 1, so they are left out: all devices are busy"
-    ]
+    said = "no child process can try kernels on Test GPU 1, so they are left out: all devices are busy"
+    assert caplog.messages == [said]
     make_chooser(FakeTimer(TIMES), trial=trial).timed(record, ARGUMENTS)
     assert trial.asked == [[1, 2], [2]], "the next process may be luckier, and knows what passed"
 
@@ -208,6 +227,9 @@ def test_nothing_is_tried_where_nothing_can_be_timed(record, ran, obstacle, make
 
 def test_switched_off_the_family_is_neither_tried_nor_taken(record, ran, make_chooser, monkeypatch):
     make_chooser(FakeTimer(TIMES), trial=FakeTrial({1: PASSED, 2: PASSED})).timed(record, ARGUMENTS)
+    untried = FakeTrial({})
+    decision = make_chooser(trial=untried).known(record, ARGUMENTS)  # from disk, as the verdict is
+    assert (decision.source, decision.candidate.name, untried.asked) == ("cached", NAMES[2], [])
     ran.clear()
     monkeypatch.setenv("TPKERNELS_GLUON", "0")
     trial = FakeTrial({1: PASSED, 2: PASSED})

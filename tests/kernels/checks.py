@@ -1,6 +1,6 @@
 """What every kernel test shares: random operands in awkward layouts, and what is asserted of results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -93,6 +93,25 @@ def assert_accurate(
 def assert_framed(frames: Frames) -> None:
     overruns = frames.take_overruns()
     assert not overruns, f"a kernel wrote outside its output of {overruns[0]} elements"
+
+
+def rows_for(results: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows of larger matrices, or of a matrix, for what a call gives; for what it gives twice only once."""
+    around = [
+        torch.full((3, *one.shape), 7, dtype=one.dtype, device=one.device) for one in _distinct(results)
+    ]
+    return [matrices[1] for matrices in around], around
+
+
+def assert_written(out: Sequence[Tensor], around: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
+    """The same bits in the rows that were given, and nothing beside them."""
+    for ours, matrices, expected in zip(out, around, _distinct(results), strict=True):
+        assert torch.equal(ours, expected)
+        assert (matrices[::2] == 7).all()
+
+
+def _distinct(results: Sequence[Tensor | None]) -> list[Tensor]:
+    return list({id(result): result for result in results if result is not None}.values())
 
 
 def raise_if_late(arrivals: Arrivals, rank: int) -> None:

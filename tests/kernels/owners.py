@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+from tests.kernels.waiting import EPOCH
 from tpkernels.kernels import launch
 from tpkernels.kernels.waits import Departures
-
-EPOCH = 5
 
 
 class Owners:

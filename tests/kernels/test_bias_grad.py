@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tests.products import pairwise
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.reference import bias_grad_ref
 from tpkernels.kernels.tiles import SumTile
@@ -13,8 +14,7 @@ SUM_TILE = SumTile(chunk=16, block_rows=8, block_cols=32, num_warps=4)
 ROWS_AND_COLS = {"one_chunk": (16, 32), "ragged": (45, 37), "one_row": (1, 5), "two_levels": (300, 7)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("shape", ROWS_AND_COLS.values(), ids=ROWS_AND_COLS.keys())
+@pairwise(shape=ROWS_AND_COLS, dtype=DTYPES)
 def test_bias_grad_matches_float64(shape, dtype, device):
     dy = normal(*shape, dtype, device) + 1  # else the sums cancel
     db = bias_grad(dy, tile=SUM_TILE)

@@ -32,31 +32,34 @@ def test_frames_notice_a_store_without_mask(masked, device):
             assert_framed(frames)
 
 
-def test_assert_accurate_notices_an_element_never_written(device):
-    exact = normal(20, 20, torch.float64, device)
-    actual = exact.bfloat16()
-    assert_accurate(actual, exact)
-    actual[19, 19] = float("nan")  # what `Frames` left there
-    with pytest.raises(AssertionError, match="error nan"):
-        assert_accurate(actual, exact)
+def one_unwritten(t):
+    t = t.bfloat16()
+    t[19, 19] = float("nan")  # what `Frames` left there
+    return t
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
-def test_assert_accurate_notices_one_rounding_too_many(dtype, device):
-    """Three roundings instead of one: an accumulator in the narrow type would be worse."""
+def three_roundings(dtype):
+    """Instead of one: an accumulator in the narrow type would be worse."""
+    return lambda t: (t * (1 + (2 * torch.rand_like(t) - 1) * 3 * BOUND[dtype])).to(dtype)
+
+
+FLAWS = {
+    "an_element_never_written": (one_unwritten, "error nan"),
+    "a_wrong_shape": (lambda t: t[:-1].float(), "error inf"),
+    **{f"one_rounding_too_many_{dtype}": (three_roundings(dtype), "against float64") for dtype in BOUND},
+}
+
+
+@pytest.mark.parametrize(("flawed", "message"), FLAWS.values(), ids=FLAWS.keys())
+def test_assert_accurate_notices_a_flaw(flawed, message, device):
     exact = normal(64, 64, torch.float64, device)
-    assert_accurate(exact.to(dtype), exact)
-    noise = 1 + (2 * torch.rand_like(exact) - 1) * 3 * BOUND[dtype]
-    with pytest.raises(AssertionError, match="against float64"):
-        assert_accurate((exact * noise).to(dtype), exact)
+    actual = flawed(exact)
+    assert_accurate(exact.to(actual.dtype), exact)
+    with pytest.raises(AssertionError, match=message):
+        assert_accurate(actual, exact)
 
 
 def test_assert_accurate_notices_twice_torchs_error(device):
     exact = normal(64, 64, torch.float64, device)
     with pytest.raises(AssertionError, match="torch's own"):
         assert_accurate((exact * (1 + 1e-3)).bfloat16(), exact, (exact * (1 + 1e-4)).float())
-
-
-def test_assert_accurate_notices_a_wrong_shape(device):
-    with pytest.raises(AssertionError, match="error inf"):
-        assert_accurate(torch.ones(4, device=device), torch.ones(5, dtype=torch.float64, device=device))

@@ -7,6 +7,7 @@ from torch.nn import functional
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tests.products import once, pairwise
 from tpkernels.kernels import reference
 from tpkernels.kernels.cross_entropy import cross_entropy_grad, softmax_statistics
 from tpkernels.kernels.reference import cross_entropy_grad_ref, softmax_statistics_ref
@@ -39,9 +40,7 @@ def totals(statistics):
     return maximum, total
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("smoothed", [False, True], ids=["plain", "smoothed"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, smoothed=[False, True], dtype=DTYPES)
 def test_cross_entropy_matches_float64(shape, smoothed, dtype, device):
     logits, target, columns = operands(shape, dtype, device)
     before = logits.clone()
@@ -71,16 +70,17 @@ def test_cross_entropy_matches_float64(shape, smoothed, dtype, device):
 PADDED = 80  # a row of whole 16-byte units, and two and a half tiles of the interpreter
 
 
-@pytest.mark.parametrize("columns", [0, 1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 79, 80])
-@pytest.mark.parametrize("padding", [float("nan"), float("inf"), float("-inf")])
+@once(
+    columns=[0, 1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 79, 80],
+    padding=[float("nan"), float("inf"), float("-inf")],
+)
 def test_padding_is_loaded_and_counts_for_nothing(columns, padding, device):
     """The bits of logits that end at `columns`, which are loaded element by element."""
     padded = torch.full((5, PADDED), padding, dtype=torch.bfloat16, device=device)
     padded[:, :columns] = 3 * normal(5, columns, torch.bfloat16, device)
     ending = padded[:, :columns].contiguous()
-    target = torch.tensor(
-        [0, columns - 1, -1, columns, columns + 3], device=device
-    )  # ours, ignored, of others
+    ours, ignored, of_others = (0, columns - 1), -1, (columns, columns + 3)
+    target = torch.tensor([*ours, ignored, *of_others], device=device)
     dloss = torch.randn(5, device=device)
     statistics = softmax_statistics(padded, target, columns=columns)
     assert torch.equal(statistics, softmax_statistics(ending, target))
@@ -133,14 +133,11 @@ def test_extreme_logits_neither_overflow_nor_cancel(row, device):
         target = torch.tensor([int(logits[0].argmax())], device=device)
         maximum, total, picked, _ = softmax_statistics(logits, target)
         exact = functional.cross_entropy(logits.double(), target)
-        torch.testing.assert_close(
-            (total.log() + (maximum - picked))[0].double(), exact, rtol=1e-6, atol=1e-7
-        )
-        one = torch.ones(1, device=device)
-        ours = cross_entropy_grad(logits, target, maximum, total, one)
-        truth = cross_entropy_grad_ref(
-            logits.double(), target, maximum.double(), total.double(), one.double()
-        )
+        loss = (total.log() + (maximum - picked))[0].double()
+        torch.testing.assert_close(loss, exact, rtol=1e-6, atol=1e-7)
+        given = maximum, total, torch.ones(1, device=device)
+        ours = cross_entropy_grad(logits, target, *given)
+        truth = cross_entropy_grad_ref(logits.double(), target, *(one.double() for one in given))
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-6)
 
 
@@ -195,16 +192,6 @@ def test_cross_entropy_oracles_match_autograd(device):
     torch.testing.assert_close(ours, dlogits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_oracle_reads_a_few_rows_after_the_other(dtype, monkeypatch):
-    logits, target, columns = operands((13, 83, 6), dtype, "cpu")
-    whole = softmax_statistics_ref(logits, target, columns, FIRST_ID)
-    assert whole.dtype == torch.float32
-    for cached in (1, 3 * columns, 12 * columns):
-        monkeypatch.setattr(reference, "CACHED", cached)
-        assert torch.equal(softmax_statistics_ref(logits, target, columns, FIRST_ID), whole)
-
-
 def test_oracle_does_not_tell_what_an_ignored_token_has(device):
     logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]], device=device)
     target = torch.tensor([0, -1, -1], device=device)
@@ -214,11 +201,16 @@ def test_oracle_does_not_tell_what_an_ignored_token_has(device):
     assert gradient[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_oracle_writes_over_logits(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_oracles_read_a_few_rows_after_the_other_and_write_over_logits(dtype, monkeypatch):
     logits, target, columns = operands((13, 83, 6), dtype, "cpu")
-    maximum, total = totals(softmax_statistics_ref(logits, target, columns, FIRST_ID))
-    given = target, maximum, total, torch.randn(13), columns, FIRST_ID, 0.9, 0.001
+    statistics = softmax_statistics_ref(logits, target, columns, FIRST_ID)
+    assert statistics.dtype == torch.float32
+    for cached in (1, 3 * columns, 12 * columns):
+        monkeypatch.setattr(reference, "CACHED", cached)
+        assert torch.equal(softmax_statistics_ref(logits, target, columns, FIRST_ID), statistics)
+
+    given = target, *totals(statistics), torch.randn(13), columns, FIRST_ID, 0.9, 0.001
     before, fresh = logits.clone(), cross_entropy_grad_ref(logits, *given)
     assert torch.equal(logits, before)
     assert not fresh[:, columns:].any()

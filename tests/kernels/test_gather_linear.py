@@ -1,17 +1,24 @@
 """`gather_linear_fwd`: `linear`, computed as rows arrive. In tests/ops other ranks write them."""
 
-import threading
-import time
-
 import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tests.kernels.checks import DTYPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal, raise_if_late
+from tests.kernels.checks import (
+    DTYPES,
+    EMPTY_SHAPES,
+    LAYOUTS,
+    SHAPES,
+    TILE,
+    assert_accurate,
+    normal,
+    raise_if_late,
+)
+from tests.kernels.launchers import PRODUCTS
 from tests.kernels.ring import first_tile
-from tests.kernels.test_linear import operands
+from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
+from tests.products import pairwise
 from tpkernels.kernels.dgrad import dgrad
 from tpkernels.kernels.gather_linear import gather_linear_fwd, ring_tile_at
 from tpkernels.kernels.linear import linear_fwd
@@ -19,22 +26,14 @@ from tpkernels.kernels.reference import gather_linear_ref
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals
 
-EPOCH = 5
-PATIENCE = 500  # looks at a flag: for tests in which nothing will come
-
-
-def arrivals(device: torch.device, *flags: int, spin_limit: int | None = None) -> Arrivals:
-    epoch, status = (torch.tensor([value], dtype=torch.int32, device=device) for value in (EPOCH, 0))
-    return Arrivals(torch.tensor(flags, dtype=torch.int32, device=device), epoch, status, spin_limit)
+operands = PRODUCTS["linear"].random
 
 
 def evenly(shape: tuple[int, int, int], chunks: int) -> tuple[int, int, int]:
     return (shape[0] + -shape[0] % chunks, *shape[1:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("chunks", [1, 3, 8])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, chunks=[1, 3, 8], dtype=DTYPES)
 def test_gather_linear_matches_float64_and_the_bits_of_linear(shape, chunks, dtype, device):
     x, w, b = operands(evenly(shape, chunks), dtype, device)
     here = arrivals(device, *[EPOCH] * chunks)
@@ -83,9 +82,9 @@ def test_gather_linear_takes_any_layout(layout, device):
     assert_accurate(y, x.double() @ w.double().t())
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 16), (4, 0, 16), (4, 8, 0)], ids=str)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())
 def test_gather_linear_takes_empty(shape, device):
-    x, w, b = operands(shape, torch.float32, device)
+    x, w, b = operands(evenly(shape, 2), torch.float32, device)
     y = gather_linear_fwd(x, w, b, arrivals=arrivals(device, EPOCH, EPOCH)).y
     torch.testing.assert_close(y, gather_linear_ref(x, w, b)[0])
 
@@ -112,67 +111,55 @@ def test_gather_linear_keeps_to_the_order_of_the_schedule(group, device):
                 assert set(taken) == set(order[start : start + group])
 
 
-class Writer:
-    """Writes the chunks of `source` into `x`, in the given order, while a kernel waits for them."""
+@pytest.fixture
+def arriving(device):
+    """x, of which nothing is here; what will be; the steps in which a chunk comes; and the flags."""
 
-    def __init__(self, x: Tensor, source: Tensor, here: Arrivals, order: list[int], early_flag: bool = False):
-        self.x, self.source, self.here, self.order = x, source, here, order
-        self.early_flag = early_flag
-        self.thread = threading.Thread(target=self._write)
+    def arriving(chunks):
+        source, w, b = operands((48, 45, 40), torch.float32, device)
+        x, here = torch.full_like(source, float("nan")), arrivals(device, *[EPOCH - 1] * chunks)
 
-    def _write(self) -> None:
-        size = self.x.shape[0] // self.here.flags.numel()
-        for chunk in self.order:
-            if self.early_flag:
-                self.here.flags[chunk] = EPOCH
-            time.sleep(0.05)
-            rows = slice(chunk * size, (chunk + 1) * size)
-            self.x[rows] = self.source[rows]
-            self.here.flags[chunk] = EPOCH
+        def write(chunk):
+            x.chunk(chunks)[chunk].copy_(source.chunk(chunks)[chunk])
 
-    def __enter__(self) -> None:
-        self.thread.start()
+        def steps(chunk):
+            return [lambda: write(chunk), lambda: here.flags[chunk].fill_(EPOCH)]
 
-    def __exit__(self, *_: object) -> None:
-        self.thread.join()
+        return x, w, b, here, linear_fwd(source, w, b, tile=TILE).y, steps
 
-
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a thread of the host cannot reach a running kernel"
-)
+    return arriving
 
 
 @interpreted
 @pytest.mark.parametrize("chunks", [2, 3, 6])  # of 24, 16 and 8 rows, in tiles of 32
-@pytest.mark.parametrize("backwards", [False, True], ids=["in_order", "backwards"])
-def test_gather_linear_reads_no_row_before_its_flag(chunks, backwards, device):
-    source, w, b = operands((48, 45, 40), torch.float32, device)
-    x = torch.full_like(source, float("nan"))
-    here = arrivals(device, *[EPOCH - 1] * chunks)
-    order = list(reversed(range(chunks))) if backwards else list(range(chunks))
-    with Writer(x, source, here, order):
+@pytest.mark.parametrize("direction", [1, -1], ids=["in_order", "backwards"])
+def test_gather_linear_reads_no_row_before_its_flag(chunks, direction, arriving):
+    x, w, b, here, expected, steps = arriving(chunks)
+    with at_each_look([step for chunk in range(chunks)[::direction] for step in steps(chunk)]) as left:
         y = gather_linear_fwd(x, w, b, arrivals=here, first_row=48 // chunks, tile=TILE).y
     raise_if_late(here, rank=0)
-    assert torch.equal(y, linear_fwd(source, w, b, tile=TILE).y)
+    assert not left
+    assert torch.equal(y, expected)
 
 
 @interpreted
-def test_a_flag_before_its_data_shows(device):
-    source, w, b = operands((48, 45, 40), torch.float32, device)
-    x = torch.full_like(source, float("nan"))
-    here = arrivals(device, *[EPOCH - 1] * 2)
-    with Writer(x, source, here, [0, 1], early_flag=True):
+def test_a_flag_before_its_data_shows(arriving):
+    x, w, b, here, _, steps = arriving(2)
+    (write_0, raise_0), (write_1, raise_1) = steps(0), steps(1)
+    with at_each_look([raise_0, raise_1, write_0, write_1]):
         y = gather_linear_fwd(x, w, b, arrivals=here, tile=TILE).y
     assert y.isnan().any()
 
 
+@interpreted
 def test_a_chunk_that_never_comes_is_an_error_and_not_a_hang(device):
     x, w, b = operands((64, 32, 64), torch.float32, device)
     tile = MatmulTile(16, 16, 16, num_warps=4, num_stages=1)
     here = arrivals(device, EPOCH, EPOCH, EPOCH - 1, EPOCH, spin_limit=PATIENCE)
-    started = time.monotonic()
-    gather_linear_fwd(x, w, b, arrivals=here, tile=tile)
-    assert time.monotonic() - started < 10  # 4 tiles of 4 chunks wait: only the first may spin
+    looks = []
+    with at_each_look([lambda: looks.append(1)] * 10 * PATIENCE):
+        gather_linear_fwd(x, w, b, arrivals=here, tile=tile)
+    assert PATIENCE < len(looks) < 2 * PATIENCE, "4 tiles of 4 chunks wait: only the first spins"
     with pytest.raises(RuntimeError, match="gather_linear on rank 3: chunk 2 had not arrived"):
         raise_if_late(here, rank=3)
 
@@ -198,18 +185,13 @@ def test_gather_linear_refuses_what_cannot_work(device):
     with pytest.raises(ValueError, match=r"margin of 0 to .* processors, got 9999"):
         gather_linear_fwd(x, w, b, arrivals=here, margin=9999)
     with pytest.raises(ValueError, match="flatten=False"):
-        gather_linear_fwd(
-            x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, num_warps=4, num_stages=1, flatten=True)
-        )
+        gather_linear_fwd(x, w, b, arrivals=here, tile=MatmulTile(32, 32, 32, 4, 1, flatten=True))
     with pytest.raises(ValueError, match=r"weight of shape \(16, 8\).*got \(16, 9\)"):
         gather_linear_fwd(x, normal(16, 9, torch.float32, device), arrivals=here)
-    for name, bad in {
-        "flags": here.flags.long(),
-        "awaited": here.flags,
-        "status": here.status.float(),
-    }.items():
-        fields = {"flags": here.flags, "awaited": here.awaited, "status": here.status} | {name: bad}
+    fields = {"flags": here.flags, "awaited": here.awaited, "status": here.status}
+    wrong = {"flags": here.flags.long(), "awaited": here.flags, "status": here.status.float()}
+    for name, bad in wrong.items():
         with pytest.raises(ValueError, match=f"expected {name} of"):
-            gather_linear_fwd(x, w, b, arrivals=Arrivals(**fields))
+            gather_linear_fwd(x, w, b, arrivals=Arrivals(**fields | {name: bad}))
     with pytest.raises(ValueError, match=r"flags on .* got meta"):
         gather_linear_fwd(x, w, b, arrivals=Arrivals(here.flags.to("meta"), here.awaited, here.status))

@@ -10,10 +10,11 @@ import torch
 
 from tpkernels.kernels.interpret import INTERPRETING, bf16_from_fp32, fp32_from_bf16
 
-# Each prints one line: what upstream gives for a product of ones, for a cast that must round up, and for a
-# subnormal number that is cast to fp32.
+# Prints a line before the mend, and one after it: what comes of a product of ones, of a cast that must round
+# up, and of a subnormal number that is cast to fp32.
 PROBE = """
 import torch, triton, triton.language as tl
+from tpkernels.kernels.interpret import mend
 
 @triton.jit
 def product(x_ptr, y_ptr, S: tl.constexpr):
@@ -24,41 +25,31 @@ def product(x_ptr, y_ptr, S: tl.constexpr):
 def cast(x_ptr, y_ptr):
     tl.store(y_ptr, tl.load(x_ptr).to(y_ptr.dtype.element_ty))
 
-{mend}
-y = torch.zeros(16, 16)
-product[(1,)](torch.ones(16, 16, dtype=torch.bfloat16), y, S=16)
-z = torch.zeros(1, dtype=torch.bfloat16)
-cast[(1,)](torch.tensor([1 + 3 / 512]), z)
-tiny = torch.zeros(1)
-cast[(1,)](torch.tensor([3 * 2.0**-130], dtype=torch.bfloat16), tiny)
-print(y[0, 0].item(), z.item(), tiny.item())
+for mending in (False, True):
+    if mending:
+        mend(); mend()
+    y, z, tiny = torch.zeros(16, 16), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+    product[(1,)](torch.ones(16, 16, dtype=torch.bfloat16), y, S=16)
+    cast[(1,)](torch.tensor([1 + 3 / 512]), z)
+    cast[(1,)](torch.tensor([3 * 2.0**-130], dtype=torch.bfloat16), tiny)
+    print(y[0, 0].item(), z.item(), tiny.item())
 """
 
 
-def probe(tmp_path, mend: str) -> list[float]:
+def test_interpreter_is_wrong_about_bf16_until_it_is_mended(tmp_path):
+    """If the first lines fail, upstream has mended its interpreter, and `interpret.mend` can shrink."""
     script = tmp_path / "probe.py"
-    script.write_text(PROBE.format(mend=mend))
+    script.write_text(PROBE)
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
-    return [float(word) for word in run.stdout.split()]
-
-
-def test_upstream_interpreter_is_wrong_about_bf16(tmp_path):
-    """If this fails, upstream has mended its interpreter, and `interpret.mend` can shrink."""
-    product, rounded, tiny = probe(tmp_path, mend="")
+    upstream, mended = ([float(word) for word in line.split()] for line in run.stdout.splitlines())
+    product, rounded, tiny = upstream
     assert product != 16
     assert rounded == 1.0
     assert tiny != 3 * 2.0**-130
-
-
-def test_mended_interpreter_is_right_about_bf16(tmp_path):
-    mend = "from tpkernels.kernels.interpret import mend; mend(); mend()"
-    product, rounded, tiny = probe(tmp_path, mend=mend)
-    assert product == 16
-    assert rounded == 1 + 1 / 128
-    assert tiny == 3 * 2.0**-130
+    assert mended == [16, 1 + 1 / 128, 3 * 2.0**-130]
 
 
 def test_bf16_from_fp32_rounds_as_torch_does():

@@ -5,18 +5,14 @@ import runpy
 import pytest
 import torch
 
+from tests.kernels.launchers import OF_ROWS
+from tests.products import once, pairwise
 from tpkernels.kernels import invariance, launch, tiles
-from tpkernels.kernels.dglu import dglu
-from tpkernels.kernels.dgrad import dgrad, dgrad_act
-from tpkernels.kernels.dgrad_pairs import dgrad_pairs
-from tpkernels.kernels.glu import glu_fwd
-from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.target import A100, H100, MI300
 from tpkernels.kernels.tiles import MatmulTile
 
 TOKENS = 100
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KERNELS = ["linear", "glu", "dgrad", "dgrad_pairs", "dgrad_act", "dglu"]
 SIZES = {"aligned": (72, 80), "ragged_n": (45, 64), "ragged_k": (64, 45)}
 # what a launcher chooses from in the interpreter here: tiles that add up in different orders, as GPUs have
 TILES = (
@@ -39,49 +35,42 @@ def _choice_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiles, "default_tiles", lambda *case: TILES)
 
 
-def kernels_of(n, k, dtype, device):
-    """Each kernel as a function of the rows of its batch, over what all rows share."""
-    w, wg, b = (torch.randn(s, device=device).to(dtype) for s in ((n, k), (n, k), (n,)))
-    x, dy, z, u = (torch.randn(TOKENS, m, device=device).to(dtype) for m in (k, n, k, k))
-    return {
-        "linear": lambda rows: linear_fwd(x[rows], w, b, activation="gelu", keep_z=True),
-        "glu": lambda rows: glu_fwd(x[rows], wg, w, keep_gu=True),
-        "dgrad": lambda rows: (dgrad(dy[rows], w),),
-        "dgrad_pairs": lambda rows: (dgrad_pairs(dy[rows], w, dy[rows], wg),),
-        "dgrad_act": lambda rows: dgrad_act(dy[rows], w, z[rows], "silu")[:1],
-        "dglu": lambda rows: dglu(dy[rows], w, z[rows], u[rows], emit_h=True),
-    }
+def assert_same_bits(name, sizes, dtype, device):
+    product = OF_ROWS[name]
+    operands = product.random((TOKENS, sizes[1], sizes[0]), dtype, device)
+    of_tokens = [shape.startswith("T") for shape in product.operands.values()]
+    optional = {"bias_grad": False} if name == "dgrad_act" else {}
 
+    def rows(first, last):
+        batch = [one[first:last] if cut else one for one, cut in zip(operands, of_tokens, strict=True)]
+        return [one for one in product.compute(batch, **optional) if one is not None]
 
-def assert_same_bits(kernel, sizes, dtype, device):
-    function = kernels_of(*sizes, dtype, device)[kernel]
-    whole = function(slice(None))
+    full = rows(0, TOKENS)
     for first, last in BATCHES:
-        part = function(slice(first, last))
-        for ours, all_of_it in zip(part, whole, strict=True):
-            assert torch.equal(ours, all_of_it[first:last]), (first, last)
+        for ours, all_rows in zip(rows(first, last), full, strict=True):
+            assert torch.equal(ours, all_rows[first:last]), (first, last)
 
 
 @pytest.mark.usefixtures("_choice_of_tiles")
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_row_has_the_same_bits_in_every_batch(kernel, sizes, dtype, device):
-    assert_same_bits(kernel, sizes, dtype, device)
+@once(name=list(OF_ROWS), sizes=SIZES, dtype=DTYPES)
+def test_row_has_the_same_bits_in_every_batch(name, sizes, dtype, device):
+    assert_same_bits(name, sizes, dtype, device)
 
 
 @pytest.mark.usefixtures("_choice_of_tiles")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may add up alike in other tiles")
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_without_the_variable_bits_do_differ(kernel, device, monkeypatch):
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_without_the_variable_bits_do_differ(name, device, monkeypatch):
     monkeypatch.setattr(invariance, "batch_invariant", False)
     with pytest.raises(AssertionError):
-        assert_same_bits(kernel, SIZES["aligned"], torch.float32, device)
+        assert_same_bits(name, SIZES["aligned"], torch.float32, device)
 
 
-@pytest.mark.parametrize("target", [H100, A100, MI300], ids=["h100", "a100", "mi300"])
-@pytest.mark.parametrize("sizes", [(4096, 4096), (45, 64), (64, 45), (1, 64)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pairwise(
+    sizes=[(4096, 4096), (45, 64), (64, 45), (1, 64)],
+    dtype=DTYPES,
+    target={"h100": H100, "a100": A100, "mi300": MI300},
+)
 def test_form_and_tile_do_not_depend_on_the_number_of_rows(sizes, dtype, target):
     n, k = sizes
     weight = torch.empty(n, k, dtype=dtype, device="meta")

@@ -5,13 +5,9 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal
+from tests.products import pairwise
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
-from tpkernels.kernels.reference import (
-    layer_norm_bwd_ref,
-    layer_norm_ref,
-    rms_norm_bwd_ref,
-    rms_norm_ref,
-)
+from tpkernels.kernels.reference import layer_norm_bwd_ref, layer_norm_ref, rms_norm_bwd_ref, rms_norm_ref
 
 # (tokens, features); 70 tokens are more than two of the chunks that a backward program takes
 SHAPES = {
@@ -34,47 +30,43 @@ def doubles(*tensors):
     return tuple(None if t is None else t.double() for t in tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, with_residual=[False, True], dtype=DTYPES)
 def test_rms_norm_matches_float64(shape, with_residual, dtype, device):
     x, residual, dy, dsummed, weight, _ = operands(shape, dtype, device)
     residual, dsummed = (residual, dsummed) if with_residual else (None, None)
     y, summed, mean, rstd = rms_norm_fwd(x, weight, residual=residual)
     assert mean is None
-    if residual is not None:
-        assert torch.equal(summed, x + residual)
+    assert residual is None or torch.equal(summed, x + residual)
     # from here on the rounded sum is the input: y and the gradients are those of what is kept
     exact_y, _, exact_rstd = rms_norm_ref(*doubles(summed, weight))
-    assert_accurate(y, exact_y, what="y")
-    assert_accurate(rstd, exact_rstd, what="rstd")
-
-    ours = rms_norm_bwd(dy, summed, weight, rstd, dsummed=dsummed)
+    dx, dweight, dbias = rms_norm_bwd(dy, summed, weight, rstd, dsummed=dsummed)
     exact_dx, exact_dw = rms_norm_bwd_ref(*doubles(dy, summed, weight), exact_rstd, *doubles(dsummed))
+    assert dbias is None
+    assert dweight.dtype == torch.float32
+    assert_all_accurate(y=(y, exact_y), rstd=(rstd, exact_rstd), dweight=(dweight, exact_dw))
     if shape[1] > 1 or with_residual:  # of one feature the gradient is all cancellation
-        assert_accurate(ours.dx, exact_dx, what="dx")
-    assert ours.dweight.dtype == torch.float32
-    assert_accurate(ours.dweight, exact_dw, what="dweight")
-    assert ours.dbias is None
+        assert_accurate(dx, exact_dx, what="dx")
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("shape", [s for n, s in SHAPES.items() if n != "one_feature"])
+def assert_all_accurate(**results):
+    for what, (actual, exact) in results.items():
+        assert_accurate(actual, exact, what=what)
+
+
+@pairwise(
+    shape={name: shape for name, shape in SHAPES.items() if name != "one_feature"},
+    with_residual=[False, True],
+    dtype=DTYPES,
+)
 def test_layer_norm_matches_float64(shape, with_residual, dtype, device):
     x, residual, dy, dsummed, weight, bias = operands(shape, dtype, device)
     residual, dsummed = (residual, dsummed) if with_residual else (None, None)
     y, summed, mean, rstd = layer_norm_fwd(x, weight, bias, residual=residual)
-    assert mean is not None
     exact_y, _, exact_mean, exact_rstd = layer_norm_ref(*doubles(summed, weight, bias))
-    assert_accurate(y, exact_y, what="y")
-    assert_accurate(mean, exact_mean, what="mean")
-    assert_accurate(rstd, exact_rstd, what="rstd")
-
+    assert_all_accurate(y=(y, exact_y), mean=(mean, exact_mean), rstd=(rstd, exact_rstd))
     ours = layer_norm_bwd(dy, summed, weight, mean, rstd, dsummed=dsummed)
     exact = layer_norm_bwd_ref(*doubles(dy, summed, weight), exact_mean, exact_rstd, *doubles(dsummed))
-    for name, actual, truth in zip(("dx", "dweight", "dbias"), ours, exact, strict=True):
-        assert_accurate(actual, truth, what=name)
+    assert_all_accurate(**dict(zip(("dx", "dweight", "dbias"), zip(ours, exact, strict=True), strict=True)))
 
 
 def test_layer_norm_takes_no_bias_and_fp32_parameters(device):
@@ -135,16 +127,13 @@ def test_norm_oracles_match_autograd(device):
     )
     s = x + residual
     y = functional.rms_norm(s, (20,), weight, 1e-5)
-    dx, dw = torch.autograd.grad((y, s), (x, weight), (dy, dsummed), retain_graph=True)
-    ours_y, summed, rstd = rms_norm_ref(x, weight, 1e-5, residual)
-    torch.testing.assert_close(ours_y, y)
-    for actual, exact in zip(rms_norm_bwd_ref(dy, summed, weight, rstd, dsummed), (dx, dw), strict=True):
-        torch.testing.assert_close(actual, exact)
+    exact = torch.autograd.grad((y, s), (x, weight), (dy, dsummed), retain_graph=True)
+    ours, summed, rstd = rms_norm_ref(x, weight, 1e-5, residual)
+    torch.testing.assert_close(ours, y)
+    torch.testing.assert_close(rms_norm_bwd_ref(dy, summed, weight, rstd, dsummed), exact)
 
     y = functional.layer_norm(s, (20,), weight, bias, 1e-5)
-    exact_grads = torch.autograd.grad((y, s), (x, weight, bias), (dy, dsummed))
-    ours_y, summed, mean, rstd = layer_norm_ref(x, weight, bias, 1e-5, residual)
-    torch.testing.assert_close(ours_y, y)
-    ours_grads = layer_norm_bwd_ref(dy, summed, weight, mean, rstd, dsummed)
-    for actual, exact in zip(ours_grads, exact_grads, strict=True):
-        torch.testing.assert_close(actual, exact)
+    exact = torch.autograd.grad((y, s), (x, weight, bias), (dy, dsummed))
+    ours, summed, mean, rstd = layer_norm_ref(x, weight, bias, 1e-5, residual)
+    torch.testing.assert_close(ours, y)
+    torch.testing.assert_close(layer_norm_bwd_ref(dy, summed, weight, mean, rstd, dsummed), exact)

@@ -3,66 +3,50 @@
 import pytest
 import torch
 
-from tests.kernels.checks import TILE, normal
+from tests.kernels.checks import TILE, assert_written, normal, rows_for
+from tests.kernels.launchers import OF_ROWS
+from tests.products import pairwise
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
-from tpkernels.kernels.dgrad_pairs import dgrad_pairs
 from tpkernels.kernels.glu import glu_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.tiles import MatmulTile
 
 T, N, K = 40, 48, 64
-ROWS = slice(24, 24 + T)  # of 80
-CANARY = 7.0
 
 
-def operands(device, dtype=torch.bfloat16):
-    x, dy, w, w2, z, u = (
-        normal(rows, cols, dtype, device) for rows, cols in ((T, K), (T, N), (N, K), (N, K), (T, K), (T, K))
-    )
-    return {"x": x, "dy": dy, "w": w, "w2": w2, "z": z, "u": u, "b": w[:, 0].contiguous()}
+def operands(device):
+    sizes = {"x": (T, K), "dy": (T, N), "w": (N, K), "w2": (N, K), "z": (T, K), "u": (T, K)}
+    made = {name: normal(*size, torch.bfloat16, device) for name, size in sizes.items()}
+    return made | {"b": made["w"][:, 0].contiguous()}
 
 
+# "linear+keep_z": with all its results; "linear": with as few as may be
 CALLS = {
-    "linear": lambda o, **k: linear_fwd(o["x"], o["w"], o["b"], activation="gelu", tile=TILE, **k)[:1],
-    "linear_z": lambda o, **k: linear_fwd(o["x"], o["w"], activation="silu", keep_z=True, tile=TILE, **k),
-    "linear_z_is_y": lambda o, **k: linear_fwd(o["x"], o["w"], keep_z=True, tile=TILE, **k)[:1],
-    "glu": lambda o, **k: glu_fwd(o["x"], o["w"], o["w2"], tile=TILE, **k)[:1],
-    "glu_gu": lambda o, **k: glu_fwd(o["x"], o["w"], o["w2"], keep_gu=True, tile=TILE, **k),
-    "dgrad": lambda o, **k: (dgrad(o["dy"], o["w"], tile=TILE, **k),),
-    "dgrad_pairs": lambda o, **k: (dgrad_pairs(o["dy"], o["w"], o["dy"], o["w2"], tile=TILE, **k),),
-    "dgrad_act": lambda o, **k: dgrad_act(o["dy"], o["w"], o["z"], "gelu", tile=TILE, **k)[:1],
-    "dgrad_act_db": lambda o, **k: dgrad_act(o["dy"], o["w"], o["z"], "relu", bias_grad=True, tile=TILE, **k),
-    "dglu": lambda o, **k: dglu(o["dy"], o["w"], o["z"], o["u"], tile=TILE, **k)[:2],
-    "dglu_h": lambda o, **k: dglu(o["dy"], o["w"], o["z"], o["u"], emit_h=True, tile=TILE, **k),
+    "+".join([name, *asked]): (name, dict.fromkeys(product.optional, bool(asked)))
+    for name, product in OF_ROWS.items()
+    for asked in dict.fromkeys([(), tuple(product.optional)])
 }
 
 
-def larger(like):
-    """A matrix with twice the rows, or a matrix around a vector."""
-    return torch.full((2 * T, like.shape[-1]), CANARY, dtype=like.dtype, device=like.device)
-
-
-@pytest.mark.parametrize("form", ["descriptor", "pointer"])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_rows_of_larger_matrices_hold_the_same_bits_and_no_others_are_written(call, form, device):
-    of = operands(device)
-    fresh = call(of, form=form)
-    around = [larger(result) for result in fresh]
-    out = [m[ROWS] if like.ndim == 2 else m[24] for m, like in zip(around, fresh, strict=True)]
-    written = call(of, form=form, out=out[0] if len(out) == 1 else tuple(out))
-    for target, given, matrix, like in zip(out, written, around, fresh, strict=True):
-        assert given.data_ptr() == target.data_ptr()
-        assert torch.equal(target, like)
-        rows = ROWS if like.ndim == 2 else slice(24, 25)
-        others = torch.cat([matrix[: rows.start], matrix[rows.stop :]])
-        assert (others == CANARY).all()
+@pairwise(call=CALLS, value=["none", None], form=["descriptor", "pointer"])
+def test_rows_of_larger_matrices_hold_the_same_bits_and_no_others_are_written(call, value, form, device):
+    """A pre-activation without activation is the result, and has no rows of its own."""
+    name, asked = call
+    value = value if "activation" in OF_ROWS[name].choice else None
+    given = OF_ROWS[name].random((T, K, N), torch.bfloat16, device)
+    how = {"tile": TILE, "form": form, **asked}
+    fresh = OF_ROWS[name].compute(given, value, **how)
+    out, around = rows_for(fresh)
+    written = OF_ROWS[name].compute(given, value, out=out[0] if len(out) == 1 else tuple(out), **how)
+    assert {one.data_ptr() for one in written if one is not None} == {one.data_ptr() for one in out}
+    assert_written(out, around, fresh)
 
 
 def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
     of = operands(device)
-    flat = torch.full((T * N + 1,), CANARY, dtype=torch.bfloat16, device=device)
+    flat = torch.full((T * N + 1,), 7.0, dtype=torch.bfloat16, device=device)
     out = flat[1:].view(T, N)
     linear_fwd(of["x"], of["w"], out=out, tile=TILE)
     assert torch.equal(out, linear_fwd(of["x"], of["w"], tile=TILE).y)
@@ -74,45 +58,46 @@ def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
 
 
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
-@pytest.mark.parametrize("call", ["linear", "dgrad", "dgrad_pairs"])
-def test_a_product_may_be_written_in_fp32(call, form, device):
+@pytest.mark.parametrize("name", ["linear", "dgrad", "dgrad_pairs"])
+def test_a_product_may_be_written_in_fp32(name, form, device):
     """What is added to other products is rounded after that."""
-    of = operands(device)
-    launchers = {
-        "linear": lambda **k: linear_fwd(of["x"], of["w"], of["b"], tile=TILE, form=form, **k).y,
-        "dgrad": lambda **k: dgrad(of["dy"], of["w"], tile=TILE, form=form, **k),
-        "dgrad_pairs": lambda **k: dgrad_pairs(
-            of["dy"], of["w"], of["dy"], of["w2"], tile=TILE, form=form, **k
-        ),
-    }
-    rounded = launchers[call]()
-    wide = launchers[call](out=torch.empty(rounded.shape, device=device))
+    product, plain = OF_ROWS[name], {"linear": {"value": "none", "keep_z": False}}.get(name, {})
+    given = product.random((T, K, N), torch.bfloat16, device)
+    rounded = product.compute(given, tile=TILE, form=form, **plain)[0]
+    out = torch.empty(rounded.shape, device=device)
+    wide = product.compute(given, tile=TILE, form=form, out=out, **plain)[0]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(rounded.dtype), rounded)
     assert not torch.equal(wide, rounded.float())
     with_roles = MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2)
     with pytest.raises(ValueError, match="expected a tile without consumers for a result in fp32"):
-        linear_fwd(of["x"], of["w"], out=empty(T, N, dtype=torch.float32), tile=with_roles)
+        product.compute(given, tile=with_roles, out=out, **plain)
 
 
 def test_a_sum_over_rows_is_written_where_it_belongs(device):
-    dy, around = normal(100, N, torch.bfloat16, device), torch.full((3, N), CANARY, device=device)
-    bias_grad(dy, out=around[1])
-    assert torch.equal(around[1], bias_grad(dy))
-    assert (around[::2] == CANARY).all()
+    dy = normal(100, N, torch.bfloat16, device)
+    fresh = [bias_grad(dy)]
+    out, around = rows_for(fresh)
+    bias_grad(dy, out=out[0])
+    assert_written(out, around, fresh)
 
 
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
+def glu(o, **options):
+    return glu_fwd(o["x"], o["w"], o["w2"], **options)
+
+
+def relu_grad(o, **options):
+    return dgrad_act(o["dy"], o["w"], o["z"], "relu", **options)
+
+
 REFUSED = {
-    "count": (
-        lambda o: glu_fwd(o["x"], o["w"], o["w2"], out=(empty(T, N),) * 3),
-        r"expected 1 tensors as out, h \(40, 48\); got 3",
-    ),
+    "count": (lambda o: glu(o, out=(empty(T, N),) * 3), r"expected 1 tensors as out, h \(40, 48\); got 3"),
     "too few": (
-        lambda o: glu_fwd(o["x"], o["w"], o["w2"], keep_gu=True, out=empty(T, N)),
+        lambda o: glu(o, keep_gu=True, out=empty(T, N)),
         r"expected 3 tensors as out, h \(40, 48\), g \(40, 48\), u \(40, 48\); got 1",
     ),
     "shape": (
@@ -123,10 +108,7 @@ REFUSED = {
         lambda o: dgrad(o["dy"], o["w"], out=empty(T, 2 * K)[:, :K]),
         r"contiguous .* got \(40, 64\) with strides \(128, 1\): give rows of a contiguous matrix",
     ),
-    "an input": (
-        lambda o: dgrad_act(o["dy"], o["w"], o["z"], "relu", out=o["z"]),
-        "dz of out with memory of its own, got some of z",
-    ),
+    "an input": (lambda o: relu_grad(o, out=o["z"]), "dz of out with memory of its own, got some of z"),
     "part of an input": (
         lambda o: dgrad((both := empty(2 * T, N))[:T], o["w"][:, :N], out=both[T - 1 : 2 * T - 1]),
         "dx of out with memory of its own, got some of dy",
@@ -144,11 +126,11 @@ REFUSED = {
         "expected dg of out in torch.bfloat16 on .*, got torch.float32",
     ),
     "dtype of a sum": (
-        lambda o: dgrad_act(o["dy"], o["w"], o["z"], "relu", bias_grad=True, out=(empty(T, K), empty(K))),
+        lambda o: relu_grad(o, bias_grad=True, out=(empty(T, K), empty(K))),
         "expected db of out in torch.float32 on .*, got torch.bfloat16",
     ),
     "device": (
-        lambda o: dgrad(o["dy"], o["w"], out=torch.empty(T, K, dtype=torch.bfloat16, device="meta")),
+        lambda o: dgrad(o["dy"], o["w"], out=empty(T, K).to("meta")),
         "got torch.bfloat16 on meta",
     ),
 }

@@ -1,20 +1,19 @@
 """`reduce_slots`: exact in fp32 order, the same bits whenever slots arrive."""
 
-import threading
-import time
-
 import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, assert_accurate, raise_if_late
-from tests.kernels.test_gather_linear import EPOCH, PATIENCE, arrivals, interpreted
+from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
+from tests.products import once, pairwise
 from tpkernels.kernels.reduce import add_slots, reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.target import H100, INTERPRETER
 from tpkernels.kernels.tiles import SlotSumTile
-from tpkernels.kernels.waits import Arrivals, spins_in
+from tpkernels.kernels.waits import spins_in
 
 TILE = SlotSumTile(block_rows=16, block_cols=32, num_warps=4, per_processor=1)
+OUT = {"into_fp32": torch.float32, "into_bf16": torch.bfloat16}
 SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}
 
 
@@ -22,9 +21,7 @@ def random_slots(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.
     return torch.randn(shape, device=device).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["into_fp32", "into_bf16"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, out=OUT, dtype=DTYPES)
 def test_reduce_slots_is_the_fp32_sum_in_order_to_the_bit(shape, out, dtype, device):
     slots, bias = random_slots(shape, dtype, device), torch.randn(shape[2], device=device).to(dtype)
     for b in (None, bias):
@@ -59,9 +56,7 @@ def test_reduce_slots_takes_any_strides(device):
     assert torch.equal(reduce_slots(slots), reduce_slots_ref(slots))
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, dtype=DTYPES, accumulate=[False, True])
 def test_slots_are_added_into_a_matrix_of_any_dtype_and_strides(shape, dtype, accumulate, device):
     """The old values last, in fp32; where they are not asked for they may be NaN."""
     slots = random_slots(shape, torch.float32, device)
@@ -76,8 +71,7 @@ def test_slots_are_added_into_a_matrix_of_any_dtype_and_strides(shape, dtype, ac
     assert wide[:, 1::2].isnan().all()
 
 
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["into_fp32", "into_bf16"])
-@pytest.mark.parametrize("slots", [1, 2, 4, 8, 16])
+@once(slots=[1, 2, 4, 8, 16], out=OUT)
 def test_a_tree_adds_neighbours_first_to_the_bit(slots, out, device):
     values, bias = random_slots((slots, 45, 37), torch.float32, device), torch.randn(37, device=device)
     for b in (None, bias):
@@ -102,45 +96,31 @@ def test_a_tree_of_other_numbers_is_refused(slots, device):
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]], ids=str)
-def test_a_tree_has_the_same_bits_whatever_arrives_first(order, splits, device):
-    source = random_slots((4, 48, 40), torch.float32, device)
-    slots, here = torch.full_like(source, float("nan")), arrivals(device, *[EPOCH - 1] * (4 * splits))
-    writer = threading.Thread(target=_write, args=(slots, source, here, order, splits))
-    writer.start()
-    y = reduce_slots(slots, arrivals=here, tree=True, tile=TILE)
-    writer.join()
-    raise_if_late(here, rank=0)
-    assert torch.equal(y, reduce_slots_ref(source, tree=True))
-
-
-@interpreted
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2, 3], [3, 0, 2, 1]], ids=str)
 def test_reduce_slots_has_the_same_bits_whatever_arrives_first(order, splits, device):
-    source = random_slots((3, 48, 40), torch.bfloat16, device)
-    slots = torch.full_like(source, float("nan"))
-    here = arrivals(device, *[EPOCH - 1] * (3 * splits))
-    writer = threading.Thread(target=_write, args=(slots, source, here, order, splits))
-    writer.start()
-    y = reduce_slots(slots, arrivals=here, tile=TILE)
-    writer.join()
+    count, tree = len(order), len(order) == 4
+    source = random_slots((count, 48, 40), torch.bfloat16, device)
+    slots, here = torch.full_like(source, float("nan")), arrivals(device, *[EPOCH - 1] * (count * splits))
+    chunks = [slot * splits + part for slot in order for part in reversed(range(splits))]
+
+    def write(chunk):
+        ours, theirs = (all_of_them.view(count * splits, -1) for all_of_them in (slots, source))
+        ours[chunk] = theirs[chunk]
+
+    with at_each_look(
+        step
+        for chunk in chunks
+        for step in (lambda c=chunk: write(c), lambda c=chunk: here.flags[c].fill_(EPOCH))
+    ) as left:
+        y = reduce_slots(slots, arrivals=here, tree=tree, tile=TILE)
     raise_if_late(here, rank=0)
-    assert torch.equal(y, reduce_slots_ref(source))
+    assert not left
+    assert torch.equal(y, reduce_slots_ref(source, tree=tree))
 
 
-def _write(slots: torch.Tensor, source: torch.Tensor, here: Arrivals, order: list[int], splits: int) -> None:
-    rows = slots.shape[1] // splits
-    for slot in order:
-        for part in reversed(range(splits)):
-            time.sleep(0.02)
-            slots[slot, part * rows : (part + 1) * rows] = source[slot, part * rows : (part + 1) * rows]
-            here.flags[slot * splits + part] = EPOCH
-
-
-@pytest.mark.parametrize("late", range(6))
-@pytest.mark.parametrize(("slots", "tree"), [(3, False), (2, True)], ids=["in_order", "tree"])
-def test_a_slot_that_never_comes_is_an_error_that_names_it(slots, tree, late, device):
+@once(late=range(6), slots=[3, 2])
+def test_a_slot_that_never_comes_is_an_error_that_names_it(slots, late, device):
+    tree = slots == 2
     flags = [EPOCH - (chunk == late) for chunk in range(6)]
     here = arrivals(device, *flags, spin_limit=PATIENCE)
     reduce_slots(torch.zeros(slots, 48, 8, device=device), arrivals=here, tree=tree)

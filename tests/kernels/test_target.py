@@ -95,7 +95,6 @@ def test_kernels_leave_their_margin(kernel, margin, programs, monkeypatch):
         grids.append(grid)
         return sound(device, kernel, grid)
 
-    monkeypatch.setattr(launch, "empty", lambda shape, dtype, device: on_meta(*shape, dtype=dtype))
     monkeypatch.setattr(launch, "on", on)
     x, weight = on_meta(8192, 512), on_meta(4096, 512)
     word, table = on_meta(1, dtype=torch.int32), on_meta(4, dtype=torch.int64)

@@ -1,17 +1,16 @@
 """In TP-invariant mode kernels are chosen, and add, alike at every tensor-parallel size."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.checks import DTYPES
-from tests.kernels.test_gather_linear import EPOCH, arrivals
+from tests.kernels.waiting import EPOCH, arrivals
+from tests.products import once, pairwise
 from tpkernels import tp_invariance
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.bias_grad import bias_grad
@@ -41,14 +40,6 @@ def meta(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(rows, cols, dtype=dtype, device="meta")
 
 
-@contextmanager
-def recording(target: Target) -> Iterator[list[launch.Launch]]:
-    """Without frames around outputs, which have no memory."""
-    plain = lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    with patch.object(launch, "empty", plain), launch.recording(target) as launches:
-        yield launches
-
-
 # tokens, the width of a rank's shard, all features of the other kind, segments of the shard -> launches
 CALLS = {
     "column": lambda t, n, k, _, of: linear_fwd(of(t, k), of(n, k), activation="gelu", keep_z=True),
@@ -75,7 +66,7 @@ def launched(call: str, target: Target, dtype: torch.dtype, ranks: int, width: i
     """Kernel, constants and types of operands of all products that a rank launches."""
     own = SEGMENTS // ranks
     try:
-        with recording(target) as launches:
+        with launch.recording(target) as launches:
             CALLS[call](tokens, own * width, other, own, partial(meta, dtype=dtype))
     except ValueError as error:
         if "TP-invariance expected rows of whole, aligned 16-byte units" in str(error):
@@ -90,9 +81,10 @@ def launched(call: str, target: Target, dtype: torch.dtype, ranks: int, width: i
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("call", CALLS)
-def test_form_and_tile_are_one_at_every_size(call, dtype):
+def test_form_and_tile_are_one_at_every_size_and_number_of_rows(call, dtype):
     for target, width in product(GPUS, SEGMENT_WIDTHS):
         found = [launched(call, GPUS[target], dtype, ranks, width, 512, 256) for ranks in SIZES]
+        found += [launched(call, GPUS[target], dtype, 4, width, 512, tokens) for tokens in (1, 129, 2**17)]
         assert len(found[0]) == 1, "one kernel, one tile"
         assert all(at_a_size == found[0] for at_a_size in found), (target, width)
 
@@ -109,12 +101,6 @@ def test_what_would_change_the_form_is_refused(call, dtype):
         assert all(at_a_size == found[0] for at_a_size in found), (target, width)
         refused = len(SIZES) - len(found)
         assert bool(refused) == (dtype != torch.float32), "where shards are narrowest, at least"
-
-
-@pytest.mark.parametrize("call", ["column", "row_dgrad", "row", "column_wgrad"])
-def test_rows_make_no_difference_either(call):
-    found = [launched(call, H100, torch.bfloat16, 4, 512, 1024, tokens) for tokens in (1, 2, 129, 2**17)]
-    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("call", ["column", "row_dgrad", "column_wgrad", "row_wgrad", "glu"])
@@ -136,7 +122,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
-    with recording(H100) as launches:
+    with launch.recording(H100) as launches:
         with pytest.raises(ValueError, match=r"linear_fwd: TP-invariance expected .* but x (starts|has) "):
             linear_fwd(make(), meta(64, 64))
         linear_fwd(meta(0, 64), meta(64, 64))  # nothing of it
@@ -149,13 +135,11 @@ def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
 ARITHMETIC = ("BLOCK_ROWS", "BLOCK_COLS", "BLOCK_DEPTH", "num_warps", "TMA", "PRECISION", "FAST")
 
 
-@pytest.mark.parametrize("target", GPUS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("tokens", [16, 8192])
+@pairwise(target=GPUS, dtype=DTYPES, tokens=[16, 8192])
 def test_a_kernel_that_waits_adds_as_the_one_does_that_has_all_rows(tokens, dtype, target):
     """Blocks, warps and precision decide on the instructions that multiply; loops and stages do not."""
     x, w = meta(tokens, 512, dtype), meta(1024, 512, dtype)
-    with recording(GPUS[target]) as launches:
+    with launch.recording(target) as launches:
         linear_fwd(x, w)
         gather_linear_fwd(x, w, arrivals=arrivals(torch.device("meta"), *[EPOCH] * 8))
         dgrad(x, w.view(512, 1024))
@@ -165,8 +149,7 @@ def test_a_kernel_that_waits_adds_as_the_one_does_that_has_all_rows(tokens, dtyp
         assert found[waiting] == {"FAST": found[waiting]["FAST"]} | found[alone]
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("width", [8, 21], ids=["aligned", "ragged"])
+@once(dtype=DTYPES, width={"aligned": 8, "ragged": 21})
 def test_a_kernel_that_waits_has_the_bits_of_the_one_that_has_all_rows(width, dtype, device):
     """Of shards of a column layer at 4 ranks, against the full weight at 1."""
     x, w = torch.randn(48, 72, device=device).to(dtype), torch.randn(4 * width, 72, device=device).to(dtype)
@@ -212,14 +195,19 @@ def sum_over_ranks(pairs, transposed, ranks):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize(
-    ("count", "transposed", "width"),
-    [(1, True, 37), (1, False, 37), (2, False, 16), (3, False, 8), (2, True, 8)],
-    ids=["linear", "dgrad", "two_dgrads", "three_dgrads", "two_linears"],
-)
-def test_segment_sum_has_the_bits_of_every_number_of_ranks(count, transposed, width, dtype, device):
+SUMS = {  # how many products, whether of transposed weights, how deep a segment
+    "linear": (1, True, 37),
+    "dgrad": (1, False, 37),
+    "two_dgrads": (2, False, 16),
+    "three_dgrads": (3, False, 8),
+    "two_linears": (2, True, 8),
+}
+
+
+@once(products=SUMS, dtype=DTYPES)
+def test_segment_sum_has_the_bits_of_every_number_of_ranks(products, dtype, device):
     """Segments deeper than a block and ragged, or of less than one; columns of one block and a bit."""
+    count, transposed, width = products
     if torch.cuda.is_available() and width % 8:
         pytest.skip("refused there")
     pairs = random_pairs(count, 20, SEGMENTS * width, 40, transposed, dtype, device)
@@ -284,7 +272,7 @@ def test_segment_sum_refuses_what_cannot_work(device):
 
 def test_bias_gradients_are_summed_row_after_row():
     """No sum across threads, whose layout follows from the alignment of the shard."""
-    with recording(H100) as launches:
+    with launch.recording(H100) as launches:
         bias_grad(meta(8192, 24))
     assert {one.constants["BLOCK_ROWS"] for one in launches} == {1}
 

@@ -99,12 +99,6 @@ BAD_SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("call", "message"), BAD_SHAPES.values(), ids=BAD_SHAPES.keys())
-def test_launchers_refuse_shapes_that_do_not_match(call, message, ones):
-    with pytest.raises(ValueError, match=message):
-        call(ones)
-
-
 HALF = torch.bfloat16
 BAD_TYPES = {
     "linear mixed": (
@@ -134,55 +128,62 @@ BAD_TYPES = {
 }
 
 
-@pytest.mark.parametrize(("call", "message"), BAD_TYPES.values(), ids=BAD_TYPES.keys())
-def test_launchers_refuse_types_that_do_not_match(call, message, ones):
-    with pytest.raises(TypeError, match=message):
+BAD_PLACES = {
+    "weight": (
+        lambda o: linear_fwd(o(T, K), o(N, K).to("meta")),
+        "one device, got x on .* and weight on meta",
+    ),
+    "main_grad": (
+        lambda o: wgrad_accumulate_(o(N, K).to("meta"), o(T, N), o(T, K)),
+        r"main_grad on .* got meta",
+    ),
+    "all": (
+        lambda o: linear_fwd(o(T, K).to("meta"), o(N, K).to("meta")),
+        r"expected tensors on .*, got meta.*TRITON_INTERPRET",
+    ),
+    "elements of main_grad": (
+        lambda o: wgrad_accumulate_(o(1, K).expand(N, K), o(T, N), o(T, K)),
+        "memory of its own for each element, got strides",
+    ),
+    "descriptor of misaligned rows": (
+        lambda o: linear_fwd(
+            o(T, K + 1, dtype=HALF)[:, 1:], o(N, K, dtype=HALF), form="descriptor", tile=TILE
+        ),
+        "does not fit: x starts 2 bytes past a 16-byte boundary; use form='pointer'",
+    ),
+    "descriptor of fp32": (
+        lambda o: linear_fwd(o(T, K), o(N, K), form="descriptor", tile=TILE),
+        r"multiply bfloat16, float16 and fp8, not torch.float32",
+    ),
+}
+BAD_NAMES = {
+    "activation": (
+        lambda o: linear_fwd(o(T, K), o(N, K), activation="tanh"),
+        r"activation of none, gelu.*got 'tanh'",
+    ),
+    "kind": (
+        lambda o: glu_fwd(o(T, K), o(N, K), o(N, K), kind="silu"),
+        r"gated unit of swiglu.*got 'silu'",
+    ),
+    "form": (
+        lambda o: linear_fwd(o(T, K), o(N, K), form="tma"),
+        "form 'descriptor' or 'pointer', got 'tma'",
+    ),
+    "48 rows": (lambda o: MatmulTile(48, 64, 32, 4, 1), "block_rows to be a power of two, got 48"),
+    "8 columns a part": (lambda o: MatmulTile(64, 32, 32, 4, 1, parts=4), "at least 16"),
+    "chunk": (lambda o: RowTile(64, 64, num_warps=4, chunk=32), "block_rows to divide chunk"),
+}
+REFUSED = [
+    pytest.param(TypeError if kind is BAD_TYPES else ValueError, call, message, id=name)
+    for kind in (BAD_SHAPES, BAD_TYPES, BAD_PLACES, BAD_NAMES)
+    for name, (call, message) in kind.items()
+]
+
+
+@pytest.mark.parametrize(("error", "call", "message"), REFUSED)
+def test_launchers_refuse_what_they_cannot_compute(error, call, message, ones):
+    with pytest.raises(error, match=message):
         call(ones)
-
-
-def test_launchers_refuse_mixed_devices(ones):
-    with pytest.raises(ValueError, match=r"expected one device, got x on .* and weight on meta"):
-        linear_fwd(ones(T, K), ones(N, K).to("meta"))
-    with pytest.raises(ValueError, match=r"main_grad on .* got meta"):
-        wgrad_accumulate_(ones(N, K).to("meta"), ones(T, N), ones(T, K))
-
-
-def test_launchers_refuse_a_device_without_kernels():
-    with pytest.raises(ValueError, match=r"expected tensors on .*, got meta.*TRITON_INTERPRET"):
-        linear_fwd(torch.ones(T, K, device="meta"), torch.ones(N, K, device="meta"))
-
-
-def test_launchers_refuse_unknown_names(ones):
-    with pytest.raises(ValueError, match=r"activation of none, gelu.*got 'tanh'"):
-        linear_fwd(ones(T, K), ones(N, K), activation="tanh")
-    with pytest.raises(ValueError, match=r"gated unit of swiglu.*got 'silu'"):
-        glu_fwd(ones(T, K), ones(N, K), ones(N, K), kind="silu")
-    with pytest.raises(ValueError, match="form 'descriptor' or 'pointer', got 'tma'"):
-        linear_fwd(ones(T, K), ones(N, K), form="tma")
-
-
-def test_an_explicit_form_never_falls_back(ones):
-    x, w = ones(T, K + 1, dtype=HALF)[:, 1:], ones(N, K, dtype=HALF)
-    with pytest.raises(
-        ValueError, match="does not fit: x starts 2 bytes past a 16-byte boundary; use form='pointer'"
-    ):
-        linear_fwd(x, w, form="descriptor", tile=TILE)
-    with pytest.raises(ValueError, match=r"multiply bfloat16, float16 and fp8, not torch.float32"):
-        linear_fwd(ones(T, K), ones(N, K), form="descriptor", tile=TILE)
-
-
-def test_wgrad_accumulate_refuses_shared_memory_in_main_grad(ones):
-    with pytest.raises(ValueError, match="memory of its own for each element, got strides"):
-        wgrad_accumulate_(ones(1, K).expand(N, K), ones(T, N), ones(T, K))
-
-
-def test_tiles_refuse_sizes_that_cannot_compile():
-    with pytest.raises(ValueError, match="block_rows to be a power of two, got 48"):
-        MatmulTile(48, 64, 32, num_warps=4, num_stages=1)
-    with pytest.raises(ValueError, match="at least 16"):
-        MatmulTile(64, 32, 32, num_warps=4, num_stages=1, parts=4)
-    with pytest.raises(ValueError, match="block_rows to divide chunk"):
-        RowTile(block_rows=64, block_cols=64, num_warps=4, chunk=32)
 
 
 def test_launches_are_on_the_device_of_the_tensors(monkeypatch):

@@ -1,20 +1,12 @@
-"""`wgrad` and `wgrad_accumulate_` against float64, for every dtype of the accumulator."""
+"""Weight gradients that are added to others, or split by tokens; for a plain `wgrad` see test_products."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.checks import (
-    DTYPES,
-    EMPTY_SHAPES,
-    LAYOUTS,
-    SHAPES,
-    TILE,
-    assert_accurate,
-    dense,
-    normal,
-)
+from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal
+from tests.products import once, pairwise
 from tpkernels.gate.accuracy import BOUND, Frames, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.dgrad import dgrad
@@ -38,19 +30,15 @@ def framed_grad(shape, dtype, device, frames: Frames):
     return main_grad.copy_(normal(out_features, in_features, dtype, device))
 
 
-def assert_accumulates(main_grad, dy, x, form=None):
+def assert_accumulates(main_grad, dy, x, form=None, splits=1):
     exact = main_grad.double()
     wgrad_accumulate_ref_(exact, dy.double(), x.double())
-    wgrad_accumulate_(main_grad, dy, x, tile=TILE, form=form)
+    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(splits), form=form)
     assert_accurate(main_grad, exact, what="main_grad")
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_wgrad_matches_float64(shape, dtype, device):
-    dy, x = operands(shape, dtype, device)
-    torchs = wgrad_ref(dense(dy), dense(x))
-    assert_accurate(wgrad(dy, x, tile=TILE), wgrad_ref(dy.double(), x.double()), torchs, "dw")
+def in_parts(splits):
+    return replace(TILE, splits=splits)
 
 
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
@@ -61,9 +49,7 @@ def test_wgrad_writes_fp32_of_16_bit_operands(form, device):
     assert_accurate(dw, wgrad_ref(dy.double(), x.double()))
 
 
-@pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=[f"grad_{name}" for name in DTYPES])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, dtype=DTYPES, grad_dtype=DTYPES)
 def test_wgrad_accumulate_matches_float64(shape, dtype, grad_dtype, device, frames):
     assert_accumulates(framed_grad(shape, grad_dtype, device, frames), *operands(shape, dtype, device))
 
@@ -86,45 +72,20 @@ def test_wgrad_accumulate_over_several_backwards_rounds_as_one(device, frames):
     assert_accurate(main_grad, exact)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("which", ["dy", "x"])
-def test_wgrad_takes_any_layout(layout, which, device):
-    dy, x = operands(SHAPES["aligned"], torch.float16, device)
-    dy, x = (layout(dy), x) if which == "dy" else (dy, layout(x))
-    assert_accurate(wgrad(dy, x, tile=TILE), wgrad_ref(dy.double(), x.double()))
-
-
-@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "expanded"])
-def test_wgrad_accumulate_takes_a_main_grad_of_any_layout(layout, device):
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
+def test_wgrad_accumulate_takes_a_main_grad_of_any_layout(layout, splits, device):
     dy, x = operands(SHAPES["aligned"], torch.float16, device)
     main_grad = LAYOUTS[layout](normal(dy.shape[1], x.shape[1], torch.float32, device))
-    assert_accumulates(main_grad, dy, x)
-
-
-@pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())
-def test_wgrad_takes_empty(shape, device):
-    dy, x = operands(shape, torch.float32, device)
-    torch.testing.assert_close(wgrad(dy, x, tile=TILE), wgrad_ref(dy, x))
-
-
-def test_wgrad_accumulate_of_no_tokens_changes_nothing(device, frames):
-    main_grad = framed_grad((0, 8, 16), torch.float32, device, frames)
-    before = main_grad.clone()
-    wgrad_accumulate_(main_grad, *operands((0, 8, 16), torch.bfloat16, device), tile=TILE)
-    assert torch.equal(main_grad, before)
-
-
-def in_parts(splits):
-    return replace(TILE, splits=splits)
+    assert_accumulates(main_grad, dy, x, splits=splits)
 
 
 SPLIT = {"one_tile": 2, "ragged": 2, "aligned": 5}  # of 1, 3 and 3 steps of 32 tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("shape", "splits"), SPLIT.items(), ids=SPLIT.keys())
-def test_split_wgrad_adds_sums_of_every_nth_step_in_order_to_the_bit(shape, splits, dtype, device):
-    dy, x = operands(SHAPES[shape], dtype, device)
+@once(shape=list(SPLIT), dtype=[torch.float32, torch.bfloat16])
+def test_split_wgrad_adds_sums_of_every_nth_step_in_order_to_the_bit(shape, dtype, device):
+    (dy, x), splits = operands(SHAPES[shape], dtype, device), SPLIT[shape]
     step_of = torch.arange(len(x), device=device) // TILE.block_depth
     exact = torch.zeros(dy.shape[1], x.shape[1], device=device)
     for split in range(splits):
@@ -134,23 +95,13 @@ def test_split_wgrad_adds_sums_of_every_nth_step_in_order_to_the_bit(shape, spli
     assert torch.equal(wgrad(dy, x, tile=in_parts(splits), form="pointer"), exact.to(dtype))
 
 
-@pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=[f"grad_{name}" for name in DTYPES])
-@pytest.mark.parametrize("shape", [SHAPES["ragged"], SHAPES["aligned"]], ids=["ragged", "aligned"])
+@once(shape=[SHAPES["ragged"], SHAPES["aligned"]], grad_dtype=DTYPES)
 def test_split_wgrad_is_added_in_fp32_and_rounded_once(shape, grad_dtype, device, frames):
     dy, x = operands(shape, torch.bfloat16, device)
     main_grad = framed_grad(shape, grad_dtype, device, frames)
     once = (wgrad(dy, x, dtype=torch.float32, tile=in_parts(2)) + main_grad.float()).to(grad_dtype)
     wgrad_accumulate_(main_grad, dy, x, tile=in_parts(2))
     assert torch.equal(main_grad, once)
-
-
-@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "expanded"])
-def test_split_wgrad_takes_a_main_grad_of_any_layout(layout, device):
-    dy, x = operands(SHAPES["aligned"], torch.float16, device)
-    main_grad = LAYOUTS[layout](normal(dy.shape[1], x.shape[1], torch.float32, device))
-    exact = main_grad.double() + dy.double().T @ x.double()
-    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(3))
-    assert_accurate(main_grad, exact)
 
 
 def test_split_wgrad_by_descriptors_takes_columns_that_fill_no_16_bytes(device):
@@ -162,8 +113,7 @@ def test_split_wgrad_by_descriptors_takes_columns_that_fill_no_16_bytes(device):
     assert not main_grad[:, 45:].any()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("token", [0, 40, 70])
+@once(token=[0, 40, 70], value=[float("nan"), float("inf")])
 def test_split_wgrad_hides_no_number_that_is_none(token, value, device):
     dy, x = (normal(71, 40, torch.float32, device).abs() for _ in range(2))
     dy[token, 3] = value
@@ -172,13 +122,14 @@ def test_split_wgrad_hides_no_number_that_is_none(token, value, device):
     assert dw[[0, 1, 2, *range(4, 40)]].isfinite().all()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("shape", EMPTY_SHAPES.values(), ids=EMPTY_SHAPES.keys())
-def test_split_wgrad_takes_empty(shape, device):
+def test_wgrad_of_nothing_is_zero_and_changes_nothing(shape, splits, device):
     dy, x = operands(shape, torch.bfloat16, device)
-    torch.testing.assert_close(wgrad(dy, x, tile=in_parts(2)), wgrad_ref(dy, x))
+    assert torch.equal(wgrad(dy, x, tile=in_parts(splits)), wgrad_ref(dy, x))
     main_grad = normal(dy.shape[1], x.shape[1], torch.bfloat16, device)
     before = main_grad.clone()
-    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(2))
+    wgrad_accumulate_(main_grad, dy, x, tile=in_parts(splits))
     assert torch.equal(main_grad, before)
 
 
@@ -200,9 +151,6 @@ def test_split_wgrad_launches_a_program_for_each_part_of_a_tile(monkeypatch):
         return sound(device, kernel, grid)
 
     monkeypatch.setattr(launch, "on", on)
-    monkeypatch.setattr(
-        launch, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
-    )
     dy, x = (torch.empty(8192, cols, dtype=torch.bfloat16, device="meta") for cols in (512, 1024))
     tile = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=4, flatten=True)
     with launch.recording(H100) as launches:
