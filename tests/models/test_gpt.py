@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.layers.parity import cut_of, gradient_of
+from tests.layers.small import cut_of, gradient_of
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS, TARGETS
 from tpkernels import GPT, initialize_model_parallel, model_config
