@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 from tpkernels.pictures.charts import Bar, Work, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
@@ -54,6 +55,10 @@ def works(count: int) -> list[Work]:
         for number, density in enumerate(densities)
         for series, slower in (("ours", 1.2), ("naive", 1.5))
     ]
+
+
+def has_loaded_matplotlib() -> bool:
+    return any(name.split(".")[0] == "matplotlib" for name in sys.modules)
 
 
 def losses(heading: str, points: list[tuple[float, float]], across: str = "step") -> Picture:
@@ -107,7 +112,7 @@ SAMPLES = {
     "processor_of_many": processor(
         "A tile",
         [
-            Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(3000)])
+            Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(1000)])
             for i in range(16)
         ],
     ),
