@@ -1,100 +1,73 @@
-"""Transformer blocks against the same written out; over ranks, `models/test_gpt.py` compares them."""
-
-from dataclasses import dataclass
-from functools import partial
+"""Transformer blocks are their layers in turn; over ranks, `models/test_gpt.py` compares them."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tests.layers.small import GATE, cut, drawn, errors
-from tests.layers.test_attention import turned_in
+from tests.layers.small import cut, drawn
 from tests.layers.worlds import posing
-from tests.ops.cases import ACT
 from tests.products import once
-from tpkernels import TransformerBlock, initialize_model_parallel, manual_seed
+from tpkernels import (
+    LayerNorm,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    TransformerBlock,
+    initialize_model_parallel,
+    manual_seed,
+)
 
 HIDDEN, HEADS = 16, 4
 TOKENS, BATCH = 8, 2
 
-SHAPES = {
-    "gpt2": {"norm": "layer_norm", "rotary": False, "activation": "gelu_tanh"},
-    "llama": {"norm": "rms_norm", "rotary": True, "activation": "swiglu", "bias": False, "num_kv_heads": 2},
+SHAPES = {  # norm, options of attention, MLP's width and activation, bias
+    "gpt2": (LayerNorm, {"rotary": False}, None, "gelu_tanh", True),
+    "llama": (
+        RMSNorm,
+        {"num_kv_heads": 2, "head_size": 6, "rotary_base": 500.0, "causal": False},
+        24,
+        "swiglu",
+        False,
+    ),
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a case is run."""
-
-    dtype: torch.dtype
-    sequence_parallel: bool = True
-
-
-def attended(q, k, v):
-    if q.dtype != torch.float64:  # torch's own, whose rounding ours is measured against
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / (HIDDEN // HEADS) ** 0.5
-    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
-
-
-def written_out(options, **t):
-    """Both blocks, by name of parameter."""
-    x = t["x"]
-
-    def linear(x, name):
-        return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
-
-    def norm(x, name):
-        if options["norm"] == "rms_norm":
-            return F.rms_norm(x, (HIDDEN,), t[f"{name}.weight"], 1e-5)
-        return F.layer_norm(x, (HIDDEN,), t[f"{name}.weight"], t[f"{name}.bias"], 1e-5)
-
-    for layer in ("0", "1"):
-        n = norm(x, f"{layer}.attention_norm")
-        q, k, v = (
-            linear(n, f"{layer}.attention.qkv.{name}").unflatten(-1, (-1, HIDDEN // HEADS))
-            for name in ("query", "key", "value")
-        )
-        if options["rotary"]:
-            q, k = (turned_in(part, torch.arange(TOKENS)) for part in (q, k))
-        k, v = (part.repeat_interleave(HEADS // part.shape[2], 2) for part in (k, v))
-        x = x + linear(attended(q, k, v).flatten(2), f"{layer}.attention.output")
-        n = norm(x, f"{layer}.mlp_norm")
-        up = linear(n, f"{layer}.mlp.up")
-        gate = GATE.get(options["activation"])
-        h = ACT[gate](linear(n, f"{layer}.mlp.gate")) * up if gate else ACT[options["activation"]](up)
-        x = x + linear(h, f"{layer}.mlp.down")
-    return x
-
-
-@once(
-    shape=[*SHAPES],
-    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
-    recompute=["none", "selective", "full"],
-)
-def test_blocks_are_blocks_written_out(shape, dtype, recompute):
-    options, setting = SHAPES[shape], Setting(dtype)
-    x, dy = (drawn((TOKENS, BATCH, HIDDEN), seed, dtype) for seed in (1, 2))
+@once(shape=[*SHAPES], recompute=["none", "selective", "full"])
+def test_blocks_are_their_layers_in_turn(shape, recompute):
+    norm_type, of_attention, ffn, activation, bias = SHAPES[shape]
+    init = {"init_method": nn.init.normal_, "output_layer_init_method": nn.init.uniform_}
+    shared = {"bias": bias, "dtype": torch.float64, **init}
     with posing(0, 1):
-        blocks = [
-            TransformerBlock(
-                HIDDEN, HEADS, sequence_parallel=True, recompute=recompute, dtype=dtype, **options
-            )
-            for _ in range(2)
-        ]
-        model = nn.Sequential(*blocks)
-        found = errors(setting, model, model, partial(written_out, options), x, dy)
-    if shape == "gpt2":  # key biases hardly have gradients; attention's own tests compare them
-        del found["0.attention.qkv.key.bias"], found["1.attention.qkv.key.bias"]
-    if dtype != torch.float64:
-        # how a single small gradient is rounded is luck: together they tell, and each one does in float64
-        weights = [found.pop(name) for name in list(found) if name not in ("y", "x")]
-        found["weights"] = (sum(error**2 for error in weights) / len(weights)) ** 0.5
-    assert {name: error for name, error in found.items() if not error < 1} == {}
+        torch.manual_seed(3)
+        norms = [norm_type(HIDDEN, 0.1, dtype=torch.float64) for _ in range(2)]
+        attention = ParallelAttention(HIDDEN, HEADS, **of_attention, **shared)
+        mlp = ParallelMLP(HIDDEN, ffn or 4 * HIDDEN, activation=activation, **shared)
+        torch.manual_seed(3)
+        block = TransformerBlock(
+            HIDDEN,
+            HEADS,
+            ffn,
+            norm="layer_norm" if norm_type is LayerNorm else "rms_norm",
+            norm_eps=0.1,
+            activation=activation,
+            recompute=recompute,
+            **of_attention,
+            **shared,
+        )
+        x, dy = (drawn((TOKENS, BATCH, HIDDEN), seed, torch.float64) for seed in (1, 2))
+        mask = drawn((1, 1, TOKENS, TOKENS), 4, torch.float64)
+        layers = [*attention.parameters(), *mlp.parameters(), *norms[0].parameters(), *norms[1].parameters()]
+        for own, other in zip(block.parameters(), layers, strict=True):
+            assert torch.equal(own, other)
+        middle = x.requires_grad_() + attention(norms[0](x), mask)[0]
+        expected = middle + mlp(norms[1](middle))[0]
+        y = block(x, mask)
+        found, wanted = (
+            torch.autograd.grad(result, [x, *parameters], dy)
+            for result, parameters in ((y, list(block.parameters())), (expected, layers))
+        )
+        assert torch.equal(y, expected)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def with_dropout(sequence_parallel):

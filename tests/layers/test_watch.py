@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,15 +31,9 @@ Said = tuple[str, str]
 NOTHING = ("nothing", "")
 
 
-@contextmanager
-def every(steps: int):
+def every(steps: int) -> AbstractContextManager[int]:
     """As if TPKERNELS_CHECK_REPLICAS had been this."""
-    outside = watch.steps_between
-    watch.steps_between = steps
-    try:
-        yield
-    finally:
-        watch.steps_between = outside
+    return patch.object(watch, "steps_between", steps)
 
 
 def steps_until_told(interval: int, steps: int, one_step: Callable[[int], None]) -> tuple[int, Said]:
@@ -78,10 +73,6 @@ def unsummed(interval: int) -> tuple[int, Said]:
     return loop(lambda *_: None, interval, finalize=False)
 
 
-def by_ours() -> tuple[int, Said]:
-    return loop(clip_grad_norm_, 1, 4)
-
-
 def other_data(interval: int) -> tuple[int, Said]:
     """Each tensor-parallel rank reads a batch of its own, as a prepared DataLoader would have it."""
     joined_world()
@@ -111,12 +102,8 @@ def skipped_on_one_rank() -> Said:
     """Rank 0 takes a step that the others skip, as each GradScaler decides for itself."""
     block = built()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-    whole, watch.c10d.default_timeout = watch.c10d.default_timeout, lambda: timedelta(seconds=1)
-    try:
-        with every(1):
-            return error_of(optimizer.step) if dist.get_rank() == 0 else NOTHING
-    finally:
-        watch.c10d.default_timeout = whole
+    with every(1), patch.object(watch.c10d, "default_timeout", lambda: timedelta(seconds=1)):
+        return error_of(optimizer.step) if dist.get_rank() == 0 else NOTHING
 
 
 def two_models() -> list[Said]:
@@ -189,7 +176,7 @@ def test_drift_ends_the_loop_on_all_ranks(ranks2, drifting, interval):
 
 
 def test_our_own_clipping_keeps_copies_equal(ranks4):
-    assert ranks4.run(by_ours) == [(4, NOTHING)] * 4
+    assert ranks4.run(loop, clip_grad_norm_, 1, 4) == [(4, NOTHING)] * 4
 
 
 def test_it_looks_by_itself_and_can_be_switched_off(ranks2):

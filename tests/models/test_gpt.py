@@ -168,6 +168,8 @@ def citizen():
     with torch.no_grad():
         assert torch.equal(model.eval()(IDS, TARGETS), loss)
         assert not model(IDS).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(model(IDS, TARGETS), loss)
     model.train()
     for row in range(2):  # accumulation, a row at a time
         (model(IDS[row : row + 1], TARGETS[row : row + 1]) / 2).backward()
