@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.layers.small import K, N, cut, cut_of, drawn, gradient_of, joined_world
+from tests.layers.small import cut, drawn, gradient_of, joined_world
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS
 from tests.products import once
@@ -175,46 +175,6 @@ def test_main_grad_is_what_grad_would_be(name, recipe):
             torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-4)
 
 
-OUT = 256  # of a column: each of two ranks has whole blocks of 128 rows, and so the scales of one rank
-Parts = dict[str, Tensor]
-
-
-def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """fp8 rounds most of them, and yet their products add up in fp32 without rounding, in any order."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-100, 101, shape, generator=generator).float()
-
-
-def column(recipe: Recipe | None, sequence_parallel: bool) -> Parts:
-    """Of this rank's features; dx of its tokens, if these are split."""
-    joined_world()
-    layer = ColumnParallelLinear(
-        K, OUT, gather_output=False, sequence_parallel=sequence_parallel, quantize=recipe
-    )
-    tokens = cut(0) if sequence_parallel else torch.clone
-    return results(layer, tokens(whole_numbers((8, 3, K), 1)), cut(2)(whole_numbers((8, 3, OUT), 3)))
-
-
-def row(recipe: Recipe | None, sequence_parallel: bool) -> Parts:
-    """y of this rank's tokens, if these are split; dx and dw of its features."""
-    joined_world()
-    layer = RowParallelLinear(
-        N, K, bias=False, input_is_parallel=True, sequence_parallel=sequence_parallel, quantize=recipe
-    )
-    tokens = cut(0) if sequence_parallel else torch.clone
-    return results(layer, cut(2)(whole_numbers((8, 3, N), 1)), tokens(whole_numbers((8, 3, K), 3)))
-
-
-def results(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Tensor) -> Parts:
-    with torch.no_grad():
-        shape = (layer.output_size, layer.input_size)
-        layer.weight.copy_(cut_of(layer.weight)(whole_numbers(shape, 2)))
-    x.requires_grad_()
-    y, _ = layer(x)
-    y.backward(dy)
-    return {"y": y.detach(), "dw": layer.weight.grad, "dx": x.grad}
-
-
 def block(**options: object) -> TransformerBlock:
     torch.manual_seed(5)
     return TransformerBlock(32, 4, num_kv_heads=2, activation="swiglu", bias=False, **options)  # type: ignore[arg-type]
@@ -273,33 +233,6 @@ def read_without(save: Callable[..., object], load: Callable[..., object], path:
     load(path, plain)
     pairs = zip(ours.state_dict().items(), plain.state_dict().items(), strict=True)
     return [name for (name, a), (word, b) in pairs if name != word or not torch.equal(a, b)]
-
-
-@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all_tokens", "own_tokens"])
-def test_column_has_the_bits_of_one_rank(sequence_parallel, recipe, ranks1, ranks2):
-    (alone,) = ranks1.run(column, recipe, sequence_parallel)
-    parts = ranks2.run(column, recipe, sequence_parallel)
-    y, dw = torch.cat([part["y"] for part in parts], 2), torch.cat([part["dw"] for part in parts])
-    assert torch.equal(y, alone["y"])
-    assert relative(y, ranks1.run(column, None, False)[0]["y"]) > 1e-3
-    if sequence_parallel:  # of rows that were gathered in fp8
-        assert relative(dw, alone["dw"]) < 0.05
-    else:
-        assert torch.equal(dw, alone["dw"])
-    dx = torch.cat([part["dx"] for part in parts]) if sequence_parallel else parts[0]["dx"]
-    assert relative(dx, alone["dx"]) < 0.05  # a sum over ranks, each with scales of its own features
-
-
-@once(recipe=RECIPES[:2], sequence_parallel=[False, True])
-def test_row_is_as_close_as_one_rank_is(sequence_parallel, recipe, ranks1, ranks2):
-    """Its scales are of a rank's features: other bits, the same error."""
-    (exact,), (alone,) = (ranks1.run(row, each, sequence_parallel) for each in (None, recipe))
-    parts = ranks2.run(row, recipe, sequence_parallel)
-    y = torch.cat([part["y"] for part in parts]) if sequence_parallel else parts[0]["y"]
-    dx, dw = torch.cat([part["dx"] for part in parts], 2), torch.cat([part["dw"] for part in parts], 1)
-    for ours, name in ((y, "y"), (dx, "dx"), (dw, "dw")):
-        assert relative(ours, exact[name]) < 1.2 * relative(alone[name], exact[name]) + 0.03, name
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -46,8 +46,3 @@ def test_stages_share_the_model(name):
     table = 125 * 64
     assert sum(stages) == whole + table * MODELS[name].tied  # the last stage's copy of a tied table
     assert stages[1] < min(stages[0], stages[2])
-
-
-def test_llama_has_70_billion():
-    job = Job(model=model_config("llama3-70b"), tokens=8192, batch=1)
-    assert parameters_of_stage(job, Layout(1, 1, 1), 0).total == 70_553_706_496
