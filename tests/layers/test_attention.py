@@ -46,8 +46,8 @@ def written_out(setting, mask):
 
         q, k, v = (linear(x, f"qkv.{name}").unflatten(-1, (-1, size)) for name in ("query", "key", "value"))
         if setting.rotary:
-            positions = torch.arange(len(x))
-            q, k = (turned_in(part, positions) for part in (q, k))
+            by = rotation(len(x), size, dtype=torch.promote_types(x.dtype, torch.float32))
+            q, k = rotate(q, by), rotate(k, by)
         k, v = (part.repeat_interleave(setting.heads // setting.kv_heads, 2) for part in (k, v))
         scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / size**0.5
         if mask is not None and mask.dtype == torch.bool:
@@ -60,15 +60,6 @@ def written_out(setting, mask):
         return linear(mixed, "output")
 
     return attend
-
-
-def turned_in(x, positions):
-    """In the dtype of x, and differentiable."""
-    half = x.shape[-1] // 2
-    angles = positions.double()[:, None] * 10_000.0 ** (-torch.arange(half).double() / half)
-    cos, sin = (part[:, None, None].to(x.dtype) for part in (angles.cos(), angles.sin()))
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def mask_of(setting):

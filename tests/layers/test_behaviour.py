@@ -88,18 +88,6 @@ def frozen_weights() -> bool:
     return untouched and close(frozen, full, 1e-6)
 
 
-def tied_head() -> bool:
-    """A head that computes with another layer's weight gives both uses' gradients to it."""
-    joined_world()
-    owner = ColumnParallelLinear(K, N, bias=False)
-    head = ColumnParallelLinear(K, N, bias=False, skip_weight_param_allocation=True)
-    x = drawn((5, K), 1)
-    owner(x)[0].sum().backward()
-    once = owner.weight.grad.clone()
-    (owner(x)[0].sum() + head(x, owner.weight)[0].sum()).backward()
-    return close([owner.weight.grad], [3 * once], 1e-6)
-
-
 def groups_of_any_kind() -> list[str]:
     """Layers over a second state, a process group and a mesh, interleaved: which differ from the whole."""
     initialize_model_parallel(1)  # the current state is none of them
@@ -109,20 +97,17 @@ def groups_of_any_kind() -> list[str]:
         "group": dist.group.WORLD,
         "mesh": init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")),
     }
+    x, wrong = drawn((4, K), 1), []
     torch.manual_seed(5)
-    pairs = {
-        name: (ColumnParallelLinear(K, N, state=place), RowParallelLinear(N, K, state=place))
-        for name, place in places.items()
-    }
-    torch.manual_seed(5)
-    wholes = {name: [nn.init.xavier_normal_(torch.empty(s)) for s in ((N, K), (K, N))] for name in pairs}
-    x = drawn((4, K), 1)
-    ys = {name: down(up(x)[0])[0] for name, (up, down) in pairs.items()}
-    return [
-        name
-        for name, (w_up, w_down) in wholes.items()
-        if not close([ys[name]], [x @ w_up.t() @ w_down.t()], 1e-6)
+    pairs = [
+        (ColumnParallelLinear(K, N, state=at), RowParallelLinear(N, K, state=at)) for at in places.values()
     ]
+    torch.manual_seed(5)
+    for name, (up, down) in zip(places, pairs, strict=True):
+        first, second = (nn.init.xavier_normal_(torch.empty(shape)) for shape in ((N, K), (K, N)))
+        if not close([down(up(x)[0])[0]], [x @ first.t() @ second.t()], 1e-6):
+            wrong.append(name)
+    return wrong
 
 
 def under_autocast(block: Block, x: Tensor) -> Tensor:
@@ -187,7 +172,7 @@ def against_the_protocol(names: list[str]) -> list[str]:
     return wrong
 
 
-def buckets_take_fused_gradients(is_compiled: bool = False) -> bool:
+def buckets_take_fused_gradients(is_compiled: bool) -> bool:
     """`GradientBuckets(main_grad=True)` over fused layers holds what plain layers have in `grad`."""
     block = built(fused=True)
     reference = copy.deepcopy(block)
@@ -205,10 +190,6 @@ def buckets_take_fused_gradients(is_compiled: bool = False) -> bool:
             return False
     expected = outcome(reference, reference, tokens())[2:]
     return close([p.main_grad for p in block.parameters()], expected, 1e-6)
-
-
-def buckets_take_fused_gradients_of_compiled_layers() -> bool:
-    return buckets_take_fused_gradients(is_compiled=True)
 
 
 def tied_weights_keep_both_gradients() -> bool:
@@ -294,15 +275,17 @@ def weights_of_neighbours_that_differ() -> list[str]:
         compiled_layers_equal_eager,
         compiled_ends_equal_eager,
         frozen_weights,
-        tied_head,
-        buckets_take_fused_gradients,
-        buckets_take_fused_gradients_of_compiled_layers,
         tied_weights_keep_both_gradients,
     ],
     ids=lambda function: function.__name__,
 )
 def test_layers_behave(ranks2, function):
-    assert all(ranks2.run(function))
+    assert ranks2.run(function) == [True, True]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_buckets_take_fused_gradients(is_compiled, ranks2):
+    assert ranks2.run(buckets_take_fused_gradients, is_compiled) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Column and row layers, one rank at a time: shapes, attributes, options, and mistakes that never get far."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -100,15 +97,6 @@ def test_built_on_meta_and_materialised_is_as_built_at_once(in_two, layer):
     for ours, expected in zip(later.parameters(), at_once.parameters(), strict=True):
         assert torch.equal(ours, expected)
         assert Attributes.of(ours) == Attributes.of(expected)
-
-
-def test_copies_and_pickles_compute(in_two):
-    layer = ColumnParallelLinear(4, 6, gather_output=False)
-    x = torch.randn(3, 4)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).double()):
-        assert Attributes.of(copied.weight) == Attributes(True, 0, 1)
-        assert copied.weight is not layer.weight
-        torch.testing.assert_close(copied(x.to(copied.weight.dtype))[0].float(), layer(x)[0])
 
 
 def test_external_weight_takes_the_place_of_its_own(in_two):

@@ -69,16 +69,18 @@ def hopper(heading: str, shown: list[Work]) -> Picture:
     return roofline(heading, shown, flops=989e12, bytes=3.35e12)
 
 
+CURVES = {
+    "curve": FALLING,
+    "curve_of_nothing": [(1, NAN), (2, INF)],
+    "curve_of_one": [(1, 3.0)],
+    "curve_of_equals": [(1, 2.0), (2, 2.0)],
+    "curve_of_tiny": [(1, 1e-9), (2, 0.0)],
+    "curve_of_large": [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)],
+    "curve_of_monsters": [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)],
+    "curve_of_denormals": [(1, 5e-324), (2, 1e-320)],
+}
 SAMPLES = {
-    "curve": losses("Loss", FALLING),
-    "curve_of_nothing": losses("Loss", [(1, NAN), (2, INF)]),
-    "curve_of_one": losses("Loss", [(1, 3.0)]),
-    "curve_of_equals": losses("Loss", [(1, 2.0), (2, 2.0)]),
-    "curve_of_tiny": losses("Loss", [(1, 1e-9), (2, 0.0)]),
-    "curve_of_large": losses("Loss", [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)]),
-    "curve_of_monsters": losses("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)]),
-    "curve_of_denormals": losses("Loss", [(1, 5e-324), (2, 1e-320)]),
-    "curve_of_negatives": losses("Loss", [(1, -1e30), (2, 1e30)]),
+    **{name: losses("Loss", points) for name, points in CURVES.items()},
     "curve_strange": losses(STRANGE, [(0, NAN), *FALLING], STRANGE),
     "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
