@@ -265,7 +265,7 @@ def test_forgotten_finalizing_is_told_on_all_ranks(ranks4):
 
 
 def test_no_stage_waits_for_one_that_refuses(ranks4):
-    (_, first), (_, second), (_, third), (_, fourth) = ranks4.run(refused_on_one_stage, timeout=20)
+    (_, first), (_, second), (_, third), (_, fourth) = ranks4.run(refused_on_one_stage)
     assert (
         first
         == second

@@ -66,7 +66,7 @@ WAYS = {
 @once(ranks=[4, 2], shape=[*CONFIGS], options=WAYS)
 def test_ranks_do_not_change_the_model(ranks, shape, options, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
-    assert pool.run(differences, shape, options, alone(shape), timeout=120) == [[]] * ranks
+    assert pool.run(differences, shape, options, alone(shape)) == [[]] * ranks
 
 
 @pytest.mark.parametrize("shape", CONFIGS)
@@ -154,7 +154,7 @@ def test_every_dtype_is_as_exact_as_on_one_rank(shape, dtype, options, ranks, re
     own, rounded_weights = results_alone(shape, dtype)
     truth, _ = results_alone(shape, torch.float64, rounded_weights)
     pool = request.getfixturevalue(f"ranks{ranks}")
-    for found in pool.run(rounded, shape, dtype, options, truth, own, timeout=120):
+    for found in pool.run(rounded, shape, dtype, options, truth, own):
         assert {name: error for name, error in found.items() if not error < 1} == {}
 
 
@@ -183,7 +183,7 @@ def citizen():
 
 
 def test_accumulation_evaluation_and_autocast(ranks2):
-    ranks2.run(citizen, timeout=60)
+    ranks2.run(citizen)
 
 
 def compiled():
@@ -199,7 +199,7 @@ def compiled():
 
 
 def test_compiles_whole(ranks2):
-    ranks2.run(compiled, timeout=200)
+    ranks2.run(compiled)
 
 
 def test_mistakes_are_told():
