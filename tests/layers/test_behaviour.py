@@ -291,7 +291,7 @@ def test_buckets_take_fused_gradients(is_compiled, ranks2):
 @pytest.mark.parametrize(
     "ways",
     [
-        [*WAYS, "compiled checkpoint", "checkpoint of compiled"],
+        [*WAYS, "compiled checkpoint"],
         pytest.param([*COMPILED], marks=pytest.mark.sweep),
     ],
     ids=["most", "compiled"],

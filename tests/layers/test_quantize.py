@@ -241,7 +241,16 @@ def test_a_block_computed_again_has_the_same_bits(recipe, ranks2):
     assert ranks2.run(recomputed, recipe) == [expected, expected]
 
 
-@once(fused={"grad": False, "main_grad": True}, recipe=RECIPES[:2])
+@pytest.mark.parametrize(
+    ("fused", "recipe"),
+    [
+        (True, RECIPES[1]),
+        pytest.param(True, RECIPES[0], marks=pytest.mark.sweep),
+        pytest.param(False, RECIPES[0], marks=pytest.mark.sweep),
+        pytest.param(False, RECIPES[1], marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
 def test_compiled_in_one_graph_a_block_computes_the_same(fused, recipe, ranks2):
     assert max(ranks2.run(compiled, recipe, fused)) < 0.02
 

@@ -113,10 +113,7 @@ SAMPLES = {
     "processor_of_an_instant": processor("A tile", [Lane("w", [Doing("waits", 5.0, 5.0)])]),
     "processor_of_many": processor(
         "A tile",
-        [
-            Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(1000)])
-            for i in range(16)
-        ],
+        [Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(300)]) for i in range(16)],
     ),
     "processor_strange": processor(
         STRANGE,
