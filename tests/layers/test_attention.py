@@ -1,17 +1,17 @@
 """Attention over ranks against attention written out, with every head in one process and in float64."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from tests.layers.small import beyond, drawn, errors
 from tests.layers.worlds import posing
-from tests.ops.parallel_cases import compare, same, shard
-from tpkernels import ParallelAttention, initialize_model_parallel
+from tests.products import once
+from tpkernels import ParallelAttention, initialize_model_parallel, manual_seed
 from tpkernels.layers.attention import rotate, rotation
-from tpkernels.layers.attributes import Attributes
 from tpkernels.ops.tensor_parallel import parallel
 
 HIDDEN = 32
@@ -23,8 +23,8 @@ class Setting:
     """How a case is run."""
 
     dtype: torch.dtype = torch.float32
-    heads: int = 4
-    kv_heads: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 4
     head_size: int | None = None
     sequence_parallel: bool = False
     overlap: bool = True
@@ -33,29 +33,22 @@ class Setting:
     mask: str | None = None
     bias: bool = True
     recompute: bool = False
-    fused: bool = False
+    gradient_accumulation_fusion: bool = False
 
 
 def written_out(setting, mask):
     """(T, B, h) -> (T, B, h), by scores and a softmax."""
-    size = setting.head_size or HIDDEN // setting.heads
+    size = setting.head_size or HIDDEN // setting.num_heads
 
-    def attend(x, query, key, value, output, score_bias=None, value_bias=None, output_bias=None):
-        query_bias, key_bias = (
-            (None, None) if score_bias is None else score_bias.split([len(query), len(key)])
-        )
+    def attend(x, **t):
+        def linear(x, name):
+            return nn.functional.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
 
-        def heads(weight, bias, count):
-            made = nn.functional.linear(x, weight, bias)
-            return made.view(*x.shape[:2], count, size)
-
-        q = heads(query, query_bias, setting.heads)
-        k = heads(key, key_bias, setting.kv_heads)
-        v = heads(value, value_bias, setting.kv_heads)
+        q, k, v = (linear(x, f"qkv.{name}").unflatten(-1, (-1, size)) for name in ("query", "key", "value"))
         if setting.rotary:
-            positions = torch.arange(len(x))
-            q, k = (turned_in(part, positions) for part in (q, k))
-        k, v = (part.repeat_interleave(setting.heads // setting.kv_heads, 2) for part in (k, v))
+            by = rotation(len(x), size, dtype=torch.promote_types(x.dtype, torch.float32))
+            q, k = rotate(q, by), rotate(k, by)
+        k, v = (part.repeat_interleave(setting.num_heads // setting.num_kv_heads, 2) for part in (k, v))
         scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / size**0.5
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -64,18 +57,9 @@ def written_out(setting, mask):
         if setting.causal:
             scores = scores.masked_fill(torch.ones(len(x), len(x), dtype=torch.bool).triu(1), -torch.inf)
         mixed = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v).flatten(2)
-        return nn.functional.linear(mixed, output, output_bias)
+        return linear(mixed, "output")
 
     return attend
-
-
-def turned_in(x, positions):
-    """In the dtype of x, and differentiable."""
-    half = x.shape[-1] // 2
-    angles = positions.double()[:, None] * 10_000.0 ** (-torch.arange(half).double() / half)
-    cos, sin = (part[:, None, None].to(x.dtype) for part in (angles.cos(), angles.sin()))
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def mask_of(setting):
@@ -84,7 +68,7 @@ def mask_of(setting):
         mask = torch.rand(BATCH, 1, TOKENS, TOKENS, generator=generator) > 0.3
         return mask | torch.eye(TOKENS, dtype=torch.bool)
     if setting.mask == "by head":
-        return torch.randn(setting.heads, TOKENS, TOKENS, generator=generator).to(setting.dtype)
+        return torch.randn(setting.num_heads, TOKENS, TOKENS, generator=generator).to(setting.dtype)
     if setting.mask == "added":
         return torch.randn(1, 1, TOKENS, TOKENS, generator=generator).to(setting.dtype)
     return None
@@ -92,112 +76,53 @@ def mask_of(setting):
 
 def attention(setting):
     """Errors of the output and of all gradients, as parts of what is allowed."""
-    torch.manual_seed(11)
-    layer = ParallelAttention(
-        HIDDEN,
-        setting.heads,
-        num_kv_heads=setting.kv_heads,
-        head_size=setting.head_size,
-        rotary=setting.rotary,
-        causal=setting.causal,
-        recompute=setting.recompute,
-        bias=setting.bias,
-        sequence_parallel=setting.sequence_parallel,
-        gradient_accumulation_fusion=setting.fused,
-        overlap=setting.overlap,
-        dtype=setting.dtype,
-    )
-    torch.manual_seed(11)
-    size = setting.head_size or HIDDEN // setting.heads
-    rows = {"query": setting.heads * size, "key": setting.kv_heads * size, "value": setting.kv_heads * size}
-    drawn = {name: nn.init.xavier_normal_(torch.empty(count, HIDDEN)) for name, count in rows.items()}
-    drawn["output"] = nn.init.xavier_normal_(torch.empty(HIDDEN, setting.heads * size))
-    named = {name: weight.to(setting.dtype) for name, weight in drawn.items()}
-    parts = {"query": layer.qkv.query, "key": layer.qkv.key, "value": layer.qkv.value, "output": layer.output}
-    parameters = {name: part.weight for name, part in parts.items()}
-    for name, parameter in parameters.items():
-        assert torch.equal(parameter, cut_of(parameter)(named[name])), f"{name} as initialised"
-    generator = torch.Generator().manual_seed(2)
-    if setting.bias:
-        for name, part in parts.items():
-            whole = torch.randn(drawn[name].shape[0], generator=generator).to(setting.dtype)
-            named[f"{name}_bias"], parameters[f"{name}_bias"] = whole, part.bias
-            with torch.no_grad():
-                part.bias.copy_(cut_of(part.bias)(whole))
-    for part in parts.values() if setting.fused else ():
-        part.weight.main_grad = torch.ones_like(part.weight)
-    x, dy = torch.randn(2, TOKENS, BATCH, HIDDEN, generator=generator).to(setting.dtype)
-    tokens = (lambda t: shard(t, 0)) if setting.sequence_parallel else same
-    ours_x = tokens(x).clone().requires_grad_()
+    options = asdict(setting)
+    del options["mask"]
+    layer = ParallelAttention(HIDDEN, **options)
     mask = mask_of(setting)
-    y, bias = layer(ours_x, mask)
-    assert bias is None
-    y.backward(tokens(dy))
-    ours = {"y": (y.detach(), tokens), "x": (ours_x.grad, tokens)}
-    for name, parameter in parameters.items():
-        grad = parameter.main_grad - 1 if hasattr(parameter, "main_grad") else parameter.grad
-        ours[name] = grad, cut_of(parameter)
-    if setting.bias:
-        join_score_biases(named, ours)
-    return compare(setting, written_out(setting, mask), {"x": x, **named}, dy, ours)
+
+    def run(x):
+        y, bias = layer(x, mask)
+        assert bias is None
+        return y
+
+    x, dy = (drawn((TOKENS, BATCH, HIDDEN), seed, setting.dtype) for seed in (1, 2))
+    # a softmax does not see what all scores share, so that the key bias alone hardly has a gradient
+    joined = ("qkv.query.bias", "qkv.key.bias") if setting.bias else ()
+    fused = setting.gradient_accumulation_fusion
+    return errors(setting, layer, run, written_out(setting, mask), x, dy, fused=fused, joined=joined)
 
 
-def join_score_biases(named, ours):
-    """The key bias hardly has a gradient, for a softmax does not see what all scores share: what is left of
-    the query's and its together is compared as one."""
-    pairs = [(named.pop(f"{name}_bias"), *ours.pop(f"{name}_bias")) for name in ("query", "key")]
-    wholes, grads, cuts = zip(*pairs, strict=True)
-    sizes = [len(whole) for whole in wholes]
-    named["score_bias"] = torch.cat(wholes)
-
-    def cut(whole):
-        return torch.cat([part(half) for part, half in zip(cuts, whole.split(sizes), strict=True)])
-
-    ours["score_bias"] = torch.cat(grads), cut
-
-
-def cut_of(parameter):
-    attributes = Attributes.of(parameter)
-    if not attributes.tensor_model_parallel:
-        return same
-    return lambda whole: shard(whole, attributes.partition_dim)
-
-
-def all_within(settings):
-    failed = {}
+def all_beyond(settings):
     initialize_model_parallel(torch.distributed.get_world_size())
-    for setting in settings:
-        errors = attention(setting)
-        failed |= {f"{setting}: {name}": error for name, error in errors.items() if not error < 1}
-    return failed
+    return beyond(attention, settings)
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = {
-    1: [Setting(), Setting(kv_heads=2, rotary=False, bias=False), Setting(torch.float64, mask="boolean")],
+    1: [Setting(), Setting(num_kv_heads=2, rotary=False, bias=False), Setting(torch.float64, mask="boolean")],
     2: [
-        *[Setting(dtype, kv_heads=2, bias=False, sequence_parallel=True) for dtype in DTYPES],
+        *[Setting(dtype, num_kv_heads=2, bias=False, sequence_parallel=True) for dtype in DTYPES],
         Setting(torch.float64, mask="boolean", causal=False),
         Setting(torch.float64, mask="boolean", sequence_parallel=True, overlap=False),
         Setting(torch.float64, mask="added", recompute=True),
         Setting(torch.float64, mask="by head", sequence_parallel=True),
-        Setting(torch.float64, kv_heads=1, head_size=6, sequence_parallel=True),
-        Setting(torch.float64, kv_heads=1, rotary=False, causal=False, fused=True),
+        Setting(torch.float64, num_kv_heads=1, head_size=6, sequence_parallel=True),
+        Setting(torch.float64, num_kv_heads=1, rotary=False, causal=False, gradient_accumulation_fusion=True),
     ],
     4: [
-        Setting(torch.float64, heads=8, kv_heads=2, sequence_parallel=True),
-        Setting(torch.float64, kv_heads=1, mask="by head"),
-        Setting(torch.bfloat16, kv_heads=4, bias=False),
-        Setting(torch.float64, heads=8, kv_heads=8, sequence_parallel=True, recompute=True),
+        Setting(torch.float64, num_heads=8, num_kv_heads=2, sequence_parallel=True),
+        Setting(torch.float64, num_kv_heads=1, mask="by head"),
+        Setting(torch.bfloat16, num_kv_heads=4, bias=False),
+        Setting(torch.float64, num_heads=8, num_kv_heads=8, sequence_parallel=True, recompute=True),
     ],
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_agrees_with_attention_written_out(ranks, request):
+@pytest.mark.parametrize("ranks", SETTINGS)
+def test_attention_is_attention_written_out(ranks, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
-    for failed in pool.run(all_within, SETTINGS[ranks], timeout=120):
-        assert failed == {}
+    assert pool.run(all_beyond, SETTINGS[ranks]) == [{}] * ranks
 
 
 @pytest.mark.parametrize(
@@ -208,44 +133,41 @@ def test_agrees_with_attention_written_out(ranks, request):
         ({"num_heads": 0}, r"num_heads: expected at least one head, got 0"),
         ({"num_heads": 16}, r"head_size: expected an even number with rotary, .* got 3"),
         ({"num_heads": 8, "num_kv_heads": 3}, r"num_kv_heads: expected a divisor of num_heads 8, got 3"),
-        (
-            {"num_heads": 12, "num_kv_heads": 6},
-            r"num_kv_heads: expected a multiple or a divisor of the 4 .* 6",
-        ),
+        ({"num_heads": 12, "num_kv_heads": 6}, r"expected a multiple or a divisor of the 4 .* 6"),
         ({"num_heads": 8, "num_kv_heads": 1, "rotary": False, "head_size": 3}, r"got 1 heads of 3"),
         ({"num_heads": 8, "dropout": -0.1}, r"dropout: expected a probability from 0 to 1, got -0\.1"),
     ],
 )
-def test_mistakes_are_told_at_construction(options, message):
+def test_attention_that_cannot_be_is_refused(options, message):
     with posing(1, 4), pytest.raises(ValueError, match=message):
         ParallelAttention(48, **options)
 
 
-def test_input_of_another_shape_is_told():
-    with posing(1, 4):
-        layer = ParallelAttention(16, 4)
-        with pytest.raises(
-            ValueError, match=r"expected hidden \(tokens, batch, hidden_size\), got \(3, 16\)"
-        ):
-            layer(torch.ones(3, 16))
-        with pytest.raises(ValueError, match=r"expected input \(\.\.\., 16\), got \(3, 1, 8\)"):
-            layer(torch.ones(3, 1, 8))
+BAD_INPUTS = {
+    "hidden": (
+        lambda layer: layer(torch.ones(3, 16)),
+        r"hidden \(tokens, batch, .* got \(3, 16\)",
+    ),
+    "width": (lambda layer: layer(torch.ones(3, 1, 8)), r"expected input \(\.\.\., 16\), got \(3, 1, 8\)"),
+    "mask": (
+        lambda layer: layer(torch.ones(3, 1, 16), torch.ones(2, 3, 3, dtype=torch.bool)),
+        r"attention_mask: .* got \(2, 3, 3\)",
+    ),
+    "rotation": (
+        lambda layer: layer(torch.ones(3, 1, 16), rotary=rotation(1, 4)),
+        "rotary: expected the rotation of 3 positions and 2 pairs",
+    ),
+}
 
 
-def test_masks_and_rotations_of_another_shape_are_told():
-    with posing(0, 1):
-        layer = ParallelAttention(16, 4)
-        x = torch.ones(3, 1, 16)
-        with pytest.raises(ValueError, match=r"attention_mask: .* got \(2, 3, 3\)"):
-            layer(x, torch.ones(2, 3, 3, dtype=torch.bool))
-        with pytest.raises(ValueError, match=r"rotary: expected the rotation of 3 positions and 2 pairs"):
-            layer(x, rotary=rotation(1, 4))
+@pytest.mark.parametrize(("call", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_attention_refuses_inputs_of_another_shape(call, message):
+    with posing(0, 1), pytest.raises(ValueError, match=message):
+        call(ParallelAttention(16, 4))
 
 
 def dropped(p):
     """Ranks drop for their own heads, alike each time they are seeded alike; recomputation draws the same."""
-    from tpkernels import manual_seed
-
     state = initialize_model_parallel(torch.distributed.get_world_size())
     x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
     results = []
@@ -313,23 +235,6 @@ def test_queries_keys_and_values_share_one_gather(ranks2):
     assert ranks2.run(gathers_of_a_forward) == [["column_linear"]] * 2
 
 
-def compiled():
-    initialize_model_parallel(torch.distributed.get_world_size())
-    layer = ParallelAttention(HIDDEN, 4, num_kv_heads=2, sequence_parallel=True)
-    torch._dynamo.reset()
-    x = torch.randn(TOKENS // torch.distributed.get_world_size(), BATCH, HIDDEN, requires_grad=True)
-    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for call in (layer, whole):
-        y, _ = call(x)
-        gradients.append((y.detach(), *torch.autograd.grad(y.pow(2).sum(), [x, *layer.parameters()])))
-    torch.testing.assert_close(*gradients)
-
-
-def test_compiles_whole(ranks2):
-    ranks2.run(compiled, timeout=120)
-
-
 def turned(x, positions, base):
     """A pair of features as a complex number, turned by t / base^(2i / d), in float64."""
     half = x.shape[-1] // 2
@@ -340,8 +245,7 @@ def turned(x, positions, base):
     return torch.cat([result.real, result.imag], -1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+@once(dtype=[torch.float64, torch.float32, torch.bfloat16], base=[10_000.0, 500_000.0])
 def test_rotation_is_that_of_complex_numbers(dtype, base):
     x = torch.randn(5, 2, 3, 8, dtype=torch.float64).to(dtype)
     positions = torch.tensor([0, 1, 7, 4095, 100_003])

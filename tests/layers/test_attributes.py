@@ -37,15 +37,7 @@ def says(module: nn.Module, scale: Attributes = MARKED) -> bool:
     return Attributes.of(module.weight) == SPLIT and Attributes.of(module.scale) == scale
 
 
-def test_a_parameter_says_how_it_is_split():
-    with posing(1, 2):
-        weight = Two().weight
-    assert weight.tensor_model_parallel is True
-    assert (weight.partition_dim, weight.partition_stride) == (1, 2)
-    assert weight.sequence_parallel is False
-
-
-def test_a_parameter_says_who_has_the_other_shards():
+def test_a_parameter_says_how_it_is_split_and_who_has_the_other_shards():
     with posing(1, 2):
         two, plain = Two(), nn.Parameter(torch.zeros(2))
         set_tensor_model_parallel_attributes(plain, True, 0, 1)
@@ -53,6 +45,9 @@ def test_a_parameter_says_who_has_the_other_shards():
         copy_tensor_model_parallel_attributes(master, plain)
         for parameter in (two.weight, two.scale, copy.deepcopy(two).half().weight, plain, master):
             assert parameter.tensor_parallel_ranks == (0, 1)
+    assert two.weight.tensor_model_parallel is True
+    assert (two.weight.partition_dim, two.weight.partition_stride) == (1, 2)
+    assert two.weight.sequence_parallel is False
 
 
 def test_a_loaded_parameter_says_who_has_them_now():
@@ -83,9 +78,12 @@ CHANGES = {
 }
 
 
+OF_MEGATRON = {"allreduce": False, "expert_tp": True, "is_qkv": True, "qkv_split_shapes": [4, 2, 2]}
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("swap", [False, True])
-def test_attributes_survive(change, swap):
+def test_attributes_survive_and_so_does_what_megatrons_optimizers_read(change, swap):
     outside = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
@@ -94,8 +92,11 @@ def test_attributes_survive(change, swap):
             changed_by_hand = Two()
             changed_by_hand.scale.sequence_parallel = False
             assert says(change(changed_by_hand), Attributes())
+            vars(changed_by_hand.scale).update(OF_MEGATRON)
+            changed = change(changed_by_hand)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(outside)
+    assert {name: getattr(changed.scale, name) for name in OF_MEGATRON} == OF_MEGATRON
 
 
 def test_setting_twice_is_setting_once():
@@ -116,19 +117,9 @@ def test_defaults_and_copies():
     copy_tensor_model_parallel_attributes(weight, copied)
     set_defaults_if_not_set_tensor_model_parallel_attributes(weight)
     assert Attributes.of(weight) == Attributes(True, 0, 3)
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_megatrons_optimizers_read_is_kept(change):
-    said = {"allreduce": False, "expert_tp": True, "is_qkv": True, "qkv_split_shapes": [4, 2, 2]}
-    copied = torch.ones(2)
-    with posing(1, 2):
-        module = Two()
-        vars(module.scale).update(said)
-        copy_tensor_model_parallel_attributes(copied, module.scale)
-        changed = change(module)
-    for tensor in (copied, changed.scale):
-        assert {name: getattr(tensor, name) for name in said} == said
+    vars(copied).update(OF_MEGATRON)
+    copy_tensor_model_parallel_attributes(weight, copied)
+    assert {name: getattr(weight, name) for name in OF_MEGATRON} == OF_MEGATRON
 
 
 def test_copies_are_counted_once():

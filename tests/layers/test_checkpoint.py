@@ -42,23 +42,29 @@ def run(function, tracker, stream):
     return y.detach(), x.grad, w.grad, {name: state["cpu"] for name, state in tracker.get_states().items()}
 
 
-@pytest.mark.parametrize("stream", ["default", "model-parallel-rng"])
-def test_gradients_and_streams_are_those_without(streams, stream):
-    *plain, plain_streams = run(noisy, streams, stream)
-    *again, streams_again = run(lambda x, w: checkpoint(noisy, x, w), streams, stream)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert plain_streams.keys() == streams_again.keys()
-    for name, state in plain_streams.items():
-        assert torch.equal(state, streams_again[name]), name
+def twice(x, w):
+    return noisy(x, w) + noisy(x, w)
 
 
-def test_nested_and_with_keywords(streams):
-    def outer(x, *, w):
-        return checkpoint(noisy, x, w) + checkpoint(noisy, x, w=w)
+def nested(x, *, w):
+    return checkpoint(noisy, x, w) + checkpoint(noisy, x, w=w)
 
-    *plain, _ = run(lambda x, w: noisy(x, w) + noisy(x, w), streams, "default")
-    *again, _ = run(lambda x, w: checkpoint(outer, x, w=w), streams, "default")
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+@pytest.mark.parametrize(
+    ("stream", "plain", "checkpointed"),
+    [
+        ("default", noisy, lambda x, w: checkpoint(noisy, x, w)),
+        ("model-parallel-rng", noisy, lambda x, w: checkpoint(noisy, x, w)),
+        ("default", twice, lambda x, w: checkpoint(nested, x, w=w)),
+        ("default", noisy, lambda x, w: checkpoint(noisy, False, x, w)),  # a bool is Megatron's
+    ],
+    ids=["default", "model_parallel", "nested_with_keywords", "with_a_bool"],
+)
+def test_gradients_and_streams_are_those_without(streams, stream, plain, checkpointed):
+    *expected, expected_streams = run(plain, streams, stream)
+    *found, streams_found = run(checkpointed, streams, stream)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(streams_found, expected_streams, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -164,13 +170,12 @@ def test_dropout_keeps_to_training_and_to_probabilities():
         ParallelDropout(1.5, is_split=False)
 
 
-def test_a_bool_is_megatrons_and_never_goes_to_the_function(streams):
-    *plain, _ = run(noisy, streams, "default")
-    *again, _ = run(lambda x, w: checkpoint(noisy, False, x, w), streams, "default")
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+def test_a_bool_never_goes_to_the_function():
     assert checkpoint(lambda: "nothing to take", False) == "nothing to take"
-    x = torch.ones(2)
-    assert checkpoint(lambda x, *, twice: x * (1 + twice), False, x, twice=True).tolist() == [2, 2]
+    assert checkpoint(lambda x, *, twice: x * (1 + twice), False, torch.ones(2), twice=True).tolist() == [
+        2,
+        2,
+    ]
 
 
 def test_a_bool_is_refused_under_compile():
@@ -189,33 +194,20 @@ class Annotated(torch.nn.Module):
         return x
 
 
-OWN_BOOLS = {
-    "module": (Annotated(), (True, torch.ones(2))),
-    "annotated": (annotated, (True, torch.ones(2))),
-    "by default": (lambda twice=False, x=None: x, (False, torch.ones(2))),
-    "does not fit": (lambda twice, x: x, (True, torch.ones(2))),
-    "alone": (lambda twice: twice, (True,)),
-}
-
-
-@pytest.mark.parametrize(("function", "args"), OWN_BOOLS.values(), ids=OWN_BOOLS)
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (Annotated(), (True, torch.ones(2))),
+        (annotated, (True, torch.ones(2))),
+        (lambda twice=False, x=None: x, (False, torch.ones(2))),
+        (lambda twice, x: x, (True, torch.ones(2))),
+        (lambda twice: twice, (True,)),
+    ],
+    ids=["module", "annotated", "by_default", "does_not_fit", "alone"],
+)
 def test_a_bool_that_may_be_the_functions_own_is_refused(function, args):
     with pytest.raises(TypeError, match=r"a bool after the function is .*keyword"):
         checkpoint(function, *args)
-
-
-def reordered():
-    """The same samples, in another order on the second rank."""
-    initialize_model_parallel(2)
-    order = [0, 1, 2] if torch.distributed.get_rank() == 0 else [2, 1, 0]
-    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))[:, order].requires_grad_()
-    y = checkpoint(lambda x: x.exp().tanh(), True, x * 1)
-    return error_of(lambda: y.sum().backward())
-
-
-def test_an_order_that_differs_between_ranks_is_seen(ranks2):
-    for kind, message in ranks2.run(reordered):
-        assert (kind, "but it differed" in message) == ("RuntimeError", True)
 
 
 def outcome(way, alike=True):
@@ -231,30 +223,43 @@ def outcome(way, alike=True):
     return [y.detach(), source.grad, w.grad], lives, error
 
 
-def distributed():
+def saved_over_ranks():
+    """Whether gradients are those of Megatron's False, whether the input outlives forward, and errors."""
     initialize_model_parallel(torch.distributed.get_world_size())
     (plain, lives, _), (again, lives_again, error) = outcome(False), outcome(True)
     assert error == ("nothing", "")
     return all(map(torch.equal, plain, again)), lives, lives_again
 
 
-@pytest.mark.parametrize(("pool", "ranks"), [("ranks1", 1), ("ranks2", 2), ("ranks4", 4)])
-def test_distributed_saved_activations_are_gathered_again(pool, ranks, request):
-    found = request.getfixturevalue(pool).run(distributed)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_distributed_saved_activations_are_gathered_again(ranks, request):
+    found = request.getfixturevalue(f"ranks{ranks}").run(saved_over_ranks)
     assert found == [(True, True, ranks == 1)] * ranks
 
 
-def distributed_wrongly():
+def saved_wrongly():
     initialize_model_parallel(2)
     x = torch.ones(3, requires_grad=True)
-    calls = [lambda: checkpoint(torch.sin, True, x), lambda: checkpoint(lambda x: x[0], True, [x])]
-    return [*map(error_of, calls), outcome(True, alike=False)[2]]
+    order = [0, 1, 2] if torch.distributed.get_rank() == 0 else [2, 1, 0]
+    samples = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))[:, order].requires_grad_()
+    y = checkpoint(lambda x: x.exp().tanh(), True, samples * 1)
+    return {
+        "indivisible": error_of(checkpoint, torch.sin, True, x),
+        "no tensor": error_of(checkpoint, lambda x: x[0], True, [x]),
+        "other numbers": outcome(True, alike=False)[2],
+        "another order": error_of(lambda: y.sum().backward()),
+    }
 
 
 def test_activations_that_cannot_be_distributed_are_refused_on_all_ranks(ranks2):
-    first, second = ranks2.run(distributed_wrongly)
+    expected = {
+        "indivisible": ("ValueError", "the 2 tensor-parallel ranks divide, got (3,)"),
+        "no tensor": ("TypeError", "a tensor as the first argument of the function"),
+        "other numbers": ("RuntimeError", "the same on all tensor-parallel ranks, but it differed"),
+        "another order": ("RuntimeError", "but it differed"),
+    }
+    first, second = ranks2.run(saved_wrongly)
     assert first == second
-    assert [kind for kind, _ in first] == ["ValueError", "TypeError", "RuntimeError"]
-    assert "the 2 tensor-parallel ranks divide, got (3,)" in first[0][1]
-    assert "a tensor as the first argument of the function" in first[1][1]
-    assert "the same on all tensor-parallel ranks, but it differed" in first[2][1]
+    for case, (kind, words) in expected.items():
+        assert first[case][0] == kind, case
+        assert words in first[case][1], case

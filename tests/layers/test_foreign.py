@@ -1,46 +1,182 @@
 """Data parallelism over ranks that hold different shards is refused before the first step."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.layers import foreign_cases as cases
+from tests.checks import error_of
+from tests.layers.small import K, N
+from tests.products import once
+from tpkernels import (
+    ColumnParallelLinear,
+    GradientBuckets,
+    ParallelAttention,
+    ParallelMLP,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    parallelize,
+)
+
+Wrap = Callable[[nn.Module, DeviceMesh], object]
 
 
-@pytest.mark.parametrize("wrap", cases.WRAPS)
-def test_all_ranks_refuse_to_average_different_shards(ranks4, wrap):
-    for said in ranks4.run(cases.refused, wrap, 2):
-        for model, (kind, text) in said.items():
-            assert kind == "ValueError", f"{model}: {text}"
-            assert "over ranks 0, 1, 2, 3 would average different shards" in text, model
-            assert (
-                'pass the data-parallel group, whose ranks hold the same shard: state.process_group("dp"'
-                in text
-            )
-    peers = [
-        text.split("tensor-parallel ranks ")[1][:4]
-        for said in ranks4.run(cases.refused, wrap, 2)
-        for _, text in said.values()
+def by_ddp(module: nn.Module, mesh: DeviceMesh) -> object:
+    return DistributedDataParallel(module, process_group=mesh.get_group())
+
+
+def by_replicate(module: nn.Module, mesh: DeviceMesh) -> object:
+    replicate(module, process_group=mesh.get_group())
+    return module(torch.ones(4, 2, K))  # it wraps in the first forward
+
+
+def by_fsdp(module: nn.Module, mesh: DeviceMesh) -> object:
+    return FullyShardedDataParallel(module, process_group=mesh.get_group(), device_id=torch.device("cpu"))
+
+
+def by_fsdp_of_originals(module: nn.Module, mesh: DeviceMesh) -> object:
+    group = mesh.get_group()
+    return FullyShardedDataParallel(
+        module, process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+def by_fully_shard(module: nn.Module, mesh: DeviceMesh) -> object:
+    return fully_shard(module, mesh=mesh)
+
+
+def by_fully_shard_each(module: nn.Module, mesh: DeviceMesh) -> object:
+    for child in module.children():
+        fully_shard(child, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def by_buckets(module: nn.Module, mesh: DeviceMesh) -> object:
+    return GradientBuckets(module, mesh.get_group())
+
+
+WRAPS: dict[str, Wrap] = {
+    wrap.__name__: wrap
+    for wrap in (
+        by_ddp,
+        by_replicate,
+        by_fsdp,
+        by_fsdp_of_originals,
+        by_fully_shard,
+        by_fully_shard_each,
+        by_buckets,
+    )
+}
+
+
+class Plain(nn.Module):
+    """Inside a model of somebody else, two levels down."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(K, K)
+        self.inner = nn.Sequential(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x))
+
+
+def swapped(mesh: DeviceMesh) -> nn.Module:
+    model = nn.Sequential(nn.LayerNorm(K), nn.Linear(K, N), nn.GELU(), nn.Linear(N, K))
+    return parallelize(model, mesh, plan={"1": "column", "3": "row"})
+
+
+MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    "column": lambda mesh: ColumnParallelLinear(K, N, state=mesh),
+    "row": lambda mesh: RowParallelLinear(N, K, state=mesh),
+    "attention": lambda mesh: ParallelAttention(K, 4, state=mesh),
+    "inside": lambda mesh: Plain(ParallelMLP(K, N, state=mesh)),
+    "swapped": swapped,
+    "mlp": lambda mesh: ParallelMLP(K, N, state=mesh),
+    "embedding": lambda mesh: VocabParallelEmbedding(10, K, state=mesh),
+}
+
+
+def refused(wrap: str, model: str, data_ranks: int) -> tuple[str, str]:
+    """What is said of a model that is wrapped over all ranks."""
+    mesh, world = meshes(data_ranks)
+    return error_of(WRAPS[wrap], MODELS[model](mesh), world)
+
+
+def taken(data_ranks: int) -> dict[str, tuple[str, str]]:
+    """What is said of a model that is wrapped over ranks which hold the same shards."""
+    mesh, _ = meshes(data_ranks)
+    return {name: error_of(wrap, MODELS["inside"](mesh), mesh["dp"]) for name, wrap in WRAPS.items()}
+
+
+def weights_after_refusal() -> bool:
+    """Whether every rank still has its own shard, where the wrapper would have sent rank 0's."""
+    mesh, world = meshes(dist.get_world_size() // 2)
+    model = MODELS["inside"](mesh)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert error_of(by_ddp, model, world)[0] == "ValueError"
+    return all(map(torch.equal, before, model.parameters()))
+
+
+def shards_left_out() -> list[tuple[str, str]]:
+    """Wrappers that are told to leave the shards alone may have the rest."""
+    mesh, world = meshes(1)
+    model = MODELS["swapped"](mesh)
+    shards = {name: p for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)}
+    model._ddp_params_and_buffers_to_ignore = list(shards)
+    copies = [(name, p) for name, p in model.named_parameters() if name not in shards]
+    return [
+        error_of(by_ddp, model, world),
+        error_of(GradientBuckets, copies, world.get_group()),
+        error_of(fully_shard, MODELS["swapped"](mesh)[0], mesh=world),
     ]
-    assert {*peers} <= {"0, 1", "2, 3"}
 
 
-@pytest.mark.parametrize("wrap", cases.WRAPS)
-def test_without_data_parallel_ranks_there_is_nothing_to_wrap(ranks2, wrap):
-    for said in ranks2.run(cases.refused, wrap, 1):
-        for model, (kind, text) in said.items():
-            assert kind == "ValueError", f"{model}: {text}"
-            assert "tensor-parallel ranks 0, 1 each hold other rows or columns of" in text
-            assert "there is nothing to average: do not wrap it" in text
+def meshes(data_ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Data- by tensor-parallel ranks, and all of them in one dimension."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (data_ranks, ranks // data_ranks), mesh_dim_names=("dp", "tp"))
+    return mesh, init_device_mesh("cpu", (ranks,))
+
+
+@once(wrap=[*WRAPS], model=[*MODELS])
+def test_all_ranks_refuse_to_average_different_shards(ranks4, wrap, model):
+    for kind, text in ranks4.run(refused, wrap, model, 2):
+        assert kind == "ValueError", text
+        assert "over ranks 0, 1, 2, 3 would average different shards" in text
+        assert re.search("tensor-parallel ranks (0, 1|2, 3) ", text)
+        assert (
+            'pass the data-parallel group, whose ranks hold the same shard: state.process_group("dp"' in text
+        )
+
+
+@once(wrap=[*WRAPS], model=[*MODELS])
+def test_without_data_parallel_ranks_there_is_nothing_to_wrap(ranks2, wrap, model):
+    for kind, text in ranks2.run(refused, wrap, model, 1):
+        assert kind == "ValueError", text
+        assert "tensor-parallel ranks 0, 1 each hold other rows or columns of" in text
+        assert "there is nothing to average: do not wrap it" in text
 
 
 @pytest.mark.parametrize(("pool", "data_ranks"), [("ranks4", 2), ("ranks2", 1), ("ranks2", 2)])
 def test_ranks_that_hold_the_same_shards_may_be_wrapped(request, pool, data_ranks):
-    for said in request.getfixturevalue(pool).run(cases.taken, data_ranks):
-        assert said == dict.fromkeys(cases.WRAPS, ("nothing", ""))
+    for said in request.getfixturevalue(pool).run(taken, data_ranks):
+        assert said == dict.fromkeys(WRAPS, ("nothing", ""))
 
 
 def test_no_shard_is_overwritten_before_it_is_told(ranks4):
-    assert ranks4.run(cases.weights_after_refusal) == [True] * 4
+    assert ranks4.run(weights_after_refusal) == [True] * 4
 
 
 def test_what_is_not_split_may_be_wrapped(ranks2):
-    assert ranks2.run(cases.shards_left_out) == [[("nothing", "")] * 3] * 2
+    assert ranks2.run(shards_left_out) == [[("nothing", "")] * 3] * 2

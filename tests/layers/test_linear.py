@@ -1,18 +1,14 @@
 """Column and row layers, one rank at a time: shapes, attributes, options, and mistakes that never get far."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 from tests.fake_world import each_rank
 from tests.layers.worlds import posing
-from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel, parallel_state
+from tpkernels import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.layers.attributes import Attributes
-from tpkernels.runtime.state import ParallelStateError, uninstall
 
 
 @pytest.fixture
@@ -67,11 +63,9 @@ def test_row_bias_is_partial_only_where_the_caller_adds_it(in_two):
 
 
 def test_bias_starts_at_zero_or_is_absent(in_two):
-    for layer in (ColumnParallelLinear(4, 6), RowParallelLinear(4, 6)):
-        assert layer.bias.eq(0).all()
-        assert layer.weight.ne(0).any()
-    assert ColumnParallelLinear(4, 6, bias=False).bias is None
-    assert RowParallelLinear(4, 6, False).bias is None
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        assert layer(4, 6).bias.eq(0).all()
+        assert layer(4, 6, False).bias is None
 
 
 def test_representation_tells_the_shard(in_two):
@@ -105,15 +99,6 @@ def test_built_on_meta_and_materialised_is_as_built_at_once(in_two, layer):
         assert Attributes.of(ours) == Attributes.of(expected)
 
 
-def test_copies_and_pickles_compute(in_two):
-    layer = ColumnParallelLinear(4, 6, gather_output=False)
-    x = torch.randn(3, 4)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).double()):
-        assert Attributes.of(copied.weight) == Attributes(True, 0, 1)
-        assert copied.weight is not layer.weight
-        torch.testing.assert_close(copied(x.to(copied.weight.dtype))[0].float(), layer(x)[0])
-
-
 def test_external_weight_takes_the_place_of_its_own(in_two):
     layer = ColumnParallelLinear(4, 6, skip_weight_param_allocation=True, gather_output=False)
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
@@ -124,18 +109,6 @@ def test_external_weight_takes_the_place_of_its_own(in_two):
     assert weight.grad is not None
     with pytest.raises(ValueError, match=r"expected a weight in forward, .* and has none"):
         layer(x)
-
-
-def test_shards_can_be_built_without_any_rank():
-    try:
-        parallel_state.set_tensor_model_parallel_world_size(16)
-        parallel_state.set_tensor_model_parallel_rank(3)
-        layer = ColumnParallelLinear(1024, 512)
-        assert layer.weight.shape == (32, 1024)
-        with pytest.raises(ParallelStateError, match="set on the fly"):
-            layer(torch.randn(2, 1024))
-    finally:
-        uninstall()
 
 
 BAD_LAYERS = {
@@ -180,6 +153,7 @@ BAD_INPUTS = {
         lambda: row(sequence_parallel=True)(torch.randn(3, 2)),
         "dimension 0 of x divisible by the 2 ranks",
     ),
+    "dtype": (lambda: column(sequence_parallel=True)(torch.randn(3, 4).half()), "expected one dtype"),
     "only features": (lambda: column(sequence_parallel=True)(torch.randn(4)), "tokens, ..., in_features"),
     "weight": (lambda: column()(torch.randn(2, 4), torch.randn(6, 4)), r"expected a weight \(3, 4\)"),
     "main_grad": (
@@ -191,18 +165,8 @@ BAD_INPUTS = {
 
 @pytest.mark.parametrize(("call", "words"), BAD_INPUTS.values(), ids=BAD_INPUTS)
 def test_input_that_does_not_fit_is_refused_before_anything_moves(in_two, nothing_moves, call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         call()
-
-
-def test_dtype_that_does_not_fit_is_refused(in_two, nothing_moves):
-    with pytest.raises(TypeError, match="expected one dtype"):
-        column(sequence_parallel=True)(torch.randn(3, 4).half())
-
-
-def test_layer_without_a_state_says_what_to_do():
-    with pytest.raises(ParallelStateError, match=r"call tpkernels\.initialize_model_parallel"):
-        ColumnParallelLinear(4, 6)
 
 
 def test_sequence_parallelism_is_nothing_on_one_rank():

@@ -1,39 +1,162 @@
-"""Layers give the unsharded numbers, and start from the unsharded weights, for every number of ranks."""
+"""Layers give the unsharded numbers for every number of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from tests.layers.parity import Setting, run_all, swapped_shards
+from tests.layers.small import GATE, K, N, beyond, cut, drawn, errors, joined_world
+from tests.ops.cases import ACT
+from tests.ops.parallel_cases import same
+from tests.products import once
+from tpkernels import ColumnParallelLinear, LayerNorm, ParallelMLP, RMSNorm, RowParallelLinear
 
-# ranks in all, ranks that share a layer: the others are data-parallel
-WORLDS = [("ranks1", 1), ("ranks2", 2), ("ranks4", 4), ("ranks4", 2)]
+# ranks that share a layer, of all: the others are data-parallel
+WORLDS = {"tp1": ("ranks1", 1), "tp2": ("ranks2", 2), "tp4": ("ranks4", 4), "tp2_dp2": ("ranks4", 2)}
+SOME_WORLDS = [
+    pytest.param(world, id=name, marks=[pytest.mark.sweep] if name in ("tp1", "tp4") else [])
+    for name, world in WORLDS.items()
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-tp{world[1]}")
-def check(request):
-    pool, tensor = request.getfixturevalue(request.param[0]), request.param[1]
+@dataclass(frozen=True)
+class Setting:
+    """How a case is run."""
 
-    def run(name, settings):
-        for rank, results in enumerate(pool.run(run_all, name, tensor, settings)):
-            for setting, errors in zip(settings, results, strict=True):
-                too_far = {key: value for key, value in errors.items() if not value < 1}
-                assert not too_far, f"rank {rank}, {setting}: error as a part of what is allowed: {too_far}"
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    overlap: bool = True
+    activation: str | None = "gelu"
+    whole: bool = False  # between the layers: gathered, and cut again
+    skip_bias_add: bool = False
+    bias: bool = True
+    stride: int = 1
+    fused: bool = False  # gradients into main_grad
+    leading: tuple[int, ...] = (8, 3)
+    strided: bool = False  # inputs and gradients are views
+
+    def of_both(self) -> dict[str, object]:
+        """Options that all layers have."""
+        return {
+            "sequence_parallel": self.sequence_parallel,
+            "gradient_accumulation_fusion": self.fused,
+            "overlap": self.overlap,
+            "dtype": self.dtype,
+        }
+
+    def drawn(self, width: int, seed: int) -> Tensor:
+        """If they are to be strided, with the first two dimensions transposed in memory."""
+        x = drawn((*self.leading, width), seed, self.dtype)
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if self.strided else x
+
+
+def with_bias(result: tuple[Tensor, Tensor | None]) -> Tensor:
+    y, bias = result
+    return y if bias is None else y + bias
+
+
+def pair(setting: Setting) -> dict[str, float]:
+    """Column, then row."""
+    options = {"bias": setting.bias, "stride": setting.stride, **setting.of_both()}
+    up = ColumnParallelLinear(K, N, gather_output=setting.whole, activation=setting.activation, **options)
+    down = RowParallelLinear(
+        N, K, input_is_parallel=not setting.whole, skip_bias_add=setting.skip_bias_add, **options
+    )
+
+    def full(x: Tensor, **t: Tensor) -> Tensor:
+        h = ACT[setting.activation](F.linear(x, t["up.weight"], t.get("up.bias")))
+        return F.linear(h, t["down.weight"], t.get("down.bias"))
+
+    return errors(
+        setting,
+        nn.ModuleDict({"up": up, "down": down}),
+        lambda x: with_bias(down(up(x)[0])),
+        full,
+        setting.drawn(K, 1),
+        setting.drawn(K, 4),
+        fused=setting.fused,
+    )
+
+
+def gathered(setting: Setting) -> dict[str, float]:
+    """A column whose output is gathered: all tokens and all features on each rank."""
+    layer = ColumnParallelLinear(K, N, gather_output=True, activation=setting.activation, **setting.of_both())
+
+    def full(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ACT[setting.activation](F.linear(x, weight, bias))
+
+    x, dy = setting.drawn(K, 1), setting.drawn(N, 4)
+    return errors(setting, layer, lambda x: layer(x)[0], full, x, dy, cut_y=same)
+
+
+def block(setting: Setting) -> dict[str, float]:
+    """Norm, then MLP."""
+    norm_type = LayerNorm if setting.bias else RMSNorm
+    norm = norm_type(K, sequence_parallel=setting.sequence_parallel, dtype=setting.dtype)
+    options = {"bias": setting.bias, "skip_bias_add": setting.skip_bias_add, **setting.of_both()}
+    mlp = ParallelMLP(K, N, activation=setting.activation, **options)
+    gate = GATE.get(str(setting.activation))
+
+    def full(**t: Tensor) -> Tensor:
+        if setting.bias:
+            n = F.layer_norm(t["x"], (K,), t["norm.weight"], t["norm.bias"], 1e-5)
+        else:
+            n = F.rms_norm(t["x"], (K,), t["norm.weight"], 1e-5)
+        up = F.linear(n, t["mlp.up.weight"], t.get("mlp.up.bias"))
+        if gate:
+            h = ACT[gate](F.linear(n, t["mlp.gate.weight"])) * up
+        else:
+            h = ACT[None if setting.activation == "none" else setting.activation](up)
+        return F.linear(h, t["mlp.down.weight"], t.get("mlp.down.bias"))
+
+    return errors(
+        setting,
+        nn.ModuleDict({"norm": norm, "mlp": mlp}),
+        lambda x: with_bias(mlp(norm(x))),
+        full,
+        setting.drawn(K, 1),
+        setting.drawn(K, 4),
+        fused=setting.fused,
+    )
+
+
+def all_beyond(case, tensor, settings):
+    joined_world(tensor)
+    return beyond(case, settings)
+
+
+@pytest.fixture
+def check(request, world):
+    def run(case, settings: Iterable[Setting]) -> None:
+        pool, tensor = world
+        pool = request.getfixturevalue(pool)
+        assert pool.run(all_beyond, case, tensor, list(settings)) == [{}] * pool.world_size
 
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_column_and_row(check, dtype):
-    check("pair", [Setting(dtype, *flags) for flags in product([False, True], [False, True], [None, "gelu"])])
+@once(world=WORLDS, dtype=DTYPES)
+def test_column_and_row_are_the_unsharded_layers(check, dtype):
+    check(pair, (Setting(dtype, *flags) for flags in product([False, True], [False, True], [None, "gelu"])))
 
 
-def test_options_of_column_and_row(check):
+@once(world=WORLDS, dtype=DTYPES)
+def test_norm_and_mlp_are_the_unsharded_layers(check, dtype):
+    flags = product([False, True], [False, True], ["gelu_tanh", "swiglu"])
+    check(block, (Setting(dtype, *flag) for flag in flags))
+
+
+@pytest.mark.parametrize("world", SOME_WORLDS)
+def test_options_of_column_and_row_compute_the_same(check):
     check(
-        "pair",
+        pair,
         [
             Setting(whole=True),
             Setting(whole=True, activation=None, leading=()),
@@ -55,22 +178,18 @@ def test_options_of_column_and_row(check):
     )
 
 
-def test_column_that_gathers_its_output(check):
+@pytest.mark.parametrize("world", SOME_WORLDS)
+def test_column_may_gather_its_output(check):
     flags = product([torch.float32, torch.bfloat16], [False, True], [False, True], [None, "gelu"])
     leading = [(4,), (0, 3), (4, 1, 2)]
-    check("gathered", [Setting(*flag) for flag in flags])
-    check("gathered", [Setting(sequence_parallel=True, leading=shape) for shape in leading])
+    check(gathered, (Setting(*flag) for flag in flags))
+    check(gathered, (Setting(sequence_parallel=True, leading=shape) for shape in leading))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_norm_and_mlp(check, dtype):
-    flags = product([False, True], [False, True], ["gelu_tanh", "swiglu"])
-    check("block", [Setting(dtype, *flags) for flags in flags])
-
-
-def test_options_of_mlp(check):
+@pytest.mark.parametrize("world", SOME_WORLDS)
+def test_options_of_mlp_compute_the_same(check):
     check(
-        "block",
+        block,
         [
             *(Setting(activation=name) for name in ("none", "gelu", "silu", "relu", "relu2")),
             *(Setting(activation=name, bias=False) for name in ("geglu", "geglu_tanh")),
@@ -87,5 +206,22 @@ def test_options_of_mlp(check):
     )
 
 
+def compared_with_other_shards() -> bool:
+    """Whether the comparison sees a layer that holds its neighbour's rows."""
+    joined_world()
+    layer = ColumnParallelLinear(K, N, gather_output=False)
+    features = cut(1)
+    found = errors(
+        Setting(),
+        layer,
+        lambda x: layer(x)[0],
+        lambda x, weight, bias: F.linear(x, weight, bias),
+        drawn((8, K), 1),
+        drawn((8, N), 4),
+        cut_y=lambda y: features(y.roll(N // 2, 1)),
+    )
+    return found["y"] > 1000
+
+
 def test_swapped_shards_would_be_seen(ranks2):
-    assert min(ranks2.run(swapped_shards)) > 1000
+    assert ranks2.run(compared_with_other_shards) == [True, True]

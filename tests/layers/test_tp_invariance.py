@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.checks import error_of
+from tests.fake_world import fake_rank
 from tests.ops.invariant_cases import whole_of
+from tests.products import once
 from tests.segments import tp_invariance
 from tpkernels import (
     GPT,
@@ -30,6 +30,7 @@ from tpkernels import (
     TransformerBlock,
     VocabParallelEmbedding,
     manual_seed,
+    ops,
     use,
 )
 from tpkernels.interop.parallelize import parallelize
@@ -41,6 +42,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {"max_positions": 16},
     "llama": {"num_kv_heads": 2, "ffn_hidden_size": 48, "activation": "swiglu", "norm": "rms_norm"},
     "one_key": {"num_kv_heads": 1, "tied": False},
+    "one_layer": {"num_layers": 1, "num_kv_heads": 2, "norm": "rms_norm", "bias": False, "tied": False},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequential": {"overlap": False, "recompute": "selective"},
+    "recomputed": {"recompute": "full"},
+    "main_grad": {"gradient_accumulation_fusion": True},
 }
 
 
@@ -50,7 +58,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    mask: bool = False
+    compiled: bool = False
 
 
 def _hash(named: dict[str, Tensor | None]) -> dict[str, str]:
@@ -65,8 +73,10 @@ def _whole_gradients(model: nn.Module, ids: int) -> dict[str, Tensor | None]:
     for name, parameter in model.named_parameters():
         dim = getattr(parameter, "partition_dim", 0)
         is_split = getattr(parameter, "tensor_model_parallel", False)
-        gradient = whole_of((parameter.grad, dim if is_split else None))
-        is_table = gradient is not None and name.split(".")[0] in ("embedding", "head")
+        both = [parameter.grad, getattr(parameter, "main_grad", None)]  # some layers fill either
+        gradient = sum(each.float() for each in both if each is not None)
+        gradient = whole_of((gradient, dim if is_split else None))
+        is_table = name.split(".")[0] in ("embedding", "head")
         found[name] = gradient[:ids] if is_table and gradient is not None else gradient
     return found
 
@@ -82,47 +92,63 @@ def tensor_ranks(count: int) -> Iterator[ParallelState]:
         destroy_parallel_state(state)
 
 
-def steps_of_models(count: int, settings: list[Setting]) -> list[dict[str, str]]:
+def steps_of_models(count: int, *settings: Setting) -> list[dict[str, str]]:
     """Two micro-batches through each, and hashes of losses and whole gradients."""
     found = []
     with tensor_ranks(count) as state:
         for setting in settings:
-            config = GPTConfig(
-                vocab_size=37, hidden_size=64, num_layers=2, num_heads=8, **SHAPES[setting.shape]
-            )
+            sizes = {"vocab_size": 37, "hidden_size": 64, "num_layers": 2, "num_heads": 8}
+            config = GPTConfig(**(sizes | SHAPES[setting.shape]))
             manual_seed(3)
             options = {"sequence_parallel": setting.sequence_parallel, "dtype": setting.dtype}
             model = GPT(config, state=state, **options, **setting.options)
-            drawn = torch.Generator().manual_seed(4)
+            for parameter in model.parameters() if "gradient_accumulation_fusion" in setting.options else ():
+                vars(parameter)["main_grad"] = torch.zeros_like(parameter, dtype=torch.float32)
+            call = torch.compile(model, backend="aot_eager") if setting.compiled else model
+            generator = torch.Generator().manual_seed(4)
             losses = []
             for _ in range(2):
-                ids = torch.randint(0, 37, (2, 17), generator=drawn)
-                loss = model(ids[:, :-1], ids[:, 1:])
+                ids = torch.randint(0, 37, (2, 17), generator=generator)
+                loss = call(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
                 loss.backward()
                 losses.append(loss.detach())
             found.append(_hash({"losses": torch.stack(losses), **_whole_gradients(model, 37)}))
     return found
 
 
-MODELS = [
-    Setting(shape, dtype, sequence_parallel, options)
-    for shape, dtype, sequence_parallel in product(SHAPES, (torch.float32, torch.bfloat16), (False, True))
-    for options in ({}, {"recompute": "selective" if shape == "gpt" else "full", "overlap": False})
-]
+@once(
+    shape=["gpt", "llama", "one_key"],
+    dtype=[torch.float32, torch.bfloat16],
+    sequence_parallel=[False, True],
+    options=OPTIONS,
+)
+def test_models_have_the_same_gradients_at_every_size(
+    shape, dtype, sequence_parallel, options, ranks1, ranks2, ranks4
+):
+    setting = Setting(shape, dtype, sequence_parallel, options)
+    plain, alone = ranks1.run(steps_of_models, 8, Setting(shape, dtype), setting)[0]
+    if "gradient_accumulation_fusion" not in options:  # which adds in fp32
+        assert alone == plain
+    for ranks in (ranks2, ranks4):
+        assert ranks.run(steps_of_models, 8, setting)[0] == [alone]
 
 
-def test_models_have_the_same_gradients_at_every_size(ranks1, ranks2, ranks4):
-    alone, *others = (ranks.run(steps_of_models, 8, MODELS)[0] for ranks in (ranks1, ranks2, ranks4))
-    for number, setting in enumerate(MODELS):
-        kind = setting.shape, setting.dtype
-        first = next(n for n, other in enumerate(MODELS) if (other.shape, other.dtype) == kind)
-        assert alone[number] == alone[first], setting
-        for found in others:
-            assert found[number] == alone[first], setting
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        ("ranks2", torch.bfloat16),
+        pytest.param("ranks2", torch.float32, marks=pytest.mark.sweep),
+        pytest.param("ranks1", torch.bfloat16, marks=pytest.mark.sweep),
+    ],
+)
+def test_compiled_models_have_the_same_gradients(ranks, dtype, ranks1, request):
+    expected = ranks1.run(steps_of_models, 8, Setting("one_layer", dtype))[0]
+    compiled = Setting("one_layer", dtype, sequence_parallel=True, compiled=True)
+    assert request.getfixturevalue(ranks).run(steps_of_models, 8, compiled)[0] == expected
 
 
 def test_models_differ_without_it(ranks1, ranks2):
-    alone, two = (ranks.run(steps_of_models, 0, MODELS[:1])[0] for ranks in (ranks1, ranks2))
+    alone, two = (ranks.run(steps_of_models, 0, Setting())[0] for ranks in (ranks1, ranks2))
     assert alone != two
 
 
@@ -174,18 +200,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-def refusals() -> dict[str, tuple[str, str]]:
-    with tp_invariance(8):
-        return {name: error_of(build, dist.group.WORLD) for name, (build, _) in REFUSED.items()}
-
-
-def test_what_layers_cannot_keep_is_refused_at_construction(ranks2):
-    first, second = ranks2.run(refusals)
-    assert first == second
-    for name, (_, expected) in REFUSED.items():
-        kind, text = first[name]
-        assert kind in ("ValueError", "InvalidSizes"), (name, text)
-        assert re.search(expected, text), (name, text)
+@pytest.mark.parametrize(("build", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_layers_cannot_keep_is_refused_at_construction(build, expected):
+    with tp_invariance(8), fake_rank(1, 2), pytest.raises(ValueError, match=expected):
+        build(dist.group.WORLD)
 
 
 def built_at(count: int) -> tuple[list[Any], ...]:
@@ -216,14 +234,8 @@ def disagreeing() -> list[tuple[str, str]]:
         world = dist.get_world_size()
         of_state = error_of(create_parallel_state, plan_groups(world_size=world, tensor=world))
         x, weight = torch.ones(8, 16), torch.ones(8, 16)
-        of_op = error_of(tpk_row, x, weight)
+        of_op = error_of(ops.row_linear, x, weight, None, dist.group.WORLD)
         return [of_state, of_op]
-
-
-def tpk_row(x: Tensor, weight: Tensor) -> Tensor:
-    from tpkernels import ops
-
-    return ops.row_linear(x, weight, None, dist.group.WORLD)
 
 
 def test_ranks_that_disagree_all_get_an_error(ranks2):

@@ -2,26 +2,141 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import product
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.checks import error_of
-from tests.layers import vocabulary_cases as cases
+from tests.layers.small import cut, drawn, joined_world
 from tests.layers.worlds import posing
-from tpkernels import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tpkernels import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    initialize_model_parallel,
+    linear_cross_entropy,
+    ops,
+    vocab_parallel_cross_entropy,
+)
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
+
+VOCAB, FEATURES = 11, 8
 
 
-@pytest.mark.parametrize(("world", "tensor"), [("ranks1", 1), ("ranks2", 2), ("ranks4", 4), ("ranks4", 2)])
-def test_training_is_the_unsharded_one(request, world, tensor):
-    for wrong in request.getfixturevalue(world).run(cases.training_is_the_unsharded_one, tensor):
-        assert not wrong
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids, target = (torch.randint(VOCAB, (8, 3), generator=generator) for _ in range(2))
+    target[0] = -100
+    return ids, target
 
 
-@pytest.mark.parametrize("world", ["ranks1", "ranks2"])
-def test_embedding_keeps_its_promises(request, world):
-    for kept in request.getfixturevalue(world).run(cases.behaviour):
-        assert all(kept.values()), kept
+def unsharded(tied: bool) -> list[Tensor]:
+    """The loss, and gradients of table and head."""
+    torch.manual_seed(11)
+    table, head = (nn.Parameter(nn.init.xavier_normal_(torch.empty(VOCAB, FEATURES))) for _ in range(2))
+    weights = [table] if tied else [table, head]
+    ids, target = batch()
+    logits = F.linear(F.embedding(ids, table).tanh(), weights[-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in weights)]
+
+
+def sharded(tied: bool, fused: bool, sequence_parallel: bool) -> list[Tensor]:
+    """fused: head and loss by chunks; otherwise logits, and then their loss"""
+    torch.manual_seed(11)
+    options = {"divisible_by": 2, "sequence_parallel": sequence_parallel}
+    table, head = (VocabParallelEmbedding(VOCAB, FEATURES, **options) for _ in range(2))
+    layers = [table] if tied else [table, head]
+    weight, (ids, target) = layers[-1].weight, batch()
+    hidden, options = table(ids).tanh(), {"sequence_parallel": sequence_parallel}
+    if fused:
+        loss = linear_cross_entropy(hidden, weight, target, vocab_size=VOCAB, chunk_tokens=7, **options)
+    else:
+        options |= {"bias": False, "gather_output": False, "skip_weight_param_allocation": True}
+        output = ColumnParallelLinear(FEATURES, table.split.padded_size, **options)
+        losses = vocab_parallel_cross_entropy(output(hidden, weight)[0], target, vocab_size=VOCAB)
+        loss = losses.sum() / (target != -100).sum()
+    loss.backward()
+    gradients = [gather_from_sequence_region(each.weight.grad, each.world.group) for each in layers]
+    assert not any(gradient[VOCAB:].any() for gradient in gradients), "padding learns"
+    return [loss.detach(), *(gradient[:VOCAB] for gradient in gradients)]
+
+
+def unlike_unsharded(tensor: int) -> list[str]:
+    """The ways that come to other losses or gradients."""
+    joined_world(tensor)
+    wrong = []
+    for tied, fused, sequence_parallel in product([False, True], repeat=3):
+        ours, expected = sharded(tied, fused, sequence_parallel), unsharded(tied)
+        if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(ours, expected, strict=True)):
+            wrong.append(f"{tied=} {fused=} {sequence_parallel=}")
+    return wrong
+
+
+def promises() -> dict[str, bool]:
+    """Promises of the layer, by name, and whether each is kept on this rank."""
+    initialize_model_parallel(dist.get_world_size())
+    torch.manual_seed(3)
+    layer = VocabParallelEmbedding(VOCAB, FEATURES, padding_idx=-1, dtype=torch.bfloat16)
+    ids = batch()[0]
+    y = layer(ids)
+    copied = copy.deepcopy(layer)
+    y.float().sum().backward()
+    start, stop = layer.vocab_start_index, layer.vocab_end_index
+    inside = start <= VOCAB - 1 < stop
+    kind, message = error_of(layer, ids + VOCAB)
+    split = VocabParallelEmbedding(VOCAB, FEATURES, sequence_parallel=True, state=layer.world.group)
+    with torch.no_grad():
+        split.weight.copy_(layer.weight)
+    target = batch()[1]
+
+    fused = copy.deepcopy(split)
+    fused.weight.main_grad = torch.ones_like(fused.weight)
+    fused.weight.grad_added_to_main_grad = False
+    hidden = drawn((8, 3, FEATURES), 1)
+    for weight, fusion in ((split.weight, False), (fused.weight, True)):
+        linear_cross_entropy(
+            hidden, weight, target, vocab_size=VOCAB, gradient_accumulation_fusion=fusion
+        ).backward()
+
+    def model(ids: Tensor, target: Tensor) -> Tensor:
+        hidden = split(ids)
+        logits = ops.column_linear(hidden, split.weight, None, split.world.group, sequence_parallel=True)
+        losses = vocab_parallel_cross_entropy(logits, target, 0.1, vocab_size=VOCAB)
+        return losses.sum() + linear_cross_entropy(
+            hidden, split.weight, target, vocab_size=VOCAB, sequence_parallel=True
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    return {
+        "compiled": torch.allclose(compiled(ids, target), model(ids, target)),
+        "fused": torch.allclose(fused.weight.main_grad - 1, split.weight.grad, atol=1e-6)
+        and fused.weight.grad_added_to_main_grad,
+        "dtype": y.dtype == torch.bfloat16 == layer.weight.grad.dtype,
+        "padding row": not inside
+        or not (layer.weight[VOCAB - 1 - start].any() or layer.weight.grad[VOCAB - 1 - start].any()),
+        "padding output": not y[ids == VOCAB - 1].any(),
+        "copy": torch.equal(copied(ids), y) and bool(copied.weight.tensor_model_parallel),
+        "error": kind == "ValueError" and "expected ids from 0 to 10" in message,
+        "sequence parallel": torch.equal(split(ids), cut(0)(y.float())),
+        "state dict": list(layer.state_dict()) == ["weight"],
+    }
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (4, 4), (4, 2)])
+def test_tables_heads_and_losses_are_the_unsharded_ones(request, ranks, tensor):
+    assert request.getfixturevalue(f"ranks{ranks}").run(unlike_unsharded, tensor) == [[]] * ranks
+
+
+def test_embedding_keeps_its_promises(ranks2):
+    for kept in ranks2.run(promises):
+        assert kept == dict.fromkeys(kept, True)
 
 
 @pytest.mark.parametrize("unit", [1, 8])

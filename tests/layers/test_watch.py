@@ -3,21 +3,168 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import DistNetworkError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_ as one_ranks_clip_grad_norm_
 
-from tests.layers import watch_cases as cases
+from tests.checks import error_of
+from tests.layers.small import K, N, built, drawn, joined_world, tokens
 from tests.layers.worlds import posing
+from tests.products import once
+from tpkernels import ColumnParallelLinear, RMSNorm, clip_grad_norm_, finalize_gradients, parallelize
+from tpkernels.buckets.safeguards import sums_of_bits
 from tpkernels.layers import watch
+from tpkernels.layers.attributes import Attributes
 
+Clip = Callable[..., object]
+Said = tuple[str, str]
 NOTHING = ("nothing", "")
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("loop", [cases.by_torch, cases.unsummed, cases.other_data])
-def test_drift_ends_the_loop_on_all_ranks(ranks2, loop, interval):
-    first, second = ranks2.run(loop, interval)
+def every(steps: int) -> AbstractContextManager[int]:
+    """As if TPKERNELS_CHECK_REPLICAS had been this."""
+    return patch.object(watch, "steps_between", steps)
+
+
+def steps_until_told(interval: int, steps: int, one_step: Callable[[int], None]) -> tuple[int, Said]:
+    """How many steps a plain loop takes, and the error that ends it."""
+    with every(interval):
+        for step in range(steps):
+            said = error_of(one_step, step)
+            if said != NOTHING:
+                return step + 1, said
+    return steps, NOTHING
+
+
+def loop(clip: Clip, interval: int, steps: int = 7, finalize: bool = True) -> tuple[int, Said]:
+    block = built()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+
+    def one_step(step: int) -> None:
+        optimizer.zero_grad()
+        for part in range(2):  # gradients are accumulated
+            block(tokens(10 * step + part)).square().mean().backward()
+        with torch.no_grad():
+            if dist.get_rank() == 0:
+                block.norm(tokens())  # not every rank need look at its own
+        if finalize:
+            finalize_gradients(block)
+        clip(block.parameters(), 0.01)
+        optimizer.step()
+
+    return steps_until_told(interval, steps, one_step)
+
+
+def by_torch(interval: int) -> tuple[int, Said]:
+    return loop(one_ranks_clip_grad_norm_, interval)
+
+
+def unsummed(interval: int) -> tuple[int, Said]:
+    return loop(lambda *_: None, interval, finalize=False)
+
+
+def other_data(interval: int) -> tuple[int, Said]:
+    """Each tensor-parallel rank reads a batch of its own, as a prepared DataLoader would have it."""
+    joined_world()
+    torch.manual_seed(7)
+    norm, layer = RMSNorm(K), ColumnParallelLinear(K, N)
+    optimizer = torch.optim.SGD([*norm.parameters(), *layer.parameters()], lr=0.1)
+
+    def one_step(_: int) -> None:
+        optimizer.zero_grad()
+        layer(norm(drawn((4, K), dist.get_rank())))[0].square().mean().backward()
+        optimizer.step()
+
+    return steps_until_told(interval, 7, one_step)
+
+
+def of_another_model() -> Said:
+    """Optimizers of models that are not split, or of several tensor groups, are left alone."""
+    plain = nn.Linear(4, 4)
+    with torch.no_grad():
+        plain.weight.fill_(dist.get_rank())
+    plain.weight.grad = torch.ones(4, 4)
+    with every(1):
+        return error_of(torch.optim.AdamW(plain.parameters()).step)
+
+
+def skipped_on_one_rank() -> Said:
+    """Rank 0 takes a step that the others skip, as each GradScaler decides for itself."""
+    block = built()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    with every(1), patch.object(watch.c10d, "default_timeout", lambda: timedelta(seconds=1)):
+        return error_of(optimizer.step) if dist.get_rank() == 0 else NOTHING
+
+
+def two_models() -> list[Said]:
+    """Each optimizer is counted by itself; only the second drifts. A parallelized model tells of itself."""
+    block = built()
+    torch.manual_seed(3)
+    model = parallelize(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)), plan={"1": "head"})
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (block, model))
+    said = []
+    with every(2):
+        for _ in range(2):
+            block(tokens()).square().mean().backward()
+            finalize_gradients(block)
+            said.append(error_of(first.step))
+            model[0].weight.grad = torch.full((4,), float(dist.get_rank()))
+            said.append(error_of(second.step))
+    return said
+
+
+def fewer_on_one_rank() -> Said:
+    """Rank 1 trains one copy less."""
+    block = built()
+    parameters = list(block.parameters())
+    block.norm.weight.requires_grad_(False)
+    kept = [p for p in parameters if p.requires_grad or dist.get_rank() == 0]
+    with every(1):
+        return error_of(torch.optim.SGD(kept, lr=0.1).step)
+
+
+def marked_experts() -> Said:
+    """Megatron's experts are each rank's own."""
+    block = built()
+    block.norm.weight.allreduce = False
+    with torch.no_grad():
+        block.norm.weight.mul_(1 + dist.get_rank())
+    with every(1):
+        return error_of(torch.optim.SGD(block.parameters(), lr=0.1).step)
+
+
+def shards_of_data_ranks() -> list[Said]:
+    """Under fully_shard over data-parallel ranks, copies are compared shard by shard."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = parallelize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), mesh, plan={"1": "head"})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    with every(1):
+        for drifting in (False, True):
+            model(torch.ones(2, 8)).square().sum().backward()
+            for parameter in (p for p in model.parameters() if not Attributes.of(p).tensor_model_parallel):
+                parameter.grad.zero_()  # what it is without a sum over what follows is not the point here
+                if drifting:
+                    parameter.grad.add_(mesh.get_local_rank("tp"))
+            said.append(error_of(optimizer.step))
+    return said
+
+
+@once(drifting=[by_torch, unsummed, other_data], interval=[1, 3])
+def test_drift_ends_the_loop_on_all_ranks(ranks2, drifting, interval):
+    first, second = ranks2.run(drifting, interval)
     assert first == second
     steps, (kind, text) = first
     assert steps == interval
@@ -29,21 +176,21 @@ def test_drift_ends_the_loop_on_all_ranks(ranks2, loop, interval):
 
 
 def test_our_own_clipping_keeps_copies_equal(ranks4):
-    assert ranks4.run(cases.by_ours) == [(4, NOTHING)] * 4
+    assert ranks4.run(loop, clip_grad_norm_, 1, 4) == [(4, NOTHING)] * 4
 
 
 def test_it_looks_by_itself_and_can_be_switched_off(ranks2):
     assert watch.steps_between == 100
-    assert ranks2.run(cases.by_torch, 0) == [(7, NOTHING)] * 2
+    assert ranks2.run(by_torch, 0) == [(7, NOTHING)] * 2
 
 
 def test_other_optimizers_are_left_alone(ranks2):
-    assert ranks2.run(cases.of_another_model) == [NOTHING] * 2
-    assert ranks2.run(cases.marked_experts) == [NOTHING] * 2
+    for unwatched in (of_another_model, marked_experts):
+        assert ranks2.run(unwatched) == [NOTHING] * 2
 
 
 def test_a_step_that_one_rank_takes_alone_is_told(ranks2):
-    (kind, text), second = ranks2.run(cases.skipped_on_one_rank)
+    (kind, text), second = ranks2.run(skipped_on_one_rank)
     assert second == NOTHING
     assert kind == "RuntimeError"
     assert "rank 0 waited 1 s after 1 optimizer steps to compare copies" in text
@@ -52,7 +199,7 @@ def test_a_step_that_one_rank_takes_alone_is_told(ranks2):
 
 def test_copies_that_a_rank_lacks_are_told(ranks2):
     expected = "tensor-parallel ranks hold different numbers of copies: 3 on rank 0, 2 on rank 1"
-    assert ranks2.run(cases.fewer_on_one_rank) == [("RuntimeError", expected)] * 2
+    assert ranks2.run(fewer_on_one_rank) == [("RuntimeError", expected)] * 2
 
 
 def test_a_store_that_ended_is_no_error(monkeypatch):
@@ -70,7 +217,7 @@ def test_a_store_that_ended_is_no_error(monkeypatch):
 
 
 def test_each_optimizer_is_counted_by_itself(ranks2):
-    for *fine, (kind, text) in ranks2.run(cases.two_models):
+    for *fine, (kind, text) in ranks2.run(two_models):
         assert fine == [NOTHING] * 3
         assert kind == "RuntimeError"
         assert text.startswith("check_replicas: '0.weight' differs")
@@ -78,7 +225,7 @@ def test_each_optimizer_is_counted_by_itself(ranks2):
 
 
 def test_copies_under_fully_shard_are_compared(ranks4):
-    for fine, (kind, text) in ranks4.run(cases.shards_of_data_ranks):
+    for fine, (kind, text) in ranks4.run(shards_of_data_ranks):
         assert fine == NOTHING
         assert kind == "RuntimeError"
         assert "'0.weight' differs between tensor-parallel ranks" in text
@@ -87,7 +234,18 @@ def test_copies_under_fully_shard_are_compared(ranks4):
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16", "float16", "complex64", "complex128"])
 def test_sums_of_bits_see_every_change(kind):
-    assert cases.sums_of(kind)
+    """Of a bit, of the sign of zero, of two elements' places."""
+    tensor = drawn((3, 1100), 1).to(getattr(torch, kind))
+    tensor[0, 0] = 0.0
+    swapped, negative, bit = tensor.clone(), tensor.clone(), tensor.clone()
+    swapped[0, :2] = tensor[0, :2].flip(0)
+    negative[0, 0] = -0.0
+    bit.view(-1).view(torch.uint8)[-1] ^= 1
+    for other in (swapped, bit) if tensor.is_complex() else (swapped, negative, bit):
+        assert sums_of_bits([other]) != sums_of_bits([tensor])
+    odd = tensor.view(-1)[1:12]  # neither begins nor ends where a word does
+    assert sums_of_bits([odd]) == sums_of_bits([odd.clone()])
+    assert sums_of_bits([tensor.t().contiguous().t()]) == sums_of_bits([tensor])
 
 
 @pytest.mark.parametrize("value", ["often", "-1", "1.5", " 2"])

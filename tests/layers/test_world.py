@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_world import fake_rank
 from tests.layers.worlds import posing
-from tpkernels import parallel_state
+from tpkernels import ColumnParallelLinear, parallel_state
 from tpkernels.layers.world import tensor_world
 from tpkernels.runtime.initialize import create_parallel_state, initialize_model_parallel
 from tpkernels.runtime.state import ParallelStateError, uninstall
@@ -32,7 +32,11 @@ def test_the_current_state_is_the_default():
 
 
 def test_no_state_is_a_clear_error():
-    with pytest.raises(ParallelStateError, match=r"is not initialized: call tpkernels.initialize_model_par"):
+    for build in (tensor_world, lambda: ColumnParallelLinear(4, 6)):
+        with pytest.raises(ParallelStateError, match=r"is not initialized: call tpkernels.initialize"):
+            build()
+    parallel_state.set_tensor_model_parallel_rank(1)  # without a size
+    with pytest.raises(ParallelStateError, match="not initialized"):
         tensor_world()
 
 
@@ -70,8 +74,11 @@ def test_sizes_set_on_the_fly_build_shards_without_ranks():
     parallel_state.set_tensor_model_parallel_world_size(16)
     assert repr(tensor_world()) == "rank 0 of 16"
     parallel_state.set_tensor_model_parallel_rank(7)
-    world = tensor_world()
+    world, layer = tensor_world(), ColumnParallelLinear(1024, 512)
     assert repr(world) == "rank 7 of 16"
+    assert layer.weight.shape == (32, 1024)
+    with pytest.raises(ParallelStateError, match="set on the fly"):
+        layer(torch.randn(2, 1024))
     with pytest.raises(ParallelStateError, match=r"rank 7 of 16 was set on the fly: .* no process group"):
         _ = world.group
     parallel_state.set_tensor_model_parallel_rank(16)
@@ -86,12 +93,6 @@ def test_sizes_set_on_the_fly_as_they_are_keep_the_group():
         parallel_state.set_tensor_model_parallel_rank(0)
         with pytest.raises(ParallelStateError, match="on the fly"):
             _ = tensor_world().group
-
-
-def test_rank_without_size_needs_a_state():
-    parallel_state.set_tensor_model_parallel_rank(1)
-    with pytest.raises(ParallelStateError, match="not initialized"):
-        tensor_world()
 
 
 def test_a_destroyed_group_is_an_error():

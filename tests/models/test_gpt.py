@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.layers.parity import cut_of, gradient_of
+from tests.layers.small import cut_of, gradient_of
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS, TARGETS
+from tests.products import once
 from tpkernels import GPT, initialize_model_parallel, model_config
 
 
@@ -37,47 +38,35 @@ def written(model):
     return greedy.tolist(), drawn.tolist()
 
 
-def compare(cases):
+def differences(shape, options, expected):
     """What differs from the model on one rank."""
     initialize_model_parallel(torch.distributed.get_world_size())
-    wrong = []
-    for shape, options, expected in cases:
-        model = built(shape, **options)
-        loss, logits, gradients, text = expected
-        ours = model(IDS, TARGETS)
-        ours.backward()
-        close = partial(torch.allclose, rtol=1e-10, atol=1e-13)
-        if not close(ours, loss):
-            wrong.append((shape, options, "loss"))
-        if not close(model(IDS), logits):
-            wrong.append((shape, options, "logits"))
-        for name, parameter in model.named_parameters():
-            rows = parameter.shape[0] * model.world.size  # of a table, with padding
-            whole = gradients[name]
-            if name in ("embedding.weight", "head.weight"):
-                whole = F.pad(whole, (0, 0, 0, rows - whole.shape[0]))
-            if not close(gradient_of(parameter), cut_of(parameter)(whole)):
-                wrong.append((shape, options, name))
-        if written(model) != text:
-            wrong.append((shape, options, "text"))
-    return wrong
+    model = built(shape, **options)
+    loss, logits, gradients, text = expected
+    ours = model(IDS, TARGETS)
+    ours.backward()
+    close = partial(torch.allclose, rtol=1e-10, atol=1e-13)
+    agree = {"loss": close(ours, loss), "logits": close(model(IDS), logits), "text": written(model) == text}
+    for name, parameter in model.named_parameters():
+        full = gradients[name]
+        if name in ("embedding.weight", "head.weight"):  # with padding
+            full = F.pad(full, (0, 0, 0, parameter.shape[0] * model.world.size - full.shape[0]))
+        agree[name] = close(gradient_of(parameter), cut_of(parameter)(full))
+    return [name for name, same in agree.items() if not same]
 
 
-WAYS = [
-    {},
-    {"sequence_parallel": True},
-    {"sequence_parallel": True, "overlap": False, "recompute": "full"},
-    {"recompute": "selective"},
-]
+WAYS = {
+    "sequence_parallel": {"sequence_parallel": True},
+    "recomputed": {"sequence_parallel": True, "overlap": False, "recompute": "full"},
+    "plain": {},
+    "selective": {"recompute": "selective"},
+}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_do_not_change_the_model(ranks, request):
+@once(ranks=[4, 2], shape=[*CONFIGS], options=WAYS)
+def test_ranks_do_not_change_the_model(ranks, shape, options, request):
     pool = request.getfixturevalue(f"ranks{ranks}")
-    ways = WAYS if ranks == 2 else WAYS[1:2]
-    cases = [(shape, options, alone(shape)) for shape in CONFIGS for options in ways]
-    for wrong in pool.run(compare, cases, timeout=120):
-        assert wrong == []
+    assert pool.run(differences, shape, options, alone(shape)) == [[]] * ranks
 
 
 @pytest.mark.parametrize("shape", CONFIGS)
@@ -129,18 +118,19 @@ def test_named_models_have_as_many_parameters_as_people_say(name, millions):
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == millions
 
 
-def rounded(cases):
+def rounded(shape, dtype, options, truth, own):
     """Errors of loss and logits in `dtype`, against float64, in parts of what one rank's own errors are."""
     initialize_model_parallel(torch.distributed.get_world_size())
-    worst = {}
-    for shape, dtype, options, (true_loss, true_logits), (own_loss, own_logits) in cases:
-        model = built(shape, dtype=dtype, **options)
-        allowed = 2 * float((own_logits - true_logits).norm()) + 1e-6 * float(true_logits.norm())
-        error = float((model(IDS).double() - true_logits).norm())
-        worst[shape, dtype, "logits"] = error / allowed
-        allowed = max(2 * abs(float(own_loss - true_loss)), torch.finfo(dtype).eps * float(true_loss))
-        worst[shape, dtype, "loss"] = abs(float(model(IDS, TARGETS)) - float(true_loss)) / allowed
-    return worst
+    (true_loss, true_logits), (own_loss, own_logits) = truth, own
+    model = built(shape, dtype=dtype, **options)
+    of_logits = float((model(IDS).double() - true_logits).norm())
+    of_loss = abs(float(model(IDS, TARGETS)) - float(true_loss))
+    allowed = max(2 * abs(float(own_loss - true_loss)), torch.finfo(dtype).eps * float(true_loss))
+    return {
+        "logits": of_logits
+        / (2 * float((own_logits - true_logits).norm()) + 1e-6 * float(true_logits.norm())),
+        "loss": of_loss / allowed,
+    }
 
 
 def results_alone(shape, dtype, weights=None):
@@ -154,17 +144,18 @@ def results_alone(shape, dtype, weights=None):
             return (model(IDS, TARGETS).double(), model(IDS).double()), state
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_dtype_is_as_exact_as_on_one_rank(ranks, request):
-    cases = []
-    for shape in CONFIGS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            own, rounded_weights = results_alone(shape, dtype)
-            truth, _ = results_alone(shape, torch.float64, rounded_weights)
-            for options in ({"sequence_parallel": True}, {"overlap": False}):
-                cases.append((shape, dtype, options, truth, own))
-    for worst in request.getfixturevalue(f"ranks{ranks}").run(rounded, cases, timeout=120):
-        assert {case: error for case, error in worst.items() if not error < 1} == {}
+@once(
+    shape=[*CONFIGS],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    options=[{"sequence_parallel": True}, {"overlap": False}],
+    ranks=[2, 4],
+)
+def test_every_dtype_is_as_exact_as_on_one_rank(shape, dtype, options, ranks, request):
+    own, rounded_weights = results_alone(shape, dtype)
+    truth, _ = results_alone(shape, torch.float64, rounded_weights)
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    for found in pool.run(rounded, shape, dtype, options, truth, own):
+        assert {name: error for name, error in found.items() if not error < 1} == {}
 
 
 def citizen():
@@ -177,6 +168,8 @@ def citizen():
     with torch.no_grad():
         assert torch.equal(model.eval()(IDS, TARGETS), loss)
         assert not model(IDS).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(model(IDS, TARGETS), loss)
     model.train()
     for row in range(2):  # accumulation, a row at a time
         (model(IDS[row : row + 1], TARGETS[row : row + 1]) / 2).backward()
@@ -190,13 +183,14 @@ def citizen():
 
 
 def test_accumulation_evaluation_and_autocast(ranks2):
-    ranks2.run(citizen, timeout=60)
+    ranks2.run(citizen)
 
 
 def compiled():
     initialize_model_parallel(torch.distributed.get_world_size())
     torch._dynamo.reset()
-    model = built("llama", sequence_parallel=True, dtype=torch.float32)
+    torch.manual_seed(4)
+    model = GPT(CONFIGS["llama"].with_sizes(num_layers=1), sequence_parallel=True)
     found = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         loss = call(IDS, TARGETS)
@@ -205,7 +199,7 @@ def compiled():
 
 
 def test_compiles_whole(ranks2):
-    ranks2.run(compiled, timeout=200)
+    ranks2.run(compiled)
 
 
 def test_mistakes_are_told():

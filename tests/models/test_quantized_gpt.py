@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.layers.quantize_cases import gpt_loss
+from tests.layers.small import joined_world
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS, TARGETS
+from tests.products import once
 from tpkernels import GPT, Recipe
 
 RECIPES = [Recipe.rowwise(), Recipe.blockwise(), Recipe.rowwise(head=True), Recipe.blockwise(head=True)]
@@ -28,8 +29,7 @@ def alone(request):
         yield
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("shape", CONFIGS)
+@once(recipe=RECIPES, shape=[*CONFIGS])
 def test_loss_is_near_that_in_bf16(shape, recipe):
     ours, plain = (built(shape, each, dtype=torch.bfloat16) for each in (recipe, None))
     loss, expected = ours(IDS, TARGETS), plain(IDS, TARGETS)
@@ -52,8 +52,7 @@ def test_head_and_embedding_are_as_without(shape):
     assert 1e-3 < difference < 0.1
 
 
-@pytest.mark.parametrize("recipe", RECIPES[2:], ids=str)
-@pytest.mark.parametrize("shape", CONFIGS)
+@once(recipe=RECIPES[2:], shape=[*CONFIGS])
 def test_loss_of_a_head_in_fp8_is_that_of_its_logits(shape, recipe):
     model, targets = built(shape, recipe), TARGETS.clone()
     targets[0, :3] = -100
@@ -69,12 +68,17 @@ def test_it_writes_by_the_logits_that_it_has(recipe):
     assert greedy[:, 3].tolist() == model(IDS[:, :3])[:, -1].argmax(-1).tolist()
 
 
+def loss_of_ranks(recipe):
+    joined_world()
+    return float(built("gpt2", recipe, sequence_parallel=True)(IDS, TARGETS))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_two_ranks_are_as_close_as_one(recipe, ranks2):
-    expected, _ = ranks2.run(gpt_loss, "gpt2", None, torch.float32)[0]
-    answers = ranks2.run(gpt_loss, "gpt2", recipe, torch.float32)
-    assert answers[0][0] == answers[1][0]
-    assert 1e-7 < abs(answers[0][0] - expected) < 2e-3 * expected
+    expected, _ = ranks2.run(loss_of_ranks, None)
+    first, second = ranks2.run(loss_of_ranks, recipe)
+    assert first == second
+    assert 1e-7 < abs(first - expected) < 2e-3 * expected
 
 
 def test_another_dtype_than_fp8_knows_is_refused():

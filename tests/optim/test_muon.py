@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-import tpkernels
-from tests.optim.muon_cases import (
-    collectives,
-    differences,
-    half_way,
-    refused,
-    stacked_difference,
-    trained,
-    under_fully_shard,
-    uneven_difference,
-)
-from tpkernels import ColumnParallelLinear
+from tests.checks import error_of
+from tests.layers.worlds import posing
+from tests.optim.small import LR, STEPS, Matrices, cut, set_gradients, state_of, values_for
+from tests.products import once
+from tpkernels import GPT, ColumnParallelLinear, GPTConfig, GradientBuckets, initialize_model_parallel
+from tpkernels.interop import dcp
+from tpkernels.interop.shards import TensorShard, shards_of
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, orthogonalize
 
-POOLS = (("ranks1", 1), ("ranks2", 2), ("ranks4", 4), ("ranks4", 2))
+POOLS = {"tp1": ("ranks1", 1), "tp2": ("ranks2", 2), "tp4": ("ranks4", 4), "tp2_dp2": ("ranks4", 2)}
 OPTIONS = {
     "defaults": {},
     "plain": {"lr": 0.1, "nesterov": False, "momentum": 0.8, "weight_decay": 0.0},
@@ -29,24 +30,180 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("pool", "tensor"), POOLS)
-def test_steps_are_those_of_torch_on_full_matrices(pool, tensor, request):
-    ranks = request.getfixturevalue(pool)
-    for options in OPTIONS.values():
-        assert ranks.run(differences, tensor, options, {}, torch.float32) == [{}] * ranks.world_size
+def reference(model: nn.Module, steps: int, options: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """What torch's Muon makes of the full matrices."""
+    start = values_for(model, "weights", 0, dtype)
+    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    optimizer = torch.optim.Muon(list(parameters.values()), **options)
+    for step in range(steps):
+        for name, gradient in values_for(model, "gradients", step, dtype).items():
+            if not name.startswith("unused"):
+                parameters[name].grad = gradient.clone()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def test_rounds_do_not_matter(ranks2, ranks4):
-    for ranks in (ranks2, ranks4):
-        size = ranks.world_size
-        assert ranks.run(differences, size, {}, {"round_bytes": 1}, torch.float32) == [{}] * size
+def differences(
+    tensor: int, options: dict[str, Any], own: dict[str, Any], dtype: torch.dtype
+) -> dict[str, tuple[int, float]]:
+    """In how many elements matrices differ from torch's after three steps, and by how many roundings.
+
+    own: options of our Muon only; "shared": with the data-parallel group
+    """
+    model = Matrices(tensor, dtype)
+    if own.pop("shared", False):
+        own["data_parallel_group"] = model.state.process_group("dp")
+    start = values_for(model, "weights", 0, dtype)
+    optimizer = Muon(model.parameters(), model=model, **options, **own)
+    for step in range(STEPS):
+        set_gradients(model, values_for(model, "gradients", step, dtype))
+        optimizer.step()
+    expected = reference(model, STEPS, options, dtype)
+    found = {}
+    for name, shard in shards_of(model).items():
+        assert torch.equal(expected[name], start[name]) == name.startswith("unused")
+        theirs = cut(shard, expected[name])
+        unequal = shard.tensor != theirs
+        if unequal.any():
+            apart = ((shard.tensor - theirs) / theirs).abs()[unequal]
+            found[name] = int(unequal.sum()), float(apart.max()) / torch.finfo(dtype).eps
+    return found
 
 
-@pytest.mark.parametrize(("pool", "tensor"), [("ranks2", 1), ("ranks4", 1), ("ranks4", 2), ("ranks2", 2)])
-def test_data_parallel_ranks_that_share_the_work_have_the_same_bits(pool, tensor, request):
-    ranks = request.getfixturevalue(pool)
-    for own in ({"shared": True}, {"shared": True, "round_bytes": 1}):
-        assert ranks.run(differences, tensor, {}, own, torch.float32) == [{}] * ranks.world_size
+def of_two(parts: list[Tensor], gradient: Tensor) -> Tensor:
+    """What torch's Muon makes of parameters that are stacked in one, in a step."""
+    parameters = [nn.Parameter(part.clone()) for part in parts]
+    for parameter, own in zip(parameters, gradient.split([len(part) for part in parts]), strict=True):
+        parameter.grad = own.clone()
+    torch.optim.Muon(parameters, lr=LR).step()
+    return torch.cat([parameter.detach() for parameter in parameters])
+
+
+def stacked(tensor: int) -> tuple[Tensor, Tensor]:
+    """Gate and up under `split_stacked`, and as torch has two parameters."""
+    model = Matrices(tensor)
+    weight = shards_of(model)["stacked.weight"]
+    start, gradient = (
+        values_for(model, kind, 0, torch.float32)["stacked.weight"] for kind in ("weights", "gradients")
+    )
+    weight.tensor.grad = cut(weight, gradient)
+    Muon([weight.tensor], lr=LR, model=model, split_stacked=True).step()
+    return weight.tensor.detach(), cut(weight, of_two(list(start.chunk(2)), gradient))
+
+
+def stacked_unevenly() -> tuple[Tensor, Tensor]:
+    """Weights of 16 and 8 rows on two ranks."""
+    state, model = state_of(2), nn.Module()
+    model.weight = nn.Parameter(torch.zeros(12, 12))
+    ranges = tuple((range(8 * r, 8 * r + 8), range(16 + 4 * r, 20 + 4 * r)) for r in range(2))
+    shard = TensorShard(model.weight, (24, 12), 0, ranges, dist.get_rank(), (0, 0))
+    gradient = torch.randn(24, 12, generator=torch.Generator().manual_seed(4))
+    with patch("tpkernels.optim.muon.shards_of", lambda *_: {"weight": shard}):
+        optimizer = Muon([model.weight], lr=LR, model=model, split_stacked=True, state=state)
+    model.weight.grad = cut(shard, gradient)
+    optimizer.step()
+    return model.weight.detach(), cut(shard, of_two([torch.zeros(16, 12), torch.zeros(8, 12)], gradient))
+
+
+def collectives(layers: int, round_bytes: int, tensor: int) -> dict[str, int]:
+    """How many of each kind torch.distributed is asked for in a step over so many layers."""
+    state = state_of(tensor)
+    model = nn.ModuleList(ColumnParallelLinear(8, 16, bias=False, state=state) for _ in range(layers))
+    options = {"round_bytes": round_bytes, "data_parallel_group": state.process_group("dp")}
+    optimizer = Muon(model.parameters(), model=model, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+
+
+def trained(tensor: int) -> list[float]:
+    """Losses of a GPT under Muon and AdamW."""
+    state = state_of(tensor)
+    torch.manual_seed(3)
+    config = GPTConfig(vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=1)
+    model = GPT(config, sequence_parallel=True, state=state).double()
+    matrices, others = hidden_matrices(model)
+    optimizers = [Muon(matrices, lr=LR, model=model), torch.optim.AdamW(others, lr=0.01)]
+    ids = torch.arange(64).view(2, 32) * 7 % 61
+    ids = ids.chunk(state.size("dp"))[state.rank_in("dp")] if state.size("dp") > 1 else ids
+    data, shards = state.process_group("dp"), state.process_group("tp")
+    buckets = GradientBuckets(list(model.named_parameters()), data, tensor_parallel_group=shards)
+    losses = []
+    for _ in range(3):
+        buckets.zero()
+        loss = model(ids, ids.roll(1, 1))
+        loss.backward()
+        buckets.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+        dist.all_reduce(loss_ := loss.detach().clone())
+        losses.append(loss_.item() / dist.get_world_size())
+    return losses
+
+
+def half_way(folder: str, tensor: int, resumed: bool) -> list[str]:
+    """Two steps that are saved; or two more from there: what differs from torch's after four."""
+    model = Matrices(tensor)
+    optimizer = Muon(model.parameters(), model=model, lr=0.5 if resumed else LR)
+    if resumed:
+        dcp.load(folder, model, optimizer)
+    for step in (2, 3) if resumed else (0, 1):
+        set_gradients(model, values_for(model, "gradients", step, torch.float32))
+        optimizer.step()
+    if not resumed:
+        dcp.save(folder, model, optimizer)
+        return []
+    expected = reference(model, 4, {"lr": LR}, torch.float32)
+    return [
+        name
+        for name, shard in shards_of(model).items()
+        if not torch.equal(cut(shard, expected[name]), shard.tensor)
+    ]
+
+
+def refused(case: str) -> tuple[str, str]:
+    """The error of each rank, where the second brings something else."""
+    model = Matrices(dist.get_world_size())
+    optimizer = Muon(model.parameters(), model=model)
+    set_gradients(model, values_for(model, "gradients", 0, torch.float32))
+    if dist.get_rank() == 1:
+        if case == "gradient":
+            model.get_parameter("row.weight").grad = None
+        elif case == "options":
+            optimizer.param_groups[0]["momentum"] = 0.5
+        else:
+            vars(model.replicated.weight)["main_grad"] = torch.zeros(20, 12, dtype=torch.float64)
+    return error_of(optimizer.step)
+
+
+def under_fully_shard() -> tuple[str, str]:
+    """A model whose parameters are DTensors."""
+    model = fully_shard(Matrices(1), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return error_of(Muon, hidden_matrices(model)[0], model=model)
+
+
+@pytest.fixture
+def ranks(request, pool):
+    return request.getfixturevalue(pool[0])
+
+
+@once(pool=POOLS, options=OPTIONS)
+def test_steps_are_those_of_torch_on_full_matrices(ranks, pool, options):
+    assert ranks.run(differences, pool[1], options, {}, torch.float32) == [{}] * ranks.world_size
+
+
+@once(
+    pool=POOLS | {"dp2": ("ranks2", 1), "dp4": ("ranks4", 1)},
+    own={
+        "rounds": {"round_bytes": 1},
+        "shared": {"shared": True},
+        "both": {"shared": True, "round_bytes": 1},
+    },
+)
+def test_rounds_and_data_parallel_ranks_that_share_the_work_change_no_bit(ranks, pool, own):
+    assert ranks.run(differences, pool[1], {}, own, torch.float32) == [{}] * ranks.world_size
 
 
 def test_in_bfloat16_torch_s_own_sums_depend_on_strides(ranks2, ranks4):
@@ -59,29 +216,22 @@ def test_in_bfloat16_torch_s_own_sums_depend_on_strides(ranks2, ranks4):
                 assert roundings <= 1.0
 
 
-def test_torch_s_muon_scales_a_momentum_in_bfloat16_and_ours_does_not(ranks1):
-    theirs, ours = ranks1.run(_momenta)[0]
+def test_torch_s_muon_scales_a_momentum_in_bfloat16_and_ours_does_not():
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    model.weight.grad = torch.ones_like(model.weight)
+    options = {"nesterov": False, "momentum": 0.5}
+    with posing(0, 1):
+        optimizers = torch.optim.Muon([model.weight], **options), Muon([model.weight], model=model, **options)
+        for optimizer in optimizers:
+            optimizer.step()
+    theirs, ours = (optimizer.state[model.weight]["momentum_buffer"] for optimizer in optimizers)
     assert torch.equal(ours, torch.full((4, 4), 0.5, dtype=torch.bfloat16))
     assert torch.equal(theirs, ours / 2.0)  # its norm
 
 
-def _momenta() -> list[torch.Tensor]:
-    tpkernels.initialize_model_parallel(1)
-    model = nn.Linear(4, 4, bias=False).bfloat16()
-    found = []
-    for optimizer in (
-        torch.optim.Muon([model.weight], nesterov=False, momentum=0.5),
-        Muon([model.weight], model=model, nesterov=False, momentum=0.5),
-    ):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-        found.append(optimizer.state[model.weight]["momentum_buffer"])
-    return found
-
-
 def _goes_on_as_it_was(combined: bool) -> bool:
     """After the state was loaded, with an fp32 main_grad beside a parameter in bfloat16."""
-    tpkernels.initialize_model_parallel(torch.distributed.get_world_size())
+    initialize_model_parallel(torch.distributed.get_world_size())
     results = []
     for reloaded in (False, True):
         torch.manual_seed(3)
@@ -113,23 +263,22 @@ def test_a_wrong_option_would_be_seen(ranks2):
         assert found["stacked.weight"][0] > 300
 
 
-@pytest.mark.parametrize(("pool", "tensor"), POOLS)
-def test_weights_stacked_in_one_may_be_matrices_of_their_own(pool, tensor, request):
-    ranks = request.getfixturevalue(pool)
-    assert ranks.run(stacked_difference, tensor) == [False] * ranks.world_size
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_weights_stacked_in_one_may_be_matrices_of_their_own(ranks, pool):
+    for found, expected in ranks.run(stacked, pool[1]):
+        assert torch.equal(found, expected)
 
 
 def test_stacked_weights_may_have_other_sizes(ranks2):
-    assert ranks2.run(uneven_difference) == [False] * 2
+    for found, expected in ranks2.run(stacked_unevenly):
+        assert torch.equal(found, expected)
 
 
 def test_a_step_takes_two_exchanges_however_many_matrices(ranks2, ranks4):
-    for ranks in (ranks2, ranks4):
-        size = ranks.world_size
-        (one, *_), (many, *_) = (ranks.run(collectives, layers, 2**28, size) for layers in (1, 16))
-        assert one == many  # sends and receives compare what ranks bring
-        assert one["c10d::alltoall_base_"] == 2
-        assert one.keys() == {"c10d::alltoall_base_", "c10d::send", "c10d::recv_"}
+    (one, *_), (many, *_) = (ranks2.run(collectives, layers, 2**28, 2) for layers in (1, 16))
+    assert one == many  # sends and receives compare what ranks bring
+    assert one["c10d::alltoall_base_"] == 2
+    assert one.keys() == {"c10d::alltoall_base_", "c10d::send", "c10d::recv_"}
     for found in ranks2.run(collectives, 8, 1, 2):  # rounds of two matrices
         assert found["c10d::alltoall_base_"] == 8
     for layers in (4, 16):  # two replicas of two ranks share them
@@ -138,41 +287,55 @@ def test_a_step_takes_two_exchanges_however_many_matrices(ranks2, ranks4):
             assert found["c10d::_allgather_base_"] == 1
 
 
-@pytest.mark.parametrize(("pool", "tensor"), POOLS[1:])
-def test_a_model_trains_alike_at_every_size(pool, tensor, ranks1, request):
-    ((expected, weights),) = ranks1.run(trained, 1)
-    results = request.getfixturevalue(pool).run(trained, tensor)
-    for losses, _ in results:
-        assert losses == pytest.approx(expected, rel=0, abs=2e-3)
-    found = results[0][1]
-    assert found.keys() == weights.keys()
+def test_a_model_trains_alike_at_every_size(ranks1, ranks4):
+    (expected,) = ranks1.run(trained, 1)
+    assert ranks4.run(trained, 2) == [pytest.approx(expected, rel=0, abs=2e-3)] * 4
     assert expected[-1] < expected[0] - 0.1
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 1), (1, 2)])
 def test_momentum_is_saved_whole_and_loaded_at_another_size(first, then, request, tmp_path):
     request.getfixturevalue(f"ranks{first}").run(half_way, str(tmp_path / "saved"), first, False)
-    for found in request.getfixturevalue(f"ranks{then}").run(half_way, str(tmp_path / "saved"), then, True):
-        assert {name: float(difference.abs().max()) for name, difference in found.items()} == dict.fromkeys(
-            found, 0.0
-        )
+    again = request.getfixturevalue(f"ranks{then}")
+    assert again.run(half_way, str(tmp_path / "saved"), then, True) == [[]] * then
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("gradient of one rank", "ranks disagree"),
-        ("options of one rank", "ranks disagree: rank 0 has Muon.step with"),
-        ("dtype of one rank", "replicated.weight' (20, 12) float64"),
+        ("gradient", "ranks disagree"),
+        ("options", "ranks disagree: rank 0 has Muon.step with"),
+        ("dtype", "replicated.weight' (20, 12) float64"),
     ],
 )
 def test_ranks_that_bring_other_things_are_told(case, said, ranks2):
-    for error in ranks2.run(refused, case):
+    for kind, error in ranks2.run(refused, case):
+        assert kind in ("ValueError", "RuntimeError")
         assert said in error
 
 
-def test_vectors_tables_and_strangers_are_not_for_muon(ranks1):
-    assert ranks1.run(_refusals) == [_EXPECTED]
+REFUSED = {
+    "vector": (lambda m: Muon([m.bias], model=m), "expected real matrices, but 'bias'"),
+    "stranger": (
+        lambda m: Muon([nn.Parameter(torch.zeros(2, 2))], model=m),
+        "expected parameters of `model`",
+    ),
+    "later": (
+        lambda m: Muon([m.weight], model=m).add_param_group({"params": [m.bias]}),
+        "expected real matrices, but 'bias'",
+    ),
+    "adjust": (
+        lambda m: Muon([{"params": [m.weight], "adjust_lr_fn": "none"}], model=m),
+        "expected adjust_lr_fn",
+    ),
+    "bytes": (lambda m: Muon([m.weight], model=m, round_bytes=0), "expected round_bytes of 1 or more, got 0"),
+}
+
+
+@pytest.mark.parametrize(("build", "said"), REFUSED.values(), ids=REFUSED)
+def test_vectors_tables_and_strangers_are_not_for_muon(build, said):
+    with posing(0, 1), pytest.raises(ValueError, match=f"Muon: {said}"):
+        build(nn.Linear(4, 4))
 
 
 def test_parameters_under_fully_shard_are_refused(ranks2):
@@ -181,56 +344,19 @@ def test_parameters_under_fully_shard_are_refused(ranks2):
         assert "'wide.weight': expected a plain parameter, got a DTensor" in said
 
 
-_EXPECTED = {
-    "vector": "Muon: expected real matrices, but 'bias'",
-    "stranger": "Muon: expected parameters of `model`",
-    "later": "Muon: expected real matrices, but 'bias'",
-    "adjust": "Muon: expected adjust_lr_fn",
-    "bytes": "Muon: expected round_bytes of 1 or more, got 0",
-}
-
-
-def _refusals() -> dict[str, str]:
-    tpkernels.initialize_model_parallel(1)
-    model = nn.Linear(4, 4)
-    later = Muon([model.weight], model=model)
-    tries = {
-        "vector": lambda: Muon([model.bias], model=model),
-        "stranger": lambda: Muon([nn.Parameter(torch.zeros(2, 2))], model=model),
-        "later": lambda: later.add_param_group({"params": [model.bias]}),
-        "adjust": lambda: Muon([{"params": [model.weight], "adjust_lr_fn": "none"}], model=model),
-        "bytes": lambda: Muon([model.weight], model=model, round_bytes=0),
-    }
-    said = {}
-    for name, attempt in tries.items():
-        try:
-            attempt()
-            said[name] = "no error"
-        except ValueError as error:
-            said[name] = str(error)[: len(_EXPECTED[name])]
-    return said
-
-
-def test_hidden_matrices_are_neither_tables_nor_heads(ranks2):
-    expected = {"blocks.0.attention.qkv.query.weight"}
-    for matrices, others in ranks2.run(_parted):
-        assert expected <= set(matrices)
-        assert {"embedding.weight", "head.weight", "positions.weight", "norm.weight"} <= set(others)
-        assert not {name for name in matrices if name.endswith("bias")}
-        assert "blocks.0.mlp.up.weight" not in (*matrices, *others)  # frozen
-
-
-def _parted() -> list[list[str]]:
-    tpkernels.initialize_model_parallel(2)
-    config = tpkernels.GPTConfig(
-        vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, max_positions=8, tied=False
-    )
-    model = tpkernels.GPT(config)
+def test_hidden_matrices_are_neither_tables_nor_heads():
+    config = GPTConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, max_positions=8, tied=False)
+    with posing(1, 2):
+        model = GPT(config)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    frozen = [p for name, p in model.named_parameters() if "mlp" in name]
-    for parameter in frozen:
+    for parameter in model.blocks[0].mlp.parameters():
         parameter.requires_grad = False
-    return [[names[parameter] for parameter in kind] for kind in hidden_matrices(model)]
+    matrices, others = ({names[parameter] for parameter in kind} for kind in hidden_matrices(model))
+    assert matrices == {
+        f"blocks.0.attention.{name}.weight" for name in ("qkv.query", "qkv.key", "qkv.value", "output")
+    }
+    assert {"embedding.weight", "head.weight", "positions.weight", "norm.weight"} <= others
+    assert matrices | others == {name for name in names.values() if "mlp." not in name}  # which is frozen
 
 
 def test_orthogonalize_is_torch_s_to_the_bit():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 from tpkernels.pictures.charts import Bar, Work, bars, curve, roofline
 from tpkernels.pictures.figure import Picture, sheet
@@ -56,6 +57,10 @@ def works(count: int) -> list[Work]:
     ]
 
 
+def has_loaded_matplotlib() -> bool:
+    return any(name.split(".")[0] == "matplotlib" for name in sys.modules)
+
+
 def losses(heading: str, points: list[tuple[float, float]], across: str = "step") -> Picture:
     return curve(heading, points, across=across, along="loss, nats per token")
 
@@ -64,16 +69,18 @@ def hopper(heading: str, shown: list[Work]) -> Picture:
     return roofline(heading, shown, flops=989e12, bytes=3.35e12)
 
 
+CURVES = {
+    "curve": FALLING,
+    "curve_of_nothing": [(1, NAN), (2, INF)],
+    "curve_of_one": [(1, 3.0)],
+    "curve_of_equals": [(1, 2.0), (2, 2.0)],
+    "curve_of_tiny": [(1, 1e-9), (2, 0.0)],
+    "curve_of_large": [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)],
+    "curve_of_monsters": [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)],
+    "curve_of_denormals": [(1, 5e-324), (2, 1e-320)],
+}
 SAMPLES = {
-    "curve": losses("Loss", FALLING),
-    "curve_of_nothing": losses("Loss", [(1, NAN), (2, INF)]),
-    "curve_of_one": losses("Loss", [(1, 3.0)]),
-    "curve_of_equals": losses("Loss", [(1, 2.0), (2, 2.0)]),
-    "curve_of_tiny": losses("Loss", [(1, 1e-9), (2, 0.0)]),
-    "curve_of_large": losses("Loss", [(1, 1e8), (2, 1e8 + 1), (3_000_000, 1e8 - 1)]),
-    "curve_of_monsters": losses("Loss", [(1, 1e308), (2, -1e308), (3, 1e30), (4, -1e30)]),
-    "curve_of_denormals": losses("Loss", [(1, 5e-324), (2, 1e-320)]),
-    "curve_of_negatives": losses("Loss", [(1, -1e30), (2, 1e30)]),
+    **{name: losses("Loss", points) for name, points in CURVES.items()},
     "curve_strange": losses(STRANGE, [(0, NAN), *FALLING], STRANGE),
     "lanes": lanes("One step", {"step 3": STEP}, note="two ranks"),
     "lanes_of_panels": lanes("Calls", {"at once": CALLS, "half as long": LATER}),
@@ -106,10 +113,7 @@ SAMPLES = {
     "processor_of_an_instant": processor("A tile", [Lane("w", [Doing("waits", 5.0, 5.0)])]),
     "processor_of_many": processor(
         "A tile",
-        [
-            Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(3000)])
-            for i in range(16)
-        ],
+        [Lane(f"warp {i}", [Doing("epilogue", 2.0 * k, 2.0 * k + 1) for k in range(300)]) for i in range(16)],
     ),
     "processor_strange": processor(
         STRANGE,

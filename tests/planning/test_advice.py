@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.checks import error_of
 from tests.layers.worlds import posing
 from tests.planning.shapes import GPT2, LLAMA
+from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.gpus import RATED_GPUS
 from tpkernels.planning import advice as module
@@ -28,8 +30,7 @@ def test_layouts_are_all_that_use_every_gpu():
     }
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("gpu", RATED_GPUS)
+@once(gpu=[*RATED_GPUS], recompute=["none", "full"])
 def test_each_layout_is_in_one_place(gpu, recompute):
     machine = Machine(RATED_GPUS[gpu])
     advice = advise(replace(LLAMA_70B, recompute=recompute), machine, 64, 8)
@@ -100,18 +101,11 @@ SPLITS = [  # model, ranks
 
 @pytest.mark.parametrize(("model", "ranks"), SPLITS)
 def test_a_model_is_refused_where_its_layers_refuse_it(model, ranks):
-    def said(build):
-        try:
-            build()
-        except ValueError as error:
-            return str(error)
-        return None
-
     with posing(0, ranks):
-        theirs = said(lambda: GPT(model, device="meta"))
+        theirs, _ = error_of(GPT, model, device="meta")
     job = Job(model=LLAMA, tokens=8 * ranks, batch=1)
-    ours = said(lambda: replace(job, model=model).require_split(Layout(ranks, 1, 1)))
-    assert (ours is None) == (theirs is None), (ours, theirs)
+    ours, _ = error_of(lambda: replace(job, model=model).require_split(Layout(ranks, 1, 1)))
+    assert (ours == "nothing") == (theirs == "nothing")
 
 
 @pytest.mark.parametrize(
@@ -121,10 +115,7 @@ def test_a_model_is_refused_where_its_layers_refuse_it(model, ranks):
         ({"batch": 0}, "batch: expected at least 1, got 0"),
         ({"micro_batch": -1}, "micro_batch: expected at least 1"),
         ({"model": LLAMA.with_sizes(activation="selu")}, "activation: expected one of none, gelu"),
-        (
-            {"model": LLAMA.with_sizes(norm="batch")},
-            "norm: expected one of layer_norm, rms_norm, got 'batch'",
-        ),
+        ({"model": LLAMA.with_sizes(norm="batch")}, "norm: expected one of layer_norm, rms_norm, got"),
     ],
 )
 def test_jobs_that_cannot_be_are_told(change, message):

@@ -4,13 +4,13 @@ import gc
 import time
 from dataclasses import replace
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from tests.layers.test_memory import kept
 from tests.ops.transport_cases import under
+from tests.patience import patient
 from tests.planning.shapes import GPT2, LLAMA, MODELS
+from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, plan_groups
 from tpkernels.buckets.layout import ALIGNMENT
 from tpkernels.planning.job import Job, Layout
@@ -34,36 +34,48 @@ def job_of(model, **options):
     return Job(**{"model": model, "tokens": TOKENS, "batch": BATCH, "micro_batch": BATCH, **options})
 
 
-def differences_of_models(dtype):
-    """What forward of a whole model keeps, where it is not as predicted."""
+def kept(module, *inputs):
+    """Bytes that autograd holds besides parameters, memory that is shared counted once."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    storages = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = module(*inputs)
+    assert y.requires_grad
+    return sum(storages.values())
+
+
+def kept_and_predicted(name, dtype, options):
+    """What forward of a model keeps."""
     ranks = torch.distributed.get_world_size()
     initialize_model_parallel(ranks)
     ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
-    found = {}
-    for name in ("llama", "gpt2"):
-        model = MODELS[name]
-        for options in (
-            {"recompute": "none", "sequence_parallel": True},
-            {"recompute": "selective", "sequence_parallel": False},
-            {"recompute": "full", "sequence_parallel": True},
-        ):
-            job = job_of(model, element=dtype.itemsize, **options)
-            held = kept(GPT(model, dtype=dtype, **options), ids, ids)
-            expected = activations_of_stage(job, Layout(ranks, 1, 1), 0)
-            if options["recompute"] == "full":  # what is computed again is there in backward only
-                expected -= kept_by_block(replace(job, recompute="none"), ranks) - kept_by_block(job, ranks)
-                expected -= kept_by_rotation(job)  # held as an argument, which hooks do not see
-            if held != expected:
-                found[name, options["recompute"]] = held, expected
-    return found
+    job = job_of(MODELS[name], element=dtype.itemsize, **options)
+    expected = activations_of_stage(job, Layout(ranks, 1, 1), 0)
+    if options["recompute"] == "full":  # what is computed again is there in backward only
+        expected -= kept_by_block(replace(job, recompute="none"), ranks) - kept_by_block(job, ranks)
+        expected -= kept_by_rotation(job)  # held as an argument, which hooks do not see
+    return kept(GPT(MODELS[name], dtype=dtype, **options), ids, ids), expected
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
-def test_a_model_keeps_what_is_predicted(ranks, dtype, request):
-    for found in request.getfixturevalue(f"ranks{ranks}").run(
-        under, "c10d", "torch", differences_of_models, dtype
-    ):
-        assert found == {}
+@pairwise(
+    name=["llama", "gpt2"],
+    dtype=[torch.bfloat16, torch.float32],
+    recompute=["full", "none", "selective"],
+    sequence_parallel=[True, False],
+    ranks=[4, 2, 1],
+)
+def test_a_model_keeps_what_is_predicted(name, dtype, recompute, sequence_parallel, ranks, request):
+    options = {"recompute": recompute, "sequence_parallel": sequence_parallel}
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    for held, predicted in pool.run(under, "c10d", "torch", kept_and_predicted, name, dtype, options):
+        assert held == predicted
 
 
 def alive():
@@ -74,10 +86,10 @@ def alive():
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
-def held_by_trainer(model, sizes, text, dtype):
+def held_by_trainer(model, tensor, text, dtype):
     """(bytes between steps, of weights, of gradients, of the optimizer, parameters, buckets)"""
     before = alive()  # and held, so that nothing new takes its place
-    state = create_parallel_state(plan_groups(world_size=2, **sizes))
+    state = create_parallel_state(plan_groups(world_size=2, tensor=tensor))
     config = TrainConfig(
         model=model, data=text, steps=2, batch=4, tokens=8, dtype=dtype, sequence_parallel=True
     )
@@ -89,24 +101,24 @@ def held_by_trainer(model, sizes, text, dtype):
         optimizer += [states["exp_avg"], states["exp_avg_sq"]]
     parts = [list(trainer.model.parameters()), list(buckets), optimizer]
     weights, gradients, states = (sum(tensor.nbytes for tensor in part) for part in parts)
-    for _ in range(20):  # gloo's threads let go of a finished collective a little after its wait
+    deadline = time.monotonic() + patient(4.0)
+    while True:  # gloo's threads let go of a finished collective a little after its wait
         now = alive() | {bucket.untyped_storage().data_ptr(): bucket.untyped_storage() for bucket in buckets}
         new = sum(memory.nbytes() for place, memory in now.items() if place not in before)
-        if new <= weights + gradients + states + FEW:
+        if new <= weights + gradients + states + FEW or time.monotonic() > deadline:
             break
-        time.sleep(0.2)
+        time.sleep(0.05)
     return new, weights, gradients, states, len(parts[0]), len(buckets)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 1}], ids=["tp2", "dp2"])
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)])
-def test_a_trainer_holds_what_is_predicted(sizes, name, dtype, ranks2, tmp_path):
+@once(tensor=[2, 1], name=["llama", "gpt2"], dtype=[torch.bfloat16, torch.float32])
+def test_a_trainer_holds_what_is_predicted(tensor, name, dtype, ranks2, tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(32, 120)) * 20)
     model = MODELS[name].with_sizes(vocab_size=256)
-    layout = Layout(sizes["tensor"], 1, 2 // sizes["tensor"])
+    layout = Layout(tensor, 1, 2 // tensor)
     predicted = memory_of(job_of(model, element=dtype.itemsize), layout)
     for found in ranks2.run(
-        under, "c10d", "torch", held_by_trainer, model, sizes, str(tmp_path / "text"), dtype
+        under, "c10d", "torch", held_by_trainer, model, tensor, str(tmp_path / "text"), dtype
     ):
         total, weights, gradients, optimizer, parameters, buckets = found
         padding = ALIGNMENT * (parameters + buckets * layout.data)
@@ -152,7 +164,7 @@ def test_states_are_split_over_data_ranks_and_the_fullest_stage_counts():
     job = job_of(LLAMA.with_sizes(num_layers=4), batch=8)
     one, four = (memory_of_stage(job, Layout(1, 1, data), 0) for data in (1, 4))
     assert (four.weights, four.gradients, four.activations) == (one.weights, one.gradients, one.activations)
-    assert four.optimizer == one.optimizer // 4
+    assert (four.optimizer, four.update) == (one.optimizer // 4, one.update // 4)
     stages = [memory_of_stage(job, Layout(1, 4, 1), stage) for stage in range(4)]
     assert memory_of(job, Layout(1, 4, 1)).peak == max(stage.peak for stage in stages)
     assert Memory(1, 2, 4, 8, 16).peak == 23

@@ -5,6 +5,7 @@ import torch
 
 from tests.layers.worlds import posing
 from tests.planning.shapes import MODELS
+from tests.products import once
 from tpkernels import GPT, model_config
 from tpkernels.layers.attributes import Attributes
 from tpkernels.planning.job import Job, Layout
@@ -25,8 +26,7 @@ def counted(model):
     return found
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("name", [*MODELS, *NAMED])
+@once(name=[*MODELS, *NAMED], tensor=[4, 1, 2])
 def test_counts_are_those_of_a_model(name, tensor):
     config = (MODELS | NAMED)[name]
     job = Job(model=config, tokens=16, batch=1)
@@ -46,8 +46,3 @@ def test_stages_share_the_model(name):
     table = 125 * 64
     assert sum(stages) == whole + table * MODELS[name].tied  # the last stage's copy of a tied table
     assert stages[1] < min(stages[0], stages[2])
-
-
-def test_llama_has_70_billion():
-    job = Job(model=model_config("llama3-70b"), tokens=8192, batch=1)
-    assert parameters_of_stage(job, Layout(1, 1, 1), 0).total == 70_553_706_496

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.shapes import GPT2, LLAMA
+from tests.products import pairwise
 from tpkernels.comm.schedule import MOST_CHUNKS
 from tpkernels.dispatch.gpus import GPUS
 from tpkernels.gpus import RATED_GPUS, RatedGpu, gpu_named
@@ -31,12 +32,7 @@ JOB = Job(model=LLAMA.with_sizes(num_layers=8), tokens=64, batch=16)
         (Work(products_alone=0.25, transfers_alone=0.0), 0.0, 7.0, 7.0),  # nothing to hide behind
         (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 7.0, 0.0),  # another product hides it
         (Work(products_alone=0.0, transfers_alone=0.0), 8.0, 9.0, 1.0),
-        (
-            Work(products_alone=0.25, transfers_alone=0.25),
-            80.0,
-            8.0,
-            2.0,
-        ),  # the last, whatever the products
+        (Work(products_alone=0.25, transfers_alone=0.25), 80.0, 8.0, 2.0),  # the last, whatever the products
         (Work(products_alone=0.25, transfers_alone=0.25), 8.0, 0.0, 0.0),
     ],
 )
@@ -63,10 +59,13 @@ def simulated(products, transfers, rounds, kind):
 RANKS = 8
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce"])
-@pytest.mark.parametrize("rounds", [1, 2, 4])
-@pytest.mark.parametrize(("products", "transfers"), [(4.0, 8.0), (1.0, 9.0), (3.0, 3.0), (9.0, 3.0)])
-def test_the_formula_is_what_rounds_do(kind, rounds, products, transfers):
+@pairwise(
+    kind=["gather", "reduce"],
+    rounds=[1, 2, 4],
+    seconds=[(4.0, 8.0), (1.0, 9.0), (3.0, 3.0), (9.0, 3.0)],
+)
+def test_the_formula_is_what_rounds_do(kind, rounds, seconds):
+    products, transfers = seconds
     width = 256 * 2 * 132 * rounds * 128 // 8192  # two tiles for each of 132 processors in each round
     work = _Transfers(replace(JOB, tokens=8192), RANKS, 132).gathers(1.0, features=width)
     assert work.products_alone == 1 / rounds
@@ -102,9 +101,8 @@ def test_bubble_is_a_share_of_stages_and_micro_batches():
         time = step_time(JOB, Layout(1, stages, 1), MACHINE)
         count = JOB.micro_batches(Layout(1, stages, 1))
         turn = time.bubble / max(1, stages - 1)
-        assert time.bubble == pytest.approx(
-            (stages - 1) / (count + stages - 1) * (count * turn + time.bubble)
-        )
+        share = (stages - 1) / (count + stages - 1)
+        assert time.bubble == pytest.approx(share * (count * turn + time.bubble))
         assert (time.bubble == 0) == (stages == 1)
         assert time.total == time.compute + time.exposed + time.bubble
     few = replace(JOB, batch=4)
@@ -159,20 +157,15 @@ def test_gradients_and_weights_travel_once_a_step():
 
 
 def test_gradients_of_copies_travel_once_a_step():
-    few, many = (
-        step_time(
-            Job(model=GPT2.with_sizes(max_positions=positions), tokens=64, batch=16), Layout(2, 1, 1), MACHINE
-        )
-        for positions in (64, 1064)
-    )
+    models = (GPT2.with_sizes(max_positions=positions) for positions in (64, 1064))
+    jobs = (Job(model=model, tokens=64, batch=16) for model in models)
+    few, many = (step_time(job, Layout(2, 1, 1), MACHINE) for job in jobs)
     assert many.exposed - few.exposed == pytest.approx(2 * 4 * 1000 * 64 / 2 / 100e9)
 
 
 def test_copies_of_a_table_are_summed_between_stages():
-    tied, untied = (
-        step_time(Job(model=GPT2.with_sizes(tied=tied), tokens=64, batch=16), Layout(1, 2, 1), MACHINE)
-        for tied in (True, False)
-    )
+    jobs = (Job(model=GPT2.with_sizes(tied=tied), tokens=64, batch=16) for tied in (True, False))
+    tied, untied = (step_time(job, Layout(1, 2, 1), MACHINE) for job in jobs)
     assert tied.exposed - untied.exposed == pytest.approx(4 * 250 * 64 / 100e9)
     assert tied.compute == untied.compute
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.layers.worlds import posing
 from tests.ops.transport_cases import under
 from tests.planning.shapes import LLAMA, MODELS
+from tests.products import once, pairwise
 from tpkernels import GPT, create_parallel_state, initialize_model_parallel, model_config, plan_groups
 from tpkernels.planning.job import Job, Layout
 from tpkernels.planning.parameters import parameters_of_stage
@@ -56,41 +57,30 @@ def of_a_micro_batch(job, tensor):
     return blocks + embedding_work(job, tensor) + head_work(job, tensor)
 
 
-def sent_by_models(names, all_options):
-    """(what a forward and backward sends, what is predicted), where these differ"""
+def sent_and_predicted(name, options):
+    """Bytes of a forward and backward."""
     ranks = torch.distributed.get_world_size()
     initialize_model_parallel(ranks)
     ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
-    found = {}
-    for name in names:
-        for options in all_options:
-            model = GPT(MODELS[name], **options)
-            with Wire() as wire:
-                model(ids, ids).backward()
-            works = of_a_micro_batch(job_of(MODELS[name], element=4, **options), ranks)
-            expected = sum(work.sent for work in works)
-            if wire.sent != expected:
-                found[name, str(options)] = wire.sent, expected
-    return found
+    model = GPT(MODELS[name], **options)
+    with Wire() as wire:
+        model(ids, ids).backward()
+    works = of_a_micro_batch(job_of(MODELS[name], element=4, **options), ranks)
+    return wire.sent, sum(work.sent for work in works)
 
 
-OPTIONS = [
-    {"sequence_parallel": True, "recompute": "none"},
-    {"sequence_parallel": False, "recompute": "selective"},
-    {"sequence_parallel": True, "recompute": "full"},
-    {"sequence_parallel": False, "recompute": "full"},
-]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "names", "options"),
-    [(2, ["llama", "gpt2"], OPTIONS), (4, ["llama"], OPTIONS[1:3])],  # on four a head is shared
+@pairwise(
+    ranks=[4, 2],  # on four a head of llama is shared
+    name=["llama", "gpt2"],
+    sequence_parallel=[False, True],
+    recompute=["selective", "full", "none"],
 )
-def test_a_micro_batch_sends_what_is_predicted(ranks, names, options, request):
-    for found in request.getfixturevalue(f"ranks{ranks}").run(
-        under, *SOCKETS, sent_by_models, names, options
+def test_a_micro_batch_sends_what_is_predicted(ranks, name, sequence_parallel, recompute, request):
+    options = {"sequence_parallel": sequence_parallel, "recompute": recompute}
+    for sent, predicted in request.getfixturevalue(f"ranks{ranks}").run(
+        under, *SOCKETS, sent_and_predicted, name, options
     ):
-        assert found == {}
+        assert sent == predicted
 
 
 def sent_by_a_step(sizes, options, text):
@@ -139,8 +129,7 @@ def test_a_step_sends_what_is_predicted(sizes, sequence_parallel, ranks2, tmp_pa
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@once(name=[*MODELS], recompute=["none", "selective", "full"])
 def test_products_are_those_that_torch_counts(name, recompute):
     model, ids = MODELS[name], torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
     job = job_of(model, recompute=recompute)

@@ -1,17 +1,15 @@
-"""What ranks run to compare tensor-parallel sizes to the bit: runs, and one step's gradients."""
+"""What ranks run to compare tensor-parallel sizes to the bit: runs, logits, and what is written."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.segments import tp_invariance
 from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
@@ -101,51 +99,6 @@ def bits_of(tensors: Mapping[str, Tensor]) -> str:
         total.update(name.encode())
         total.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def gradients(
-    model: GPTConfig,
-    segments: int,
-    ids: Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    compiler: str | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
-    """The loss, outputs of modules, and full gradients of one step, by name, on rank 0.
-
-    compiler: a backend of torch.compile; then without the outputs
-    options: of `GPT`, over all ranks
-    """
-    with tp_invariance(segments):
-        world = dist.get_world_size()
-        state = create_parallel_state(plan_groups(world_size=world, tensor=world))
-        with use(state):
-            manual_seed(3)
-        built = GPT(model, state=state, dtype=dtype, **options)
-        if options.get("gradient_accumulation_fusion"):
-            for parameter in built.parameters():
-                vars(parameter)["main_grad"] = torch.zeros_like(parameter, dtype=torch.float32)
-        found: dict[str, Tensor] = {}
-        called = built if compiler is None else torch.compile(built, backend=compiler)
-        for name, module in built.named_modules() if compiler is None else ():
-            module.register_forward_hook(partial(_keep, found, f"output of {name}"))
-        loss = called(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        loss.backward()
-        holder = GPT(model, state=state, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter, own in zip(holder.parameters(), built.parameters(), strict=True):
-                halves = [own.grad, getattr(own, "main_grad", None)]  # some layers fill either
-                parameter.copy_(sum((each.float() for each in halves if each is not None), torch.zeros(())))
-        full = full_state_dict(holder)
-        return (
-            found | {f"gradient of {name}": tensor for name, tensor in full.items()} | {"loss": loss.detach()}
-        )
-
-
-def _keep(found: dict[str, Tensor], name: str, module: nn.Module, inputs: object, output: object) -> None:
-    if isinstance(output, Tensor):
-        found[name] = output.detach()
 
 
 def answers(model: GPTConfig, dtype: torch.dtype, segments: int) -> tuple[Tensor, Tensor]:

@@ -3,36 +3,28 @@
 import pytest
 import torch
 
-from tests.training.test_training import config_for
-from tpkernels import create_parallel_state, plan_groups
+from tests.training.small import CPU, config_for, trainer_for
 from tpkernels.models.config import model_config
 from tpkernels.training import capacity
 from tpkernels.training.capacity import least_bytes, memory_of_machine, require_room
 from tpkernels.training.measures import largest_memory
-from tpkernels.training.trainer import Trainer
-
-CPU = torch.device("cpu")
 
 
 def seen_and_needed(config, tensor):
     """What a rank held after a step, and what was said before."""
-    world = torch.distributed.get_world_size()
-    state = create_parallel_state(plan_groups(world_size=world, tensor=tensor))
-    trainer = Trainer(config, state, CPU)
+    trainer = trainer_for(config, tensor)
     trainer.step()
     memory = largest_memory(trainer)
-    return memory.weights + memory.gradients + memory.optimizer, least_bytes(config, tensor, world // tensor)
+    data = torch.distributed.get_world_size() // tensor
+    return memory.weights + memory.gradients + memory.optimizer, least_bytes(config, tensor, data)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_no_more_is_counted_than_a_run_holds(tensor, tmp_path, ranks2):
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(range(32, 120)) * 20)
+def test_no_more_is_counted_than_a_run_holds(tensor, text, ranks2):
     config = config_for(text, dtype=torch.float32)
+    elements = config.batch * config.tokens
+    activations = 16 * elements + 4 * config.model.num_layers * elements * config.model.hidden_size
     for held, needed in ranks2.run(seen_and_needed, config, tensor):
-        activations = 16 * config.batch * config.tokens + 4 * config.model.num_layers * (
-            config.batch * config.tokens * config.model.hidden_size
-        )
         assert held / 2 < needed <= held + activations
 
 

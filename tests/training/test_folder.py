@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from tests.products import once
 from tests.ranks import RankFailure
 from tpkernels import files
 from tpkernels.training.folder import checkpoint_of, opened_after, prepare, set_aside_after
@@ -60,29 +61,23 @@ def go_on(path, done, line="new"):
     return said
 
 
-def test_lines_beyond_the_checkpoint_are_dropped(tmp_path):
-    path = tmp_path / "metrics"
+def test_lines_beyond_the_checkpoint_are_dropped_and_links_stay(tmp_path):
+    path, link = tmp_path / "lines", tmp_path / "metrics"
     path.write_text("".join(f"{line}\n" for line in GOOD))
-    assert go_on(path, 3) == ""
+    link.symlink_to("lines")
+    assert go_on(link, 3) == ""
     assert path.read_text().splitlines() == [*GOOD[:3], "new"]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics"]
+    assert link.is_symlink()
+    assert {file.name for file in tmp_path.iterdir()} == {"lines", "metrics"}
 
 
-def test_a_link_to_the_lines_stays_one(tmp_path):
-    (tmp_path / "lines").write_text("\n".join(GOOD))
-    (tmp_path / "metrics").symlink_to("lines")
-    assert go_on(tmp_path / "metrics", 2) == ""
-    assert (tmp_path / "metrics").is_symlink()
-    assert (tmp_path / "lines").read_text().splitlines() == [*GOOD[:2], "new"]
-
-
-def test_a_run_from_the_start_has_a_file_of_its_own(tmp_path):
+@pytest.mark.parametrize(("before", "done"), [(GOOD[0], 0), (None, 3)], ids=["from_the_start", "absent"])
+def test_a_run_without_lines_to_keep_has_a_file_of_its_own(before, done, tmp_path):
     path = tmp_path / "metrics"
-    path.write_text(GOOD[0])
-    assert go_on(path, 0) == ""
+    if before:
+        path.write_text(before)
+    assert go_on(path, done) == ""
     assert path.read_text() == "new\n"
-    assert go_on(tmp_path / "absent", 3) == ""
-    assert (tmp_path / "absent").read_text() == "new\n"
 
 
 BAD = {
@@ -96,8 +91,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-@pytest.mark.parametrize("at", [1, 3], ids=["within", "at_the_end"])
+@once(bad=BAD, at={"within": 1, "at_the_end": 3})
 def test_damaged_lines_are_named_and_set_aside(bad, at, tmp_path):
     path = tmp_path / "metrics"
     (tmp_path / "metrics.damaged").write_text("of an earlier restart")

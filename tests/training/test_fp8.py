@@ -5,114 +5,54 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.models.small import LLAMA
 from tests.segments import tp_invariance
-from tpkernels import create_parallel_state, plan_groups
+from tests.training.small import config_for, losses_of, trainer_for
 from tpkernels.interop import dcp
 from tpkernels.ops.quantized import weights
 from tpkernels.training import trainer as trainer_module
-from tpkernels.training.config import TrainConfig
 from tpkernels.training.proof import TOLERANCES, allowed_by
-from tpkernels.training.trainer import Trainer
 
 
-@pytest.fixture
-def config(tmp_path):
-    text = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_bytes(bytes(range(32, 120)) * 20)
-    return TrainConfig(
-        model=LLAMA.with_sizes(vocab_size=256),
-        data=str(text),
-        steps=6,
-        batch=8,
-        tokens=8,
-        warmup=2,
-        accumulate=2,
-        sequence_parallel=True,
-        dtype=torch.bfloat16,
-        fp8="rowwise",
-    )
+    options = {"accumulate": 2, "sequence_parallel": True, "dtype": torch.bfloat16, "fp8": "rowwise"}
+    return config_for(text, **options)
 
 
-def trainer_of(config):
-    world = torch.distributed.get_world_size()
-    state = create_parallel_state(plan_groups(world_size=world, tensor=world))
-    return Trainer(config, state, torch.device("cpu"))
-
-
-def losses(config, reusing=True):
+def losses(config, reusing):
     """And how many weights were quantized in the last step."""
-    trainer = trainer_of(config)
+    trainer = trainer_for(config)
     plain = patch.object(trainer_module, "reuse_quantized_weights", nullcontext)
     counted = patch.object(weights, "_quantized", wraps=weights._quantized)
     with nullcontext() if reusing else plain:
-        found = [trainer.step().loss for _ in range(config.steps - 1)]
+        found = losses_of(trainer, config.steps - 1)
         with counted as calls:
             found.append(trainer.step().loss)
     return found, calls.call_count
 
 
-def saved_then(config, folder, steps):
-    trainer = trainer_of(config)
-    for _ in range(steps):
-        trainer.step()
+@pytest.fixture(scope="module")
+def learn(config, ranks2):
+    """Losses and count of a run; each run once."""
+    return cache(lambda fp8, reusing=True: ranks2.run(losses, replace(config, fp8=fp8), reusing)[0])
+
+
+def saved_then(config, folder):
+    trainer = trainer_for(config)
+    trainer.step()
     trainer.save(folder)
-    return [trainer.step().loss for _ in range(2)]
+    return losses_of(trainer, 2)
 
 
-def resumed(config, folder):
-    trainer = trainer_of(config)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer.resume(dcp.latest(folder))
-    return [trainer.step().loss for _ in range(2)], " ".join(str(each.message) for each in told)
-
-
-@pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "rowwise+head+wgrad=fp8+gradients=e5m2"])
-def test_it_learns_as_much_as_without(fp8, config, ranks2):
-    ours, plain = (ranks2.run(losses, replace(config, fp8=each))[0][0] for each in (fp8, ""))
-    assert ours != plain
-    assert ours == pytest.approx(plain, rel=5e-3)
-    assert ours[-1] < ours[0] - 0.05
-
-
-def test_microbatches_of_a_step_share_weights_in_fp8_and_steps_do_not(config, ranks2):
-    """Both with the bits of quantizing each time: weights change between steps, not within."""
-    (ours, count), (plain, each_time) = (ranks2.run(losses, config, reuse)[0] for reuse in (True, False))
-    assert ours == plain
-    assert count == 2 * 2 * 7  # rows and columns, 2 blocks of 7 weights
-    assert each_time == config.accumulate * count
-
-
-def test_it_goes_on_to_the_digit(config, tmp_path, ranks2):
-    expected = ranks2.run(saved_then, config, tmp_path, 3)
-    assert ranks2.run(resumed, config, tmp_path) == [(losses, "") for losses in expected]
-
-
-def test_other_products_are_said_on_resume(config, tmp_path, ranks2):
-    ranks2.run(saved_then, config, tmp_path, 1)
-    for fp8, said in (
-        ("blockwise", "with rowwise fp8; this run, with blockwise, goes on"),
-        ("", "with none, goes"),
-    ):
-        for _, told in ranks2.run(resumed, replace(config, fp8=fp8), tmp_path):
-            assert said in told
-    same = replace(config, fp8="rowwise+gradients=e4m3")  # in other words
-    assert [told for _, told in ranks2.run(resumed, same, tmp_path)] == ["", ""]
-
-
-def test_a_checkpoint_from_before_there_was_fp8_goes_on(config, tmp_path, ranks2):
-    config = replace(config, fp8="")
-    expected = ranks2.run(saved_as_before, config, tmp_path, 1)
-    assert ranks2.run(resumed, config, tmp_path) == [(losses, "") for losses in expected]
-
-
-def saved_as_before(config, folder, steps):
+def saved_as_before(config, folder):
     save = dcp.save
 
     def without(path, *args, extra, **named):
@@ -120,7 +60,49 @@ def saved_as_before(config, folder, steps):
         return save(path, *args, extra=extra, **named)
 
     with patch.object(dcp, "save", without):
-        return saved_then(config, folder, steps)
+        return saved_then(config, folder)
+
+
+def resumed(config, folder):
+    trainer = trainer_for(config)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.resume(dcp.latest(folder))
+    return losses_of(trainer, 2), " ".join(str(each.message) for each in told)
+
+
+@pytest.mark.parametrize("fp8", ["rowwise", "blockwise", "rowwise+head+wgrad=fp8+gradients=e5m2"])
+def test_a_run_learns_as_much_as_without_fp8(fp8, learn):
+    (ours, _), (plain, _) = learn(fp8), learn("")
+    assert ours != plain
+    assert ours == pytest.approx(plain, rel=5e-3)
+    assert ours[-1] < ours[0] - 0.05
+
+
+def test_microbatches_of_a_step_share_weights_in_fp8_and_steps_do_not(config, learn):
+    """Both with the bits of quantizing each time: weights change between steps, not within."""
+    (ours, count), (plain, each_time) = learn("rowwise"), learn("rowwise", False)
+    assert ours == plain
+    assert count == 2 * 2 * 7  # rows and columns, 2 blocks of 7 weights
+    assert each_time == config.accumulate * count
+
+
+def test_a_run_goes_on_to_the_digit_and_other_products_are_said(config, tmp_path, ranks2):
+    expected = ranks2.run(saved_then, config, tmp_path)
+    same = replace(config, fp8="rowwise+gradients=e4m3")  # in other words
+    assert ranks2.run(resumed, same, tmp_path) == [(losses, "") for losses in expected]
+    for fp8, said in (
+        ("blockwise", "with rowwise fp8; this run, with blockwise, goes on"),
+        ("", "with none, goes"),
+    ):
+        for _, told in ranks2.run(resumed, replace(config, fp8=fp8), tmp_path):
+            assert said in told
+
+
+def test_a_checkpoint_from_before_there_was_fp8_goes_on(config, tmp_path, ranks2):
+    config = replace(config, fp8="")
+    expected = ranks2.run(saved_as_before, config, tmp_path)
+    assert ranks2.run(resumed, config, tmp_path) == [(losses, "") for losses in expected]
 
 
 def test_what_cannot_be_is_refused(config):

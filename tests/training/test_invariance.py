@@ -1,13 +1,16 @@
 """With TP-invariance a run is the same to the bit at every tensor-parallel size; otherwise it is not."""
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
+from tests.products import once
 from tests.ranks import RankPool
-from tests.training.invariant_runs import answers, gradients, trained
+from tests.training.invariant_runs import answers, trained
 from tpkernels.models.config import GPTConfig
 from tpkernels.training.config import TrainConfig
 
@@ -30,9 +33,9 @@ STEPS = 3
 SEGMENTS = 8
 
 
-@pytest.fixture
-def config(tmp_path):
-    text = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_bytes(bytes(range(32, 120)) * 20)
     return TrainConfig(
         model=LLAMA,
@@ -43,40 +46,34 @@ def config(tmp_path):
         accumulate=2,
         warmup=1,
         max_norm=0.5,  # less than the gradients' norm: it clips
+        dtype=torch.bfloat16,
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_run_is_the_same_at_every_size(model, dtype, config, ranks1, ranks2, ranks4):
-    config = replace(config, model=MODELS[model], dtype=DTYPES[dtype])
-    split = replace(config, sequence_parallel=True)
-    expected = ranks1.run(trained, config, SEGMENTS)[0]
+@pytest.fixture(scope="module")
+def alone(ranks1):
+    """The outcome of a run on one rank; each run once."""
+    return cache(lambda config, segments=SEGMENTS: ranks1.run(trained, config, segments)[0])
+
+
+@once(model=MODELS, dtype=DTYPES)
+def test_a_run_is_the_same_at_every_size(model, dtype, config, alone, ranks2, ranks4):
+    config = replace(config, model=model, dtype=dtype)
+    expected = alone(config)
     assert min(expected.norms) > config.max_norm
     assert ranks2.run(trained, config, SEGMENTS)[0] == expected
-    assert ranks2.run(trained, split, SEGMENTS)[0] == expected
-    assert ranks4.run(trained, split, SEGMENTS)[0] == expected
+    assert ranks4.run(trained, replace(config, sequence_parallel=True), SEGMENTS)[0] == expected
 
 
-def test_a_run_is_the_same_on_as_many_ranks_as_segments(config, ranks1):
-    config = replace(config, dtype=torch.bfloat16)
-    expected = ranks1.run(trained, config, SEGMENTS)[0]
-    with RankPool(8) as ranks8:
-        assert ranks8.run(trained, config, SEGMENTS)[0] == expected
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.sweep)])
+def test_a_run_is_the_same_on_as_many_ranks_as_segments(ranks, config, alone, ranks4):
+    expected = alone(config, ranks)
+    with RankPool(8) if ranks == 8 else nullcontext(ranks4) as pool:
+        assert pool.run(trained, config, ranks)[0] == expected
 
 
-@pytest.mark.parametrize(
-    "changes", [{"recompute": "full"}, {"recompute": "selective"}, {"overlap": False}], ids=str
-)
-def test_what_is_computed_again_or_in_turn_changes_no_bit(changes, config, ranks1, ranks2):
-    expected = ranks1.run(trained, config, SEGMENTS)[0]
-    changed = replace(config, sequence_parallel=True, **changes)
-    assert ranks2.run(trained, changed, SEGMENTS)[0] == expected
-
-
-def test_a_run_goes_on_at_another_size(config, tmp_path, ranks1, ranks2, ranks4):
-    config = replace(config, dtype=torch.bfloat16)
-    expected = ranks1.run(trained, config, SEGMENTS)[0]
+def test_a_run_goes_on_at_another_size(config, alone, tmp_path, ranks1, ranks2, ranks4):
+    expected = alone(config)
     there, back = tmp_path / "there", tmp_path / "back"
     ranks4.run(_until, config, 1, None, there)
     ranks1.run(_until, config, 2, there, back)
@@ -102,7 +99,7 @@ def _warned(config, kept, segments):
     return " ".join(str(each.message) for each in told)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence_parallel"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_data_parallel_runs_are_the_same_too(sequence_parallel, config, ranks2, ranks4):
     config = replace(config, sequence_parallel=sequence_parallel)
     expected, other = (ranks.run(_of_two_data_ranks, config)[0] for ranks in (ranks2, ranks4))
@@ -113,48 +110,19 @@ def _of_two_data_ranks(config):
     return trained(config, SEGMENTS, tensor=torch.distributed.get_world_size() // 2)
 
 
-def test_other_runs_depend_on_the_size(config, ranks1, ranks2, ranks4):
+def test_other_runs_depend_on_the_size(config, alone, ranks2):
     """What the tests above would see. Losses agree within rounding only."""
-    runs = [ranks.run(trained, config, 0)[0] for ranks in (ranks1, ranks2, ranks4)]
-    assert len({run.sum for run in runs}) == 3
-    assert len({run.norms for run in runs}) == 3
-    for run in runs[1:]:
-        assert run.losses == pytest.approx(runs[0].losses, rel=1e-4)
+    config = replace(config, dtype=torch.float32)
+    expected, run = alone(config, 0), ranks2.run(trained, config, 0)[0]
+    assert run.sum != expected.sum
+    assert run.norms != expected.norms
+    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_the_same_where_layers_add_to_main_grad(model, dtype, ranks1, ranks2, ranks4):
-    fused = {"dtype": DTYPES[dtype], "gradient_accumulation_fusion": True}
-    _compare([ranks.run(_gradients, MODELS[model], fused)[0] for ranks in (ranks1, ranks2, ranks4)])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_the_same_where_models_are_compiled(dtype, ranks1, ranks2):
-    model = LLAMA.with_sizes(num_layers=1)
-    compiled = {"dtype": DTYPES[dtype], "compiler": "aot_eager"}
-    runs = ((ranks1, {}), (ranks1, compiled), (ranks2, compiled | {"sequence_parallel": True}))
-    _compare([ranks.run(_gradients, model, {"dtype": DTYPES[dtype]} | options)[0] for ranks, options in runs])
-
-
-def _gradients(model, options):
-    ids = torch.randint(251, (2, 17), generator=torch.Generator().manual_seed(1))
-    found = gradients(model, SEGMENTS, ids, **options)
-    return {name: value for name, value in found.items() if name == "loss" or name.startswith("gradient")}
-
-
-def _compare(runs):
-    expected, *others = runs
-    for found in others:
-        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
+@once(model=MODELS, dtype=DTYPES)
 def test_logits_and_samples_are_the_same(model, dtype, ranks1, ranks2, ranks4):
-    (logits, written), *others = (
-        ranks.run(answers, MODELS[model], DTYPES[dtype], SEGMENTS)[0] for ranks in (ranks1, ranks2, ranks4)
-    )
-    for other_logits, other_written in others:
+    logits, written = ranks1.run(answers, model, dtype, SEGMENTS)[0]
+    for ranks in (ranks2, ranks4):
+        other_logits, other_written = ranks.run(answers, model, dtype, SEGMENTS)[0]
         assert torch.equal(logits, other_logits)
         assert torch.equal(written, other_written)

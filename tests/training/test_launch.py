@@ -25,13 +25,10 @@ def environments(tmp_path, monkeypatch):
     return find
 
 
-def test_gloo_of_ranks_on_this_machine_listens_on_loopback_only(environments, monkeypatch):
+def test_gloo_listens_on_loopback_only_unless_the_user_chose_an_interface(environments, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     assert {found["GLOO_SOCKET_IFNAME"] for found in environments(2)} == loopback
-
-
-def test_interface_that_the_user_chose_stays(environments, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert [found["GLOO_SOCKET_IFNAME"] for found in environments(2)] == ["eth7", "eth7"]
 

@@ -6,10 +6,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import small
-from tests.training.test_training import config_for
+from tests.training.small import config_for, trainer_for
 from tpkernels import GPT, GPTConfig, create_parallel_state, plan_groups
 from tpkernels.training.measures import Speed, _peak_of_process, flops_per_token, known_peak, largest_memory
-from tpkernels.training.trainer import StepReport, Trainer
+from tpkernels.training.trainer import StepReport
 
 BATCH, TOKENS = 3, 16
 # ranks share these vocabularies without padding, which the formula leaves out
@@ -22,9 +22,8 @@ def of_product(_, left, right, **__):
 
 def counted(config, recompute, sequence_parallel):
     """FLOPs of this rank in a step."""
-    state = create_parallel_state(
-        plan_groups(world_size=torch.distributed.get_world_size(), tensor=torch.distributed.get_world_size())
-    )
+    world = torch.distributed.get_world_size()
+    state = create_parallel_state(plan_groups(world_size=world, tensor=world))
     model = GPT(config, recompute=recompute, sequence_parallel=sequence_parallel, state=state)
     ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: of_product})
@@ -72,18 +71,15 @@ def test_peaks_are_those_of_the_data_sheets_and_of_bfloat16_alone(monkeypatch):
 
 
 def reported(config):
-    state = create_parallel_state(plan_groups(world_size=2, tensor=1))
-    trainer = Trainer(config, state, torch.device("cpu"))
+    trainer = trainer_for(config, 1)
     trainer.step()
     elements = sum(parameter.numel() for parameter in trainer.model.parameters())
     return largest_memory(trainer), elements, _peak_of_process()
 
 
-def test_bytes_are_those_of_the_plan_and_the_worst_rank_is_named(tmp_path, ranks2):
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(range(32, 120)) * 20)
-    config = config_for(text, dtype=torch.bfloat16)
-    (memory, elements, peak), (other, _, other_peak) = ranks2.run(reported, config)
+def test_bytes_are_those_of_the_plan_and_the_worst_rank_is_named(text, ranks2):
+    found = ranks2.run(reported, config_for(text, dtype=torch.bfloat16))
+    (memory, elements, peak), (other, _, other_peak) = found
     assert memory == other
     assert memory.rank == (peak < other_peak)
     assert memory.peak == pytest.approx(max(peak, other_peak), rel=0.01)

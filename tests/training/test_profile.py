@@ -2,42 +2,31 @@
 
 import json
 
-import pytest
 import torch
 from torch.profiler import profile
 
-from tests.training.test_training import config_for
-from tpkernels import create_parallel_state, plan_groups
+from tests.training.small import config_for, losses_of, trainer_for
 from tpkernels.training.profile import StepProfile, phase
-from tpkernels.training.trainer import Trainer
 
 PHASES = ("forward", "backward", "clipping: norm of the gradients", "optimizer step", "bucket 0 of 1")
 
 
-@pytest.fixture
-def config(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(range(32, 120)) * 20)
-    return config_for(text, accumulate=2)
-
-
 def traced(config, folder):
-    state = create_parallel_state(plan_groups(world_size=2, tensor=1))
     losses = []
     for with_profile in (False, True):
-        trainer = Trainer(config, state, torch.device("cpu"))
+        trainer = trainer_for(config, 1)
         if with_profile:
             trainer.step_context = StepProfile(
                 folder, torch.distributed.get_rank(), done=0, steps=config.steps
             )
-        losses.append([trainer.step().loss for _ in range(config.steps)])
+        losses.append(losses_of(trainer, config.steps))
     return losses, trainer.step_context.outcome()
 
 
-def test_each_rank_writes_the_parts_of_one_step(config, tmp_path, ranks2):
+def test_each_rank_writes_the_parts_of_one_step(text, tmp_path, ranks2):
     folder = tmp_path / "traces"
     (folder / "step-00000004-rank-1.json" / "in the way").mkdir(parents=True)  # where nothing can be written
-    (first, said_first), (second, said_second) = ranks2.run(traced, config, folder)
+    (first, said_first), (second, said_second) = ranks2.run(traced, config_for(text, accumulate=2), folder)
     for plain, profiled in (first, second):
         assert profiled == plain
     assert said_first == f"profile of step 4: {folder}/step-00000004-rank-*.json"

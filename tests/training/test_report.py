@@ -24,6 +24,11 @@ SPANS = [
 PROOF = Proof(["2 ranks", "sequential", "unsharded"], [[4.0, 2.0], [4.0, 2.0], [4.0, 2.0000002]], 1e-4)
 
 
+def page_of(run, folder):
+    write(folder / "index.html", run)
+    return (folder / "index.html").read_text(encoding="utf-8")
+
+
 def run_of(*losses, title="run", spans=SPANS, on_gpu=False, **more):
     reports = [StepReport(step, loss, 1.0, 1e-3, 0.5, 64) for step, loss in enumerate(losses, start=1)]
     return Run(title=title, reports=reports, spans=spans, plan=PLAN, on_gpu=on_gpu, **more)
@@ -59,31 +64,23 @@ def test_without_matplotlib_there_is_a_page_all_the_same(tmp_path, monkeypatch):
     assert html.count("<svg") == 1  # the groups, which need nothing
 
 
-def test_curve_says_where_it_begins_and_ends():
+def test_pictures_say_where_the_curve_begins_and_ends_and_which_ranks_are_shown():
     pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
-    svg = pictures_of(run_of(3.0, 2.5, float("nan"), spans=[]))["loss"].svg
-    assert "Loss: 3.000 at step 1, nan at step 3" in words(svg)
-    assert "1 of 3 cannot be drawn" in words(svg)
-
-
-def test_time_line_says_which_ranks_it_shows():
-    pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
-    svg = pictures_of(run_of(3.0, 2.0))["timeline"].svg
-    assert "Step 2: what was computed, and what was in flight, on 2 of 4 ranks" in words(svg)
-    assert "rank 1 transfers" in words(svg)
-    assert {"forward", "transfers"} <= {*words(svg)}, "the legend"
+    pictures = pictures_of(run_of(3.0, 2.5, float("nan")))
+    curve, timeline = (words(pictures[name].svg) for name in ("loss", "timeline"))
+    assert {"Loss: 3.000 at step 1, nan at step 3", "1 of 3 cannot be drawn"} <= {*curve}
+    assert "Step 3: what was computed, and what was in flight, on 2 of 4 ranks" in timeline
+    assert {"rank 1 transfers", "forward", "transfers"} <= {*timeline}  # the latter in the legend
     assert "timeline" not in pictures_of(run_of(3.0, spans=[]))
 
 
 def test_proof_is_on_the_page_step_by_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write(tmp_path / "index.html", run_of(4.0, 2.0, proof=PROOF))
-    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+    html = page_of(run_of(4.0, 2.0, proof=PROOF), tmp_path)
     (row,) = re.findall(r'<th>2</th>((?:<td class="number">[^<]*</td>){4})', html)
     assert re.findall(">([^<]+)<", row) == ["2.0000000", "2.0000000", "2.0000002", "1.0e-07"]
     assert "Largest difference 1.0e-07 of the loss; allowed 1e-04." in html
-    write(tmp_path / "without.html", run_of(4.0, 2.0))
-    assert "unsharded" not in (tmp_path / "without.html").read_text(encoding="utf-8")
+    assert "unsharded" not in page_of(run_of(4.0, 2.0), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +93,9 @@ def test_proof_fails_where_one_step_of_one_layout_differs(losses, holds):
 
 
 @pytest.mark.parametrize(("on_gpu", "seen"), [(False, "ranks"), (True, "GPUs")])
-def test_ranks_on_a_cpu_are_not_called_gpus(on_gpu, seen, tmp_path):
-    write(tmp_path / "index.html", run_of(4.0, 2.0, proof=PROOF, on_gpu=on_gpu))
-    html = (tmp_path / "index.html").read_text(encoding="utf-8")
+def test_ranks_on_a_cpu_are_not_called_gpus(on_gpu, seen, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    html = page_of(run_of(4.0, 2.0, proof=PROOF, on_gpu=on_gpu), tmp_path)
     assert f"2 full models partitioned over 4 {seen}" in html
     assert ("gpu" in html.lower()) is on_gpu
 

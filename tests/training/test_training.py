@@ -1,30 +1,19 @@
 """Training: batches, the schedule, and that ranks of any kind and number learn the same."""
 
 import math
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.checks import error_of
-from tests.layers.watch_cases import every
+from tests.layers.test_watch import every
 from tests.layers.worlds import posing
-from tests.models.small import LLAMA
-from tpkernels import GPT, create_parallel_state, manual_seed, plan_groups
-from tpkernels.interop import dcp
-from tpkernels.training.config import TrainConfig, learning_rate
+from tests.products import once
+from tests.training.small import config_for, trainer_for
+from tpkernels import GPT, manual_seed
+from tpkernels.training.config import learning_rate
 from tpkernels.training.data import Batches, TokenFile
-from tpkernels.training.trainer import Trainer
-
-TINY = LLAMA.with_sizes(vocab_size=256)
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(bytes(range(32, 120)) * 20)
-    return path
 
 
 def test_bytes_of_a_text_are_its_ids(text):
@@ -83,16 +72,9 @@ def test_rate_goes_up_in_a_line_and_down_half_a_cosine():
     assert learning_rate(0, steps=1, warmup=0, peak=1.0, floor=0.1) == 0.1
 
 
-def config_for(text, **changes):
-    usual = {"model": TINY, "data": str(text), "steps": 6, "batch": 8, "tokens": 8, "warmup": 2, "seed": 5}
-    return TrainConfig(**{**usual, "dtype": torch.float64, **changes})
-
-
-def run(sizes, config):
+def run(tensor, config):
     """Losses and norms of a few steps."""
-    world = torch.distributed.get_world_size()
-    state = create_parallel_state(plan_groups(world_size=world, **sizes))
-    trainer = Trainer(config, state, torch.device("cpu"))
+    trainer = trainer_for(config, tensor)
     reports = [trainer.step() for _ in range(config.steps)]
     return [(report.loss, report.norm) for report in reports]
 
@@ -102,23 +84,14 @@ def by_hand(config):
     with posing(0, 1):
         manual_seed(config.seed)
         model = GPT(config.model, dtype=config.dtype)
-        batches = Batches(
-            TokenFile(config.data),
-            batch=config.batch,
-            tokens=config.tokens,
-            seed=config.seed,
-            rank=0,
-            ranks=1,
-        )
-        decays = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim < 2]
-        adam = torch.optim.AdamW(
-            [
-                {"params": decays, "weight_decay": config.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            betas=(0.9, 0.95),
-        )
+        file, sizes = TokenFile(config.data), {"batch": config.batch, "tokens": config.tokens}
+        batches = Batches(file, **sizes, seed=config.seed, rank=0, ranks=1)
+        decays = {
+            "params": [p for p in model.parameters() if p.ndim > 1],
+            "weight_decay": config.weight_decay,
+        }
+        others = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+        adam = torch.optim.AdamW([decays, others], betas=(0.9, 0.95))
         found = []
         for step in range(config.steps):
             rate = learning_rate(
@@ -136,24 +109,15 @@ def by_hand(config):
         return found
 
 
-LAYOUTS = {
-    1: [{}],
-    2: [{"tensor": 2}, {"tensor": 1}],
-    4: [{"tensor": 2}, {"tensor": 4}],
-}
+LAYOUTS = {4: [2, 4], 2: [2, 1], 1: [1]}  # ranks, and how many of them are tensor-parallel
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    "changes", [{}, {"accumulate": 2, "sequence_parallel": True}], ids=["plain", "parts"]
-)
+@once(ranks=[*LAYOUTS], changes={"parts": {"accumulate": 2, "sequence_parallel": True}, "plain": {}})
 def test_ranks_learn_what_one_process_learns(ranks, changes, text, request):
-    if changes.get("accumulate") and ranks == 1:
-        changes = {"accumulate": 4}
-    expected = by_hand(config_for(text))
+    expected = by_hand(config_for(text, steps=4))
     pool = request.getfixturevalue(f"ranks{ranks}")
-    for sizes in LAYOUTS[ranks]:
-        for found in pool.run(run, sizes, config_for(text, **changes)):
+    for tensor in LAYOUTS[ranks]:
+        for found in pool.run(run, tensor, config_for(text, steps=4, **changes)):
             for (loss, norm), (true_loss, true_norm) in zip(found, expected, strict=True):
                 # gradients are added and kept in fp32
                 assert math.isclose(loss, true_loss, rel_tol=2e-6)
@@ -161,20 +125,9 @@ def test_ranks_learn_what_one_process_learns(ranks, changes, text, request):
     assert expected[-1][0] < expected[0][0]
 
 
-def saved(sizes, config, folder, steps):
-    """Train, save on the way, and say what came after it."""
-    world = torch.distributed.get_world_size()
-    state = create_parallel_state(plan_groups(world_size=world, **sizes))
-    trainer = Trainer(config, state, torch.device("cpu"))
-    for _ in range(steps):
-        trainer.step()
-    trainer.save(folder)
-    return [trainer.step().loss for _ in range(2)]
-
-
 def drifting(config, folder):
     """What is said where a rank's copies have drifted apart: after a step, and before a checkpoint."""
-    trainer = Trainer(config, create_parallel_state(plan_groups(world_size=2, tensor=2)), torch.device("cpu"))
+    trainer = trainer_for(config)
     with every(2):
         said = [error_of(trainer.step)]
         with torch.no_grad():
@@ -192,31 +145,3 @@ def test_copies_that_drift_end_the_run(text, tmp_path, ranks2):
             assert "after 2 steps of the optimizer (TPKERNELS_CHECK_REPLICAS=" in message
             assert "weight' differs between tensor-parallel ranks that hold copies of it" in message
     assert not list(tmp_path.glob("step-*"))
-
-
-def resumed(sizes, config, folder):
-    world = torch.distributed.get_world_size()
-    state = create_parallel_state(plan_groups(world_size=world, **sizes))
-    trainer = Trainer(config, state, torch.device("cpu"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # random streams of other ranks: nothing is drawn
-        trainer.resume(dcp.latest(folder))
-    return [trainer.step().loss for _ in range(2)]
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_ranks_go_on_from_a_checkpoint(steps, dtype, text, tmp_path, ranks1, ranks2, ranks4):
-    config = config_for(text, dtype=dtype)
-    expected = ranks2.run(saved, {"tensor": 2}, config, tmp_path, steps)[0]
-    same = ranks2.run(resumed, {"tensor": 2}, config, tmp_path)
-    assert same == [expected] * 2  # to the bit on the same ranks
-    tolerance = 2e-6 if dtype == torch.float64 else 1e-2
-    for pool, sizes in (
-        (ranks1, {}),
-        (ranks2, {"tensor": 1}),
-        (ranks4, {"tensor": 2}),
-        (ranks4, {"tensor": 4}),
-    ):
-        for found in pool.run(resumed, sizes, config, tmp_path):
-            assert found == pytest.approx(expected, rel=tolerance)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.products import once
 from tpkernels.gpus import gpu_named
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import default_tile
@@ -38,8 +39,7 @@ def test_counted_cycles_take_the_place_of_usual_ones():
     assert ratio == pytest.approx(2, rel=0.02)
 
 
-@pytest.mark.parametrize("rows", [64, 512, 2048, 8192])
-@pytest.mark.parametrize("cols", [256, 1792, 4096])
+@once(rows=[64, 512, 2048, 8192], cols=[256, 1792, 4096])
 def test_tiles_are_those_that_a_launcher_takes(rows, cols):
     tile = default_tile("linear", "descriptor", torch.bfloat16, H100, rows, cols)
     found = _tile_for(rows, cols, H100.processors)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.products import once
 from tpkernels.comm import schedule
 from tpkernels.gpus import gpu_named
 from tpkernels.planning.timeline import symmetric, ways
@@ -20,7 +21,7 @@ from tpkernels.planning.timeline.recording import COMPUTE, HOST, LAUNCH, TRANSFE
 NODE = Node.of(gpu_named("h100"))
 SIZES = Sizes(8192, 4096, 14336, 8)
 LAUNCHES = Path(__file__).parents[3] / "docs" / "launches.md"
-CASES = [(operator, direction) for operator in OPERATORS for direction in ("forward", "backward")]
+CASES = {f"{op}_{way}": (op, way) for op in OPERATORS for way in ("forward", "backward")}
 
 
 def counted_in_docs():
@@ -34,51 +35,42 @@ def counted_in_docs():
             yield kind, direction, int(tokens), int(ranks), int(width), way, (collectives, kernels, copies)
 
 
-@pytest.mark.parametrize(
-    ("kind", "direction", "tokens", "ranks", "width", "way", "counts"), list(counted_in_docs())
-)
-def test_a_model_enqueues_what_the_operators_do(kind, direction, tokens, ranks, width, way, counts):
-    wide = {4096: 14336, 8192: 28672}[width]
-    sizes = Sizes(tokens, width, wide, ranks) if kind == "column" else Sizes(tokens, wide, width, ranks)
-    tasks = record(f"{kind}_linear", direction, way, sizes, NODE)
-    ours = [task for task in tasks if task.key[:2] == (ranks // 2, CALLS - 1)]
-    cost = Counter(round(1e6 * task.seconds) for task in ours if task.queue[1] == HOST)
-    host = NODE.host
-    assert (cost[host.collective], cost[host.kernel], cost[host.copy]) == counts
+def test_a_model_enqueues_what_the_operators_do():
+    rows = list(counted_in_docs())
+    assert len(rows) == 2 * 4 * 3 * 3 * 2
+    host, found = NODE.host, []
+    for kind, direction, tokens, ranks, width, way, _ in rows:
+        wide = {4096: 14336, 8192: 28672}[width]
+        sizes = Sizes(tokens, width, wide, ranks) if kind == "column" else Sizes(tokens, wide, width, ranks)
+        tasks = record(f"{kind}_linear", direction, way, sizes, NODE)
+        ours = [task for task in tasks if task.key[:2] == (ranks // 2, CALLS - 1)]
+        cost = Counter(round(1e6 * task.seconds) for task in ours if task.queue[1] == HOST)
+        counts = cost[host.collective], cost[host.kernel], cost[host.copy]
+        found.append((kind, direction, tokens, ranks, width, way, counts))
+    assert found == rows
 
 
-def test_docs_have_rows_to_compare_with():
-    assert len(list(counted_in_docs())) == 2 * 4 * 3 * 3 * 2
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("operator", "direction"), CASES)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_rank_alone_moves_nothing(operator, direction, way, sequence_parallel):
-    found = predict(operator, direction, way, Sizes(512, 1024, 4096, 1, sequence_parallel), NODE)
+@once(case=CASES, way=[*reversed(WAYS)], sequence_parallel=[True, False])
+def test_a_rank_alone_moves_nothing(case, way, sequence_parallel):
+    found = predict(*case, way, Sizes(512, 1024, 4096, 1, sequence_parallel), NODE)
     assert found.transfers == 0
     assert found.seconds >= 0.999 * found.products > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("operator", "direction"), CASES)
-def test_more_of_the_link_is_never_slower(operator, direction, way):
-    sizes = Sizes(4096, 4096, 14336, 4)
-    seconds = [
-        predict(operator, direction, way, sizes, replace(node, gpu=replace(node.gpu, nvlink=rate))).seconds
-        for node in (replace(NODE, host=GRAPH),)
-        for rate in (50e9, 450e9, 1800e9)
-    ]
+@once(case=CASES, way=[*reversed(WAYS)])
+def test_more_of_the_link_is_never_slower(case, way):
+    sizes, node = Sizes(4096, 4096, 14336, 4), replace(NODE, host=GRAPH)
+    links = (replace(node, gpu=replace(node.gpu, nvlink=rate)) for rate in (50e9, 450e9, 1800e9))
+    seconds = [predict(*case, way, sizes, link).seconds for link in links]
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(seconds))
     assert seconds[0] > seconds[-1]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_way_is_faster_than_its_products(way):
-    for operator, direction in CASES:
-        found = predict(operator, direction, way, SIZES, NODE)
-        assert found.seconds >= found.products * 0.999
-        assert found.exposed == pytest.approx(found.seconds - found.products)
+@once(case=CASES, way=[*reversed(WAYS)])
+def test_no_way_is_faster_than_its_products(case, way):
+    found = predict(*case, way, SIZES, NODE)
+    assert found.seconds >= found.products * 0.999
+    assert found.exposed == pytest.approx(found.seconds - found.products)
 
 
 def transfers(way, operator="row_linear", direction="forward", sizes=SIZES):
@@ -142,28 +134,25 @@ def test_the_host_bounds_small_calls_and_a_graph_frees_them():
     assert sum(ran.task.seconds for ran in launches) == pytest.approx(8 * GRAPH.call * 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((0, 4096, 14336, 8), "tokens: expected at least 1, got 0"),
-        ((8192, 4096, 14336, 0), "ranks: expected at least 1, got 0"),
-        ((8190, 4096, 14336, 8), "tokens: expected a multiple of the 8 ranks .* got 8190"),
-        ((8192, 4096, 14337, 8), "features_out: expected a multiple of the 8 ranks, got 14337"),
-    ],
-)
-def test_sizes_that_cannot_be_are_told(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        predict("column_linear", "forward", "c10d", Sizes(*sizes), NODE)
+USUAL = ("column_linear", "forward", "c10d")
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "sizes", "message"),
     [
-        (("linear", "forward", "c10d"), "operator: expected one of column_linear.* got 'linear'"),
-        (("mlp", "sideways", "c10d"), "direction: expected one of forward, backward, got 'sideways'"),
-        (("mlp", "forward", "nccl"), "way: expected one of naive.* got 'nccl'"),
+        (USUAL, (0, 4096, 14336, 8), "tokens: expected at least 1, got 0"),
+        (USUAL, (8192, 4096, 14336, 0), "ranks: expected at least 1, got 0"),
+        (USUAL, (8190, 4096, 14336, 8), "tokens: expected a multiple of the 8 ranks .* got 8190"),
+        (USUAL, (8192, 4096, 14337, 8), "features_out: expected a multiple of the 8 ranks, got 14337"),
+        (
+            ("linear", "forward", "c10d"),
+            (8, 8, 8, 8),
+            "operator: expected one of .* got 'linear'",
+        ),
+        (("mlp", "sideways", "c10d"), (8, 8, 8, 8), "direction: expected one of forward, backward, got 's"),
+        (("mlp", "forward", "nccl"), (8, 8, 8, 8), "way: expected one of naive.* got 'nccl'"),
     ],
 )
-def test_names_that_nobody_has_are_told(names, message):
+def test_sizes_and_names_that_cannot_be_are_told(names, sizes, message):
     with pytest.raises(ValueError, match=message):
-        predict(*names, SIZES, NODE)
+        predict(*names, Sizes(*sizes), NODE)
