@@ -1,9 +1,7 @@
 """Buckets in NCCL's registered memory, with stand-ins for NCCL: who gets it, by what, until when."""
 
 import gc
-import logging
 import os
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tests.buckets.nccl_stand_in import standing_in
+from tests.ops.auto_cases import heard
 from tpkernels.buckets import nccl_memory, registered
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.calls import calls_of
@@ -22,27 +21,6 @@ pytestmark = pytest.mark.way("auto")
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16]
-
-
-@contextmanager
-def heard():
-    messages = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("tpkernels.choices")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-def own_group():
-    """One that may be destroyed."""
-    return dist.new_group(list(range(dist.get_world_size())))
 
 
 def zeros(group, elements=(1000, 3000), reduction="all_reduce"):
@@ -62,7 +40,10 @@ def outcome(world, flats):
 
 def choose(times_of_rank):
     group = dist.group.WORLD
-    with standing_in(group, times=times_of_rank[dist.get_rank()]) as world, heard() as lines:
+    with (
+        standing_in(group, times=times_of_rank[dist.get_rank()]) as world,
+        heard("tpkernels.choices") as lines,
+    ):
         flats = zeros(group)
         said = world.said.copy()
         return outcome(world, flats), lines, said, len(world.pools)
@@ -89,7 +70,7 @@ def test_the_slowest_rank_of_each_memory_decides(ranks2, times, chosen, told):
 
 def choose_again(times):
     group = dist.group.WORLD
-    with standing_in(group, times=times) as world, heard() as lines:
+    with standing_in(group, times=times) as world, heard("tpkernels.choices") as lines:
         found = []
         for elements, reduction in [
             ((1000, 3000), "all_reduce"),
@@ -97,16 +78,10 @@ def choose_again(times):
             ((1000, 3000), "reduce_scatter"),
             ((1000, 9000), "all_reduce"),
         ]:
-            before = len(world.said), calls_of(group)._number
-            flats = zeros(group, elements, reduction)
-            found.append(
-                (
-                    flats is not None,
-                    [word for word in world.said[before[0] :] if word.startswith("time")],
-                    calls_of(group)._number - before[1],
-                )
-            )
-            del flats
+            said, calls = len(world.said), calls_of(group)._number
+            is_registered = zeros(group, elements, reduction) is not None
+            timed = [word for word in world.said[said:] if word.startswith("time")]
+            found.append((is_registered, timed, calls_of(group)._number - calls))
         assert not world.broken, world.broken
         return found, len(lines)
 
@@ -134,7 +109,7 @@ def lack_on_one(planted, transport):
     with (
         standing_in(group, **(planted if rank == 1 else {})) as world,
         patch.object(select, "requested_transport", transport if rank == 1 else "auto"),
-        heard() as lines,
+        heard("tpkernels.choices") as lines,
     ):
         found = outcome(world, zeros(group)), outcome(world, zeros(group))
         timed = [word for word in world.said if word.startswith("time")]
@@ -185,7 +160,7 @@ def test_after_a_failure_it_is_plain_memory_for_good(ranks2):
 
 def lie_elsewhere():
     group = dist.group.WORLD
-    with standing_in(group, offset=16 * dist.get_rank()) as world, heard() as lines:
+    with standing_in(group, offset=16 * dist.get_rank()) as world, heard("tpkernels.choices") as lines:
         return outcome(world, zeros(group)), lines
 
 
@@ -209,7 +184,7 @@ def test_other_sizes_on_a_rank_are_an_error_of_all(ranks2):
 
 def outlive(order):
     """Events after the buckets have been made, by step."""
-    group = own_group()
+    group = dist.new_group(list(range(dist.get_world_size())))  # which may be destroyed
     with standing_in(group) as world:
         flats = zeros(group)
         steps = []
@@ -220,6 +195,9 @@ def outlive(order):
             steps.append(world.said.copy())
             world.said.clear()
 
+        def destroy():
+            dist.destroy_process_group(group)
+
         world.said.clear()
         view = flats[1][5:7]
         if order == "memory_first":
@@ -227,34 +205,30 @@ def outlive(order):
             step()
             del view
             step()
-            dist.destroy_process_group(group)
-            step()
+            destroy()
         elif order == "group_first":
-            dist.destroy_process_group(group)
+            destroy()
             step()
             view.fill_(1)
             del flats, view
-            step()
         elif order == "refused":
             world.fails_at = "deregister"
             del flats, view
             step()
-            dist.destroy_process_group(group)
-            step()
-        elif order == "forked":
+            destroy()
+        else:
             del flats, view
-            with patch.object(os, "getpid", lambda: -1):
+            with patch.object(*MEANWHILE[order]):
                 step()
-            step()
-        elif order == "capturing":
-            del flats, view
-            with patch.object(nccl_memory, "is_capturing", lambda device: True):
-                step()
-            step()
+        step()
         assert not world.broken, world.broken
         return steps
 
 
+MEANWHILE = {
+    "forked": (os, "getpid", lambda: -1),
+    "capturing": (nccl_memory, "is_capturing", lambda device: True),
+}
 GIVEN_BACK = ["synchronize", "deregister", "freed"]
 
 
@@ -294,22 +268,13 @@ def test_a_rank_alone_registers_nothing(ranks1):
     assert ranks1.run(alone) == [(None, [])]
 
 
-class _Backend:
-    """Of some torch."""
-
-    mem_allocator = None
-
-    def register_mem_pool(self, pool): ...
-
-    def deregister_mem_pool(self, pool): ...
-
-    def name(self):
-        return "nccl"
-
-
 class _OldBackend:
     def name(self):
         return "nccl"
+
+
+class _Backend(_OldBackend):
+    mem_allocator = register_mem_pool = deregister_mem_pool = None
 
 
 @pytest.mark.parametrize(
