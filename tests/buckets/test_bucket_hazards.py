@@ -98,22 +98,6 @@ def test_sums_that_were_converted_are_not_added_up_again():
 
 
 @on_ranks(2)
-def test_no_sync_may_be_nested():
-    module = chain()
-    buckets = wrap(module)
-    step(module, buckets)  # teaches that one gradient comes
-    for _ in range(2):
-        buckets.zero()
-        with buckets.no_sync():
-            with buckets.no_sync():
-                backward(module, 0)
-            backward(module, 1)
-        backward(module, 2)
-        buckets.finish()
-        assert_gradients(module, expected_gradients(module, (0, 1, 2)))
-
-
-@on_ranks(2)
 def test_detach_within_no_sync():
     buckets = wrap(chain(1))
     with buckets.no_sync():

@@ -149,8 +149,9 @@ def test_no_sync_accumulates(average):
         expected = expected_gradients(module, (0, 1, 2), average=average)
         buckets.zero()
         with buckets.no_sync():
-            for number in (0, 1):
-                backward(module, number)
+            with buckets.no_sync():
+                backward(module, 0)
+            backward(module, 1)
         backward(module, 2)
         buckets.finish()
         assert_gradients(module, expected)
@@ -262,11 +263,17 @@ def test_a_rank_without_data_still_takes_part():
     assert everybody[0] == everybody[1] != 0
 
 
+@both_ways
 @on_ranks(2)
 def test_detached_parameters_are_on_their_own():
     module = chain(2)
     buckets = wrap(module)
+    step(module, buckets)
     buckets.detach()
-    backward(module)
+    dist.barrier()
+    expected = expected_gradients(module)
+    assert_gradients(module, expected)
+    backward(module)  # adds to what is its own
     assert buckets.finish() == ()
-    assert_gradients(module, torch.autograd.grad(loss_of(module(own_batch())), list(module.parameters())))
+    alone = torch.autograd.grad(loss_of(module(own_batch())), list(module.parameters()))
+    assert_gradients(module, [both + own for both, own in zip(expected, alone, strict=True)])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tests.buckets.nccl_stand_in import standing_in
+from tests.buckets.ways import on_ranks
 from tests.ops.auto_cases import heard
 from tpkernels.buckets import nccl_memory, registered
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
@@ -141,7 +142,8 @@ def test_if_one_rank_lacks_it_none_has_it_and_none_hangs(ranks2, planted, transp
         assert total == 2.0
 
 
-def fail_once_after_success():
+@on_ranks(2)
+def test_after_a_failure_it_is_plain_memory_for_good():
     group = dist.group.WORLD
     with standing_in(group) as world:
         first = zeros(group) is not None
@@ -151,35 +153,22 @@ def fail_once_after_success():
         before = calls_of(group)._number
         third = zeros(group) is not None
         assert not world.broken, world.broken
-        return first, second, third, calls_of(group)._number - before
+        assert (first, second, third, calls_of(group)._number - before) == (True, False, False, 0)
 
 
-def test_after_a_failure_it_is_plain_memory_for_good(ranks2):
-    assert ranks2.run(fail_once_after_success) == [(True, False, False, 0)] * 2
-
-
-def lie_elsewhere():
+@on_ranks(2)
+def test_buckets_at_other_offsets_are_not_sent_from_registered_memory():
     group = dist.group.WORLD
     with standing_in(group, offset=16 * dist.get_rank()) as world, heard("tpkernels.choices") as lines:
-        return outcome(world, zeros(group)), lines
+        assert outcome(world, zeros(group)) == "plain"
+    assert "buckets of rank 1 lie elsewhere in segments than rank 0's" in lines[0]
 
 
-def test_buckets_at_other_offsets_are_not_sent_from_registered_memory(ranks2):
-    for found, (line,) in ranks2.run(lie_elsewhere):
-        assert found == "plain"
-        assert "buckets of rank 1 lie elsewhere in segments than rank 0's" in line
-
-
-def other_sizes():
-    group = dist.group.WORLD
-    with standing_in(group), pytest.raises(ValueError, match="expected equal arguments") as raised:
-        zeros(group, (1000, 3000 + dist.get_rank()))
-    return str(raised.value)
-
-
-def test_other_sizes_on_a_rank_are_an_error_of_all(ranks2):
-    for text in ranks2.run(other_sizes):
-        assert "on all ranks, got 2 buckets of 400" in text
+@on_ranks(2)
+def test_other_sizes_on_a_rank_are_an_error_of_all():
+    words = "expected equal arguments on all ranks, got 2 buckets of 400"
+    with standing_in(dist.group.WORLD), pytest.raises(ValueError, match=words):
+        zeros(dist.group.WORLD, (1000, 3000 + dist.get_rank()))
 
 
 def outlive(order):
@@ -246,26 +235,20 @@ def test_memory_ends_once_in_every_order(ranks2, order, steps):
     assert ranks2.run(outlive, order) == [steps, steps]
 
 
-def without_a_word(device, capturing):
+@on_ranks(2)
+def test_on_a_cpu_and_under_capture_nothing_is_asked():
     group = dist.group.WORLD
     before = calls_of(group)._number
-    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing):
-        found = registered_zeros(group, [1000], FLOATS[:1], torch.device(device), "all_reduce")
-    return found, calls_of(group)._number - before
+    for device, capturing in (("cpu", False), ("cuda", True)):
+        with patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+            assert registered_zeros(group, [1000], FLOATS[:1], torch.device(device), "all_reduce") is None
+    assert calls_of(group)._number == before
 
 
-@pytest.mark.parametrize(("device", "capturing"), [("cpu", False), ("cuda", True)], ids=["cpu", "capture"])
-def test_on_a_cpu_and_under_capture_nothing_is_asked(ranks2, device, capturing):
-    assert ranks2.run(without_a_word, device, capturing) == [(None, 0)] * 2
-
-
-def alone():
+@on_ranks(1)
+def test_a_rank_alone_registers_nothing():
     with standing_in(dist.group.WORLD) as world:
-        return zeros(dist.group.WORLD), world.said
-
-
-def test_a_rank_alone_registers_nothing(ranks1):
-    assert ranks1.run(alone) == [(None, [])]
+        assert (zeros(dist.group.WORLD), world.said) == (None, [])
 
 
 class _OldBackend:

@@ -36,23 +36,27 @@ def begun_with(case):
             bucketed_broadcast_(list(module.parameters()), 1, dist.group.WORLD)
         if case == "loaded":
             module.load_state_dict(chain().state_dict())
-    return error_of(step, module, buckets), error_of(step, module, buckets)
+    return module, buckets
 
 
-@pytest.mark.parametrize("case", ["all", "one bit", "frozen"])
-def test_ranks_that_begin_unlike_are_told_in_the_first_step(ranks2, case):
-    for told, again in ranks2.run(begun_with, case):
-        kind, text = told
-        assert kind == "ValueError"
+@on_ranks(2)
+def test_ranks_that_begin_unlike_are_told_in_the_first_step():
+    for case in ("all", "one bit", "frozen"):
+        module, buckets = begun_with(case)
+        kind, text = told = error_of(step, module, buckets)
+        assert kind == "ValueError", case
         assert text.startswith(UNLIKE)
         assert "'1.weight' with checksum" in text
         assert "bucketed_broadcast_(list(model.parameters()), src, group)" in text
-        assert again == told
+        assert error_of(step, module, buckets) == told
 
 
-@pytest.mark.parametrize("case", ["equal", "sent", "loaded"])
-def test_weights_have_until_then_to_become_equal(ranks2, case):
-    assert ranks2.run(begun_with, case) == [(("nothing", ""), ("nothing", ""))] * 2
+@on_ranks(2)
+def test_weights_have_until_then_to_become_equal():
+    for case in ("equal", "sent", "loaded"):
+        module, buckets = begun_with(case)
+        for _ in range(2):
+            step(module, buckets)
 
 
 @on_ranks(4)

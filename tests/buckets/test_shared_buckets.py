@@ -155,8 +155,8 @@ def test_options_say_in_which_dtype_is_added(ranks4):
     assert ranks4.run(wrong_bits, 4, cases) == [[]] * 4
 
 
-def large_shards():
-    """A shard that threads divide among themselves."""
+@on_ranks(2)
+def test_threads_that_divide_a_shard_change_nothing():
     torch.set_num_threads(2)
     try:
         module = Given(sizes=[(300_001,)])
@@ -166,11 +166,7 @@ def large_shards():
     finally:
         torch.set_num_threads(1)
     of_ranks = [wild(module, rank, 0) for rank in range(dist.get_world_size())]
-    return torch.equal(module.p0.grad, *added_up(of_ranks, torch.float32, torch.float32, average=True))
-
-
-def test_threads_that_divide_a_shard_change_nothing(ranks2):
-    assert ranks2.run(large_shards) == [True, True]
+    assert torch.equal(module.p0.grad, *added_up(of_ranks, torch.float32, torch.float32, average=True))
 
 
 @on_ranks(2)

@@ -151,7 +151,8 @@ def held():
     return shared_maps(), len(os.listdir("/proc/self/fd"))
 
 
-def left_behind():
+@on_ranks(4)
+def test_nothing_is_left_of_memory_that_was_shared():
     """What is held before, with buckets, after the first step, and at the end."""
     module = chain()
     step(module, wrapped := wrap(module), 0, shuffled)  # whatever is opened once, is
@@ -174,16 +175,11 @@ def left_behind():
     module.zero_grad()
     del wrapped
     gc.collect()
-    counts.append(held())
-    return counts
-
-
-def test_nothing_is_left_of_memory_that_was_shared(ranks4):
-    for before, made, learnt, after in ranks4.run(left_behind):
-        assert before == after
-        assert before[0] == 0
-        assert made[0] == learnt[0] == 4  # of the memory that the first step gave back, nothing
-        assert made[1] == learnt[1]
+    before, made, learnt = counts
+    assert before == held()
+    assert before[0] == 0
+    assert made[0] == learnt[0] == 4  # of the memory that the first step gave back, nothing
+    assert made[1] == learnt[1]
 
 
 @on_ranks(2)
@@ -204,7 +200,8 @@ def test_gradients_outlive_their_group():
     assert_gradients(module, [gradient + 1.0 for gradient in expected])
 
 
-def in_a_fork():
+@on_ranks(2)
+def test_fork_reaches_neither_its_parent_nor_other_ranks():
     """A fork of each rank spoils all that it can reach."""
     module, buckets = trained()
 
@@ -225,16 +222,12 @@ def in_a_fork():
     for number in range(2, 4):
         step(module, buckets, number)
         assert_right(module, number)
-    return answer
+    assert all("which was forked from it" in text for _, text in answer[1:3]), answer
 
 
-def test_fork_reaches_neither_its_parent_nor_other_ranks(ranks2):
-    for errors in ranks2.run(in_a_fork):
-        assert all("which was forked from it" in text for _, text in errors[1:3]), errors
-
-
-def in_a_fork_while_ranks_go_on():
-    """Whether a fork's backward comes back at once, while its parent is in the next step."""
+@on_ranks(2)
+def test_backward_of_a_fork_waits_for_nobody():
+    """It comes back at once, while its parent is in the next step."""
     module, buckets = trained(timeout=timedelta(seconds=patient(2)))
     ready, go = os.pipe()
 
@@ -249,8 +242,4 @@ def in_a_fork_while_ranks_go_on():
         dist.barrier()
         os.write(go, b"!")
 
-    return forked(look, go_on)
-
-
-def test_backward_of_a_fork_waits_for_nobody(ranks2):
-    assert ranks2.run(in_a_fork_while_ranks_go_on) == [True, True]
+    assert forked(look, go_on)

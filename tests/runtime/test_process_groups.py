@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from bench.cases.groups import loop_groups
 from tests.fake_world import each_rank, fake_rank
-from tests.patience import patient
 from tpkernels import parallel_state as ps
 from tpkernels.runtime import c10d
 from tpkernels.runtime.initialize import (
@@ -52,7 +51,7 @@ def returns_after_the_slowest() -> bool:
         return group
 
     with patch.object(c10d, "new_group", slow):
-        initialize_model_parallel(2, timeout=timedelta(seconds=patient(20)))
+        initialize_model_parallel(2, timeout=timedelta(seconds=60))
     returned = time.monotonic()
     dist.all_reduce(made, dist.ReduceOp.MAX)
     destroy_model_parallel()
@@ -75,7 +74,7 @@ def fails_on_rank_1() -> tuple[str, bool, int]:
         return group
 
     with patch.object(c10d, "new_group", failing), pytest.raises(ParallelStateError) as failure:
-        initialize_model_parallel(2, timeout=timedelta(seconds=patient(20)))
+        initialize_model_parallel(2, timeout=timedelta(seconds=60))
     left = len(dist.distributed_c10d._world.pg_map) - groups
     return str(failure.value), current_or_none() is None, left
 
