@@ -72,7 +72,7 @@ def added_up(
 
 
 def bits(tensors: Sequence[Tensor]) -> list[bytes]:
-    return [bytes(tensor.detach().flatten().view(torch.uint8).tolist()) for tensor in tensors]
+    return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 def shared_maps() -> int:

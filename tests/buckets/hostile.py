@@ -10,9 +10,10 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ from tpkernels.comm._ext import ExtensionState, extension
 INTS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 2**50, 2**62, 2**63 - 1, 2**63, None, 0.5, "1", True]
 DTYPES = [torch.int32, torch.complex64, torch.float8_e4m3fn, torch.quint8, 99, -1, -128, 1 << 40, "x"]
 FLAGS = [True, False, None, 2, "yes"]
+ODD = {
+    "names": [[], ["a"], ["a"] * 4, None, [1, 2, 3], "abc"],
+    "marked": [[], [True], [True] * 3, [False] * 9, None, [None] * 3, True],
+    "rank": INTS,
+    "timeout_ms": INTS,
+}
 GOOD = {
     "parameters": None,  # made anew each time
     "names": ["a", "b", "c"],
@@ -171,18 +178,12 @@ def arguments(caller: Caller, world: str) -> list[Any]:
         good |= {"grad_dtype": caller.choose([torch.float64, torch.bfloat16])}
     if caller.generator.random() < 0.5:
         spoilt = caller.choose(list(good))
-        odd: dict[str, Callable[[], Any]] = {
-            "parameters": lambda: odd_parameters(caller),
-            "names": lambda: caller.choose([[], ["a"], ["a"] * 4, None, [1, 2, 3], "abc"]),
-            "marked": lambda: caller.choose([[], [True], [True] * 3, [False] * 9, None, [None] * 3, True]),
-            "group": lambda: caller.choose(["", "no such group", None, 3, destroyed_group()]),
-            "tensor_parallel_group": lambda: caller.choose(["no such group", None, destroyed_group()]),
-            "rank": lambda: caller.choose(INTS),
-            "timeout_ms": lambda: caller.choose(INTS),
-        }
-        good[spoilt] = odd.get(
-            spoilt, (lambda: caller.choose(DTYPES)) if "dtype" in spoilt else (lambda: caller.choose(FLAGS))
-        )()
+        if spoilt == "parameters":
+            good[spoilt] = odd_parameters(caller)
+        elif "group" in spoilt:
+            good[spoilt] = caller.choose(["", "no such group", None, 3, destroyed_group()])
+        else:
+            good[spoilt] = caller.choose(ODD.get(spoilt, DTYPES if "dtype" in spoilt else FLAGS))
     return list(good.values())
 
 
@@ -201,29 +202,15 @@ def loss_of(tensors: list[Tensor]) -> Tensor:
 
 def hostile_grad(caller: Caller, tensors: list[Tensor]) -> None:
     tensor = caller.choose(tensors)
-    tensor.grad = caller.choose(
-        [
-            None,
-            torch.ones_like(tensor),
-            torch.ones_like(tensor).to_sparse() if tensor.dim() else None,
-            torch.ones_like(tensor, requires_grad=True),
-            tensor,
-            tensor.grad.t() if tensor.grad is not None and tensor.dim() == 2 else None,
-        ]
-    )
+    ones, turns = torch.ones_like(tensor), tensor.grad is not None and tensor.dim() == 2
+    odd = [None, ones, ones.clone().requires_grad_(), tensor, tensor.grad.t() if turns else None]
+    tensor.grad = caller.choose([*odd, ones.to_sparse() if tensor.dim() else None])
 
 
 def replace_data(caller: Caller, tensors: list[Tensor]) -> None:
     tensor = caller.choose(tensors)
-    tensor.data = caller.choose(
-        [
-            torch.ones(7, 7),
-            torch.ones(1),
-            torch.ones(0),
-            torch.ones(tensor.shape, dtype=torch.float64),
-            torch.ones(tensor.shape, device="meta"),
-        ]
-    )
+    alike = torch.ones(tensor.shape, dtype=torch.float64), torch.ones(tensor.shape, device="meta")
+    tensor.data = caller.choose([torch.ones(7, 7), torch.ones(1), torch.ones(0), *alike])
 
 
 def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Callable[[], object]]:
@@ -264,35 +251,24 @@ def steps(caller: Caller, engine: Any, tensors: list[Tensor]) -> dict[str, Calla
 
         return caller("intruded", run)
 
+    plain = {
+        *("interrupt", "launch_rest", "awaited", "lose_others", "zero", "finish"),
+        *("buckets", "views", "arrivals", "last_arrivals", "detach"),
+    }
+    choose = caller.choose
     return {
+        **{name: partial(caller, name, getattr(engine, name)) for name in sorted(plain)},
         "arrange": arrange,
         "meet": meet,
-        "interrupt": lambda: caller("interrupt", engine.interrupt),
-        "launch_rest": lambda: caller("launch_rest", engine.launch_rest),
-        "settle": lambda: caller(
-            "settle", engine.settle, caller.choose([0, 0.01, -1, 1e9, float("nan"), "x"])
-        ),
-        "awaited": lambda: caller("awaited", engine.awaited),
-        "lose_others": lambda: caller("lose_others", engine.lose_others),
         "expect": expect,
         "backward": backward,
         "intruded": intruded,
-        "zero": lambda: caller("zero", engine.zero),
-        "finish": lambda: caller("finish", engine.finish),
-        "set_synchronizing": lambda: caller(
-            "set_synchronizing", engine.set_synchronizing, caller.choose(FLAGS)
-        ),
-        "buckets": lambda: caller("buckets", engine.buckets),
-        "views": lambda: caller("views", engine.views),
-        "arrivals": lambda: caller("arrivals", engine.arrivals),
-        "last_arrivals": lambda: caller("last_arrivals", engine.last_arrivals),
-        "launched": lambda: caller(
-            "launched_in_backward", engine.launched_in_backward, *caller.choose([(), (1,)])
-        ),
+        "settle": lambda: caller("settle", engine.settle, choose([0, 0.01, -1, 1e9, float("nan"), "x"])),
+        "set_synchronizing": lambda: caller("set_synchronizing", engine.set_synchronizing, choose(FLAGS)),
+        "launched": lambda: caller("launched_in_backward", engine.launched_in_backward, *choose([(), (1,)])),
         "grad": lambda: caller("grad", hostile_grad, caller, tensors),
         "data": lambda: caller("data", replace_data, caller, tensors),
-        "detach": lambda: caller("detach", engine.detach),
-        "copy": lambda: caller("copy", caller.choose([copy.copy, copy.deepcopy]), engine),
+        "copy": lambda: caller("copy", choose([copy.copy, copy.deepcopy]), engine),
         "init": lambda: caller("init", engine.__init__, *arguments(caller, dist.group.WORLD.group_name)),
     }
 
@@ -360,33 +336,14 @@ def end_program(caller: Caller) -> None:
     dist.destroy_process_group(destroyed)
     group = destroyed.boxed()
     engine_class = torch.classes.tpkernels.BucketEngine
-    seconds: Iterator[Any] = (
-        caller.choose([0.0, -1.0, 5.0, float("nan"), float("inf"), -float("inf"), 1e300, 1, None, "1"])
-        for _ in range(6)
-    )
-    for value in seconds:
-        other = caller.choose(
-            [
-                group,
-                group,
-                group,
-                alive.boxed(),
-                None,
-                3,
-                engine_class,
-                NoGroup(0, 1),
-                NoGroup(0, 1).boxed(),
-                dist.group.WORLD,
-            ]
-        )
+    strange = [alive.boxed(), None, 3, engine_class, NoGroup(0, 1), NoGroup(0, 1).boxed(), dist.group.WORLD]
+    seconds = [0.0, -1.0, 5.0, float("nan"), float("inf"), -float("inf"), 1e300, 1, None, "1"]
+    for _ in range(6):
+        value, other = caller.choose(seconds), caller.choose([*[group] * 3, *strange])
         caller("end_backends", torch.ops.tpkernels.end_backends, other, value)
 
 
-PROGRAMS = {
-    "engine": engine_program,
-    "threads": threads_program,
-    "end": end_program,
-}
+PROGRAMS = {"engine": engine_program, "threads": threads_program, "end": end_program}
 
 
 def run_programs(kind: str, seeds: Sequence[int], log: str) -> Outcome:

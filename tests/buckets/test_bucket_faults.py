@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import signal
-import time
 import warnings
 from datetime import timedelta
 
@@ -14,131 +13,105 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import assert_gradients, chain, loss_of, own_batch, wrap
-from tests.buckets.ways import WAYS, under
+from tests.buckets.golden import (
+    assert_gradients,
+    backward,
+    chain,
+    loss_of,
+    own_batch,
+    refused_on_rank_1,
+    step,
+    two_by_two,
+    wrap,
+    wrongly_told,
+)
+from tests.buckets.ways import WAYS, both_ways, on_ranks, under
 from tests.checks import error_of
 from tests.forks import forked
+from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_
-
-QUICK = timedelta(seconds=1.5)
 
 
 def parameter(*shape, dtype=torch.float32):
     return nn.Parameter(torch.ones(*shape, dtype=dtype))
 
 
-def disagreeing(case):
-    """Rank 1 brings something else; what both ranks are told."""
-    good = [("a", parameter(3)), ("b", parameter(2, 4)), ("c", parameter(2, 4))]
-    bad = {
-        "count": good[:2],
-        "shape": [*good[:2], ("c", parameter(4, 2))],
-        "dtype": [*good[:2], ("c", parameter(2, 4, dtype=torch.bfloat16))],
-        "order": [good[0], good[2], good[1]],  # equal shapes: only the names tell
-        "name": [*good[:2], ("d", parameter(2, 4))],
-        "options": good,
-        "meta": [*good[:2], ("c", nn.Parameter(torch.ones(2, 4, device="meta")))],
-        "fp8": [*good[:2], ("c", torch.ones(2, 4).to(torch.float8_e4m3fn).requires_grad_())],
-        "sparse": [*good[:2], ("c", torch.ones(2, 4).to_sparse().requires_grad_())],
-        "expanded": [*good[:2], ("c", nn.Parameter(torch.ones(1).expand(2, 4)))],
-        "computed": [*good[:2], ("c", parameter(2, 4) * 2)],
-        "twice": [*good[:2], ("b", parameter(2, 4))],
-        "no pairs": [parameter(3)],
-        "no module": 7,
-        "number": [*good[:2], (2, parameter(2, 4))],
-        "bytes": good,
-        "part of a byte": good,
-        "timeout": good,
-        "reduce": good,
-        "grad_dtype": good,
-    }[case]
-    wrong = dist.get_rank() == 1
-    options = {
-        "options": {"average": False},
-        "bytes": {"bucket_bytes": -1},
-        "part of a byte": {"bucket_bytes": 1.5},
-        "timeout": {"timeout": 5},
-        "reduce": {"reduce": "gather"},
-        "grad_dtype": {"grad_dtype": torch.int32},
-    }.get(case, {})
-    kind, text = error_of(
-        GradientBuckets, bad if wrong else good, dist.group.WORLD, **(options if wrong else {})
-    )
-    # the group is as good as before
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == 2.0
-    return kind, text
+A, B, C = ("a", parameter(3)), ("b", parameter(2, 4)), ("c", parameter(2, 4))
+GOOD = [A, B, C]
+FP8 = torch.ones(2, 4).to(torch.float8_e4m3fn).requires_grad_()
+SPARSE = torch.ones(2, 4).to_sparse().requires_grad_()
+EXPANDED, META = nn.Parameter(torch.ones(1).expand(2, 4)), nn.Parameter(torch.ones(2, 4, device="meta"))
+C_IS = "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has"
+WHOLE_BYTES = "bucket_bytes: expected a whole number of at least 1, got"
+DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
+    "count": (GOOD[:2], {}, "rank 0 has 3; rank 1 has 2; the first that some ranks lack is 'c' (2, 4)"),
+    "shape": ([A, B, ("c", parameter(4, 2))], {}, f"{C_IS} 'c' (4, 2)"),
+    "dtype": ([A, B, ("c", parameter(2, 4, dtype=torch.bfloat16))], {}, f"{C_IS} 'c' (2, 4) bfloat16"),
+    # equal shapes: only the names tell
+    "order": ([A, C, B], {}, "tensor 1: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)"),
+    "name": ([A, B, ("d", parameter(2, 4))], {}, f"tensor 2: {C_IS} 'd' (2, 4)"),
+    "options": (GOOD, {"average": False}, "average=False"),
+    "meta": ([A, B, ("c", META)], {}, "on rank 1: 'c' is on the meta device, without data; materialise it"),
+    "fp8": (
+        [("c", FP8)],
+        {},
+        "on rank 1: 'c' is torch.float8_e4m3fn; expected one of float64, float32",
+    ),
+    "sparse": ([("c", SPARSE)], {}, "on rank 1: 'c' is torch.sparse_coo; expected a dense tensor"),
+    "expanded": ([("c", EXPANDED)], {}, "'c' has elements that share memory (expand?); expected its own"),
+    "computed": ([("c", C[1] * 2)], {}, "on rank 1: 'c' is computed from other tensors; expected a param"),
+    "twice": ([A, B, ("b", C[1])], {}, "on rank 1: 2 parameters are called 'b'; names must differ"),
+    "no pairs": ([A[1]], {}, "on rank 1: expected pairs of name and parameter, got Parameter"),
+    "no module": (7, {}, "on rank 1: expected a module or pairs of name and parameter, got int"),
+    "number": ([A, B, (2, C[1])], {}, "on rank 1: expected a name for each parameter, got 2"),
+    "bytes": (GOOD, {"bucket_bytes": -1}, f"{WHOLE_BYTES} -1"),
+    "part of a byte": (GOOD, {"bucket_bytes": 1.5}, f"{WHOLE_BYTES} 1.5"),
+    "timeout": (GOOD, {"timeout": 5}, "timeout: expected a datetime.timedelta, got 5"),
+    "reduce": (GOOD, {"reduce": "gather"}, "expected 'all_reduce' or 'reduce_scatter', got 'gather'"),
+    "grad_dtype": (
+        GOOD,
+        {"grad_dtype": torch.int32},
+        "grad_dtype: expected one of float64, float32, float16, bf",
+    ),
+}
+TYPE_ERRORS = {"fp8", "sparse", "no pairs", "no module", "number", "timeout", "grad_dtype"}
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "words"),
-    [
-        ("count", "ValueError", "rank 0 has 3; rank 1 has 2; the first that some ranks lack is 'c' (2, 4)"),
-        ("shape", "ValueError", "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (4, 2)"),
-        ("dtype", "ValueError", "rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4) bfloat16"),
-        ("order", "ValueError", "tensor 1: rank 0 has 'b' (2, 4) float32 on cpu; rank 1 has 'c' (2, 4)"),
-        ("name", "ValueError", "tensor 2: rank 0 has 'c' (2, 4) float32 on cpu; rank 1 has 'd' (2, 4)"),
-        ("options", "ValueError", "average=False"),
-        ("meta", "ValueError", "on rank 1: 'c' is on the meta device, without data; materialise it first"),
-        (
-            "fp8",
-            "TypeError",
-            "on rank 1: 'c' is torch.float8_e4m3fn; expected one of float64, float32, float16",
-        ),
-        ("sparse", "TypeError", "on rank 1: 'c' is torch.sparse_coo; expected a dense tensor"),
-        (
-            "expanded",
-            "ValueError",
-            "on rank 1: 'c' has elements that share memory (expand?); expected its own",
-        ),
-        ("computed", "ValueError", "on rank 1: 'c' is computed from other tensors; expected a param"),
-        ("twice", "ValueError", "on rank 1: 2 parameters are called 'b'; names must differ"),
-        ("no pairs", "TypeError", "on rank 1: expected pairs of name and parameter, got Parameter"),
-        ("no module", "TypeError", "on rank 1: expected a module or pairs of name and parameter, got int"),
-        ("number", "TypeError", "on rank 1: expected a name for each parameter, got 2"),
-        ("bytes", "ValueError", "bucket_bytes: expected a whole number of at least 1, got -1"),
-        ("part of a byte", "ValueError", "expected a whole number of at least 1, got 1.5"),
-        ("timeout", "TypeError", "timeout: expected a datetime.timedelta, got 5"),
-        ("reduce", "ValueError", "reduce: expected 'all_reduce' or 'reduce_scatter', got 'gather'"),
-        ("grad_dtype", "TypeError", "grad_dtype: expected one of float64, float32, float16, bfloat16, got"),
-    ],
-)
-def test_disagreement_is_the_same_error_on_every_rank(ranks2, case, kind, words):
-    first, second = ranks2.run(disagreeing, case)
+def disagreeing():
+    """Rank 1 brings something else; what this rank is told."""
+    told = {}
+    for case, (named, options, _) in DISAGREEMENTS.items():
+        bad = dist.get_rank() == 1
+        brought, options = (named, options) if bad else (GOOD, {})
+        told[case] = refused_on_rank_1(GradientBuckets, brought, dist.group.WORLD, **options)
+    return told
+
+
+def test_disagreement_is_the_same_error_on_every_rank(ranks2):
+    first, second = ranks2.run(disagreeing)
     assert first == second
-    assert first[0] == kind
-    assert words in first[1]
+    kinds = {case: "TypeError" if case in TYPE_ERRORS else "ValueError" for case in DISAGREEMENTS}
+    expected = {case: (kinds[case], words) for case, (*_, words) in DISAGREEMENTS.items()}
+    assert wrongly_told(first, expected) == {}
 
 
 def minority():
-    shape = (3,) if dist.get_rank() != 2 else (4,)
-    return error_of(wrap, [("w", parameter(*shape))])
+    """Rank 2 has another parameter: in the group of all, and in its data-parallel one."""
+    tensor_group, data_group = two_by_two()
+    named = [("w", parameter(3 + (dist.get_rank() == 2)))]
+    in_groups = error_of(GradientBuckets, named, data_group, tensor_parallel_group=tensor_group)
+    return error_of(wrap, named), in_groups
 
 
-def test_disagreement_names_all_ranks(ranks4):
-    errors = ranks4.run(minority)
-    assert len({*errors}) == 1
-    assert "ranks 0, 1, 3 has 'w' (3,)" in errors[0][1]
-    assert "rank 2 has 'w' (4,)" in errors[0][1]
-
-
-def one_data_group_disagrees():
-    """Rank 0 and 2 share a data-parallel group; 0 and 1, and 2 and 3, a tensor-parallel one."""
-    rank = dist.get_rank()
-    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    named = [("w", parameter(3 + (rank == 2)))]
-    return error_of(
-        GradientBuckets, named, data_groups[rank % 2], tensor_parallel_group=tensor_groups[rank // 2]
-    )
-
-
-def test_disagreement_in_one_data_parallel_group_reaches_the_others(ranks4):
-    for kind, text in ranks4.run(one_data_group_disagrees):
+def test_disagreement_names_all_ranks_and_reaches_other_data_parallel_groups(ranks4):
+    of_world, of_groups = zip(*ranks4.run(minority), strict=True)
+    assert len({*of_world}) == 1
+    assert "ranks 0, 1, 3 has 'w' (3,)" in of_world[0][1]
+    assert "rank 2 has 'w' (4,)" in of_world[0][1]
+    for kind, text in (*of_world, *of_groups):
         assert kind == "ValueError"
-        assert "rank 0 has 'w' (3,) float32 on cpu; rank 2 has 'w' (4,) float32" in text
+        assert "rank 2 has 'w' (4,) float32" in text
 
 
 def without_group():
@@ -166,47 +139,45 @@ def test_default_group_is_needed():
     assert "call init_process_group first" in text
 
 
-def die_in_a_step(how):
+def lost_in_a_step(how, seconds):
+    """Rank 1 is not there in the third step. What rank 0 is told."""
     module = chain()
-    buckets = wrap(module, timeout=QUICK)
-    for step in range(3):
+    buckets = wrap(module, timeout=timedelta(seconds=seconds))
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(3):
         buckets.zero()
         dist.barrier()
-        if step == 2 and dist.get_rank() == 1:
+        if number == 2 and dist.get_rank() == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "comes late":
-                time.sleep(2 * QUICK.total_seconds())
+                store.wait(["rank 0 gave up"])
             return None  # it stays away, alive: the pool lets no rank leave before the others
-        loss_of(module(own_batch(step))).backward()
-        started = time.monotonic()
+        backward(module, number)
         kind, text = error_of(buckets.finish)
-        if step < 2:
-            assert kind == "nothing"
-            continue
-        assert time.monotonic() - started < 15  # the group's own time-out is twice that
-        assert kind == "RuntimeError", kind
-        assert "all_reduce of bucket 0 of 4 ('3.weight' to '3.bias', " in text
-        assert f"failed in process group '{dist.group.WORLD.group_name}' of 2 ranks, here on rank 0" in text
-        assert "a rank died, came too late, or left the common order of calls. Cause: " in text
+        assert kind == ("RuntimeError" if number == 2 else "nothing"), text
+    store.set("rank 0 gave up", "now")
+    assert "all_reduce of bucket 0 of 4 ('3.weight' to '3.bias', " in text
+    assert f"failed in process group '{dist.group.WORLD.group_name}' of 2 ranks, here on rank 0" in text
+    assert "a rank died, came too late, or left the common order of calls. Cause: " in text
     return text
 
 
+@both_ways
 def test_late_rank_is_an_error_within_the_time_out(ranks2):
-    text, _ = ranks2.run(die_in_a_step, "comes late")
+    text, _ = ranks2.run(lost_in_a_step, "comes late", patient(1.0))  # the group's own is 30 s
     assert "timeout" in text.lower() or "timed out" in text.lower()
 
 
-@pytest.mark.way("shared")
 def test_rank_that_lets_go_is_an_error(ranks2):
-    text, _ = ranks2.run(die_in_a_step, "lets go")
+    text, _ = ranks2.run(lost_in_a_step, "lets go", patient(1.5))
     assert text.endswith("Cause: rank 1 of it has let go of its GradientBuckets")
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_dead_rank_is_an_error(how):
     with RankPool(2) as ranks, pytest.raises(RankFailure, match="killed by signal 9") as caught:
-        ranks.run(under, how, die_in_a_step, "dies")
+        ranks.run(under, how, lost_in_a_step, "dies", patient(1.5))
     assert [*caught.value.exceptions] == [1], caught.value  # rank 0 saw what it was to see
 
 
@@ -229,53 +200,45 @@ def test_dead_rank_in_a_bucketed_call():
     assert [*caught.value.exceptions] == [1], caught.value
 
 
-def use_after_destroy():
+@both_ways
+@on_ranks(2)
+def test_use_after_destroy_is_an_error():
     module = chain(2)
     buckets = wrap(module)
     for _ in range(2):
-        buckets.zero()
-        loss_of(module(own_batch())).backward()
-        buckets.finish()
+        step(module, buckets)
     buckets.zero()
     dist.destroy_process_group()
-    return [
-        error_of(lambda: loss_of(module(torch.ones(1, 8, dtype=torch.float64))).backward()),
-        error_of(buckets.finish),
-        error_of(buckets.zero),
-    ]
+    for call in (lambda: backward_alone(module), buckets.finish, buckets.zero):
+        with pytest.raises(RuntimeError, match="was destroyed; make a new group and new GradientBuckets"):
+            call()
 
 
-def test_use_after_destroy_is_an_error(ranks2):
-    for errors in ranks2.run(use_after_destroy):
-        for kind, text in errors:
-            assert kind == "RuntimeError"
-            assert "was destroyed; make a new group and new GradientBuckets" in text
+def backward_alone(module):
+    loss_of(module(torch.ones(1, 8, dtype=torch.float64))).backward()
 
 
-def use_after_fork():
+@both_ways
+@on_ranks(2)
+def test_use_after_fork_is_an_error():
     module = chain(2)
     buckets = wrap(module)
-    errors = forked(lambda: [error_of(buckets.zero), error_of(buckets.finish)])
-    buckets.zero()
-    loss_of(module(own_batch())).backward()
-    buckets.finish()  # the parent is well
-    return errors
+    for kind, text in forked(lambda: [error_of(buckets.zero), error_of(buckets.finish)]):
+        assert kind == "RuntimeError"
+        assert "which was forked from it; make process groups and GradientBuckets after the fork" in text
+    step(module, buckets)  # the parent is well
 
 
-def test_use_after_fork_is_an_error(ranks2):
-    for errors in ranks2.run(use_after_fork):
-        for kind, text in errors:
-            assert kind == "RuntimeError"
-            assert "which was forked from it; make process groups and GradientBuckets after the fork" in text
-
-
-def copies():
+@on_ranks(2)
+def test_deepcopy_of_a_wrapped_module_raises():
     module = chain(2)
     buckets = wrap(module)
-    errors = [error_of(copy.deepcopy, module), error_of(copy.deepcopy, buckets)]
-    assert error_of(copy.copy, buckets) == error_of(pickle.dumps, buckets) == errors[1]
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
+    with pytest.raises(RuntimeError, match="a module under GradientBuckets cannot be copied"):
+        copy.deepcopy(module)
+    for call in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="GradientBuckets cannot be copied or pickled; make new ones"):
+            call(buckets)
+    torch.save(module.state_dict(), io.BytesIO())
     assert len(copy.deepcopy(module.state_dict())) == 4
     free = pickle.loads(pickle.dumps(module))
     assert torch.equal(copy.deepcopy(free)[0].weight, module[0].weight)
@@ -283,14 +246,6 @@ def copies():
     copy.deepcopy(module)
     wrap(module)  # and let go at once
     copy.deepcopy(module)
-    return errors
-
-
-def test_deepcopy_of_a_wrapped_module_raises(ranks2):
-    for (kind, text), (own_kind, own_text) in ranks2.run(copies):
-        assert kind == own_kind == "RuntimeError"
-        assert "a module under GradientBuckets cannot be copied" in text
-        assert "GradientBuckets cannot be copied or pickled; make new ones" in own_text
 
 
 def wrong_backwards():
@@ -302,24 +257,20 @@ def wrong_backwards():
     errors = {"sparse": error_of(lambda: embedding(torch.tensor([1])).sum().backward())}
     sparse.detach()
 
-    def step(times=1, create_graph=False):
+    def backwards(times=1, create_graph=False):
         output = loss_of(module(own_batch()))
         for _ in range(times):
             output.backward(retain_graph=True, create_graph=create_graph)
 
     for _ in range(2):
-        buckets.zero()
-        step()
-        buckets.finish()
+        step(module, buckets)
     right = [p.grad.clone() for p in module.parameters()]
     buckets.zero()
-    errors["second"] = error_of(step, times=2)
+    errors["second"] = error_of(backwards, times=2)
     buckets.zero()
     with warnings.catch_warnings(action="ignore"):
-        errors["graph"] = error_of(step, create_graph=True)
-    buckets.zero()
-    step()
-    buckets.finish()
+        errors["graph"] = error_of(backwards, create_graph=True)
+    step(module, buckets)
     assert_gradients(module, right)
     return errors
 
@@ -327,54 +278,45 @@ def wrong_backwards():
 def test_wrong_backwards_are_told(ranks2):
     first, second = ranks2.run(wrong_backwards)
     assert first == second
-    assert first["sparse"][0] == "TypeError"
-    assert "the gradient of 'weight' is sparse; expected a dense one" in first["sparse"][1]
-    assert "' received gradient 2 of this step, but 1 had been expected" in first["second"][1]
+    expected = {
+        "sparse": ("TypeError", "the gradient of 'weight' is sparse; expected a dense one"),
+        "second": ("RuntimeError", "' received gradient 2 of this step, but 1 had been expected"),
+        "graph": ("RuntimeError", "backward(create_graph=True) is not supported, use torch.autograd.grad"),
+    }
+    assert wrongly_told(first, expected) == {}
     assert "run all backwards but the last under no_sync()" in first["second"][1]
-    assert "backward(create_graph=True) is not supported, use torch.autograd.grad" in first["graph"][1]
-
-
-def sum_is_added_to(options):
-    module = chain(2)
-    buckets = wrap(module, **options)
-    loss_of(module(own_batch())).backward()
-    buckets.finish()
-    error = error_of(lambda: loss_of(module(own_batch())).backward())
-    buckets.zero()
-    loss_of(module(own_batch())).backward()
-    buckets.finish()
-    return error
 
 
 @pytest.mark.parametrize("options", [{"average": False}, {"reduce": "reduce_scatter"}], ids=["sum", "shards"])
-def test_nothing_is_added_to_sums_that_are_reduced(ranks2, options):
-    for kind, text in ranks2.run(sum_is_added_to, options):
-        assert kind == "RuntimeError"
-        assert "is reduced already, and more cannot be added to it; call zero() first" in text
+@on_ranks(2)
+def test_nothing_is_added_to_sums_that_are_reduced(options):
+    module = chain(2)
+    buckets = wrap(module, **options)
+    step(module, buckets)
+    with pytest.raises(
+        RuntimeError, match=r"is reduced already, and more cannot be added to it; call zero\(\)"
+    ):
+        backward(module)
+    step(module, buckets)
 
 
-def choosing_an_engine(choice):
-    with pytest.warns(DeprecationWarning, match=f"engine='{choice}' does nothing: leave it out"):
-        wrap(chain(1), engine=choice).detach()
+@on_ranks(1)
+def test_engine_cannot_be_chosen_any_more():
+    for choice in ("auto", "cpp", "python"):
+        with pytest.warns(DeprecationWarning, match=f"engine='{choice}' does nothing: leave it out"):
+            wrap(chain(1), engine=choice).detach()
 
 
-@pytest.mark.parametrize("choice", ["auto", "cpp", "python"])
-def test_engine_cannot_be_chosen_any_more(ranks1, choice):
-    ranks1.run(choosing_an_engine, choice)
-
-
-def dropped_in_a_round():
+@both_ways
+@on_ranks(2)
+def test_buckets_may_be_dropped_in_a_round():
     for _ in range(3):
         module = chain()
         buckets = wrap(module)
         for _ in range(2):
             buckets.zero()
-            loss_of(module(own_batch())).backward()
+            backward(module)
             if not buckets.launched_in_backward:
                 buckets.finish()
         del buckets  # with all its buckets in flight
-        loss_of(module(own_batch())).backward()
-
-
-def test_buckets_may_be_dropped_in_a_round(ranks2):
-    ranks2.run(dropped_in_a_round)
+        backward(module)

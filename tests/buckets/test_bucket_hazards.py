@@ -7,40 +7,34 @@ from torch import nn
 
 from tests.buckets.golden import (
     assert_gradients,
+    backward,
     batch,
     chain,
     expected_gradients,
     loss_of,
     own_batch,
+    step,
+    trained,
     wrap,
 )
-from tests.checks import error_of
-from tpkernels import GradientBuckets
+from tests.buckets.ways import both_ways, on_ranks
+from tests.products import once
 
 
-def step(module, buckets, data):
-    buckets.zero()
-    loss_of(module(data)).backward()
-    return buckets.finish()
-
-
-def wrapped_again():
-    """What a second one over some of the same parameters is told, and what it is told later."""
+@on_ranks(2)
+def test_parameters_are_under_one_of_them():
     model = chain()
     first = wrap(model)
-    kind, text = error_of(wrap, list(model.named_parameters())[1:])
+    with pytest.raises(ValueError, match=r"is under other GradientBuckets already; call detach\(\) on these"):
+        wrap(list(model.named_parameters())[1:])
     first.detach()
     wrap(model).detach()
-    return f"{kind}: {text}"
 
 
-def test_parameters_are_under_one_of_them(ranks2):
-    for message in ranks2.run(wrapped_again):
-        assert message.startswith("ValueError")
-        assert "is under other GradientBuckets already; call detach() on these" in message
-
-
-def halves(dtype, reduce):
+@both_ways
+@once(dtype=[torch.bfloat16, torch.float16], reduce=["all_reduce", "reduce_scatter"])
+@on_ranks(4)
+def test_halves_are_added_in_float32(dtype, reduce):
     """Rank 0 brings 256, three others 1 each: in bfloat16, 256 + 1 is 256."""
     torch.manual_seed(0)
     module = nn.Linear(64, 64).to(dtype)
@@ -48,9 +42,8 @@ def halves(dtype, reduce):
     buckets = wrap(module, average=False, reduce=reduce)
     for _ in range(2):
         buckets.zero()
-        (
-            sum(parameter.sum() for parameter in module.parameters()) * (1.0 if dist.get_rank() else big)
-        ).backward()
+        total = sum(parameter.sum() for parameter in module.parameters())
+        (total * (1.0 if dist.get_rank() else big)).backward()
         buckets.finish()
         exact = torch.tensor(big + 3).to(dtype)
         for shard in buckets.gradient_shards() if reduce == "reduce_scatter" else buckets.buckets:
@@ -58,78 +51,63 @@ def halves(dtype, reduce):
             assert {*shard.tolist()} <= {0.0, exact.item()}
 
 
-@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_halves_are_added_in_float32(ranks4, dtype, reduce):
-    ranks4.run(halves, dtype, reduce)
-
-
-def converted(main_grad):
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+@on_ranks(2)
+def test_conversion_of_a_module_is_told(main_grad):
     module = chain(2).float()
     buckets = wrap(module, main_grad=main_grad)
     for _ in range(2):
-        step(module, buckets, own_batch().float())
-    module.double()  # replaces the data of parameters and gradients, and takes hooks away
-    loss_of(module(own_batch())).backward()
-    return error_of(buckets.finish), error_of(step, module, buckets, own_batch())
-
-
-@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_conversion_of_a_module_is_told(ranks2, main_grad):
-    for errors in ranks2.run(converted, main_grad):
-        for kind, text in errors:
-            assert kind == "RuntimeError"
-            assert "was converted or moved, which takes its hook away" in text
-
-
-def empty_parameter():
-    """An empty tensor has no address by which it could be known."""
-    module = nn.ParameterDict({"full": torch.ones(3), "empty": torch.ones(0, 4)})
-    buckets = wrap(module, average=False)
-    for _ in range(3):
-        module.zero_grad()
-        (module["full"].sum() + module["empty"].sum()).backward()
-        assert buckets.finish() == ()
-        assert module["full"].grad.tolist() == [2.0] * 3
-        assert module["empty"].grad.shape == (0, 4)
-
-
-def test_empty_parameters_take_part(ranks2):
-    ranks2.run(empty_parameter)
-
-
-def nested_no_sync():
-    module = chain()
-    buckets = wrap(module)
-    step(module, buckets, own_batch())  # teaches that one gradient comes
-    for _ in range(2):
         buckets.zero()
-        with buckets.no_sync():
-            with buckets.no_sync():
-                loss_of(module(own_batch(0))).backward()
-            loss_of(module(own_batch(1))).backward()
-        loss_of(module(own_batch(2))).backward()
+        loss_of(module(own_batch().float())).backward()
         buckets.finish()
-        assert_gradients(module, expected_gradients(module, (0, 1, 2)))
+    module.double()  # replaces the data of parameters and gradients, and takes hooks away
+    backward(module)
+    for call in (buckets.finish, lambda: step(module, buckets)):
+        with pytest.raises(RuntimeError, match="was converted or moved, which takes its hook away"):
+            call()
 
 
-def test_no_sync_may_be_nested(ranks2):
-    ranks2.run(nested_no_sync)
+@pytest.mark.parametrize(("zeroes", "expected"), [("buckets", [4, 4, 4]), ("optimizer", [0, 4, 4])])
+@on_ranks(2)
+def test_hooks_come_back_with_the_dtype(zeroes, expected):
+    """A module that was converted for a moment, which takes its hooks away."""
+    module, buckets = trained()
+    optimizer = torch.optim.SGD(module.parameters())
+    module.float()
+    module.double()
+    launched = []
+    for number in range(2, 5):
+        buckets.zero() if zeroes == "buckets" else optimizer.zero_grad()
+        backward(module, number)
+        assert buckets.finish() == ()
+        assert_gradients(module, expected_gradients(module, (number,)))
+        launched.append(buckets.launched_in_backward)
+    assert launched == expected
 
 
-def detached_in_no_sync():
-    module = chain(1)
-    buckets = wrap(module)
+@on_ranks(2)
+def test_sums_that_were_converted_are_not_added_up_again():
+    """It was added up already, or is a gradient that no hook saw: nobody knows."""
+    module, buckets = trained(average=False)
+    module.float()
+    module.double()
+    with pytest.raises(RuntimeError, match="is reduced already"):
+        buckets.finish()
+    step(module, buckets, 2)
+    assert_gradients(module, expected_gradients(module, (2,), average=False))
+
+
+@on_ranks(2)
+def test_detach_within_no_sync():
+    buckets = wrap(chain(1))
     with buckets.no_sync():
         buckets.detach()
     assert buckets.finish() == ()
 
 
-def test_detach_within_no_sync(ranks2):
-    ranks2.run(detached_in_no_sync)
-
-
-def several_dtypes():
+@both_ways
+@on_ranks(2)
+def test_parameters_of_several_dtypes():
     torch.manual_seed(0)
     module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).bfloat16()])
     buckets = wrap(module)
@@ -144,11 +122,9 @@ def several_dtypes():
             assert torch.equal(parameter.grad, torch.full_like(parameter.grad, 0.5))
 
 
-def test_parameters_of_several_dtypes(ranks2):
-    ranks2.run(several_dtypes)
-
-
-def scaled_training(poisoned):
+@pytest.mark.parametrize("poisoned", [False, True], ids=["finite", "infinite"])
+@on_ranks(2)
+def test_works_with_a_scaler_clipping_and_foreach_optimizers(poisoned):
     """A scaler skips the step on every rank, though only one rank's loss is infinite."""
     module, whole = chain().float(), chain().float()
     buckets = wrap(module)
@@ -168,31 +144,58 @@ def scaled_training(poisoned):
         if skipped:
             assert scaler.get_scale() == 512.0
             continue
-        total = sum(loss_of(whole(data.float())) for data in (own_batch(number), other_batch(number)))
         plain.zero_grad()
-        (total / 2).backward()
+        (sum(loss_of(whole(batch(rank, number).float())) for rank in range(2)) / 2).backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         plain.step()
     torch.testing.assert_close(list(module.parameters()), list(whole.parameters()), rtol=1e-4, atol=1e-5)
 
 
-def other_batch(number):
-    return batch(1 - dist.get_rank(), number)
+def no_data(average):
+    """On one rank in one step, where the optimizer clears gradients."""
+    module, buckets = trained(average=average)
+    optimizer = torch.optim.SGD(module.parameters())
+    unused = []
+    for number in range(2, 5):
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 or number != 3:
+            backward(module, number)
+        unused.append(len(buckets.finish()))
+        expected = expected_gradients(module, (number,), average=average)
+        if number == 3:
+            expected = torch.autograd.grad(loss_of(module(batch(0, 3))), list(module.parameters()))
+            expected = [gradient / 2 if average else gradient for gradient in expected]
+        assert_gradients(module, expected)
+        buckets.finish()  # which changes nothing
+        assert_gradients(module, expected)
+    return unused
 
 
-@pytest.mark.parametrize("poisoned", [False, True], ids=["finite", "infinite"])
-def test_works_with_a_scaler_clipping_and_foreach_optimizers(ranks2, poisoned):
-    ranks2.run(scaled_training, poisoned)
+@pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
+def test_rank_without_data_takes_part_after_the_optimizer_cleared_gradients(ranks2, average):
+    assert ranks2.run(no_data, average) == [[0, 0, 0], [0, 8, 0]]
 
 
-def resized_gradient():
-    module = chain(1)
-    buckets = GradientBuckets(module, dist.group.WORLD)
-    module[0].weight.data = torch.ones(1, dtype=torch.float64)
-    module[0].weight.grad = torch.ones(1, dtype=torch.float64)
-    return error_of(buckets.finish)
+class Zeros(torch.autograd.Function):
+    """Its gradient has no memory."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch._efficientzerotensor((8, 8), dtype=torch.float64)
 
 
-def test_gradient_of_another_shape_is_not_broadcast(ranks1):
-    words = "the gradient of '0.weight' is of shape [1]; expected [8, 8], as when GradientBuckets were made"
-    assert ranks1.run(resized_gradient) == [("RuntimeError", f"GradientBuckets: {words}")]
+@on_ranks(2)
+def test_gradients_without_memory_are_zeros():
+    module, buckets = trained()
+    for parameter in module.parameters():
+        parameter.grad = torch._efficientzerotensor(parameter.shape, dtype=parameter.dtype)
+    for hooked in (False, True):
+        if hooked:
+            buckets.zero()
+            Zeros.apply(module[0].weight).backward()
+        buckets.finish()
+        assert_gradients(module, [torch.zeros_like(parameter) for parameter in module.parameters()])

@@ -1,32 +1,34 @@
 """What a sharded optimizer needs: parts of parameters and of what is like them, and the way back."""
 
+from unittest.mock import Mock, patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import chain, expected_gradients, loss_of, own_batch, wrap
-from tests.checks import error_of
+from tests.buckets.golden import chain, expected_gradients, step, wrap
+from tests.buckets.ways import both_ways, on_ranks
 from tpkernels.buckets import gradients as buckets_module
 
-on_two_and_four = pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
+WEIGHT = 512  # bytes of a layer's weight in `chain`, and of its bias with what aligns it
 
 
-def sharded_training():
+@both_ways
+@on_ranks(2, 4)
+def test_sharded_optimizer_trains_like_an_unsharded_one():
     module, whole = chain(), chain()
     buckets = wrap(module, reduce="reduce_scatter")
     shards = [nn.Parameter(shard) for shard in buckets.parameter_shards()]
     sharded = torch.optim.AdamW(shards, lr=0.05)
     unsharded = torch.optim.AdamW(whole.parameters(), lr=0.05)
-    for step in range(4):
-        buckets.zero()
-        loss_of(module(own_batch(step))).backward()
-        buckets.finish()
+    for number in range(4):
+        step(module, buckets, number)
         for shard, gradient in zip(shards, buckets.gradient_shards(), strict=True):
             shard.grad = gradient
         sharded.step()
         buckets.gather_parameters([shard.detach() for shard in shards])
-        for parameter, gradient in zip(whole.parameters(), expected_gradients(whole, (step,)), strict=True):
+        for parameter, gradient in zip(whole.parameters(), expected_gradients(whole, (number,)), strict=True):
             parameter.grad = gradient
         unsharded.step()
         torch.testing.assert_close(list(module.parameters()), list(whole.parameters()))
@@ -36,12 +38,8 @@ def sharded_training():
         buckets.gather_parameters(shards[:-1])
 
 
-@on_two_and_four
-def test_sharded_optimizer_trains_like_an_unsharded_one(pool, request, way):
-    request.getfixturevalue(pool).run(sharded_training)
-
-
-def cut_and_joined():
+@on_ranks(2, 4)
+def test_what_is_cut_like_gradients_is_joined_again():
     module = chain(3)
     buckets = wrap(module, reduce="reduce_scatter")
     generator = torch.Generator().manual_seed(0)
@@ -55,32 +53,20 @@ def cut_and_joined():
     joined = buckets.unshard(shards)
     assert {tensor.dtype for tensor in joined} == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
-    return error_of(buckets.shard, tensors[1:]), error_of(buckets.unshard, shards[1:])
-
-
-@on_two_and_four
-def test_what_is_cut_like_gradients_is_joined_again(pool, request, way):
-    for cut, join in request.getfixturevalue(pool).run(cut_and_joined):
-        assert cut == ("ValueError", "tensors: expected one for each of 6 parameters, of its shape")
-        assert join[0] == "ValueError"
+    with pytest.raises(ValueError, match="tensors: expected one for each of 6 parameters, of its shape"):
+        buckets.shard(tensors[1:])
+    with pytest.raises(ValueError, match="expected"):
+        buckets.unshard(shards[1:])
 
 
 def gathered_in_turns(at_once):
     """(parameters, how many buckets went into each gather)"""
     module = chain(3)
     shards_of = wrap(module, reduce="reduce_scatter")
-    counts = []
-    usual = buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES
-
-    def counting(shards, group):
-        counts.append(len(shards))
-        return usual[0](shards, group)
-
-    buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES = counting, at_once
-    try:
+    gather = Mock(wraps=buckets_module.bucketed_all_gather)
+    with patch.multiple(buckets_module, bucketed_all_gather=gather, GATHERED_BYTES=at_once):
         shards_of.gather_parameters([2 * shard for shard in shards_of.parameter_shards()])
-    finally:
-        buckets_module.bucketed_all_gather, buckets_module.GATHERED_BYTES = usual
+    counts = [len(call.args[0]) for call in gather.call_args_list]
     return [parameter.detach() for parameter in module.parameters()], counts, len(shards_of.buckets)
 
 
@@ -92,3 +78,29 @@ def test_a_few_buckets_are_gathered_at_once(ranks2):
             torch.testing.assert_close(values, expected)
             assert buckets > 1
             assert counts == ([1] * buckets if at_once == 1 else [buckets])
+
+
+def trained(reduce, smallest, bucket_bytes):
+    """(elements of buckets, parameters after three steps)"""
+    module = chain(12)
+    with patch.object(buckets_module, "SMALLEST_BUCKET_BYTES", smallest):
+        buckets = wrap(module, reduce=reduce, bucket_bytes=bucket_bytes)
+    for number in range(3):
+        step(module, buckets, number)
+        with torch.no_grad():
+            shards = zip(buckets.parameter_shards(), buckets.gradient_shards(), strict=True)
+            buckets.gather_parameters([shard - 0.01 * gradient for shard, gradient in shards])
+    return [bucket.numel() for bucket in buckets.buckets], [p.detach() for p in module.parameters()]
+
+
+@both_ways
+@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
+def test_sizes_do_not_change_a_bit_with_two_ranks(ranks2, reduce):
+    growing, others = ranks2.run(trained, reduce, WEIGHT, 8 * WEIGHT)
+    assert growing[0] == others[0]
+    assert len(growing[0]) == 9
+    assert 4 * growing[0][0] <= max(growing[0]) >= 4 * growing[0][-1]
+    alike = ranks2.run(trained, reduce, 8 * WEIGHT, 8 * WEIGHT)[0]
+    assert alike[0] == [512] * 3
+    assert all(map(torch.equal, growing[1], alike[1]))
+    assert not any(map(torch.equal, growing[1], chain(12).parameters()))

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.buckets.golden import refused_on_rank_1, wrongly_told
+from tests.buckets.ways import on_ranks
 from tests.checks import error_of
 from tpkernels import (
     bucketed_all_gather,
@@ -50,17 +52,13 @@ def all_reduces(bucket_bytes, op, whole):
         assert torch.equal(tensor, plain)
 
 
-@pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, FEW, EACH], ids=["one", "few", "each"])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_all_reduce_equals_a_loop(ranks2, bucket_bytes, op):
-    ranks2.run(all_reduces, bucket_bytes, op, False)
-
-
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_all_reduce_equals_a_loop_on_four_ranks(ranks4, op):
+@on_ranks(2, 4)
+def test_all_reduce_equals_a_loop(op):
     # With more than two ranks, gloo's order of additions depends on where in the buffer an element lies.
-    ranks4.run(all_reduces, ONE_BUCKET, op, True)
-    ranks4.run(all_reduces, EACH, op, False)
+    all_reduces(ONE_BUCKET, op, whole=dist.get_world_size() > 2)
+    all_reduces(FEW, op, whole=dist.get_world_size() > 2)
+    all_reduces(EACH, op, whole=False)
 
 
 def broadcasts(bucket_bytes):
@@ -97,14 +95,13 @@ def reduce_scatters(bucket_bytes, op):
         assert shard.shape == own.shape
 
 
-@pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
 @pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET, FEW, EACH], ids=["one", "few", "each"])
-def test_others_equal_loops(pool, bucket_bytes, request, way):
-    ranks = request.getfixturevalue(pool)
-    ranks.run(broadcasts, bucket_bytes)
-    ranks.run(gathers, bucket_bytes)
-    ranks.run(reduce_scatters, bucket_bytes, "sum")
-    ranks.run(reduce_scatters, bucket_bytes, "avg")
+@on_ranks(2, 4)
+def test_others_equal_loops(bucket_bytes):
+    broadcasts(bucket_bytes)
+    gathers(bucket_bytes)
+    reduce_scatters(bucket_bytes, "sum")
+    reduce_scatters(bucket_bytes, "avg")
 
 
 def in_a_subgroup():
@@ -127,7 +124,8 @@ def test_subgroups(ranks4):
     assert "on ranks 1, 3: src: expected a rank of the group [1, 3], got 0" in member[1]
 
 
-def empty_and_leaves():
+@on_ranks(2)
+def test_empty_lists_leaves_and_unchanged_inputs():
     bucketed_all_reduce_([])
     bucketed_broadcast_([], 0)
     assert bucketed_all_gather([]) == []
@@ -142,72 +140,41 @@ def empty_and_leaves():
     assert leaf.tolist() == [4.0] * 3
 
 
-def test_empty_lists_leaves_and_unchanged_inputs(ranks2):
-    ranks2.run(empty_and_leaves)
+VALUE, TYPE = "ValueError", "TypeError"
+ONES, MATRIX, BF16 = torch.ones(4), torch.ones(2, 2), torch.bfloat16
+FP8, META = MATRIX.to(torch.float8_e4m3fn), torch.ones(2, 2, device="meta")
+FLOAT = "'1' (2, 2) float32 on cpu"
+WRONG = {  # what rank 1 brings, and what all are told
+    "count": ([ONES], {}, VALUE, "number of tensors: rank 0 has 2; rank 1 has 1; the first that"),
+    "shape": ([ONES, ONES], {}, VALUE, f"tensor 1: rank 0 has {FLOAT}; rank 1 has '1' (4,)"),
+    "dtype": ([ONES, MATRIX.to(BF16)], {}, VALUE, f"has {FLOAT}; rank 1 has '1' (2, 2) bfloat16 on cpu"),
+    "strides": ([ONES, MATRIX.T], {}, VALUE, f"rank 1 has {FLOAT} strides (1, 2)"),
+    "meta": ([ONES, META], {}, VALUE, "on rank 1: '1' is on the meta device"),
+    "fp8": ([ONES, FP8], {}, TYPE, "'1' is torch.float8_e4m3fn; expected one of float64, float32, "),
+    "bool": ([ONES, MATRIX.bool()], {}, TYPE, "on rank 1: '1' is torch.bool; expected one of"),
+    "sparse": ([ONES, MATRIX.to_sparse()], {}, TYPE, "'1' is torch.sparse_coo; expected a dense tensor"),
+    "expanded": ([torch.ones(1).expand(4), MATRIX], {}, VALUE, "'0' has elements that share memory"),
+    "no tensor": ([ONES, 3.0], {}, TYPE, "on rank 1: '1': expected a tensor, got float"),
+    "op": ([ONES, MATRIX], {"op": "max"}, VALUE, "on rank 1: op: expected 'sum' or 'avg', got 'max'"),
+    "bytes": ([ONES, MATRIX], {"bucket_bytes": 0}, VALUE, "bucket_bytes: expected at least one byte, got 0"),
+}
 
 
-def refuse(case):
-    """One call that rank 1 alone gets wrong; what both ranks are told."""
-    wrong = dist.get_rank() == 1
-    good = [torch.ones(4), torch.ones(2, 2)]
-    bad = {
-        "count": good[:1],
-        "shape": [torch.ones(4), torch.ones(4)],
-        "dtype": [torch.ones(4), torch.ones(2, 2, dtype=torch.bfloat16)],
-        "strides": [torch.ones(4), torch.ones(2, 2).T],
-        "meta": [torch.ones(4), torch.ones(2, 2, device="meta")],
-        "fp8": [torch.ones(4), torch.ones(2, 2).to(torch.float8_e4m3fn)],
-        "bool": [torch.ones(4), torch.ones(2, 2, dtype=torch.bool)],
-        "sparse": [torch.ones(4), torch.ones(2, 2).to_sparse()],
-        "expanded": [torch.ones(1).expand(4), torch.ones(2, 2)],
-        "no tensor": [torch.ones(4), 3.0],
-        "op": good,
-        "bytes": good,
-    }[case]
-    options = {}
-    if wrong and case == "op":
-        options["op"] = "max"
-    if wrong and case == "bytes":
-        options["bucket_bytes"] = 0
-    answer = error_of(bucketed_all_reduce_, bad if wrong else good, **options)
-    assert all(bool((tensor == 1).all()) for tensor in good)  # nothing was sent
-    return answer
+def refuse():
+    """Calls that rank 1 alone gets wrong; what this rank is told."""
+    told = {}
+    for case, (bad, options, _, _) in WRONG.items():
+        good = [torch.ones(4), torch.ones(2, 2)]
+        call = (bad, options) if dist.get_rank() == 1 else (good, {})
+        told[case] = refused_on_rank_1(bucketed_all_reduce_, call[0], **call[1])
+        assert all(bool((tensor == 1).all()) for tensor in good)  # nothing was sent
+    return told
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "words"),
-    [
-        (
-            "count",
-            "ValueError",
-            "number of tensors: rank 0 has 2; rank 1 has 1; the first that",
-        ),
-        (
-            "shape",
-            "ValueError",
-            "tensor 1: rank 0 has '1' (2, 2) float32 on cpu; rank 1 has '1' (4,)",
-        ),
-        (
-            "dtype",
-            "ValueError",
-            "has '1' (2, 2) float32 on cpu; rank 1 has '1' (2, 2) bfloat16 on cpu",
-        ),
-        ("strides", "ValueError", "rank 1 has '1' (2, 2) float32 on cpu strides (1, 2)"),
-        ("meta", "ValueError", "on rank 1: '1' is on the meta device"),
-        ("fp8", "TypeError", "on rank 1: '1' is torch.float8_e4m3fn; expected one of float64, float32, "),
-        ("bool", "TypeError", "on rank 1: '1' is torch.bool; expected one of"),
-        ("sparse", "TypeError", "on rank 1: '1' is torch.sparse_coo; expected a dense tensor"),
-        ("expanded", "ValueError", "on rank 1: '0' has elements that share memory"),
-        ("no tensor", "TypeError", "on rank 1: '1': expected a tensor, got float"),
-        ("op", "ValueError", "on rank 1: op: expected 'sum' or 'avg', got 'max'"),
-        ("bytes", "ValueError", "on rank 1: bucket_bytes: expected at least one byte, got 0"),
-    ],
-)
-def test_what_one_rank_gets_wrong_all_are_told(ranks2, case, kind, words):
-    first, second = ranks2.run(refuse, case)
+def test_what_one_rank_gets_wrong_all_are_told(ranks2):
+    first, second = ranks2.run(refuse)
     assert first == second
-    assert first[0] == kind
-    assert words in first[1]
+    assert wrongly_told(first, {case: (kind, words) for case, (_, _, kind, words) in WRONG.items()}) == {}
 
 
 def refuse_everywhere():

@@ -5,12 +5,14 @@ import os
 import signal
 import sysconfig
 import time
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from tests.buckets.golden import chain, wrap
 from tests.checks import error_of
+from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels.buckets import first_use, gradients
 from tpkernels.buckets.first_use import CannotBuild, build, problem_with_extension
@@ -104,7 +106,7 @@ def test_builder_that_died_keeps_nobody_waiting(library, monkeypatch):
     os.waitpid(child, 0)
     assert len(left_over(library)) == 1
     monkeypatch.setattr(first_use, "_BUILD", BUILDS)
-    monkeypatch.setattr(first_use, "WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(first_use, "WAIT_SECONDS", patient(5.0))
     try:
         build(library)
     finally:
@@ -127,8 +129,8 @@ def test_lock_that_is_held_too_long_is_told(library, monkeypatch):
 
 def test_build_that_hangs_is_ended(library, monkeypatch):
     monkeypatch.setattr(first_use, "_BUILD", HANGS)
-    monkeypatch.setattr(first_use, "BUILD_SECONDS", 2.0)
-    with pytest.raises(CannotBuild, match="error: it took longer than 2 s"):
+    monkeypatch.setattr(first_use, "BUILD_SECONDS", seconds := round(patient(1.0)))
+    with pytest.raises(CannotBuild, match=f"error: it took longer than {seconds} s"):
         build(library)
     (pid,) = builders(library)
     with pytest.raises(ProcessLookupError):
@@ -177,13 +179,9 @@ def test_unusable_extension_is_an_import_error(monkeypatch):
 
 
 def without_extension_on_rank_1():
-    usual = gradients.problem_with_extension
-    if dist.get_rank() == 1:
-        gradients.problem_with_extension = lambda: ("ImportError", "there is no C++ compiler")
-    try:
+    found = ("ImportError", "there is no C++ compiler") if dist.get_rank() == 1 else None
+    with patch.object(gradients, "problem_with_extension", lambda: found):
         return error_of(wrap, chain(1))
-    finally:
-        gradients.problem_with_extension = usual
 
 
 def test_all_ranks_raise_if_one_has_no_extension(ranks2):

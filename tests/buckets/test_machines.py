@@ -1,7 +1,6 @@
 """Ranks of several machines: those of one share memory, the owners of a shard reduce it between machines."""
 
 import itertools
-import logging
 import os
 import signal
 import time
@@ -11,9 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import assert_gradients, chain, expected_gradients, loss_of, own_batch, wrap
+from tests.buckets.golden import (
+    assert_gradients,
+    chain,
+    expected_gradients,
+    loss_of,
+    own_batch,
+    step,
+    two_by_two,
+    wrap,
+)
 from tests.buckets.ways import on_machine
 from tests.checks import error_of
+from tests.ops.auto_cases import heard
+from tests.products import once
 from tests.ranks import RankFailure, RankPool
 from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
@@ -51,14 +61,12 @@ def gradients_between_machines(reduce, average):
     buckets = wrap(module, reduce=reduce, average=average)
     assert buckets._memory._neighbours is not None
     asked = set()
-    for step in range(4):
-        buckets.zero()
+    for number in range(4):
         before = dist.group.WORLD._get_sequence_number_for_group()
-        loss_of(module(own_batch(step))).backward()
-        buckets.finish()
-        if step:  # the first one teaches
+        step(module, buckets, number)
+        if number:  # the first one teaches
             asked.add(dist.group.WORLD._get_sequence_number_for_group() - before)
-        expected = expected_gradients(module, (step,), average=average)
+        expected = expected_gradients(module, (number,), average=average)
         if reduce == "all_reduce":
             assert_gradients(module, expected)
         else:
@@ -67,10 +75,11 @@ def gradients_between_machines(reduce, average):
     return asked
 
 
-@pytest.mark.way("shared")
-@pytest.mark.parametrize("places", [IN_TURN, IN_A_ROW], ids="".join)
-@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
+@once(
+    places={"in_turn": IN_TURN, "in_a_row": IN_A_ROW},
+    reduce=["all_reduce", "reduce_scatter"],
+    average={"average": True, "sum": False},
+)
 def test_gradients_between_machines_equal_those_of_one_process(four, places, reduce, average):
     assert on(four, places, gradients_between_machines, reduce, average) == [{0}] * 4
 
@@ -84,7 +93,6 @@ def halves_between_machines(wire_dtype):
     return {*weight.grad.float().tolist()}
 
 
-@pytest.mark.way("shared")
 def test_what_travels_between_machines_is_of_the_wire_dtype(four):
     # 256 + 1 on machine a, 1 + 1 on b: 259, of which bfloat16 has 260 (even); sent as bfloat16, 256 + 2 = 258
     assert on(four, IN_A_ROW, halves_between_machines, None) == [{260.0}] * 4
@@ -92,22 +100,12 @@ def test_what_travels_between_machines_is_of_the_wire_dtype(four):
 
 
 def choice():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("tpkernels.choices")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with heard("tpkernels.choices") as said:
         wrap(chain())
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    (line,) = lines
+    (line,) = said
     return line.partition(" of 4 ranks: ")[2]
 
 
-@pytest.mark.way("shared")
 def test_log_says_who_shares(four):
     assert on(four, IN_A_ROW, choice) == ["shared (2 ranks are on each of 2 machines)"] * 4
     assert on(four, UNEVEN, choice) == ["apart (ranks are on 2 machines, not as many on each)"] * 4
@@ -115,57 +113,45 @@ def test_log_says_who_shares(four):
     assert on(four, "aaaa", choice) == ["shared (4 ranks are on one machine)"] * 4
 
 
-def marked(layout):
+def marked():
     """Tensor-parallel ranks next to each other, data-parallel ones across."""
-    rank = dist.get_rank()
-    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    tensor_group, data_group = two_by_two()
     module = chain()
     for parameter in itertools.islice(module.parameters(), 2, 5):
         parameter.sequence_parallel = True
-    buckets = GradientBuckets(
-        module, data_groups[rank % 2], bucket_bytes=600, tensor_parallel_group=tensor_groups[rank // 2]
-    )
-    for step in range(3):
-        buckets.zero()
-        loss_of(module(own_batch(step))).backward()
-        buckets.finish()
-    with_marked = [
-        gradient * 2 if hasattr(parameter, "sequence_parallel") else None
-        for parameter, gradient in zip(module.parameters(), expected_gradients(module, (2,)), strict=True)
-    ]
-    for parameter, expected in zip(module.parameters(), with_marked, strict=True):
-        if expected is not None:
-            torch.testing.assert_close(parameter.grad, expected)
+    buckets = GradientBuckets(module, data_group, bucket_bytes=600, tensor_parallel_group=tensor_group)
+    for number in range(3):
+        step(module, buckets, number)
+    for parameter, expected in zip(module.parameters(), expected_gradients(module, (2,)), strict=True):
+        if hasattr(parameter, "sequence_parallel"):
+            torch.testing.assert_close(parameter.grad, 2 * expected)
     return buckets._memory._neighbours is not None
 
 
-@pytest.mark.way("shared")
 @pytest.mark.parametrize(
     ("places", "share"), [("aaaa", True), ("aabb", False), ("abab", False)], ids=["one", "data", "tensor"]
 )
 def test_marked_gradients_wherever_ranks_are(four, places, share):
-    assert on(four, places, marked, places) == [share] * 4
+    assert on(four, places, marked) == [share] * 4
 
 
 def two_at_once():
     """Two models whose steps overlap; a rank of one machine is late."""
     models = [chain(1), chain(1)]
     both = [wrap(model) for model in models]
-    for step in range(4):
+    for number in range(4):
         for buckets in both:
             buckets.zero()
-        losses = [loss_of(model(own_batch(step + 10 * n))) for n, model in enumerate(models)]
+        losses = [loss_of(model(own_batch(number + 10 * n))) for n, model in enumerate(models)]
         losses[dist.get_rank() % 2].backward()
         time.sleep(0.05 * (dist.get_rank() == 1))
         losses[1 - dist.get_rank() % 2].backward()
         for buckets in both:
             buckets.finish()
         for n, model in enumerate(models):
-            assert_gradients(model, expected_gradients(model, (step + 10 * n,)))
+            assert_gradients(model, expected_gradients(model, (number + 10 * n,)))
 
 
-@pytest.mark.way("shared")
 def test_buckets_of_two_models_do_not_meet_between_machines(four):
     on(four, IN_TURN, two_at_once)
 
@@ -175,7 +161,6 @@ def tp_invariant():
         return error_of(wrap, [("weight", nn.Parameter(torch.zeros(8)))])
 
 
-@pytest.mark.way("shared")
 def test_more_machines_add_in_no_order_that_tp_invariance_knows(four):
     assert on(four, "aaaa", tp_invariant) == [("nothing", "")] * 4
     for kind, text in on(four, IN_A_ROW, tp_invariant):
@@ -186,19 +171,15 @@ def test_more_machines_add_in_no_order_that_tp_invariance_knows(four):
 def owner_dies():
     module = chain()
     buckets = wrap(module)
-    for step in range(3):
-        buckets.zero()
-        dist.barrier()
-        if step == 2 and dist.get_rank() == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss_of(module(own_batch(step))).backward()
-        kind, text = error_of(buckets.finish)
-        if step == 2:
-            assert kind == "RuntimeError"
-            assert "all_reduce of bucket 0 of 4" in text
-            assert "Cause: " in text
-        else:
-            assert kind == "nothing"
+    for number in range(2):
+        step(module, buckets, number)
+    dist.barrier()
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, text = error_of(step, module, buckets, 2)
+    assert kind == "RuntimeError"
+    assert "all_reduce of bucket 0 of 4" in text
+    assert "Cause: " in text
 
 
 def test_rank_that_dies_is_noticed_on_all_machines():

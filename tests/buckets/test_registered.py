@@ -1,9 +1,7 @@
 """Buckets in NCCL's registered memory, with stand-ins for NCCL: who gets it, by what, until when."""
 
 import gc
-import logging
 import os
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tests.buckets.nccl_stand_in import standing_in
+from tests.buckets.ways import on_ranks
+from tests.ops.auto_cases import heard
 from tpkernels.buckets import nccl_memory, registered
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.calls import calls_of
@@ -22,27 +22,6 @@ pytestmark = pytest.mark.way("auto")
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16]
-
-
-@contextmanager
-def heard():
-    messages = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("tpkernels.choices")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-def own_group():
-    """One that may be destroyed."""
-    return dist.new_group(list(range(dist.get_world_size())))
 
 
 def zeros(group, elements=(1000, 3000), reduction="all_reduce"):
@@ -62,7 +41,10 @@ def outcome(world, flats):
 
 def choose(times_of_rank):
     group = dist.group.WORLD
-    with standing_in(group, times=times_of_rank[dist.get_rank()]) as world, heard() as lines:
+    with (
+        standing_in(group, times=times_of_rank[dist.get_rank()]) as world,
+        heard("tpkernels.choices") as lines,
+    ):
         flats = zeros(group)
         said = world.said.copy()
         return outcome(world, flats), lines, said, len(world.pools)
@@ -89,7 +71,7 @@ def test_the_slowest_rank_of_each_memory_decides(ranks2, times, chosen, told):
 
 def choose_again(times):
     group = dist.group.WORLD
-    with standing_in(group, times=times) as world, heard() as lines:
+    with standing_in(group, times=times) as world, heard("tpkernels.choices") as lines:
         found = []
         for elements, reduction in [
             ((1000, 3000), "all_reduce"),
@@ -97,16 +79,10 @@ def choose_again(times):
             ((1000, 3000), "reduce_scatter"),
             ((1000, 9000), "all_reduce"),
         ]:
-            before = len(world.said), calls_of(group)._number
-            flats = zeros(group, elements, reduction)
-            found.append(
-                (
-                    flats is not None,
-                    [word for word in world.said[before[0] :] if word.startswith("time")],
-                    calls_of(group)._number - before[1],
-                )
-            )
-            del flats
+            said, calls = len(world.said), calls_of(group)._number
+            is_registered = zeros(group, elements, reduction) is not None
+            timed = [word for word in world.said[said:] if word.startswith("time")]
+            found.append((is_registered, timed, calls_of(group)._number - calls))
         assert not world.broken, world.broken
         return found, len(lines)
 
@@ -134,7 +110,7 @@ def lack_on_one(planted, transport):
     with (
         standing_in(group, **(planted if rank == 1 else {})) as world,
         patch.object(select, "requested_transport", transport if rank == 1 else "auto"),
-        heard() as lines,
+        heard("tpkernels.choices") as lines,
     ):
         found = outcome(world, zeros(group)), outcome(world, zeros(group))
         timed = [word for word in world.said if word.startswith("time")]
@@ -166,7 +142,8 @@ def test_if_one_rank_lacks_it_none_has_it_and_none_hangs(ranks2, planted, transp
         assert total == 2.0
 
 
-def fail_once_after_success():
+@on_ranks(2)
+def test_after_a_failure_it_is_plain_memory_for_good():
     group = dist.group.WORLD
     with standing_in(group) as world:
         first = zeros(group) is not None
@@ -176,40 +153,27 @@ def fail_once_after_success():
         before = calls_of(group)._number
         third = zeros(group) is not None
         assert not world.broken, world.broken
-        return first, second, third, calls_of(group)._number - before
+        assert (first, second, third, calls_of(group)._number - before) == (True, False, False, 0)
 
 
-def test_after_a_failure_it_is_plain_memory_for_good(ranks2):
-    assert ranks2.run(fail_once_after_success) == [(True, False, False, 0)] * 2
-
-
-def lie_elsewhere():
+@on_ranks(2)
+def test_buckets_at_other_offsets_are_not_sent_from_registered_memory():
     group = dist.group.WORLD
-    with standing_in(group, offset=16 * dist.get_rank()) as world, heard() as lines:
-        return outcome(world, zeros(group)), lines
+    with standing_in(group, offset=16 * dist.get_rank()) as world, heard("tpkernels.choices") as lines:
+        assert outcome(world, zeros(group)) == "plain"
+    assert "buckets of rank 1 lie elsewhere in segments than rank 0's" in lines[0]
 
 
-def test_buckets_at_other_offsets_are_not_sent_from_registered_memory(ranks2):
-    for found, (line,) in ranks2.run(lie_elsewhere):
-        assert found == "plain"
-        assert "buckets of rank 1 lie elsewhere in segments than rank 0's" in line
-
-
-def other_sizes():
-    group = dist.group.WORLD
-    with standing_in(group), pytest.raises(ValueError, match="expected equal arguments") as raised:
-        zeros(group, (1000, 3000 + dist.get_rank()))
-    return str(raised.value)
-
-
-def test_other_sizes_on_a_rank_are_an_error_of_all(ranks2):
-    for text in ranks2.run(other_sizes):
-        assert "on all ranks, got 2 buckets of 400" in text
+@on_ranks(2)
+def test_other_sizes_on_a_rank_are_an_error_of_all():
+    words = "expected equal arguments on all ranks, got 2 buckets of 400"
+    with standing_in(dist.group.WORLD), pytest.raises(ValueError, match=words):
+        zeros(dist.group.WORLD, (1000, 3000 + dist.get_rank()))
 
 
 def outlive(order):
     """Events after the buckets have been made, by step."""
-    group = own_group()
+    group = dist.new_group(list(range(dist.get_world_size())))  # which may be destroyed
     with standing_in(group) as world:
         flats = zeros(group)
         steps = []
@@ -220,6 +184,9 @@ def outlive(order):
             steps.append(world.said.copy())
             world.said.clear()
 
+        def destroy():
+            dist.destroy_process_group(group)
+
         world.said.clear()
         view = flats[1][5:7]
         if order == "memory_first":
@@ -227,34 +194,30 @@ def outlive(order):
             step()
             del view
             step()
-            dist.destroy_process_group(group)
-            step()
+            destroy()
         elif order == "group_first":
-            dist.destroy_process_group(group)
+            destroy()
             step()
             view.fill_(1)
             del flats, view
-            step()
         elif order == "refused":
             world.fails_at = "deregister"
             del flats, view
             step()
-            dist.destroy_process_group(group)
-            step()
-        elif order == "forked":
+            destroy()
+        else:
             del flats, view
-            with patch.object(os, "getpid", lambda: -1):
+            with patch.object(*MEANWHILE[order]):
                 step()
-            step()
-        elif order == "capturing":
-            del flats, view
-            with patch.object(nccl_memory, "is_capturing", lambda device: True):
-                step()
-            step()
+        step()
         assert not world.broken, world.broken
         return steps
 
 
+MEANWHILE = {
+    "forked": (os, "getpid", lambda: -1),
+    "capturing": (nccl_memory, "is_capturing", lambda device: True),
+}
 GIVEN_BACK = ["synchronize", "deregister", "freed"]
 
 
@@ -272,44 +235,29 @@ def test_memory_ends_once_in_every_order(ranks2, order, steps):
     assert ranks2.run(outlive, order) == [steps, steps]
 
 
-def without_a_word(device, capturing):
+@on_ranks(2)
+def test_on_a_cpu_and_under_capture_nothing_is_asked():
     group = dist.group.WORLD
     before = calls_of(group)._number
-    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing):
-        found = registered_zeros(group, [1000], FLOATS[:1], torch.device(device), "all_reduce")
-    return found, calls_of(group)._number - before
+    for device, capturing in (("cpu", False), ("cuda", True)):
+        with patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+            assert registered_zeros(group, [1000], FLOATS[:1], torch.device(device), "all_reduce") is None
+    assert calls_of(group)._number == before
 
 
-@pytest.mark.parametrize(("device", "capturing"), [("cpu", False), ("cuda", True)], ids=["cpu", "capture"])
-def test_on_a_cpu_and_under_capture_nothing_is_asked(ranks2, device, capturing):
-    assert ranks2.run(without_a_word, device, capturing) == [(None, 0)] * 2
-
-
-def alone():
+@on_ranks(1)
+def test_a_rank_alone_registers_nothing():
     with standing_in(dist.group.WORLD) as world:
-        return zeros(dist.group.WORLD), world.said
-
-
-def test_a_rank_alone_registers_nothing(ranks1):
-    assert ranks1.run(alone) == [(None, [])]
-
-
-class _Backend:
-    """Of some torch."""
-
-    mem_allocator = None
-
-    def register_mem_pool(self, pool): ...
-
-    def deregister_mem_pool(self, pool): ...
-
-    def name(self):
-        return "nccl"
+        assert (zeros(dist.group.WORLD), world.said) == (None, [])
 
 
 class _OldBackend:
     def name(self):
         return "nccl"
+
+
+class _Backend(_OldBackend):
+    mem_allocator = register_mem_pool = deregister_mem_pool = None
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.golden import assert_gradients, chain, expected_gradients, loss_of, own_batch, wrap
+from tests.buckets.golden import (
+    assert_gradients,
+    backward,
+    chain,
+    expected_gradients,
+    step,
+    two_by_two,
+    wrap,
+)
+from tests.buckets.ways import both_ways, on_ranks
 from tests.checks import error_of
+from tests.products import once
 from tpkernels import GradientBuckets, bucketed_broadcast_, clip_grad_norm_, initialize_model_parallel
 
 UNLIKE = "GradientBuckets begin with other weights on other ranks: ranks disagree on tensor"
-
-
-def backward(module, data=None):
-    loss_of(module(own_batch() if data is None else data)).backward()
-
-
-def whole_step(module, buckets):
-    buckets.zero()
-    backward(module)
-    buckets.finish()
 
 
 def begun_with(case):
@@ -36,79 +36,76 @@ def begun_with(case):
             bucketed_broadcast_(list(module.parameters()), 1, dist.group.WORLD)
         if case == "loaded":
             module.load_state_dict(chain().state_dict())
-    return error_of(whole_step, module, buckets), error_of(whole_step, module, buckets)
+    return module, buckets
 
 
-@pytest.mark.parametrize("case", ["all", "one bit", "frozen"])
-def test_ranks_that_begin_unlike_are_told_in_the_first_step(ranks2, case):
-    for told, again in ranks2.run(begun_with, case):
-        kind, text = told
-        assert kind == "ValueError"
+@on_ranks(2)
+def test_ranks_that_begin_unlike_are_told_in_the_first_step():
+    for case in ("all", "one bit", "frozen"):
+        module, buckets = begun_with(case)
+        kind, text = told = error_of(step, module, buckets)
+        assert kind == "ValueError", case
         assert text.startswith(UNLIKE)
         assert "'1.weight' with checksum" in text
         assert "bucketed_broadcast_(list(model.parameters()), src, group)" in text
-        assert again == told
+        assert error_of(step, module, buckets) == told
 
 
-@pytest.mark.parametrize("case", ["equal", "sent", "loaded"])
-def test_weights_have_until_then_to_become_equal(ranks2, case):
-    for told in ranks2.run(begun_with, case):
-        assert told == (("nothing", ""), ("nothing", ""))
+@on_ranks(2)
+def test_weights_have_until_then_to_become_equal():
+    for case in ("equal", "sent", "loaded"):
+        module, buckets = begun_with(case)
+        for _ in range(2):
+            step(module, buckets)
 
 
-def unlike_in_one_group():
+@on_ranks(4)
+def test_tensor_parallel_ranks_hear_of_weights_that_begin_unlike():
     """Rank 3 begins with another weight than rank 1; ranks 0 and 2 are alike."""
-    rank = dist.get_rank()
-    tensor_group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    data_group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    tensor_group, data_group = two_by_two()
     module = chain()
     for parameter in module.parameters():
         parameter.sequence_parallel = True
     with torch.no_grad():
-        module[1].weight[0, 0] += rank == 3
+        module[1].weight[0, 0] += dist.get_rank() == 3
     buckets = GradientBuckets(module, data_group, tensor_parallel_group=tensor_group)
-    return error_of(whole_step, module, buckets)
+    with pytest.raises(ValueError, match=r"'1\.weight' with checksum"):
+        step(module, buckets)
 
 
-def test_tensor_parallel_ranks_hear_of_weights_that_begin_unlike(ranks4):
-    for kind, text in ranks4.run(unlike_in_one_group):
-        assert kind == "ValueError"
-        assert "'1.weight' with checksum" in text
-
-
-def early(steps, zero, reduce):
+@both_ways
+@once(
+    steps={"first": 0, "third": 2},
+    zero={"zero": True, "zero_grad": False},
+    reduce=["all_reduce", "reduce_scatter"],
+)
+@on_ranks(2)
+def test_steps_before_finish_are_refused(steps, zero, reduce):
     """An optimizer that steps after so many good steps, but before `finish`, and what becomes of weights."""
     module = chain()
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     buckets = wrap(module, reduce=reduce)
     for _ in range(steps):
-        whole_step(module, buckets)
+        step(module, buckets)
         optimizer.step()
     before = [parameter.clone() for parameter in module.parameters()]
     buckets.zero() if zero else optimizer.zero_grad()
     backward(module)
     other.step()  # is none of ours
-    told = error_of(optimizer.step), error_of(buckets.gradient_shards)
+    with pytest.raises(RuntimeError, match=r"an optimizer steps between a backward and finish\(\)"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"nothing is reduced yet; call finish\(\) first"):
+        buckets.gradient_shards()
     assert all(map(torch.equal, before, module.parameters()))
     buckets.finish()
     buckets.gradient_shards()
     optimizer.step()
-    return told
 
 
-@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("zero", [True, False], ids=["zero", "zero_grad"])
-@pytest.mark.parametrize("steps", [0, 2], ids=["first", "third"])
-def test_steps_before_finish_are_refused(ranks2, steps, zero, reduce):
-    for step, shards in ranks2.run(early, steps, zero, reduce):
-        assert step[0] == shards[0] == "RuntimeError"
-        assert "an optimizer steps between a backward and finish()" in step[1]
-        assert "nothing is reduced yet; call finish() first" in shards[1]
-
-
-def not_reduced_on_purpose():
-    """Steps that no gradient waits for: of local ones under `no_sync`, after `zero`, after `detach`."""
+@on_ranks(2)
+def test_steps_that_wait_for_nothing_are_taken():
+    """Of local gradients under `no_sync`, after `zero`, after `detach`."""
     module = chain()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     buckets = wrap(module)
@@ -121,10 +118,6 @@ def not_reduced_on_purpose():
     backward(module)
     buckets.detach()
     optimizer.step()
-
-
-def test_steps_that_wait_for_nothing_are_taken(ranks2):
-    ranks2.run(not_reduced_on_purpose)
 
 
 def replaced(module):
@@ -142,40 +135,38 @@ CHANGES = {
 }
 
 
-def changed(case, steps):
-    initialize_model_parallel(1)
-    module = chain()
-    buckets = wrap(module, main_grad=case == "main_grad")
-    for _ in range(steps):
-        whole_step(module, buckets)
-    buckets.zero()
-    backward(module)
-    CHANGES[case](module)
-    told = error_of(buckets.finish), error_of(buckets.finish)
-    dist.barrier()
-    whole_step(module, buckets)
-    found = [
-        parameter.main_grad if case == "main_grad" else parameter.grad for parameter in module.parameters()
-    ]
-    torch.testing.assert_close(found, expected_gradients(module))
-    CHANGES[case](module)  # after `finish` gradients are the caller's
-    return told
-
-
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "third"])
-@pytest.mark.parametrize("case", CHANGES)
-def test_gradients_that_are_changed_on_their_way_are_told(ranks2, case, steps):
-    for (kind, text), (_, again) in ranks2.run(changed, case, steps):
-        assert kind == "RuntimeError"
-        assert "was changed, replaced or cleared between backward and finish(); call finish() first" in text
-        assert "call zero()" in again
+@on_ranks(2)
+def test_gradients_that_are_changed_on_their_way_are_told(steps):
+    initialize_model_parallel(1)
+    for case, change in CHANGES.items():
+        module = chain()
+        buckets = wrap(module, main_grad=case == "main_grad")
+        for _ in range(steps):
+            step(module, buckets)
+        buckets.zero()
+        backward(module)
+        change(module)
+        told, again = error_of(buckets.finish), error_of(buckets.finish)
+        assert told[0] == "RuntimeError", case
+        assert "was changed, replaced or cleared between backward and finish(); call finish() f" in told[1]
+        assert "call zero()" in again[1]
+        dist.barrier()
+        step(module, buckets)
+        name = "main_grad" if case == "main_grad" else "grad"
+        found = [getattr(parameter, name) for parameter in module.parameters()]
+        torch.testing.assert_close(found, expected_gradients(module))
+        change(module)  # after `finish` gradients are the caller's
 
 
 def doubled(parameter):
     parameter.grad.mul_(2)
 
 
-def changed_in_time(case):
+@both_ways
+@pytest.mark.parametrize("case", ["between", "in a hook", "after"])
+@on_ranks(2)
+def test_gradients_may_be_changed_before_and_after(case):
     """Changes of what is not on its way: between microbatches, in hooks of backward, after `finish`."""
     module = chain()
     buckets = wrap(module)
@@ -198,8 +189,3 @@ def changed_in_time(case):
         buckets.finish()
         factor = 2 if case == "in a hook" else 1
         assert_gradients(module, [factor * gradient for gradient in expected_gradients(module)])
-
-
-@pytest.mark.parametrize("case", ["between", "in a hook", "after"])
-def test_gradients_may_be_changed_before_and_after(ranks2, case):
-    ranks2.run(changed_in_time, case)

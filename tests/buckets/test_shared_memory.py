@@ -15,17 +15,20 @@ from tests.buckets.given import lies_in_shared_memory, shared_maps
 from tests.buckets.golden import (
     WIDTH,
     assert_gradients,
+    backward,
     chain,
     expected_gradients,
-    loss_of,
-    own_batch,
     plain,
+    step,
+    trained,
+    two_by_two,
     wrap,
 )
-from tests.buckets.ways import under
+from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
 from tests.forks import forked
 from tests.ops.auto_cases import heard
+from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets
 from tpkernels.buckets import memory
@@ -38,12 +41,6 @@ def shuffled(module, data):
     for number in ORDER:
         data = module[number](data)
     return data
-
-
-def step(module, buckets, number=0, forward=plain):
-    buckets.zero()
-    loss_of(forward(module, own_batch(number))).backward()
-    buckets.finish()
 
 
 def assert_right(module, number, forward=plain):
@@ -60,13 +57,13 @@ def cannot(rank, owner, name):
     return patch.object(owner, name, refuse if dist.get_rank() == rank else real)
 
 
-PLACES = [("shared", "_mapped"), ("memory", "new_memory"), ("memory", "copy_in_forks")]
-MODULES = {"shared": shared, "memory": memory}
+PLACES = [(shared, "_mapped"), (memory, "new_memory"), (memory, "copy_in_forks")]
+CANNOT = "rank 1 cannot take part: PermissionError: not today"
 
 
-def apart_as_one_cannot(where, name):
+def apart_as_one_cannot(place):
     """What the log says on each rank; all gradients are right."""
-    with heard("tpkernels.choices") as said, cannot(1, MODULES[where], name):
+    with heard("tpkernels.choices") as said, cannot(1, *PLACES[place]):
         module = chain()
         buckets = wrap(module)
         for number in range(3):
@@ -77,18 +74,17 @@ def apart_as_one_cannot(where, name):
     return said
 
 
-@pytest.mark.way("shared")
-@pytest.mark.parametrize(("where", "name"), PLACES)
-def test_ranks_go_on_apart_if_one_cannot_map_memory(ranks2, where, name):
-    for rank, said in enumerate(ranks2.pool.run(under, "auto", apart_as_one_cannot, where, name)):
+@pytest.mark.parametrize("place", range(3), ids=[name for _, name in PLACES])
+def test_ranks_go_on_apart_if_one_cannot_map_memory(ranks2, place):
+    for rank, said in enumerate(ranks2.pool.run(under, "auto", apart_as_one_cannot, place)):
         assert said == [
             "gradient buckets, 0.0 MB, process group '0' of 2 ranks: apart (GradientBuckets: memory of "
-            f"gradient buckets on rank {rank}: rank 1 cannot take part: PermissionError: not today)"
+            f"gradient buckets on rank {rank}: {CANNOT})"
         ]
 
 
-def asked_for(where, name):
-    with cannot(1, MODULES[where], name):
+def asked_for(place):
+    with cannot(1, *PLACES[place]):
         refused = error_of(wrap, chain())
     module = chain()
     buckets = wrap(module)  # the group is as good as before
@@ -97,13 +93,11 @@ def asked_for(where, name):
     return refused
 
 
-@pytest.mark.way("shared")
-@pytest.mark.parametrize(("where", "name"), PLACES)
-def test_memory_that_is_asked_for_and_cannot_be_had_is_an_error(ranks2, where, name):
-    words = "rank 1 cannot take part: PermissionError: not today"
-    for rank, (kind, text) in enumerate(ranks2.run(asked_for, where, name)):
-        assert kind == "CannotTakePart"
-        assert text == f"GradientBuckets: memory of gradient buckets on rank {rank}: {words}"
+@pytest.mark.parametrize("place", range(3), ids=[name for _, name in PLACES])
+def test_memory_that_is_asked_for_and_cannot_be_had_is_an_error(ranks2, place):
+    words = "GradientBuckets: memory of gradient buckets on rank"
+    found = ranks2.run(asked_for, place)
+    assert found == [("CannotTakePart", f"{words} {rank}: {CANNOT}") for rank in range(2)]
 
 
 def later():
@@ -120,21 +114,18 @@ def later():
     return refused[0], [line.partition("ranks: ")[2].split()[0] for line in said]
 
 
-def test_ranks_go_apart_if_memory_cannot_be_had_for_other_buckets():
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("auto", ("nothing", ["shared", "apart"])), ("shared", ("CannotTakePart", ["shared"]))],
+)
+def test_if_memory_cannot_be_had_for_other_buckets_ranks_go_apart_or_are_told(how, told):
     with RankPool(2) as ranks:
-        assert ranks.run(under, "auto", later) == [("nothing", ["shared", "apart"])] * 2
-
-
-def test_other_buckets_that_cannot_be_had_are_told_and_leave_the_first():
-    with RankPool(2) as ranks:
-        assert ranks.run(under, "shared", later) == [("CannotTakePart", ["shared"])] * 2
+        assert ranks.run(under, how, later) == [told] * 2
 
 
 def one_of_four_cannot(marked):
     """Tensor-parallel groups 0 1 and 2 3, data-parallel 0 2 and 1 3."""
-    rank = dist.get_rank()
-    over_tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    over_data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    over_tensor, over_data = two_by_two()
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.LayerNorm(WIDTH).double() for _ in range(3)])
     if marked:
@@ -150,29 +141,29 @@ def one_of_four_cannot(marked):
     return {lies_in_shared_memory(bucket) for bucket in buckets.buckets}
 
 
-@pytest.mark.way("shared")
-def test_all_of_four_ranks_hear_that_one_cannot_map_memory(ranks4):
-    assert ranks4.pool.run(under, "auto", one_of_four_cannot, True) == [{False}] * 4
+@pytest.mark.parametrize(("marked", "share"), [(True, [False] * 4), (False, [True, False, True, False])])
+def test_groups_choose_together_if_they_have_a_bucket_in_common(ranks4, marked, share):
+    assert ranks4.pool.run(under, "auto", one_of_four_cannot, marked) == [{each} for each in share]
 
 
-@pytest.mark.way("shared")
-def test_groups_that_have_no_bucket_in_common_choose_each_for_itself(ranks4):
-    found = ranks4.pool.run(under, "auto", one_of_four_cannot, False)
-    assert found == [{True}, {False}, {True}, {False}]
+def held():
+    """Maps and descriptors."""
+    return shared_maps(), len(os.listdir("/proc/self/fd"))
 
 
-def left_behind():
-    """Maps and descriptors: before, with buckets, after the first step, and at the end."""
+@on_ranks(4)
+def test_nothing_is_left_of_memory_that_was_shared():
+    """What is held before, with buckets, after the first step, and at the end."""
     module = chain()
     step(module, wrapped := wrap(module), 0, shuffled)  # whatever is opened once, is
     wrapped.detach()
     module.zero_grad()
     gc.collect()
-    counts = [(shared_maps(), len(os.listdir("/proc/self/fd")))]
+    counts = [held()]
     buckets = wrap(module)
-    counts.append((shared_maps(), len(os.listdir("/proc/self/fd"))))
+    counts.append(held())
     step(module, buckets, 0, shuffled)
-    counts.append((shared_maps(), len(os.listdir("/proc/self/fd"))))
+    counts.append(held())
     step(module, buckets, 1, shuffled)
     buckets.detach()
     kept = [parameter.grad.clone() for parameter in module.parameters()]
@@ -184,20 +175,15 @@ def left_behind():
     module.zero_grad()
     del wrapped
     gc.collect()
-    counts.append((shared_maps(), len(os.listdir("/proc/self/fd"))))
-    return counts
+    before, made, learnt = counts
+    assert before == held()
+    assert before[0] == 0
+    assert made[0] == learnt[0] == 4  # of the memory that the first step gave back, nothing
+    assert made[1] == learnt[1]
 
 
-@pytest.mark.way("shared")
-def test_nothing_is_left_of_memory_that_was_shared(ranks4):
-    for before, made, learnt, after in ranks4.run(left_behind):
-        assert before == after
-        assert before[0] == 0
-        assert made[0] == learnt[0] == 4  # of the memory that the first step gave back, nothing
-        assert made[1] == learnt[1]
-
-
-def after_the_group():
+@on_ranks(2)
+def test_gradients_outlive_their_group():
     """Gradients of buckets and of a group that are gone."""
     module = chain()
     buckets = wrap(module)
@@ -214,26 +200,19 @@ def after_the_group():
     assert_gradients(module, [gradient + 1.0 for gradient in expected])
 
 
-@pytest.mark.way("shared")
-def test_gradients_outlive_their_group(ranks2):
-    ranks2.run(after_the_group)
-
-
-def in_a_fork():
+@on_ranks(2)
+def test_fork_reaches_neither_its_parent_nor_other_ranks():
     """A fork of each rank spoils all that it can reach."""
-    module = chain()
-    buckets = wrap(module)
-    for number in range(2):
-        step(module, buckets, number)
+    module, buckets = trained()
 
     def spoil():
         for bucket in buckets.buckets:
             bucket.fill_(torch.nan)
-        errors = [error_of(loss_of(module(own_batch())).backward), error_of(buckets.finish)]
+        errors = [error_of(backward, module), error_of(buckets.finish)]
         errors.append(error_of(buckets.zero))
         for parameter in module.parameters():
             parameter.grad = None
-        errors.append(error_of(loss_of(module(own_batch())).backward))
+        errors.append(error_of(backward, module))
         buckets.detach()
         return errors
 
@@ -243,37 +222,24 @@ def in_a_fork():
     for number in range(2, 4):
         step(module, buckets, number)
         assert_right(module, number)
-    return answer
+    assert all("which was forked from it" in text for _, text in answer[1:3]), answer
 
 
-@pytest.mark.way("shared")
-def test_fork_reaches_neither_its_parent_nor_other_ranks(ranks2):
-    for errors in ranks2.run(in_a_fork):
-        assert all("which was forked from it" in text for _, text in errors[1:3]), errors
-
-
-def in_a_fork_while_ranks_go_on():
-    """Whether a fork's backward comes back at once, while its parent is in the next step."""
-    module = chain()
-    buckets = wrap(module, timeout=timedelta(seconds=2))
-    for number in range(2):
-        step(module, buckets, number)
+@on_ranks(2)
+def test_backward_of_a_fork_waits_for_nobody():
+    """It comes back at once, while its parent is in the next step."""
+    module, buckets = trained(timeout=timedelta(seconds=patient(2)))
     ready, go = os.pipe()
 
     def look():
         os.read(ready, 1)
         started = time.monotonic()
-        error_of(loss_of(module(own_batch())).backward)
-        return time.monotonic() - started < 1.0
+        error_of(backward, module)
+        return time.monotonic() - started < patient(1.0)
 
     def go_on():
         step(module, buckets, 2)
         dist.barrier()
         os.write(go, b"!")
 
-    return forked(look, go_on)
-
-
-@pytest.mark.way("shared")
-def test_backward_of_a_fork_waits_for_nobody(ranks2):
-    assert ranks2.run(in_a_fork_while_ranks_go_on) == [True, True]
+    assert forked(look, go_on)

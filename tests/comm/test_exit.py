@@ -4,74 +4,71 @@ import subprocess
 import sys
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import SMALL
+from tests.patience import patient
 from tpkernels import GradientBuckets
 
-TRAIN = """
-import os
-import torch
-import torch.distributed as dist
-from tpkernels import GradientBuckets
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-module = torch.nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(module.parameters())  # imports modules that keep the default group
-buckets = GradientBuckets(module, dist.group.WORLD)
-buckets.zero()
-module(torch.ones(1, 8)).sum().backward()
-buckets.finish()
-optimizer.step()
-dist.destroy_process_group()
-print(*(open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")))
-"""
-
-
-def test_destroyed_default_group_leaves_no_thread():
-    run = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "gloo" not in run.stdout
-
-
-HOLD = """
+# Handlers run at exit from the last to the first. Each process is a fork of one that has imported torch.
+PROGRAM = """
 import atexit
 import os
 import time
 
+def threads():
+    return [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+
 def show_threads():
     time.sleep(0.2)  # a thread that is left lets go of its collective
-    threads = os.listdir("/proc/self/task")
-    print(*(open(f"/proc/self/task/{{thread}}/comm").read().strip() for thread in threads))
+    print(process, *threads())
 
-atexit.register(show_threads)  # handlers run from the last to the first
+atexit.register(show_threads)
 
 import torch
 import torch.distributed as dist
-from tpkernels import ops
+from tpkernels import GradientBuckets, ops
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = dist.group.WORLD
-embedded = ops.vocab_embedding(torch.tensor([1, 2]), torch.ones(4, 8), group)
-group.allreduce([embedded]).wait()
-if {destroy}:
-    dist.destroy_process_group()
+def train():
+    module = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(module.parameters())  # imports modules that keep the default group
+    buckets = GradientBuckets(module, dist.group.WORLD)
+    buckets.zero()
+    module(torch.ones(1, 8)).sum().backward()
+    buckets.finish()
+    optimizer.step()
+
+for process in ("destroyed", "held", "alive"):
+    child = os.fork()
+    if child == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if process == "destroyed":
+            train()
+            dist.destroy_process_group()
+            assert not any("gloo" in thread for thread in threads()), threads()
+        else:
+            group = dist.group.WORLD
+            embedded = ops.vocab_embedding(torch.tensor([1, 2]), torch.ones(4, 8), group)
+            group.allreduce([embedded]).wait()
+            if process == "held":
+                dist.destroy_process_group()
+        break
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    process = "parent"
 """
 
 
-@pytest.mark.parametrize("destroy", [True, False])
-def test_destroyed_group_that_is_held_leaves_no_thread_to_the_end_of_python(destroy):
-    run = subprocess.run(
-        [sys.executable, "-c", HOLD.format(destroy=destroy)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_destroyed_group_leaves_no_thread_to_the_end_of_python_and_one_that_lives_keeps_its_own():
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
     assert run.returncode == 0, run.stderr
-    assert ("gloo" in run.stdout) is not destroy  # what runs later at exit may need a group that lives
+    lines = [line.partition(" ") for line in run.stdout.splitlines()]
+    found = {process: "gloo" in threads for process, _, threads in lines}
+    # what runs later at exit may need a group that lives
+    assert found == {"destroyed": False, "held": False, "alive": True, "parent": False}
 
 
 def contexts_alive():

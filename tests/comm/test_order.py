@@ -132,15 +132,15 @@ def if_the_call_before_is_unread(order: CallOrder) -> tuple[int, bool]:
     return order.begin()[0], unread
 
 
+MORE = [pytest.param(ranks, calls, marks=pytest.mark.sweep) for ranks, calls in ((2, 5), (3, 4))]
+
+
 def always(order: CallOrder) -> tuple[int, bool]:
     return order.begin()[0], True
 
 
-SMALL = [(2, 5), (3, 4)]  # ranks, calls
-
-
 @pytest.mark.parametrize("pushes_by", ["copies", "kernels"])
-@pytest.mark.parametrize(("ranks", "calls"), SMALL)
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 3), *MORE])
 def test_no_order_of_events_overwrites_rows_that_are_still_to_be_read(ranks, calls, pushes_by):
     assert {mishap(p, ranks, CallOrder.begin, pushes_by) for p in programs(calls)} == {""}
 

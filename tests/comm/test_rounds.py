@@ -19,7 +19,7 @@ from tpkernels.comm.schedule import (
 
 WORLDS = [  # rows, ranks, rounds
     (rows, ranks, rounds)
-    for rows, ranks in product((0, 1, 2, 5, 16, 33, 96), range(1, 17))
+    for rows, ranks in product((0, 1, 5, 33, 96), (*range(1, 9), 12, 16))
     for rounds in range(1, ranks + 1)
     if ranks % rounds == 0
 ]
@@ -73,17 +73,17 @@ def test_a_gather_by_rounds_brings_what_a_gather_brings():
 def test_a_reduce_by_rounds_fills_the_slots_that_a_reduce_fills():
     for rows, ranks, rounds in WORLDS:
         for rank in range(ranks):
-            plan, whole = (
-                collective_reduce_plan(rows, ranks, rank, rounds),
-                reduce_plan(rows, ranks, rank, 1, False),
-            )
+            plan = collective_reduce_plan(rows, ranks, rank, rounds)
+            whole = reduce_plan(rows, ranks, rank, 1, False)
             assert (plan.rows, plan.kept, plan.own) == (whole.rows, whole.kept, whole.own)
-            assert {swap.to: (swap.sent, swap.lands) for swap in plan.swaps} == {
-                swap.to: (swap.sent, swap.lands) for swap in whole.swaps
-            }
-            assert {swap.source: swap.received for swap in plan.swaps} == {
-                swap.source: swap.received for swap in whole.swaps
-            }
+            ours, theirs = (
+                (
+                    {swap.to: (swap.sent, swap.lands) for swap in each.swaps},
+                    {swap.source: swap.received for swap in each.swaps},
+                )
+                for each in (plan, whole)
+            )
+            assert ours == theirs
             for round in plan.rounds:
                 own = [plan.own] if round.rows.start <= plan.own.start < round.rows.stop else []
                 sent = rows_of([*own, *(swap.sent for swap in round.swaps)])

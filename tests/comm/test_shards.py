@@ -30,15 +30,11 @@ def test_the_data_parallel_group_is_named():
     assert 'state.process_group("dp"), or mesh["dp"]' in text
 
 
-def test_without_data_parallel_ranks_nothing_is_to_be_averaged():
+def test_shards_over_other_ranks_are_told():
     assert "there is nothing to average" in problem(named((0, 1, 2, 3), split=True), [1, 2])
-
-
-def test_the_group_that_was_given_tells_of_shards_without_layers():
+    # of shards without layers the group that was given tells
     assert "ranks 0, 1 each hold" in problem(named(split=True), range(4), tensor_parallel_ranks=[0, 1])
-
-
-def test_a_large_group_is_not_listed_whole():
+    # a large group is not listed whole
     assert "over ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., 63 would" in problem(named((0, 1), split=True), range(64))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 from unittest.mock import Mock
 
 import pytest
@@ -239,12 +240,10 @@ def test_margins_leave_processors_to_what_kernels_wait_for():
     assert margins == [0, 4]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("splits", [1, 2, 3, 4])
-def test_words_of_both_slots_lie_alike(ranks, splits):
+def test_words_of_both_slots_lie_alike():
     """Triton compiles for 16-byte boundaries or for any address: a capture cannot wait for the other form."""
-    ends = open_symmetric_loopback("it", Layout(ranks, (12, 3), torch.float32, splits))
-    for end in ends:
+    for ranks, splits in product(range(1, 9), (1, 2, 3, 4)):
+        (end, *_) = open_symmetric_loopback("it", Layout(ranks, (12, 3), torch.float32, splits))
         assert all(word.data_ptr() % 16 == 0 for word in (*end.awaited, *end.flags))
         assert {len(flags) for flags in end.flags} == {ranks * splits}
         assert end.flags[0].data_ptr() + 4 * ranks * splits <= end.flags[1].data_ptr()

@@ -46,44 +46,42 @@ def test_one_rank_alone_is_a_world(ranks1):
     assert ranks1.run(sums_by_kind, 1, 1, None) == [{kind: (0, 0) for kind in KINDS}]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name", "words"),
-    [
-        ((3,), "InvalidSizes", "world_size (2) is not divisible by"),
-        ((2, 1, 2), "InvalidSizes", "greater than 1 with interleaved schedule"),
-        ((1, 2, None, 2), "InvalidSizes", "split_rank (2) is not a pipeline stage"),
-        ((1.0,), "TypeError", "must be a positive integer, got 1.0"),
-    ],
-)
-def test_bad_sizes_are_refused_on_every_rank_alike(ranks2, arguments, name, words):
-    errors = ranks2.run(error_of, initialize_model_parallel, *arguments)
-    assert errors[0] == errors[1]
-    assert errors[0][0] == name
-    assert words in errors[0][1]
+BAD = [
+    ((3,), {}, "InvalidSizes", "world_size (2) is not divisible by"),
+    ((2, 1, 2), {}, "InvalidSizes", "greater than 1 with interleaved schedule"),
+    ((1, 2, None, 2), {}, "InvalidSizes", "split_rank (2) is not a pipeline stage"),
+    ((1.0,), {}, "TypeError", "must be a positive integer, got 1.0"),
+    ((2,), {"timeout": 30}, "TypeError", "timeout must be a datetime.timedelta, got 30"),
+]
 
 
-def initialize_twice() -> tuple[str, str]:
+def bad_arguments() -> list[tuple[str, str]]:
+    return [error_of(initialize_model_parallel, *sizes, **options) for sizes, options, *_ in BAD]
+
+
+def test_bad_arguments_are_refused_on_every_rank_alike(ranks2):
+    first, second = ranks2.run(bad_arguments)
+    assert first == second
+    for (kind, text), (*_, name, words) in zip(first, BAD, strict=True):
+        assert kind == name
+        assert words in text
+
+
+def initialize_twice() -> list[tuple[str, str]]:
+    """On all ranks, then on rank 0 alone."""
     initialize_model_parallel(2)
-    return error_of(initialize_model_parallel, 2)
-
-
-def test_initializing_twice_says_what_to_do(ranks2):
-    for name, text in ranks2.run(initialize_twice):
-        assert name == "ParallelStateError"
-        assert "already initialized: call destroy_model_parallel() first" in text
-
-
-def only_one_rank_was_initialized() -> tuple[str, str]:
-    initialize_model_parallel(2)
+    errors = [error_of(initialize_model_parallel, 2)]
     if dist.get_rank() == 1:
         destroy_model_parallel()
-    return error_of(initialize_model_parallel, 2)
+    return [*errors, error_of(initialize_model_parallel, 2)]
 
 
-def test_initializing_twice_on_one_rank_only_is_an_error_on_all(ranks2):
-    errors = ranks2.run(only_one_rank_was_initialized)
-    assert errors[0] == errors[1]
-    assert "already initialized" in errors[0][1]
+def test_initializing_twice_is_an_error_on_all_ranks_that_says_what_to_do(ranks2):
+    (on_all, on_one), (on_all_too, on_one_too) = ranks2.run(initialize_twice)
+    assert (on_all, on_one) == (on_all_too, on_one_too)
+    assert on_all[0] == on_one[0] == "ParallelStateError"
+    assert "already initialized: call destroy_model_parallel() first" in on_all[1]
+    assert "already initialized" in on_one[1]
 
 
 def test_initializing_before_torch_distributed_says_what_to_do():
@@ -114,9 +112,9 @@ def again_and_again(rounds: int) -> tuple[int, int, int, str]:
 
 
 def test_destroy_leaves_nothing_behind_however_often(ranks4):
-    for known_before, known_after, growth, error in ranks4.run(again_and_again, 24):
+    for known_before, known_after, growth, error in ranks4.run(again_and_again, 12):
         assert known_before == known_after == 1  # the default group alone
-        assert growth <= 2  # sockets of 24 rounds would be a hundred and more
+        assert growth <= 2  # sockets of 12 rounds would be fifty and more
         assert error == "ValueError"
 
 
@@ -124,7 +122,7 @@ def initialize_after_own_groups() -> int:
     """Ranks with different histories: torch's own local synchronization would wait for ever here."""
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
-    state = initialize_model_parallel(2, timeout=timedelta(seconds=10))
+    state = initialize_model_parallel(2, timeout=timedelta(seconds=60))
     total = torch.tensor(state.rank)
     dist.all_reduce(total, group=state.process_group("tp"))
     return int(total)
@@ -134,38 +132,24 @@ def test_ranks_may_have_made_other_groups_before(ranks4):
     assert ranks4.run(initialize_after_own_groups) == [1, 1, 5, 5]
 
 
-def bad_timeout() -> tuple[str, str]:
-    return error_of(initialize_model_parallel, 2, timeout=30)
-
-
-def test_timeout_must_be_a_timedelta(ranks2):
-    assert ranks2.run(bad_timeout) == [("TypeError", "timeout must be a datetime.timedelta, got 30")] * 2
-
-
-def test_plan_for_another_world_is_refused():
-    with fake_rank(0, 4), pytest.raises(ValueError, match="the plan is for 8 ranks, but this world has 4"):
-        create_parallel_state(plan_groups(world_size=8))
-
-
-def test_what_is_no_plan_is_refused():
-    with fake_rank(0, 4), pytest.raises(TypeError, match="plan: expected a GroupPlan, as plan_groups"):
-        create_parallel_state(4)
+def test_plan_for_another_world_and_what_is_no_plan_are_refused():
+    with fake_rank(0, 4):
+        with pytest.raises(ValueError, match="the plan is for 8 ranks, but this world has 4"):
+            create_parallel_state(plan_groups(world_size=8))
+        with pytest.raises(TypeError, match="plan: expected a GroupPlan, as plan_groups"):
+            create_parallel_state(4)
 
 
 def destroy_after_the_default_group() -> bool:
     initialize_model_parallel(2)
     dist.destroy_process_group()
     destroy_model_parallel()
+    destroy_model_parallel()  # without a state, too
     return ps.model_parallel_is_initialized()
 
 
 def test_destroy_after_the_default_group_is_harmless(ranks2):
     assert ranks2.run(destroy_after_the_default_group) == [False, False]
-
-
-def test_destroy_without_a_state_is_harmless():
-    destroy_model_parallel()
-    assert not ps.model_parallel_is_initialized()
 
 
 def test_bad_sizes_do_not_leave_a_state_behind():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.cases.groups import loop_groups
 from tests.fake_world import each_rank, fake_rank
 from tpkernels import parallel_state as ps
 from tpkernels.runtime import c10d
@@ -50,7 +51,7 @@ def returns_after_the_slowest() -> bool:
         return group
 
     with patch.object(c10d, "new_group", slow):
-        initialize_model_parallel(2, timeout=timedelta(seconds=20))
+        initialize_model_parallel(2, timeout=timedelta(seconds=60))
     returned = time.monotonic()
     dist.all_reduce(made, dist.ReduceOp.MAX)
     destroy_model_parallel()
@@ -73,7 +74,7 @@ def fails_on_rank_1() -> tuple[str, bool, int]:
         return group
 
     with patch.object(c10d, "new_group", failing), pytest.raises(ParallelStateError) as failure:
-        initialize_model_parallel(2, timeout=timedelta(seconds=20))
+        initialize_model_parallel(2, timeout=timedelta(seconds=60))
     left = len(dist.distributed_c10d._world.pg_map) - groups
     return str(failure.value), current_or_none() is None, left
 
@@ -147,15 +148,9 @@ def count_creations(monkeypatch) -> list[tuple[int, ...]]:
     return created
 
 
-def loop_lists(world: int, tensor: int, pipeline: int) -> list[list[int]]:
-    from bench.cases.groups import loop_groups
-
-    return [ranks for _, ranks in loop_groups(world, tensor, pipeline)]
-
-
 def test_rank_of_a_large_world_creates_at_most_a_dozen_groups(monkeypatch):
     """The classic loops have every rank take part in the creation of every group of the world."""
-    for rank in each_rank(2048, ranks=[0, 1, 777, 2047]):
+    for rank in each_rank(2048, ranks=[1, 2047]):
         created = count_creations(monkeypatch)
         initialize_model_parallel(
             8, 8, 2, 4, context_parallel_size=2, expert_model_parallel_size=4
@@ -164,9 +159,10 @@ def test_rank_of_a_large_world_creates_at_most_a_dozen_groups(monkeypatch):
         assert all(rank in ranks for ranks in created)
         destroy_model_parallel()
         created.clear()
-        for ranks in loop_lists(2048, 8, 8):
+        classic = [ranks for _, ranks in loop_groups(2048, 8, 8)]
+        for ranks in classic:
             dist.new_group(ranks)
-        assert len(created) == len(loop_lists(2048, 8, 8)) > 1000
+        assert len(created) == len(classic) > 1000
         monkeypatch.undo()
 
 
@@ -216,6 +212,10 @@ def test_group_of_one_rank_is_made_when_it_is_asked_for(monkeypatch):
         created = count_creations(monkeypatch)
         state = initialize_model_parallel(2, 4)
         assert (3,) not in created
+        made = len(created)
+        assert "cp" in state.process_groups  # looking makes none
+        assert len(state.process_groups) == len(list(state.process_groups))
+        assert len(created) == made
         assert dist.get_process_group_ranks(state.process_group("cp")) == [3]
         assert created[-1] == (3,)
         made = len(created)
@@ -251,16 +251,6 @@ def test_threads_that_ask_at_once_get_one_group(ranks2):
     assert ranks2.run(ask_from_threads) == [[1] * 10] * 2
 
 
-def test_looking_whether_a_kind_is_there_makes_no_group(monkeypatch):
-    with fake_rank(3, 8):
-        created = count_creations(monkeypatch)
-        state = initialize_model_parallel(2, 4)
-        made = len(created)
-        assert "cp" in state.process_groups
-        assert len(state.process_groups) == len(list(state.process_groups))
-        assert len(created) == made
-
-
 def test_group_that_could_not_be_made_may_be_asked_for_again(monkeypatch):
     with fake_rank(3, 8):
         state = initialize_model_parallel(2, 4)
@@ -272,15 +262,7 @@ def test_group_that_could_not_be_made_may_be_asked_for_again(monkeypatch):
         assert dist.get_process_group_ranks(state.process_group("cp")) == [3]
 
 
-def test_group_of_a_destroyed_state_is_a_clear_error():
-    with fake_rank(0, 4):
-        state = initialize_model_parallel(2)
-        destroy_model_parallel()
-        with pytest.raises(ParallelStateError, match="the tp group was destroyed with its parallel state"):
-            state.process_group("tp")
-
-
-def test_group_in_a_forked_child_is_a_clear_error(monkeypatch):
+def test_group_of_a_forked_child_or_of_a_destroyed_state_is_a_clear_error(monkeypatch):
     with fake_rank(0, 4):
         state = initialize_model_parallel(2)
         monkeypatch.setattr(os, "getpid", lambda: 1)
@@ -288,6 +270,9 @@ def test_group_in_a_forked_child_is_a_clear_error(monkeypatch):
             state.process_group("tp")
         monkeypatch.undo()
         state.process_group("tp")
+        destroy_model_parallel()
+        with pytest.raises(ParallelStateError, match="the tp group was destroyed with its parallel state"):
+            state.process_group("tp")
 
 
 def test_kinds_named_in_options_share_with_nobody_and_options_are_not_written_to(monkeypatch):

@@ -1,7 +1,5 @@
 """`runtime/random.py`: streams go on where they stopped, apart from each other, seeded as in Megatron."""
 
-import pickle
-
 import pytest
 import torch
 
@@ -40,46 +38,22 @@ def tracker() -> RngTracker:
     return tracker
 
 
-def test_fork_draws_from_the_named_stream_and_comes_back(tracker):
-    with tracker.fork("a"):
-        assert draw(2) == draws(11, 2)
-    assert draw(2) == draws(1, 2)
+def test_each_stream_goes_on_where_it_stopped_however_forks_nest(tracker):
+    """A stream forked inside itself goes on, too: from the stored state it would draw the same mask twice."""
+    drawn = {"default": [], "a": [], "b": []}
 
-
-def test_stream_goes_on_where_it_stopped(tracker):
-    drawn = []
-    for _ in range(4):
-        with tracker.fork("a"):
-            drawn += draw()
-        draw()
-    assert drawn == draws(11, 4)
-
-
-def test_streams_do_not_disturb_each_other(tracker):
-    drawn = {"a": [], "b": [], "default": []}
-    for name in ("a", "b", "default", "b", "a", "default", "a"):
-        with tracker.fork(name):
+    def drawing(name: str, *outer: str) -> None:
+        for inner in drawn:
             drawn[name] += draw()
-    assert drawn == {"a": draws(11, 3), "b": draws(22, 2), "default": draws(1, 2)}
+            if len(outer) < 3:
+                with tracker.fork(inner):
+                    drawing(inner, name, *outer)
+        drawn[name] += draw()
 
-
-def test_forks_nest(tracker):
-    with tracker.fork("a"):
-        first = draw()
-        with tracker.fork("b"):
-            assert draw(2) == draws(22, 2)
-        assert first + draw() == draws(11, 2)
-    assert draw() == draws(1, 1)
-
-
-def test_stream_forked_inside_itself_goes_on(tracker):
-    """Starting again from the stored state would draw the same dropout mask twice."""
-    with tracker.fork("a"):
-        drawn = draw()
-        with tracker.fork("a"):
-            drawn += draw()
-        drawn += draw()
-    assert drawn == draws(11, 3)
+    drawing("default")
+    seeds = {"default": 1, "a": 11, "b": 22}
+    assert drawn == {name: draws(seed, len(drawn[name])) for name, seed in seeds.items()}
+    assert min(map(len, drawn.values())) > 20
 
 
 def test_fork_comes_back_after_an_exception(tracker):
@@ -101,33 +75,29 @@ def test_adding_a_stream_does_not_disturb_the_live_one(tracker):
     assert first + draw() == draws(1, 2)
 
 
-def test_unknown_stream_is_refused_and_the_known_ones_named(tracker):
+def test_unknown_streams_and_names_or_seeds_used_twice_are_refused(tracker):
+    for name, seed, words in (
+        ("a", 44, "random stream 'a' exists already"),
+        ("default", 44, "random stream 'default' exists already"),
+        ("c", 22, "seed 22 is taken"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tracker.add(name, seed)
     with pytest.raises(ValueError, match="no random stream 'c'; known are default, a, b"), tracker.fork("c"):
         pass
     assert draw() == draws(1, 1)
 
 
-def test_name_or_seed_used_twice_is_refused(tracker):
-    with pytest.raises(ValueError, match="random stream 'a' exists already"):
-        tracker.add("a", 44)
-    with pytest.raises(ValueError, match="random stream 'default' exists already"):
-        tracker.add("default", 44)
-    with pytest.raises(ValueError, match="seed 22 is taken"):
-        tracker.add("c", 22)
-    with pytest.raises(ValueError, match="no random stream 'c'"), tracker.fork("c"):
-        pass
-
-
-def test_states_survive_a_checkpoint(tracker):
+def test_states_survive_a_checkpoint(tracker, tmp_path):
     with tracker.fork("a"):
         draw(3)
     draw(2)
-    saved = pickle.dumps(tracker.get_states())
+    torch.save(tracker.get_states(), tmp_path / "states")
     draw(7)
     with tracker.fork("b"):
         draw(7)
     other = RngTracker()
-    other.set_states(pickle.loads(saved))
+    other.set_states(torch.load(tmp_path / "states", weights_only=True))  # no code is unpickled
     assert draw() == draws(1, 3)[2:]
     with other.fork("a"):
         assert draw() == draws(11, 4)[3:]
@@ -145,26 +115,16 @@ def test_states_taken_inside_a_fork_are_live(tracker):
     assert draw() == draws(1, 1)
 
 
-def test_states_can_be_loaded_without_unpickling_code(tracker, tmp_path):
-    torch.save(tracker.get_states(), tmp_path / "states")
-    RngTracker().set_states(torch.load(tmp_path / "states", weights_only=True))
+def test_states_that_are_none_are_refused(tracker):
+    for states in (None, {}, {"a": {}}, {"default": {"cuda": 1}}):
+        with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
+            tracker.set_states(states)
 
 
-@pytest.mark.parametrize("states", [None, {}, {"a": {}}, {"default": {"cuda": 1}}], ids=repr)
-def test_states_that_are_none_are_refused(tracker, states):
-    with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
-        tracker.set_states(states)
-
-
-def test_reset_inside_a_fork_is_refused(tracker):
-    with (
-        tracker.fork("a"),
-        pytest.raises(RuntimeError, match=r"cannot reset random streams inside fork\('a'\)"),
-    ):
+def test_reset_forgets_streams_and_seeds_outside_of_forks(tracker):
+    words = r"cannot reset random streams inside fork\('a'\)"
+    with tracker.fork("a"), pytest.raises(RuntimeError, match=words):
         tracker.reset()
-
-
-def test_reset_forgets_streams_and_seeds(tracker):
     tracker.reset()
     tracker.add("a", 22)
     with tracker.fork("a"):
@@ -182,34 +142,16 @@ def first_draws(rank: int, **sizes: int) -> dict[str, list[float]]:
     return drawn
 
 
-@pytest.mark.parametrize("rank", range(16))
-def test_seeds_are_megatrons_on_every_rank(rank):
+def test_seeds_are_megatrons_on_every_rank():
     plan = plan_groups(world_size=16, tensor=4, expert=2, pipeline=2)
-    tensor_rank, expert_rank = plan.index_in(rank, "tp"), plan.index_in(rank, "ep")
-    assert first_draws(rank, tensor=4, expert=2, pipeline=2) == {
-        "default": draws(1234, 1),
-        "data-parallel-rng": draws(1234, 1),
-        "model-parallel-rng": draws(1234 + 2718 + tensor_rank, 1),
-        "expert-parallel-rng": draws(1234 + 1024 + 100 * expert_rank + tensor_rank, 1),
-    }
-
-
-def test_seeding_again_starts_again():
-    assert first_draws(3, tensor=4) == first_draws(3, tensor=4)
-
-
-def test_tensor_ranks_share_the_default_stream_only():
-    by_rank = [first_draws(rank, tensor=4) for rank in range(4)]
-    assert len({tuple(drawn["default"]) for drawn in by_rank}) == 1
-    assert len({tuple(drawn["model-parallel-rng"]) for drawn in by_rank}) == 4
-
-
-def test_fork_without_a_name_is_the_model_parallel_stream():
-    with fake_rank(1, 2):
-        initialize_model_parallel(2)
-        manual_seed(5)
-        with get_rng_tracker().fork():
-            assert draw() == draws(5 + 2718 + 1, 1)
+    for rank in range(16):
+        tensor_rank, expert_rank = plan.index_in(rank, "tp"), plan.index_in(rank, "ep")
+        assert first_draws(rank, tensor=4, expert=2, pipeline=2) == {
+            "default": draws(1234, 1),
+            "data-parallel-rng": draws(1234, 1),
+            "model-parallel-rng": draws(1234 + 2718 + tensor_rank, 1),
+            "expert-parallel-rng": draws(1234 + 1024 + 100 * expert_rank + tensor_rank, 1),
+        }
 
 
 def test_seeding_before_initialization_says_what_to_do():
@@ -284,10 +226,9 @@ def test_replay_draws_from_the_cpu_again_beside_streams_of_cuda_alone(cuda, seed
 
 
 def test_streams_of_cuda_alone_need_cuda(tracker):
-    with pytest.raises(RuntimeError, match="cuda_only=True: expected a CUDA device"):
-        tracker.reset(cuda_only=True)
-    with pytest.raises(RuntimeError, match="cuda_only=True: expected a CUDA device"):
-        RngTracker(cuda_only=True)
+    for call in (tracker.reset, RngTracker):
+        with pytest.raises(RuntimeError, match="cuda_only=True: expected a CUDA device"):
+            call(cuda_only=True)
     with tracker.fork("a"):
         assert draw() == draws(11, 1)
 
@@ -355,37 +296,29 @@ def test_streams_cover_the_gpu():
     torch.testing.assert_close(forked, expected[11], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seed", [1.9, "7", None, True], ids=repr)
-def test_seed_must_be_an_integer(tracker, seed):
-    with pytest.raises(TypeError, match="a seed must be an integer"):
-        tracker.add("c", seed)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 2**64])
-def test_seed_out_of_range_is_refused_before_anything_is_lost(seed):
+def test_seed_that_is_none_is_refused_before_anything_is_lost(tracker):
+    for seed in (1.9, "7", None, True):
+        with pytest.raises(TypeError, match="a seed must be an integer"):
+            tracker.add("c", seed)
     with fake_rank(0, 2):
         initialize_model_parallel(2)
         manual_seed(5)
-        with pytest.raises(ValueError, match=r"a seed must be from 0 to 2\*\*63 - 1"):
-            manual_seed(seed)
-        with get_rng_tracker().fork():
+        for seed in (-1, 2**63, 2**64):
+            with pytest.raises(ValueError, match=r"a seed must be from 0 to 2\*\*63 - 1"):
+                manual_seed(seed)
+        with get_rng_tracker().fork():  # without a name, the model-parallel stream
             assert draw() == draws(5 + 2718, 1)
 
 
 def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
     states = tracker.get_states()
+    with tracker.fork("a"), pytest.raises(ValueError, match="default"):
+        tracker.set_states({"a": states["a"]})
     states["a"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
     with pytest.raises(ValueError, match="the state of random stream 'a' is not one of a generator"):
         tracker.set_states(states)
     with tracker.fork("b"):
         assert draw() == draws(22, 1)
-
-
-def test_states_without_the_default_stream_are_refused_inside_a_fork(tracker):
-    with tracker.fork("a"):
-        states = {"a": tracker.get_states()["a"]}
-        with pytest.raises(ValueError, match="default"):
-            tracker.set_states(states)
 
 
 def test_tensor_rank_set_on_the_fly_is_seeded_for():

@@ -15,16 +15,7 @@ LESSON = plan_groups(world_size=16, tensor=2, pipeline=4)
 
 
 def test_lesson_groups_are_the_lessons():
-    assert [list(g) for g in LESSON.groups["dp"]] == [
-        [0, 2],
-        [1, 3],
-        [4, 6],
-        [5, 7],
-        [8, 10],
-        [9, 11],
-        [12, 14],
-        [13, 15],
-    ]
+    assert [list(g) for g in LESSON.groups["dp"]] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
     assert [list(g) for g in LESSON.groups["tp"]] == [[i, i + 1] for i in range(0, 16, 2)]
     assert [list(g) for g in LESSON.groups["pp"]] == [[i, i + 4, i + 8, i + 12] for i in range(4)]
     assert [list(g) for g in LESSON.groups["model"]] == [
@@ -45,7 +36,7 @@ def test_split_stage_joins_the_embedding_groups():
 
 
 def test_group_of_matches_the_oracle_everywhere():
-    for world, tp, pp, virtual, split in all_settings((1, 2, 4, 6, 8, 12)):
+    for world, tp, pp, virtual, split in all_settings((1, 2, 6, 8)):
         plan = plan_groups(
             world_size=world, tensor=tp, pipeline=pp, virtual_pipeline=virtual, split_rank=split
         )
@@ -80,7 +71,7 @@ def plans(draw):
         reject()
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(plans())
 def test_groups_of_a_kind_share_no_rank_and_leave_none_out(plan):
     for kind in KINDS:
@@ -93,7 +84,7 @@ def test_groups_of_a_kind_share_no_rank_and_leave_none_out(plan):
             assert all(plan.group_of(rank, kind) == group for rank in group)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(plans())
 def test_order_says_which_axis_varies_fastest(plan):
     """Along each axis neighbours are as far apart as the sizes of the faster axes multiply to."""
@@ -106,7 +97,7 @@ def test_order_says_which_axis_varies_fastest(plan):
     assert step == plan.world_size
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(plans())
 def test_expert_axes_split_what_data_and_context_share(plan):
     """Within one tensor position and stage, the ranks are expert x expert-data, each pair once."""
@@ -126,67 +117,47 @@ def test_experts_lie_within_data_and_context_ranks():
 
 
 def test_order_may_leave_out_axes_of_size_one():
-    assert plan_groups(world_size=8, tensor=2, pipeline=2, order="tp-dp-pp").groups["dp"] == (
-        (0, 2),
-        (1, 3),
-        (4, 6),
-        (5, 7),
-    )
-    assert plan_groups(world_size=8, tensor=2, pipeline=2, order="tp-pp-dp").groups["dp"][0] == (0, 4)
+    for order, first in (("tp-dp-pp", (0, 2)), ("tp-pp-dp", (0, 4))):
+        assert plan_groups(world_size=8, tensor=2, pipeline=2, order=order).groups["dp"][0] == first
 
 
-BAD = {
-    "not_divisible": (
-        dict(world_size=16, tensor=3),
-        r"world_size \(16\) is not divisible by .*\(3\) x .* = 3",
-    ),
-    "too_large": (dict(world_size=4, tensor=2, pipeline=4), "is not divisible by"),
-    "context": (dict(world_size=8, context=3), r"context_parallel_size \(3\)"),
-    "expert": (dict(world_size=8, tensor=2, expert=3), r"expert_model_parallel_size \(3\).* must divide 4"),
-    "zero": (dict(world_size=4, tensor=0), "tensor_model_parallel_size must be a positive integer, got 0"),
-    "negative": (dict(world_size=4, pipeline=-2), "must be a positive integer, got -2"),
-    "empty_world": (dict(world_size=0), "world_size must be a positive integer"),
-    "virtual_too_few_stages": (
+BAD = [
+    (dict(world_size=16, tensor=3), r"world_size \(16\) is not divisible by .*\(3\) x .* = 3"),
+    (dict(world_size=4, tensor=2, pipeline=4), "is not divisible by"),
+    (dict(world_size=8, context=3), r"context_parallel_size \(3\)"),
+    (dict(world_size=8, tensor=2, expert=3), r"expert_model_parallel_size \(3\).* must divide 4"),
+    (dict(world_size=4, tensor=0), "tensor_model_parallel_size must be a positive integer, got 0"),
+    (dict(world_size=4, pipeline=-2), "must be a positive integer, got -2"),
+    (dict(world_size=0), "world_size must be a positive integer"),
+    (
         dict(world_size=4, pipeline=1, virtual_pipeline=2),
-        "pipeline-model-parallel size should be greater than 1 with interleaved schedule",
+        "parallel size should be greater than 1 with interl",
     ),
-    "virtual_zero": (
-        dict(world_size=4, pipeline=4, virtual_pipeline=0),
-        "virtual_pipeline must be a positive",
-    ),
-    "split_too_large": (dict(world_size=4, pipeline=4, split_rank=4), r"split_rank \(4\).* expected 0 to 3"),
-    "split_negative": (dict(world_size=4, pipeline=4, split_rank=-1), r"split_rank \(-1\)"),
-    "order_unknown": (dict(world_size=4, order="tp-xx-pp"), "unknown axis 'xx'"),
-    "order_twice": (dict(world_size=4, order="tp-tp-pp-dp"), "names the axis 'tp' twice"),
-    "order_missing": (
-        dict(world_size=4, tensor=2, order="cp-dp-pp"),
-        "leaves out the axis 'tp', whose size is 2",
-    ),
-    "order_empty": (dict(world_size=4, order=""), "unknown axis ''"),
-    "order_parts_stages": (
+    (dict(world_size=4, pipeline=4, virtual_pipeline=0), "virtual_pipeline must be a positive"),
+    (dict(world_size=4, pipeline=4, split_rank=4), r"split_rank \(4\).* expected 0 to 3"),
+    (dict(world_size=4, pipeline=4, split_rank=-1), r"split_rank \(-1\)"),
+    (dict(world_size=4, order="tp-xx-pp"), "unknown axis 'xx'"),
+    (dict(world_size=4, order="tp-tp-pp-dp"), "names the axis 'tp' twice"),
+    (dict(world_size=4, tensor=2, order="cp-dp-pp"), "leaves out the axis 'tp', whose size is 2"),
+    (dict(world_size=4, order=""), "unknown axis ''"),
+    (
         dict(world_size=16, context=2, expert=4, pipeline=2, order="tp-cp-ep-pp-dp"),
         "experts other pp groups .* name 'tp' first and 'pp' last",
     ),
-    "order_parts_tensor_groups": (
-        dict(world_size=16, tensor=2, context=4, expert=2, order="cp-tp-ep-dp-pp"),
-        "experts other tp groups",
-    ),
-}
+    (dict(world_size=16, tensor=2, context=4, expert=2, order="cp-tp-ep-dp-pp"), "experts other tp groups"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[str(arguments)[5:-1] for arguments, _ in BAD])
 def test_plan_refuses_bad_sizes(arguments, message):
     with pytest.raises(InvalidSizes, match=message):
         plan_groups(**arguments)
 
 
-@pytest.mark.parametrize("value", [2.0, "2", True, None], ids=repr)
-def test_plan_refuses_sizes_that_are_no_integers(value):
-    with pytest.raises(TypeError, match="tensor_model_parallel_size must be a positive integer"):
-        plan_groups(world_size=4, tensor=value)
-
-
-def test_plan_refuses_wrong_types_elsewhere():
+def test_plan_refuses_wrong_types():
+    for value in (2.0, "2", True, None):
+        with pytest.raises(TypeError, match="tensor_model_parallel_size must be a positive integer"):
+            plan_groups(world_size=4, tensor=value)
     with pytest.raises(TypeError, match="split_rank must be an integer"):
         plan_groups(world_size=4, pipeline=4, split_rank=1.5)
     with pytest.raises(TypeError, match="order must be a string"):
@@ -199,13 +170,10 @@ def test_invalid_sizes_is_caught_as_megatron_raises_it():
             plan_groups(world_size=4, tensor=3)
 
 
-def test_rank_outside_the_world_is_refused():
+def test_rank_outside_the_world_or_the_embedding_group_is_refused():
     for rank in (-1, 16):
         with pytest.raises(ValueError, match=f"rank {rank} is not in this world: expected 0 to 15"):
             LESSON.group_of(rank, "tp")
-
-
-def test_rank_outside_the_embedding_group_is_refused():
     with pytest.raises(ValueError, match=r"rank 4 is in no embedding group: it is stage 1 of 4.*\[0, 12\]"):
         LESSON.group_of(4, "embedding")
     assert not LESSON.is_member(4, "embedding")

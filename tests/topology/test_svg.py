@@ -6,11 +6,13 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.products import once
 from tpkernels.topology.draw import headline, shown_kinds
 from tpkernels.topology.plan import GroupPlan, Kind, plan_groups
 
@@ -32,11 +34,10 @@ PLANS = {
     "pipeline_first": plan_groups(world_size=24, tensor=2, pipeline=3, order="pp-dp-tp-cp-ep"),
 }
 LARGE = plan_groups(world_size=131072, tensor=8, pipeline=16)
+ALL = {**PLANS, "large": LARGE}
 
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-every_plan_and_a_large_one = pytest.mark.parametrize(
-    "plan", [*PLANS.values(), LARGE], ids=[*PLANS.keys(), "large"]
-)
+every_plan_and_a_large_one = pytest.mark.parametrize("plan", ALL.values(), ids=ALL.keys())
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Tile:
     ink: str
 
 
+@cache
 def panels_of(plan: GroupPlan, **how: int) -> dict[Kind, ET.Element]:
     kinds: list[Kind] = [*shown_kinds(plan), "model"]
     panels = ET.fromstring(plan.to_svg(**how)).findall(f"{SVG}g")
@@ -108,26 +110,16 @@ def luminance(colour: str) -> float:
 
 
 @every_plan
-def test_svg_shows_every_rank_once_per_panel(plan: GroupPlan) -> None:
-    for panel in panels_of(plan).values():
-        assert sorted(tiles_of(panel)) == list(range(plan.world_size))
-
-
-@every_plan
-def test_fill_is_shared_exactly_within_a_group(plan: GroupPlan) -> None:
+def test_svg_shows_every_rank_once_and_a_fill_is_shared_exactly_within_a_group(plan: GroupPlan) -> None:
     for kind, panel in panels_of(plan).items():
         tiles = tiles_of(panel)
+        assert sorted(tiles) == list(range(plan.world_size))
+        outside = {rank for rank, tile in tiles.items() if tile.fill == "none"}
+        assert outside == {rank for rank in range(plan.world_size) if not plan.is_member(rank, kind)}
         members = [rank for rank in tiles if plan.is_member(rank, kind)]
         for one, other in combinations(members, 2):
             together = other in plan.group_of(one, kind)
             assert (tiles[one].fill == tiles[other].fill) == together, (kind, one, other)
-
-
-@every_plan
-def test_gpu_outside_every_group_is_empty(plan: GroupPlan) -> None:
-    for kind, panel in panels_of(plan).items():
-        outside = {rank for rank, tile in tiles_of(panel).items() if tile.fill == "none"}
-        assert outside == {rank for rank in range(plan.world_size) if not plan.is_member(rank, kind)}
 
 
 def test_embedding_panel_leaves_middle_stages_empty() -> None:
@@ -178,8 +170,7 @@ def test_headline_is_on_top(plan: GroupPlan) -> None:
     assert "GPU" in note
 
 
-@pytest.mark.parametrize("gpus_per_node", [1, 3, 8, 72])
-@every_plan_and_a_large_one
+@once(plan=ALL, gpus_per_node=[1, 3, 8, 72])
 def test_nothing_reaches_out_of_its_panel_or_the_picture(plan: GroupPlan, gpus_per_node: int) -> None:
     svg = ET.fromstring(plan.to_svg(gpus_per_node=gpus_per_node))
     assert svg.get("viewBox") == f"0 0 {svg.get('width')} {svg.get('height')}"
@@ -213,7 +204,9 @@ def test_label_is_legible_on_its_fill(plan: GroupPlan) -> None:
 
 def test_large_world_is_cut_short_and_says_so() -> None:
     started = time.process_time()
-    svg = LARGE.to_svg()
+    plan = plan_groups(world_size=131072, tensor=8, pipeline=16)
+    svg = plan.to_svg()
+    assert "groups" not in vars(plan)  # the cached property was not touched
     assert time.process_time() - started < 2
     assert len(svg) < 500_000
     assert "first 16 of 16,384 nodes" in svg
@@ -223,18 +216,12 @@ def test_large_world_is_cut_short_and_says_so() -> None:
     assert texts_of(panels["embedding"])[0] == "8,192 embedding groups of 2 GPUs"
 
 
-@pytest.mark.parametrize("kind", ["dp", "tp", "pp", "model"])
-def test_legend_accounts_for_every_group(kind: Kind) -> None:
-    texts = texts_of(panels_of(LARGE)[kind])
-    listed = [text for text in texts if text.startswith("[")]
-    more = int(texts[-1].removeprefix("... and ").removesuffix(" more").replace(",", ""))
-    assert len(listed) + more == LARGE.world_size // len(LARGE.group_of(0, kind))
-
-
-def test_large_world_never_asks_for_all_groups() -> None:
-    plan = plan_groups(world_size=131072, tensor=8, pipeline=16)
-    plan.to_svg()
-    assert "groups" not in vars(plan)  # the cached property was not touched
+def test_legend_accounts_for_every_group() -> None:
+    for kind in ("dp", "tp", "pp", "model"):
+        texts = texts_of(panels_of(LARGE)[kind])
+        listed = [text for text in texts if text.startswith("[")]
+        more = int(texts[-1].removeprefix("... and ").removesuffix(" more").replace(",", ""))
+        assert len(listed) + more == LARGE.world_size // len(LARGE.group_of(0, kind))
 
 
 @pytest.mark.parametrize(
@@ -268,8 +255,7 @@ def test_svg_is_deterministic_and_self_contained() -> None:
     assert "<style" not in svg
 
 
-@pytest.mark.parametrize("name", ["gpus_per_node", "max_nodes"])
-@pytest.mark.parametrize("value", [0, -3])
-def test_to_svg_refuses_a_size_below_one(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value}"):
-        PLANS["canonical"].to_svg(**{name: value})
+def test_to_svg_refuses_a_size_below_one() -> None:
+    for name, value in (("gpus_per_node", 0), ("gpus_per_node", -3), ("max_nodes", 0), ("max_nodes", -3)):
+        with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value}"):
+            PLANS["canonical"].to_svg(**{name: value})
