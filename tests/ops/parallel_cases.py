@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -232,6 +232,14 @@ def mlp(setting: Setting, seed: int = 0) -> dict[str, float]:
 CASES: dict[str, Callable[..., dict[str, float]]] = {"column": column, "row": row, "mlp": mlp}
 
 
-def run_all(name: str, settings: list[tuple[Setting, int]]) -> list[dict[str, float]]:
+def run_all(name: str, settings: Sequence[Setting]) -> list[dict[str, float]]:
     """Many settings in one call: a call of a pool costs more than a tiny product does."""
-    return [CASES[name](setting, seed) for setting, seed in settings]
+    return [CASES[name](setting, seed) for seed, setting in enumerate(settings)]
+
+
+def assert_within(by_rank: Sequence[Sequence[dict[str, float]]], settings: Sequence[object]) -> None:
+    """Errors, as parts of what is allowed, of each setting on each rank."""
+    for rank, found in enumerate(by_rank):
+        for setting, results in zip(settings, found, strict=True):
+            too_far = {key: value for key, value in results.items() if not value < 1}
+            assert not too_far, f"rank {rank}, {setting}: error as a part of what is allowed: {too_far}"
