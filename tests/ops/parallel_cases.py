@@ -30,7 +30,7 @@ class Setting:
     overlap: bool = True
     bias: bool = True
     activation: str | None = None
-    main_grad: bool = False
+    main_grad: bool | str = False  # a word: of 16 bits
     save_gathered: bool = False
     small_pieces: bool = True  # cut even tiny shards
     leading: tuple[int, ...] = (16,)
@@ -115,7 +115,9 @@ def leaf(t: Tensor) -> Tensor:
 
 
 def accumulated(setting: Setting, weight: Tensor) -> Tensor | None:
-    """A main_grad that holds something already."""
+    """A main_grad; of fp32 it holds something already."""
+    if isinstance(setting.main_grad, str):
+        return torch.zeros_like(weight)
     return torch.ones_like(weight, dtype=torch.float32) if setting.main_grad else None
 
 
@@ -123,7 +125,7 @@ def added(weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
     if main_grad is None:
         return weight.grad
     assert weight.grad is None
-    return main_grad - 1
+    return main_grad - 1 if main_grad.dtype == torch.float32 else main_grad
 
 
 def column(setting: Setting, seed: int = 0) -> dict[str, float]:

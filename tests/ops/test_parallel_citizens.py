@@ -323,40 +323,6 @@ def test_main_grads_take_from_inductor_what_they_take_eagerly(ranks1):
     ]
 
 
-def sixteen_bit_main_grads() -> float:
-    """A main_grad of the weight's 16 bits takes the gradient that autograd would have got, once rounded."""
-    prepare(Setting())
-    group = dist.group.WORLD
-    worst = 0.0
-    for dtype in (torch.bfloat16, torch.float16):
-        x, w, w2 = (t.to(dtype) for t in operands_of(3))
-        grads = []
-        for fused in (False, True):
-            leaves = [leaf(t) for t in (x, w, w2)]
-            into = [torch.zeros_like(t) for t in (w, w2)]
-            h = column_linear(
-                leaves[0],
-                leaves[1],
-                None,
-                group,
-                sequence_parallel=True,
-                main_grad=into[0] if fused else None,
-            )
-            y = row_linear(
-                h, leaves[2], None, group, sequence_parallel=True, main_grad=into[1] if fused else None
-            )
-            y.backward(torch.ones_like(y))
-            grads.append(into if fused else [t.grad for t in leaves[1:]])
-        for plain, fused_grad in zip(*grads, strict=True):
-            assert fused_grad.dtype == dtype
-            worst = max(worst, float((plain.float() - fused_grad.float()).norm() / plain.float().norm()))
-    return worst
-
-
-def test_main_grads_may_have_16_bits(ranks2):
-    assert max(ranks2.run(sixteen_bit_main_grads)) < 1e-2
-
-
 def autocast_dtypes() -> list[tuple[torch.dtype, ...]]:
     """Of y and of the gradients of fp32 inputs, in a region of bfloat16."""
     prepare(Setting())

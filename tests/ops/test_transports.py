@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from tests.loopback import start
 from tests.ops import parallel_behaviour as behaviour
 from tests.ops import test_exchanges as exchanges
+from tests.ops import test_vocab_behaviour as vocab
 from tests.ops.parallel_behaviour import block, meet, message_of, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, assert_within, prepare, run_all
 from tests.ops.test_collectives import collectives
@@ -31,9 +33,11 @@ from tests.ops.transport_cases import be_impatient, open_exchanges, open_stand_i
 from tests.patience import patient
 from tests.products import once
 from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
+from tpkernels import Recipe
 from tpkernels.comm.transports import mailbox
+from tpkernels.comm.transports import rows as rows_in_flight
 from tpkernels.comm.transports import select as transports
-from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.order import CallOrder
@@ -208,18 +212,29 @@ def test_who_cannot_wait_says_so_before_anything_is_sent(ranks2):
         assert all("kernels that wait take bfloat16, float16 and float32" in m for m in messages[3:])
 
 
-def alone() -> bool:
+def alone() -> list[bool]:
+    """Whether results are finite where nothing may be opened, sent or agreed on."""
+
     def forbidden(*_: Any) -> None:
         raise AssertionError("a rank alone has nobody to talk to")
 
-    with using("shared"), patch.object(transports, "agree", forbidden):
-        with_gradients(block, operands_of(1), sequence_parallel=True)
-        with_gradients(block, operands_of(1))
-    return True
+    found = []
+    with (
+        patch.object(transports, "agree", forbidden),
+        patch.object(Transfers, "__init__", forbidden),
+        patch.object(rows_in_flight, "start_all_gather", forbidden),
+    ):
+        for transport, split, recipe in product(("auto", "shared"), (True, False), (None, Recipe.rowwise())):
+            with using(transport):
+                for model in (block, behaviour.mlp):
+                    found += with_gradients(model, operands_of(1), sequence_parallel=split, quantize=recipe)
+        found += vocab.with_gradients(vocab.model, *vocab.operands(), sequence_parallel=True)
+    return [bool(t.isfinite().all()) for t in found]
 
 
-def test_a_rank_alone_opens_nothing(ranks1):
-    assert ranks1.run(alone) == [True]
+def test_a_rank_alone_opens_and_sends_nothing(ranks1):
+    (found,) = ranks1.run(alone)
+    assert found == [True] * len(found)
 
 
 def rows_that_do_not_divide() -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
@@ -248,35 +263,20 @@ def _mappings() -> int:
     return sum("memfd:tpkernels" in line for line in maps)
 
 
-def many_shapes() -> tuple[list[int], int, int]:
+def many_shapes(captured: bool, sizes: Sequence[int]) -> tuple[list[int], int, int]:
     """Rows of what stays open after too many shapes, and the threads and mappings that all of it takes."""
     with using("shared"), patch.object(transports, "MOST_OPEN", 3):
-        for rows in (1, 2, 3, 1, 4, 5):
+        for rows in sizes:
             x, w = torch.randn(rows, 8), torch.randn(4, 8)
             column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
+            open_exchanges()[0].captured = captured
         gc.collect()
         return [exchange.shape[0] for exchange in open_exchanges()], pushers(), _mappings()
 
 
-def test_few_exchanges_stay_open(ranks2):
-    for rows, threads, mappings in ranks2.run(many_shapes):
-        assert rows == [1, 4, 5]
-        assert threads == 3
-        assert mappings == 3 * 2
-
-
-def captured_exchanges_stay() -> list[int]:
-    """Rows of what stays open after too many shapes, where a graph has captured the first."""
-    with using("shared"), patch.object(transports, "MOST_OPEN", 2):
-        for rows in (1, 2, 3, 4):
-            x, w = torch.randn(rows, 8), torch.randn(4, 8)
-            column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-            open_exchanges()[0].captured = True
-        return [exchange.shape[0] for exchange in open_exchanges()]
-
-
-def test_exchanges_that_a_graph_writes_stay_open(ranks2):
-    assert ranks2.run(captured_exchanges_stay) == [[1, 4]] * 2
+@pytest.mark.parametrize(("captured", "sizes"), [(False, (1, 2, 3, 1, 4, 5)), (True, (1, 2, 3, 4, 5))])
+def test_few_exchanges_stay_open_but_those_used_last_or_written_by_a_graph(ranks2, captured, sizes):
+    assert ranks2.run(many_shapes, captured, sizes) == [([1, 4, 5], 3, 3 * 2)] * 2
 
 
 def ends_with_its_group() -> tuple[int, int, int, int]:
@@ -428,28 +428,6 @@ def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(ranks2, op, backen
     assert f"{op}: rows of rank 1 (chunk " in message
     assert 0.3 < seconds < COLLECTIVE_SECONDS
     assert late[0] == "late"
-
-
-def peer_never_says_that_it_has_read() -> str:
-    """What a rank says of the call that would overwrite what another may still read."""
-    x, w, _ = operands_of(9)
-    with using("shared"):
-        silent = patch.object(HostExchange, "released") if dist.get_rank() == 1 else nullcontext()
-        messages = []
-        with silent:
-            for _ in range(3):
-                messages.append(
-                    message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
-                )
-                be_impatient()
-    return messages[-1]
-
-
-def test_rows_are_not_overwritten_before_their_reader_has_said_so(ranks2):
-    message, other = ranks2.run(peer_never_says_that_it_has_read)
-    assert "column_linear: " in message
-    assert "rank 1" in message
-    assert "expected call 1 to be released before call 3 begins" in other
 
 
 def call_after_half_a_call() -> str:

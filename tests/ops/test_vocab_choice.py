@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.test_vocabulary import our_part
+from tests.products import pairwise
 from tpkernels.ops import vocab_argmax, vocab_gather, vocab_sample
 
 VOCAB = 14  # on 4 ranks: 4 each, and two of padding
@@ -125,19 +127,21 @@ def gathered() -> bool:
     return torch.equal(y, whole) and torch.equal(grad, our_part(whole, -1, 0.0))
 
 
-def mistakes() -> list[str]:
+def answered_mistakes() -> list[tuple[str, str]]:
+    """What is said of each, and what is to be said."""
     group, x = dist.group.WORLD, torch.randn(3, 4)
-    calls: list[Callable[[], object]] = [
-        lambda: vocab_sample(x, group, temperature=0.0),
-        lambda: vocab_sample(x, group, temperature=math.inf),
-        lambda: vocab_sample(x, group, top_k=0),
-        lambda: vocab_sample(x, group, top_p=0.0),
-        lambda: vocab_sample(x, group, top_p=1.5),
-        lambda: vocab_sample(x, group, uniform=torch.rand(4)),
-        lambda: vocab_argmax(x.long(), group),
-        lambda: vocab_gather(x, group, vocab_size=100),
+    sample = partial(vocab_sample, x, group)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: sample(temperature=0.0), "expected a finite temperature above 0, got 0.0; use vocab_argmax"),
+        (lambda: sample(temperature=math.inf), "expected a finite temperature above 0, got inf"),
+        (lambda: sample(top_k=0), "expected top_k of at least 1, got 0"),
+        (lambda: sample(top_p=0.0), "expected top_p above 0 and at most 1, got 0.0"),
+        (lambda: sample(top_p=1.5), "expected top_p above 0 and at most 1, got 1.5"),
+        (lambda: sample(uniform=torch.rand(4)), "expected uniform (3,) on cpu, got (4,)"),
+        (lambda: vocab_argmax(x.long(), group), "expected floating-point logits_shard"),
+        (lambda: vocab_gather(x, group, vocab_size=100), "expected a vocab_size from 1 to 8"),
     ]
-    return [message_of(call) for call in calls]
+    return [(message_of(call), words) for call, words in calls]
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -145,19 +149,17 @@ WORLDS = ["ranks1", "ranks2", "ranks4"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_argmax_is_the_lowest_id_of_the_largest_logit(request, dtype):
-    for world in WORLDS:
-        for ours, whole in request.getfixturevalue(world).run(argmax_of, dtype):
-            assert torch.equal(ours, whole)
+def test_argmax_is_the_lowest_id_of_the_largest_logit(ranks, dtype):
+    for ours, whole in ranks.run(argmax_of, dtype):
+        assert torch.equal(ours, whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_samples_are_those_drawn_by_hand(request, dtype):
+@pairwise(world=WORLDS, dtype=DTYPES)
+def test_samples_are_those_drawn_by_hand(ranks, dtype):
     """Logits are quarters, so that many tie."""
-    for world in WORLDS:
-        for found in request.getfixturevalue(world).run(samples, dtype):
-            for options, (ours, by_hand) in zip(OPTIONS, found, strict=True):
-                assert ours.tolist() == by_hand, options
+    for found in ranks.run(samples, dtype):
+        for options, (ours, by_hand) in zip(OPTIONS, found, strict=True):
+            assert ours.tolist() == by_hand, options
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -182,25 +184,11 @@ def test_leading_dimensions_are_any(ranks2):
         assert found == [shape for rows in leading for shape in (rows, rows, (*rows, VOCAB))]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_gather_brings_all_logits_and_takes_each_part_of_the_gradient(request, world):
-    assert all(request.getfixturevalue(world).run(gathered))
+def test_gather_brings_all_logits_and_takes_each_part_of_the_gradient(ranks):
+    assert all(ranks.run(gathered))
 
 
 def test_mistakes_of_choosing_are_errors_on_every_rank(ranks2):
-    for messages in ranks2.run(mistakes):
-        for message, words in zip(
-            messages,
-            [
-                "expected a finite temperature above 0, got 0.0; use vocab_argmax",
-                "expected a finite temperature above 0, got inf",
-                "expected top_k of at least 1, got 0",
-                "expected top_p above 0 and at most 1, got 0.0",
-                "expected top_p above 0 and at most 1, got 1.5",
-                "expected uniform (3,) on cpu, got (4,)",
-                "expected floating-point logits_shard",
-                "expected a vocab_size from 1 to 8",
-            ],
-            strict=True,
-        ):
-            assert words in message
+    for answers in ranks2.run(answered_mistakes):
+        for said, words in answers:
+            assert words in said
