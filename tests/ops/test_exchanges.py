@@ -124,13 +124,16 @@ def gathered_exactly(rank: int, ranks: int, rows: int, results: Sequence[Tensor]
     ]
 
 
-def on_shared(rows: int, splits: int, delays: Sequence[float], fault: str = "") -> list[bool]:
+def on_shared(
+    rows: int, splits: int, delays: Sequence[float], fault: str = "", calls: int = CALLS
+) -> list[bool]:
     """On a rank: whether each gathered product, waiting for other processes, is exact."""
     exchange = opened(rows, splits)
     if fault:
         exchange.__class__, exchange.fault = Faulty, fault  # type: ignore[attr-defined]
     try:
-        results = gather_calls(exchange, delays, spin_limit=2_000 if fault == "skipped_flag" else None)
+        patience = 2_000 if fault == "skipped_flag" else None
+        results = gather_calls(exchange, delays, patience, calls)
     finally:
         exchange.close()
     return gathered_exactly(dist.get_rank(), dist.get_world_size(), rows, results)
@@ -210,6 +213,11 @@ def delays_of(ranks: int, seed: int) -> list[list[float]]:
 def test_gathers_have_the_bits_of_linear_whatever_the_delays(ranks, rows, splits):
     args = [(rows, splits, delays) for delays in delays_of(ranks.world_size, rows + splits)]
     assert ranks.run_each(on_shared, args) == [[True] * CALLS] * ranks.world_size  # 20 rows, in tiles of 16
+
+
+@pytest.mark.parametrize("calls", [12, pytest.param(500, marks=pytest.mark.sweep)])
+def test_gathers_back_to_back(calls, ranks2: RankPool):
+    assert ranks2.run(on_shared, 1, 1, [0.0], "", calls) == [[True] * calls] * 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)

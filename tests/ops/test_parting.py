@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forks import forked
+from tests.ops.test_second_derivatives import OPS
 from tests.ops.transport_cases import using
 from tests.patience import patient
 from tests.products import once
@@ -38,9 +39,6 @@ from tpkernels.ops.tensor_parallel import mappings, parallel
 
 TOKENS, WIDTH = 8, 12
 
-Step = Callable[[dist.ProcessGroup, Tensor], Tensor]
-
-
 # Looking at a flag. How often depends on the other rank.
 LOOKS = (torch.ops.aten.select.int, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
@@ -59,32 +57,22 @@ class Planted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _weight(rows: int, cols: int) -> Tensor:
-    return torch.ones(rows, cols, requires_grad=True)
-
-
-def _ids(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[0]) % WIDTH
-
-
+Step = tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]  # of a group and tensors; shapes of these
+X, W = (TOKENS, WIDTH), (8, WIDTH)
+RECIPE = Recipe.rowwise()
 STEPS: dict[str, Step] = {
-    "column": lambda g, x: column_linear(x, _weight(4, WIDTH), None, g, activation="gelu"),
-    "column of shards": lambda g, x: column_linear(x, _weight(4, WIDTH), None, g, sequence_parallel=True),
-    "row": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g),
-    "row to shards": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g, sequence_parallel=True),
-    "row in turn": lambda g, x: row_linear(x, _weight(4, WIDTH), None, g, overlap=False),
-    "mlp": lambda g, x: parallel_mlp(
-        x, _weight(8, WIDTH), None, _weight(4, 8), None, g, sequence_parallel=True
+    name: OPS[name] for name in ("column_gelu", "row", "row_sequence", "cross_entropy")
+} | {
+    "column of shards": (lambda g, x, w: column_linear(x, w, None, g, sequence_parallel=True), (X, W)),
+    "row in turn": (lambda g, x, w: row_linear(x, w, None, g, overlap=False), (X, W)),
+    "mlp": (lambda g, x, u, d: parallel_mlp(x, u, None, d, None, g, sequence_parallel=True), (X, W, (4, 8))),
+    "mlp in fp8": (
+        lambda g, x, u, d: parallel_mlp(x, u, None, d, None, g, sequence_parallel=True, quantize=RECIPE),
+        (X, W, (4, 8)),
     ),
-    "mlp in fp8": lambda g, x: parallel_mlp(
-        *(x, _weight(8, WIDTH), None, _weight(4, 8), None, g),
-        sequence_parallel=True,
-        quantize=Recipe.rowwise(),
-    ),
-    "embedding": lambda g, x: vocab_embedding(_ids(x), _weight(WIDTH, 4), g, sequence_parallel=True),
-    "loss": lambda g, x: vocab_cross_entropy(x, _ids(x), g),
-    "head": lambda g, x: linear_cross_entropy(x, _weight(WIDTH, WIDTH), _ids(x), g),
-    "region": lambda g, x: mappings.gather_from_sequence_region(x, g),
+    "embedding": (lambda g, w: vocab_embedding(torch.arange(TOKENS), w, g, sequence_parallel=True), (W,)),
+    "head": OPS["head_mean"],
+    "region": (lambda g, x: mappings.gather_from_sequence_region(x, g), (X,)),
 }
 
 
@@ -96,12 +84,18 @@ def said_by(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def _run(step: Step, group: dist.ProcessGroup, seed: int, requires_grad: bool = True) -> Tensor:
+def _run(step: Step, group: dist.ProcessGroup, seed: int) -> Tensor:
     torch.manual_seed(seed)
-    x = torch.randn(TOKENS, WIDTH, requires_grad=requires_grad)
-    y = step(group, x)
+    op, shapes = step
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    y = op(group, *leaves)
     y.sum().backward()
-    return torch.cat([y.detach().flatten(), *([] if x.grad is None else [x.grad.flatten()])])
+    return torch.cat([y.detach().flatten(), *(leaf.grad.flatten() for leaf in leaves)])
+
+
+def called(step: Step, group: dist.ProcessGroup) -> Tensor:
+    op, shapes = step
+    return op(group, *map(torch.ones, shapes))
 
 
 @contextmanager
@@ -181,7 +175,7 @@ def asked(how: str, group: dist.ProcessGroup) -> Callable[[], object]:
         "save_gathered": lambda: (column(save_gathered=odd), column()),
         "rows": lambda: row_linear(torch.randn(TOKENS + 2 * odd, WIDTH), narrow, None, group),
         "dtype": lambda: row_linear(x.to(dtype), narrow.to(dtype), None, group),
-        "ops": lambda: STEPS["column of shards" if odd else "row"](group, x),
+        "ops": lambda: called(STEPS["column of shards" if odd else "row"], group),
         "label_smoothing": lambda: vocab_cross_entropy(x, ids, group, label_smoothing=0.1 * odd),
         "ignore_index": lambda: vocab_cross_entropy(x, ids, group, ignore_index=-1 if odd else -100),
         "vocab_size": lambda: vocab_cross_entropy(x, ids, group, vocab_size=2 * WIDTH - odd),
@@ -234,11 +228,11 @@ def watched_without_tags_that_tell() -> str:
 def destroyed() -> list[str]:
     """What is said of a group that was destroyed and is held, by everything that takes one."""
     group, x = dist.new_group(), torch.randn(TOKENS, WIDTH)
-    y = column_linear(x.requires_grad_(), _weight(4, WIDTH), None, group)
+    y = column_linear(x.requires_grad_(), torch.ones(4, WIDTH, requires_grad=True), None, group)
     dist.barrier()
     dist.destroy_process_group(group)
     return [
-        *(said_by(lambda: step(group, x)) for step in STEPS.values()),  # noqa: B023
+        *(said_by(lambda: called(step, group)) for step in STEPS.values()),  # noqa: B023
         said_by(lambda: bucketed.bucketed_all_reduce_([x.detach()], group)),
         said_by(lambda: y.sum().backward()),
     ]
@@ -247,10 +241,9 @@ def destroyed() -> list[str]:
 def in_a_fork() -> list[str]:
     """What a child says of its parent's groups, one that was used before the fork and one that was not."""
     used, unused = dist.new_group(), dist.new_group()
-    x = torch.randn(TOKENS, WIDTH)
-    STEPS["row"](used, x)
-    said = forked(lambda: [said_by(lambda: STEPS["row"](group, x)) for group in (used, unused)])  # noqa: B023
-    STEPS["row"](used, x)  # the parent goes on
+    called(STEPS["row"], used)
+    said = forked(lambda: [said_by(lambda: called(STEPS["row"], group)) for group in (used, unused)])  # noqa: B023
+    called(STEPS["row"], used)  # the parent goes on
     return said
 
 
@@ -281,8 +274,8 @@ def interrupted_while_opening() -> tuple[str, str, float]:
     broken = patch.object(os, "ftruncate", fail) if dist.get_rank() == 0 else nullcontext()
     with using("shared"), hasty():
         with broken:
-            during = said_by(lambda: STEPS["row"](group, torch.randn(TOKENS, WIDTH)))
-        after = said_by(lambda: STEPS["row"](group, torch.randn(TOKENS, WIDTH)))
+            during = said_by(lambda: called(STEPS["row"], group))
+        after = said_by(lambda: called(STEPS["row"], group))
         dist.barrier()
         return during, after, time.monotonic() - started
 

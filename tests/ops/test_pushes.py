@@ -16,18 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.loopback import start
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ops.test_exchanges import arrivals_of, delays_of
 from tests.ops.transport_cases import open_stand_in, using
+from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
 from tpkernels.comm.calls import GroupCalls, calls_of
 from tpkernels.comm.schedule import reduce_plan
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.comm.transports.shared import open_shared
-from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -146,26 +145,6 @@ def sums(
     return [torch.equal(total, expected[call % 7]) for call, total in enumerate(totals)]
 
 
-def gathers(calls: int) -> list[bool]:
-    """On a rank: whether each product of gathered rows has the bits of `linear` on all of them."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    layout = Layout(ranks, (1, K), torch.float32)
-    exchange = open_shared(Opening("it", dist.group.WORLD, layout, timeout=20.0))
-    shards = [[operands(source, call, 1)[0] for source in range(ranks)] for call in range(7)]
-    _, weight = operands(rank, 0, 1)
-    products = []
-    for call in range(calls):
-        delivery = start(exchange, [shards[call % 7][rank]] * ranks)
-        arrivals = arrivals_of(delivery)
-        products.append(
-            gather_linear_fwd(delivery.memory, weight, arrivals=arrivals, first_row=rank, tile=TILE).y
-        )
-        delivery.end()
-    exchange.close()
-    expected = [linear_fwd(torch.cat(rows), weight, tile=TILE).y for rows in shards]
-    return [torch.equal(y, expected[call % 7]) for call, y in enumerate(products)]
-
-
 def faulty_sums(fault: str) -> tuple[list[bool], str]:
     """On a rank: which sums are exact where rank 1's kernel is wrong, and what is said."""
     rank, ranks, rows, splits = dist.get_rank(), dist.get_world_size(), 4, 2
@@ -269,18 +248,10 @@ def test_numbers_of_calls_may_pass_what_flags_can_hold(way, ranks2: RankPool):
 
 
 # enough to use each slot again and again, and all operands; the more, the more ways to interleave
-BACK_TO_BACK = pytest.mark.parametrize("calls", [12, pytest.param(500, marks=pytest.mark.sweep)])
-
-
-@BACK_TO_BACK
+@pytest.mark.parametrize("calls", [12, pytest.param(500, marks=pytest.mark.sweep)])
 def test_sums_back_to_back(calls, ranks2: RankPool):
     args = ("shared", kernel_pushes, 1, 1, calls, [0.0])
     assert ranks2.run(sums, *args) == [[True] * calls] * 2
-
-
-@BACK_TO_BACK
-def test_gathers_back_to_back(calls, ranks2: RankPool):
-    assert ranks2.run(gathers, calls) == [[True] * calls] * 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -308,7 +279,8 @@ def test_a_killed_peer_is_an_error_in_time(calls, said):
     with RankPool(2) as own, pytest.raises(RankFailure, match="rank 1: killed by signal 9") as failure:
         own.run(killed_peer, calls)
     survivor = str(failure.value.exceptions[0])
-    assert re.match(f"after [0-9]\\.[0-9] s {said}", survivor), survivor
+    assert re.match(f"after [0-9.]+ s {said}", survivor), survivor
+    assert float(survivor.split()[1]) < patient(10)
 
 
 def test_ranks_say_whether_a_kernel_pushes(ranks2: RankPool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,46 +34,26 @@ def _ids(seed: int) -> Tensor:
     return torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(seed))
 
 
-def _embedding(weight: Tensor) -> Tensor:
-    return vocab_embedding(_ids(0), weight, dist.group.WORLD)
-
-
-def _head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return linear_cross_entropy(hidden, weight, _ids(1), dist.group.WORLD, **options)
-
-
 Op = Callable[..., Tensor]
-OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {  # with the shapes of all its inputs
-    "column": (lambda x, w, b: column_linear(x, w, b, dist.group.WORLD), ((TOKENS, K), (N, K), (N,))),
-    "column_gelu": (
-        lambda x, w, b: column_linear(x, w, b, dist.group.WORLD, activation="gelu"),
-        ((TOKENS, K), (N, K), (N,)),
-    ),
+X, W, B = (TOKENS, K), (N, K), (N,)
+OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {  # of a group and tensors, and the shapes of these
+    "column": (lambda g, x, w, b: column_linear(x, w, b, g), (X, W, B)),
+    "column_gelu": (lambda g, x, w, b: column_linear(x, w, b, g, activation="gelu"), (X, W, B)),
     "column_sequence": (
-        lambda x, w, b: column_linear(x, w, b, dist.group.WORLD, activation="silu", sequence_parallel=True),
-        ((TOKENS, K), (N, K), (N,)),
+        lambda g, x, w, b: column_linear(x, w, b, g, activation="silu", sequence_parallel=True), (X, W, B)
     ),
-    "row": (lambda x, w, b: row_linear(x, w, b, dist.group.WORLD), ((TOKENS, K), (N, K), (N,))),
-    "row_sequence": (
-        lambda x, w, b: row_linear(x, w, b, dist.group.WORLD, sequence_parallel=True),
-        ((TOKENS, K), (N, K), (N,)),
-    ),
-    "mlp": (
-        lambda x, wu, bu, wd, bd: parallel_mlp(x, wu, bu, wd, bd, dist.group.WORLD),
-        ((TOKENS, K), (N, K), (N,), (K, N), (K,)),
-    ),
+    "row": (lambda g, x, w, b: row_linear(x, w, b, g), (X, W, B)),
+    "row_sequence": (lambda g, x, w, b: row_linear(x, w, b, g, sequence_parallel=True), (X, W, B)),
+    "mlp": (lambda g, x, wu, bu, wd, bd: parallel_mlp(x, wu, bu, wd, bd, g), (X, W, B, (K, N), (K,))),
     "gated_mlp": (
-        lambda x, wu, wg, wd, bd: parallel_mlp(x, wu, None, wd, bd, dist.group.WORLD, w_gate_shard=wg),
-        ((TOKENS, K), (N, K), (N, K), (K, N), (K,)),
+        lambda g, x, wu, wg, wd, bd: parallel_mlp(x, wu, None, wd, bd, g, w_gate_shard=wg),
+        (X, W, W, (K, N), (K,)),
     ),
-    "embedding": (_embedding, ((VOCAB, K),)),
-    "cross_entropy": (
-        lambda logits: vocab_cross_entropy(logits, _ids(1), dist.group.WORLD),
-        ((TOKENS, VOCAB),),
-    ),
-    "head_mean": (_head, ((TOKENS, K), (VOCAB, K))),
-    "head_none": (lambda h, w: _head(h, w, reduction="none"), ((TOKENS, K), (VOCAB, K))),
-}
+    "embedding": (lambda g, w: vocab_embedding(_ids(0), w, g), ((VOCAB, K),)),
+    "cross_entropy": (lambda g, logits: vocab_cross_entropy(logits, _ids(1), g), ((TOKENS, VOCAB),)),
+    "head_mean": (lambda g, h, w: linear_cross_entropy(h, w, _ids(1), g), (X, (VOCAB, K))),
+    "head_none": (lambda g, h, w: linear_cross_entropy(h, w, _ids(1), g, reduction="none"), (X, (VOCAB, K))),
+}  # fmt: skip
 
 
 def _operands(name: str) -> list[Tensor]:
@@ -102,7 +83,7 @@ def _penalty(op: Op, leaves: list[Tensor], number: int, loss: Op = _square) -> N
 
 def refusals(name: str) -> dict[str, str]:
     """What each way to ask for a second derivative comes to."""
-    op, given = OPS[name][0], _operands(name)
+    op, given = partial(OPS[name][0], dist.group.WORLD), _operands(name)
 
     def fresh(only: int | None = None) -> list[Tensor]:
         return [t.clone().requires_grad_(only in (None, i)) for i, t in enumerate(given)]
@@ -138,7 +119,7 @@ def refusals(name: str) -> dict[str, str]:
 
 def unlike_with_graph(name: str) -> list[int]:
     """Which first gradients have other bits when a graph of them is made."""
-    op, _ = OPS[name]
+    op = partial(OPS[name][0], dist.group.WORLD)
     results = []
     for create_graph in (False, True):
         leaves = [t.requires_grad_() for t in _operands(name)]

@@ -20,7 +20,6 @@ from tests.ops.auto_cases import heard
 from tests.ops.parallel_behaviour import block, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ops.transport_cases import open_stand_in, using
-from tests.ranks import RankPool
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
@@ -192,93 +191,85 @@ def weight_shards_that_differ() -> list[bool]:
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
+RUNS = ROUNDS + 1  # and a trial
+DROPPED = f"memory dropped for {KEY}: rank 1: "
+BROKEN = {"broken": {"memory": "cannot open"}}
+CHOSEN: dict[str, tuple[dict[str, Any], tuple[str, str], tuple[int, int], list[str]]] = {
+    # options; way and source; runs of "one" and "many"; the beginnings of what is said
+    "the slowest rank decides": (
+        {},
+        ("memory", "timed"),
+        (RUNS, RUNS),
+        [],
+    ),  # "many" takes 5 ms here, 20 there
+    "cannot open": (BROKEN, ("one", "timed"), (RUNS, RUNS), [DROPPED + "MemoryError: planted"]),
+    "raises": (
+        {"broken": {"memory": "raises"}},
+        ("one", "timed"),
+        (RUNS, RUNS),
+        [DROPPED + "RuntimeError: planted in a run"],
+    ),
+    "wrong numbers": (
+        {"broken": {"memory": "wrong numbers"}},
+        ("one", "timed"),
+        (RUNS, RUNS),
+        [DROPPED + "its result is off by 1.7e+00 of 1.7e+00"],
+    ),
+    "no other way works": (
+        {"broken": {"memory": "cannot open", "many": "wrong numbers"}},
+        ("one", "only one"),
+        (1, 1),
+        ["", ""],
+    ),
+    "no memory for scratch": (
+        {"broken": {"one": "cannot open"}},
+        ("one", "not timed"),
+        (0, 0),
+        ["one dropped"],
+    ),
+    "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, ("one", "not timed"), (0, 0), []),
+    "other defaults": (
+        {"default": ("many", "one"), "why_not": ("no", "")},
+        ("many", "not timed"),
+        (0, 0),
+        [],
+    ),
+    "one cache": ({"cached": ("many", "many")}, ("many", "cached"), (0, 0), []),
+    "other caches": ({"cached": ("many", "one")}, ("memory", "timed"), (RUNS, RUNS), []),
+    "one rank has no cache": ({"cached": ("many", "")}, ("memory", "timed"), (RUNS, RUNS), []),
+    "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, ("memory", "timed"), (RUNS, RUNS), []),
+    "a cached way no longer opens": (
+        {**BROKEN, "cached": ("memory",) * 2},
+        ("one", "not timed"),
+        (0, 0),
+        [""],
+    ),
+}
 
 
-def chosen_by(ranks: RankPool, folder: Path | None = None, **options: object) -> list[Found]:
-    return ranks.run(chosen, folder, options)
-
-
-UNTOUCHED = {"one": 0, "many": 0, "memory": 0}
-
-
-def test_the_slowest_rank_decides(ranks2):
-    for name, source, runs, closed, said in chosen_by(ranks2):
-        assert (name, source) == ("memory", "timed")  # "many" takes 5 ms here, and 20 there
-        assert runs == {"one": ROUNDS + 1, "many": ROUNDS + 1, "memory": ROUNDS + 1}
-        assert sorted(closed) == ["many", "one"]
-        assert said == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        ("cannot open", "rank 1: MemoryError: planted"),
-        ("raises", "rank 1: RuntimeError: planted in a run"),
-        ("wrong numbers", "rank 1: its result is off by 1.7e+00 of 1.7e+00"),
-    ],
-)
-def test_a_way_that_fails_on_one_rank_is_dropped_on_all(ranks2, fault, why):
-    for name, source, runs, closed, said in chosen_by(ranks2, broken={"memory": fault}):
-        assert (name, source) == ("one", "timed")
-        assert runs["one"] == runs["many"] == ROUNDS + 1
-        assert runs["memory"] <= 1
-        assert "memory" in closed
-        assert said == [f"memory dropped for {KEY}: {why}"]
-
-
-def test_where_no_other_way_works_nothing_is_timed_nor_kept(ranks2, tmp_path):
-    broken = {"memory": "cannot open", "many": "wrong numbers"}
-    for name, source, runs, _, said in chosen_by(ranks2, tmp_path, broken=broken):
-        assert (name, source, len(said)) == ("one", "only one", 2)
-        assert runs["one"] == 1
-    assert list(tmp_path.rglob("*.json")) == []
-
-
-def test_no_memory_for_scratch_on_one_rank_takes_the_default_on_all(ranks2):
-    for name, source, runs, _, said in chosen_by(ranks2, broken={"one": "cannot open"}):
-        assert (name, source) == ("one", "not timed")
-        assert runs == UNTOUCHED
-        assert "one dropped" in said[0]
+@pytest.mark.parametrize(("options", "verdict", "runs", "told"), CHOSEN.values(), ids=CHOSEN)
+def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
+    for name, source, counts, closed, said in ranks2.run(chosen, tmp_path, options):
+        assert (name, source) == verdict
+        assert (counts["one"], counts["many"]) == runs
+        assert counts["memory"] == RUNS if name == "memory" else counts["memory"] <= 1
+        assert len(said) == len(told)
+        assert all(line.startswith(words) for line, words in zip(said, told, strict=True)), said
+        if source == "timed":
+            assert sorted(closed) == sorted({"one", "many", "memory"} - {name})
+        if "memory" in options.get("broken", {}):
+            assert "memory" in closed
+    assert bool(list(tmp_path.rglob("*.json"))) == (source == "timed" or "cached" in options)
 
 
 def test_a_way_that_fails_with_messages_under_way_is_an_error(ranks1):
     assert ranks1.run(fails_in_a_message) == ["planted in a run"]
 
 
-def test_who_may_not_time_on_one_rank_times_on_none(ranks2):
-    for name, source, runs, _, _ in chosen_by(ranks2, why_not=("", "TPKERNELS_TUNE=0")):
-        assert (name, source, runs) == ("one", "not timed", UNTOUCHED)
-
-
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
-    chosen_by(ranks2, tmp_path)
-    for name, source, runs, _, _ in chosen_by(ranks2, tmp_path):
-        assert (name, source, runs) == ("memory", "cached", UNTOUCHED)
-
-
-@pytest.mark.parametrize(
-    ("cached", "name", "source"),
-    {
-        "the same": (("many", "many"), "many", "cached"),
-        "others": (("many", "one"), "memory", "timed"),
-        "one rank has none": (("many", ""), "memory", "timed"),
-        "a way that is gone": (("pigeons", "pigeons"), "memory", "timed"),
-    }.values(),
-)
-def test_caches_that_differ_make_no_difference_between_ranks(ranks2, tmp_path, cached, name, source):
-    for found in chosen_by(ranks2, tmp_path, cached=cached):
-        assert found[:2] == (name, source)
-
-
-def test_a_cached_way_that_no_longer_opens_is_the_default_on_all(ranks2, tmp_path):
-    found = chosen_by(ranks2, tmp_path, broken={"memory": "cannot open"}, cached=("memory",) * 2)
-    for name, source, _, closed, said in found:
-        assert (name, source, closed, len(said)) == ("one", "not timed", ["memory"], 1)
-
-
-def test_defaults_that_differ_are_those_of_the_first_rank(ranks2):
-    for name, *_ in chosen_by(ranks2, default=("many", "one"), why_not=("no", "")):
-        assert name == "many"
+    ranks2.run(chosen, tmp_path, {})
+    for name, source, counts, _, _ in ranks2.run(chosen, tmp_path, {}):
+        assert (name, source, set(counts.values())) == ("memory", "cached", {0})
 
 
 FAST = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}
