@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,10 @@ class Setting:
     leading: tuple[int, ...] = (16,)
     features: tuple[int, int] = (24, 32)
     delay: float = 0.0  # seconds: of each rank a different share
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
 
 
 def shard(x: Tensor, dim: int) -> Tensor:
@@ -134,17 +139,9 @@ def column(setting: Setting, seed: int = 0) -> dict[str, float]:
     tokens = split(0) if setting.sequence_parallel else same
     ours_x, ours_w, ours_b = leaf(tokens(x)), leaf(shard(w, 0)), leaf(shard(b, 0))
     main_grad = accumulated(setting, ours_w)
-    ours = column_linear(
-        ours_x,
-        ours_w,
-        ours_b if setting.bias else None,
-        dist.group.WORLD,
-        activation=setting.activation,
-        sequence_parallel=setting.sequence_parallel,
-        overlap=setting.overlap,
-        main_grad=main_grad,
-        save_gathered=setting.save_gathered,
-    )
+    options = setting.options | {"main_grad": main_grad, "save_gathered": setting.save_gathered}
+    bias, group = ours_b if setting.bias else None, dist.group.WORLD
+    ours = column_linear(ours_x, ours_w, bias, group, activation=setting.activation, **options)
     prepare(setting)
     ours.backward(shard(dy, -1))
 
@@ -164,15 +161,8 @@ def row(setting: Setting, seed: int = 0) -> dict[str, float]:
     tokens = split(0) if setting.sequence_parallel else same
     ours_x, ours_w, ours_b = leaf(shard(x, -1)), leaf(shard(w, -1)), leaf(b)
     main_grad = accumulated(setting, ours_w)
-    ours = row_linear(
-        ours_x,
-        ours_w,
-        ours_b if setting.bias else None,
-        dist.group.WORLD,
-        sequence_parallel=setting.sequence_parallel,
-        overlap=setting.overlap,
-        main_grad=main_grad,
-    )
+    bias, group = ours_b if setting.bias else None, dist.group.WORLD
+    ours = row_linear(ours_x, ours_w, bias, group, main_grad=main_grad, **setting.options)
     prepare(setting)
     ours.backward(tokens(dy))
 
@@ -210,19 +200,11 @@ def mlp(setting: Setting, seed: int = 0) -> dict[str, float]:
     ours = {name: leaf(part_of.get(name, same)(t)) for name, t in named.items()}
     order = ["w_up", "w_gate", "w_down"] if gate else ["w_up", "w_down"]
     main_grads = {name: accumulated(setting, ours[name]) for name in order}
-    y = parallel_mlp(
-        ours["x"],
-        ours["w_up"],
-        ours.get("b_up"),
-        ours["w_down"],
-        ours["b_down"],
-        dist.group.WORLD,
-        activation=setting.activation,
-        w_gate_shard=ours.get("w_gate"),
-        sequence_parallel=setting.sequence_parallel,
-        overlap=setting.overlap,
-        main_grads=list(main_grads.values()) if setting.main_grad else None,
-    )
+    options = setting.options | {"activation": setting.activation, "w_gate_shard": ours.get("w_gate")}
+    if setting.main_grad:
+        options["main_grads"] = list(main_grads.values())
+    weights = [ours.get(name) for name in ("w_up", "b_up", "w_down", "b_down")]
+    y = parallel_mlp(ours["x"], *weights, dist.group.WORLD, **options)
     prepare(setting)
     y.backward(tokens(dy))
     results = {"y": (y.detach(), tokens)}

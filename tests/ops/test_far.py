@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -28,25 +28,17 @@ from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
 def peers_by_way() -> tuple[list[int], list[int], list[int]]:
     """On a machine with every other rank: whom a gather and a reduce send to, and whose memory is mapped."""
-    sent = []
-
-    def noting(exchange: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(transfers: Transfers, to: int, outgoing: torch.Tensor, *others: Any) -> Any:
-            sent.append(to) if outgoing.numel() else None
-            return exchange(transfers, to, outgoing, *others)
-
-        return noted
-
-    with using("shared apart"), patch.object(Transfers, "exchange", noting(Transfers.exchange)):
-        x, w = torch.randn(4, 8), torch.randn(8, 8)
-        for _ in range(2):
-            sent.clear()  # ranks open the exchange, too
-            column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-        gathered_to = [sent.pop() for _ in range(len(sent))]
-        for _ in range(2):
-            sent.clear()
-            row_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-        return sorted(set(gathered_to)), sorted(set(sent)), sorted(open_exchanges()[0].same_machine)
+    sent, group = [], dist.group.WORLD
+    spied = patch.object(Transfers, "exchange", autospec=True, side_effect=Transfers.exchange)
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    with using("shared apart"):
+        for op in (column_linear, row_linear):
+            op(x, w, None, group, sequence_parallel=True)  # ranks open the exchange, too
+            with spied as spy:
+                op(x, w, None, group, sequence_parallel=True)
+            calls = [call.args for call in spy.call_args_list]
+            sent.append(sorted({to for _, to, outgoing, *_ in calls if outgoing.numel()}))
+        return sent[0], sent[1], sorted(open_exchanges()[0].same_machine)
 
 
 def later_call_read_first() -> tuple[list[bool], list[bool]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
 
-from tests.ops.parallel_behaviour import mlp, operands_of, with_gradients
+from tests.ops.parallel_behaviour import block, mlp, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
 from tests.products import once
 from tpkernels import Recipe
@@ -326,22 +326,13 @@ def test_main_grads_take_from_inductor_what_they_take_eagerly(ranks1):
 def autocast_dtypes() -> list[tuple[torch.dtype, ...]]:
     """Of y and of the gradients of fp32 inputs, in a region of bfloat16."""
     prepare(Setting())
-    group = dist.group.WORLD
-    x, w, w2 = operands_of(4)
-
-    def mlp(x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
-        return parallel_mlp(x, w, None, w2, None, group, sequence_parallel=True)
-
-    def pair(x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
-        h = column_linear(x, w, None, group, activation="gelu_tanh", sequence_parallel=True)
-        return row_linear(h, w2, None, group, sequence_parallel=True)
-
-    found = []
+    given, found = operands_of(4), []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for function in (pair, mlp):
-            results = with_gradients(function, [x, w, w2])
+        for model in (block, mlp):
+            run = partial(model, sequence_parallel=True)
+            results = with_gradients(run, given)
             exact = with_gradients(
-                lambda *t, f=function: f(*t).double(), [t.bfloat16().float() for t in (x, w, w2)]
+                lambda *t, run=run: run(*t).double(), [t.bfloat16().float() for t in given]
             )
             for ours, truth in zip(results, exact, strict=True):
                 assert float((ours.double() - truth.double()).norm() / truth.double().norm()) < 2e-2
@@ -359,37 +350,27 @@ def uneven_shards_differ_by() -> float:
     """Ranks with more and fewer features between the two products: the numbers of the whole."""
     prepare(Setting())
     torch.manual_seed(5)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    sizes = [3 + 2 * other for other in range(ranks)]
-    x, dy = torch.randn(8, 6), torch.randn(8, 6)
-    w, w2 = torch.randn(sum(sizes), 6), torch.randn(6, sum(sizes))
-    named = {"x": x, "w": w, "w2": w2}
-    whole = {name: leaf(t) for name, t in named.items()}
-    y = torch.nn.functional.gelu(whole["x"] @ whole["w"].T) @ whole["w2"].T
-    y.backward(dy)
+    rank = dist.get_rank()
+    sizes = [3 + 2 * other for other in range(dist.get_world_size())]
+    whole = [leaf(torch.randn(shape)) for shape in ((8, 6), (sum(sizes), 6), (6, sum(sizes)))]
+    dy = torch.randn(8, 6)
+    x, w, w2 = whole
+    y = torch.nn.functional.gelu(x @ w.T) @ w2.T
+    dx, dw, dw2 = torch.autograd.grad(y, whole, dy)
+    shards = [shard(x, 0), w.split(sizes)[rank], w2.split(sizes, 1)[rank]]
+    expected = [shard(y, 0), shard(dx, 0), dw.split(sizes)[rank], dw2.split(sizes, 1)[rank]]
     worst = 0.0
-    for fused in (False, True):
-        ours = [leaf(shard(x, 0)), leaf(w.split(sizes)[rank]), leaf(w2.split(sizes, 1)[rank])]
-        if fused:
-            found = parallel_mlp(
-                ours[0], ours[1], None, ours[2], None, dist.group.WORLD, activation="gelu",
-                sequence_parallel=True,
-            )  # fmt: skip
-        else:
-            h = column_linear(
-                ours[0], ours[1], None, dist.group.WORLD, activation="gelu", sequence_parallel=True
-            )
-            found = row_linear(h, ours[2], None, dist.group.WORLD, sequence_parallel=True)
+    for model in (block, plain_mlp):
+        ours = [leaf(t.detach()) for t in shards]
+        found = model(*ours, sequence_parallel=True)
         found.backward(shard(dy, 0))
-        expected = [
-            shard(y.detach(), 0),
-            shard(whole["x"].grad, 0),
-            whole["w"].grad.split(sizes)[rank],
-            whole["w2"].grad.split(sizes, 1)[rank],
-        ]
-        for mine, truth in zip([found.detach(), *(t.grad for t in ours)], expected, strict=True):
+        for mine, truth in zip([found, *(t.grad for t in ours)], expected, strict=True):
             worst = max(worst, float((mine - truth).norm() / truth.norm()))
     return worst
+
+
+def plain_mlp(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
+    return parallel_mlp(x, w, None, w2, None, dist.group.WORLD, activation="gelu", **options)
 
 
 def test_shards_may_differ_in_size(ranks2):

@@ -76,14 +76,6 @@ def excess(setting: Setting, results: dict[str, tuple[Tensor | None, Tensor]]) -
     return found
 
 
-def options_of(setting: Setting, recipe: str) -> dict[str, Any]:
-    return {
-        "sequence_parallel": setting.sequence_parallel,
-        "overlap": setting.overlap,
-        "quantize": RECIPES[recipe],
-    }
-
-
 def column(setting: Setting, recipe: str) -> Excess:
     prepare(setting)
     oracle, activation = Oracle(RECIPES[recipe]), setting.activation
@@ -94,7 +86,10 @@ def column(setting: Setting, recipe: str) -> Excess:
     main_grads = [accumulated(setting, w) for w in ours_w]
 
     def ours(x: Tensor, activation: str | None) -> Sequence[Tensor]:
-        options: dict[str, Any] = options_of(setting, recipe) | {"save_gathered": setting.save_gathered}
+        options: dict[str, Any] = setting.options | {
+            "quantize": RECIPES[recipe],
+            "save_gathered": setting.save_gathered,
+        }
         return column_linear(
             x, ours_w, ours_b, dist.group.WORLD, activation=activation, main_grad=main_grads, **options
         )
@@ -140,7 +135,7 @@ def row(setting: Setting, recipe: str) -> Excess:
     tokens = split(0) if setting.sequence_parallel else same
     ours_x, ours_w, ours_b = leaf(shard(x, -1)), leaf(shard(w, -1)), leaf(b)
     main_grad = accumulated(setting, ours_w)
-    options = options_of(setting, recipe)
+    options = setting.options | {"quantize": RECIPES[recipe]}
     ours = row_linear(ours_x, ours_w, ours_b, dist.group.WORLD, main_grad=main_grad, **options)
     ours.backward(tokens(dy))
     terms = [
@@ -196,7 +191,7 @@ def mlp_unlike_its_parts(setting: Setting, recipe: str) -> list[str]:
     tokens = split(0) if setting.sequence_parallel else same
     gated = setting.activation == "swiglu"
     given = [tokens(x), shard(up, 0), shard(gate, 0), shard(down, 1), shard(b_up, 0), x[0].flatten()]
-    options = options_of(setting, recipe)
+    options = setting.options | {"quantize": RECIPES[recipe]}
 
     def whole(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
         gates = (None, gate) if gated else (b, None)
