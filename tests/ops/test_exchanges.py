@@ -142,7 +142,7 @@ def on_shared(
 def absent_rank(rows: int, absent: int, how: str) -> tuple[str, float]:
     """On a rank: what one says whose peer stays away, and after how many seconds."""
     rank, started = dist.get_rank(), time.monotonic()
-    exchange = opened(rows, splits=2, timeout=1.0)
+    exchange = opened(rows, splits=2, timeout=patient(1.0))
     gather_calls(exchange, [0.0], calls=1)
     if rank == absent and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -10,6 +10,7 @@ import torch
 
 from tests.ops import parallel_behaviour as behaviour
 from tests.ops.parallel_cases import Setting, assert_within, run_all
+from tests.patience import patient
 from tests.products import once, pairwise
 from tpkernels.ops.tensor_parallel import parallel
 
@@ -121,7 +122,7 @@ def test_a_debug_mode_that_is_neither_on_nor_off_is_refused(monkeypatch):
 
 
 def test_a_late_rank_is_an_error_that_names_op_and_peer(ranks2):
-    message, late = ranks2.run(behaviour.peer_stays_away, 0.5)
+    message, late = ranks2.run(behaviour.peer_stays_away, patient(1.0))
     assert late == "late"
     assert "column_linear: rows of rank 1 " in message
     assert "did not arrive" in message

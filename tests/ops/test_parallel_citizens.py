@@ -267,6 +267,13 @@ def one_operator(
     return bias.sum() + y
 
 
+def head(x: Tensor, weights: list[Tensor], bias: Tensor, main_grads: list[Tensor], **options: Any) -> Tensor:
+    up, *others = weights
+    target = torch.arange(16 if options["sequence_parallel"] else 8) % 3
+    loss = linear_cross_entropy(x, up, target, dist.group.WORLD, main_grad=main_grads[0], **options)
+    return loss + bias.sum() + sum(weight.sum() for weight in others)
+
+
 def unlike_main_grads(
     backend: str, model: Model, needs: list[tuple[bool, bool]], **options: Any
 ) -> list[str]:
@@ -304,23 +311,31 @@ def _close(ours: Tensor, expected: Tensor) -> bool:
     return float((ours - expected).norm()) <= 1e-6 * float(expected.norm())
 
 
-@once(
-    model=[two_operators, one_operator],
-    recipe={"plain": None, "rowwise": WGRAD_FP8, "blockwise": BLOCKWISE},
-    sequence_parallel=[True, False],
+EACH_NEED = [(True, True), (False, True), (True, False)]  # of x and of a weight
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "needs"),
+    [
+        (two_operators, {"sequence_parallel": True}, EACH_NEED),
+        (one_operator, {"sequence_parallel": False}, EACH_NEED),
+        (two_operators, {"sequence_parallel": False, "quantize": WGRAD_FP8}, EACH_NEED[:1]),
+        (one_operator, {"sequence_parallel": True, "quantize": BLOCKWISE}, EACH_NEED[:1]),
+        (head, {"sequence_parallel": True, "reduction": "none"}, EACH_NEED[:1]),
+        (head, {"sequence_parallel": False, "reduction": "mean"}, EACH_NEED[:1]),
+        pytest.param(two_operators, {"sequence_parallel": False}, EACH_NEED, marks=pytest.mark.sweep),
+        pytest.param(one_operator, {"sequence_parallel": True}, EACH_NEED, marks=pytest.mark.sweep),
+    ],
 )
-def test_main_grads_take_under_compile_what_they_take_eagerly(ranks2, model, recipe, sequence_parallel):
-    needs = [(True, True), (False, True), (True, False)][: 1 if recipe else 3]
-    options = {"sequence_parallel": sequence_parallel, "quantize": recipe}
+def test_main_grads_take_under_compile_what_they_take_eagerly(ranks2, model, options, needs):
     run = partial(unlike_main_grads, "aot_eager", model, needs, **options)
     assert ranks2.run(run, timeout=300) == [[], []]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_main_grads_take_from_inductor_what_they_take_eagerly(ranks1):
-    assert ranks1.run(partial(unlike_main_grads, "inductor", one_operator, [(True, True)]), timeout=300) == [
-        []
-    ]
+    run = partial(unlike_main_grads, "inductor", one_operator, EACH_NEED[:1])
+    assert ranks1.run(run, timeout=300) == [[]]
 
 
 def autocast_dtypes() -> list[tuple[torch.dtype, ...]]:

@@ -19,6 +19,7 @@ from tests.ops.parallel_behaviour import block, message_of, mlp, operands_of, wi
 from tests.ops.parallel_cases import Setting, leaf, prepare
 from tests.ops.test_parting import hasty
 from tests.ops.test_second_derivatives import WORDS
+from tests.patience import patient
 from tpkernels import Recipe, ops, reuse_quantized_weights
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
@@ -63,7 +64,7 @@ def refusals() -> list[tuple[str, str]]:
 
 def other_recipes(debug: bool, of_rank: Sequence[str]) -> str:
     """What ranks say that have different recipes. Rows of both have as many words."""
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=patient(4)))
     recipes = {
         "plain": None,
         "rowwise": ROWWISE,
@@ -85,7 +86,7 @@ def other_recipes(debug: bool, of_rank: Sequence[str]) -> str:
 
 def other_gradients_in_debug() -> str:
     """What ranks say in the backward of an MLP, if they want gradients of different inputs."""
-    group = dist.new_group(timeout=timedelta(seconds=10))
+    group = dist.new_group(timeout=timedelta(seconds=patient(10)))
     x, w, w2 = operands_of(6)
     weights = [leaf(w) if dist.get_rank() == 0 else w, leaf(w2)]
     y = parallel_mlp(x, weights[0], None, weights[1], None, group, quantize=ROWWISE)

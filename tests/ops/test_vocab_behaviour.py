@@ -385,38 +385,6 @@ def test_as_few_bytes_are_kept_for_backward_as_can_be(ranks1):
     ]
 
 
-def main_grads_of_heads_differ_by(sequence_parallel: bool) -> list[float]:
-    """How far main_grad and dhidden are from eager ones after two backwards."""
-    _, weight, _, target = operands()
-    group = dist.group.WORLD
-    hidden = torch.randn(8 // (group.size() if sequence_parallel else 1), 3, FEATURES)
-    worst = []
-    for dtype, reduction in ((torch.float32, "none"), (torch.bfloat16, "mean")):
-
-        def loss(hidden: Tensor, weight: Tensor, into: Tensor, reduction: str = reduction) -> Tensor:
-            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "main_grad": into}
-            return linear_cross_entropy(hidden, weight, target, group, reduction=reduction, **options).sum()
-
-        torch._dynamo.reset()
-        found = []
-        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            leaves = [t.to(dtype).clone().requires_grad_() for t in (hidden, weight)]
-            main_grad = torch.ones_like(weight)
-            for y in [function(*leaves, main_grad) for _ in range(2)]:
-                y.backward()
-            assert leaves[1].grad is None
-            found.append([main_grad, leaves[0].grad])
-        worst += [float((ours - eager).norm() / eager.norm()) for eager, ours in zip(*found, strict=True)]
-    return worst
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_compiled_head_adds_to_main_grad_what_the_eager_one_does(ranks2, sequence_parallel):
-    for differences in ranks2.run(main_grads_of_heads_differ_by, sequence_parallel):
-        assert len(differences) == 4
-        assert max(differences) < 1e-6
-
-
 def test_meta_tensors_give_shapes(ranks1):
     ((*results, dw, dh),) = ranks1.run(on_meta)
     assert results == [(5, FEATURES), (5,), (), (5,)]
