@@ -1,8 +1,9 @@
-"""Ops run by torch and by our kernels: on a GPU, or else in Triton's interpreter."""
+"""Ops run by torch and by our kernels: on a GPU, or else in Triton's interpreter; on ranks of the CPU."""
 
 import pytest
 import torch
 
+from tests.ranks import RankPool
 from tpkernels.dispatch import backends
 
 
@@ -12,9 +13,27 @@ def device() -> torch.device:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(backends, "backend", request.param)
+def by(request: pytest.FixtureRequest) -> str:
+    """Tests may parametrize it."""
     return str(request.param)
+
+
+@pytest.fixture
+def backend(by: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(backends, "backend", by)
+    return by
+
+
+@pytest.fixture(params=["ranks1", "ranks2", "ranks4"])
+def world(request: pytest.FixtureRequest) -> str:
+    """Tests may parametrize it."""
+    return str(request.param)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, world: str) -> RankPool:
+    pool: RankPool = request.getfixturevalue(world)
+    return pool
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,10 @@ class Setting:
     overlap: bool = True
     tokens: int = TOKENS
     option: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -61,17 +66,8 @@ def _column(s: Setting) -> dict[str, Whole]:
     weights = [leaf(drawn(2 + i, width, K), 0, s.dtype) for i, width in enumerate((N, 16, 32))]
     biases = [leaf(drawn(5, N), 0, s.dtype), None, leaf(drawn(6, 32), 0, s.dtype)]
     main_grads = [drawn(7, *w.shape) if s.option == "main_grad" else None for w in weights]
-    ys = ops.column_linear(
-        x,
-        weights,
-        biases,
-        group,
-        activation=activation,
-        sequence_parallel=s.sequence_parallel,
-        overlap=s.overlap,
-        main_grad=main_grads,
-        save_gathered=s.option == "save_gathered",
-    )
+    options = s.options | {"main_grad": main_grads, "save_gathered": s.option == "save_gathered"}
+    ys = ops.column_linear(x, weights, biases, group, activation=activation, **options)
     dys = [drawn(9 + i, s.tokens, BATCH, w) for i, w in enumerate((N, 16, 32))]
     torch.autograd.backward(ys, [leaf(dy, 2, s.dtype).detach() for dy in dys])
     found: dict[str, Whole] = {"dx": (x.grad, tokens)}
@@ -88,15 +84,7 @@ def _row(s: Setting) -> dict[str, Whole]:
     x = leaf(drawn(1, s.tokens, BATCH, K), 2, s.dtype)
     weight, bias = leaf(drawn(2, N, K), 1, s.dtype), leaf(drawn(3, N), None, s.dtype)
     main_grad = leaf(drawn(4, N, K), 1, torch.float32).detach() if s.option == "main_grad" else None
-    y = ops.row_linear(
-        x,
-        weight,
-        bias,
-        dist.group.WORLD,
-        sequence_parallel=s.sequence_parallel,
-        overlap=s.overlap,
-        main_grad=main_grad,
-    )
+    y = ops.row_linear(x, weight, bias, dist.group.WORLD, main_grad=main_grad, **s.options)
     y.backward(leaf(drawn(5, s.tokens, BATCH, N), tokens, s.dtype).detach())
     dw = weight.grad if main_grad is None else main_grad
     return {"y": (y.detach(), tokens), "dx": (x.grad, 2), "dw": (dw, 1), "db": (bias.grad, None)}
@@ -108,18 +96,8 @@ def _mlp(s: Setting) -> dict[str, Whole]:
     up, down = leaf(drawn(2, N, K) / 9, 0, s.dtype), leaf(drawn(3, K, N), 1, s.dtype)
     gate = leaf(drawn(4, N, K) / 9, 0, s.dtype) if gated else None
     b_up, b_down = None if gated else leaf(drawn(5, N), 0, s.dtype), leaf(drawn(6, K), None, s.dtype)
-    y = ops.parallel_mlp(
-        x,
-        up,
-        b_up,
-        down,
-        b_down,
-        dist.group.WORLD,
-        activation=s.option or None,  # type: ignore[arg-type]
-        w_gate_shard=gate,
-        sequence_parallel=s.sequence_parallel,
-        overlap=s.overlap,
-    )
+    options = s.options | {"activation": s.option or None, "w_gate_shard": gate}
+    y = ops.parallel_mlp(x, up, b_up, down, b_down, dist.group.WORLD, **options)
     y.backward(leaf(drawn(7, s.tokens, BATCH, K), tokens, s.dtype).detach())
     return {
         "y": (y.detach(), tokens),

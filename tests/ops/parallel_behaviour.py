@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.ops import parallel_cases
 from tests.ops.parallel_cases import Setting, leaf, prepare, shard
+from tpkernels import Recipe
 from tpkernels.comm.calls import begin
 from tpkernels.comm.schedule import bounds
 from tpkernels.comm.transports.c10d import Transfers
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.comm.transports.rows import AllReducing, Swapping
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
 
@@ -75,14 +76,6 @@ def repeats_are_equal(sequence_parallel: bool, transport: str = "c10d", rounds: 
     return True
 
 
-def overlap_changes_rounding_only() -> float:
-    prepare(Setting())
-    operands = operands_of(0)
-    a = with_gradients(block, operands, sequence_parallel=True, overlap=True)
-    b = with_gradients(block, operands, sequence_parallel=True, overlap=False)
-    return max(float((x - y).norm() / y.norm()) for x, y in zip(a, b, strict=True))
-
-
 def interleaved_layers_do_not_mix() -> bool:
     """Two blocks whose forwards and backwards alternate."""
     prepare(Setting())
@@ -94,28 +87,44 @@ def interleaved_layers_do_not_mix() -> bool:
     return all(_equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def checkpointed_equals_plain(reentrant: bool) -> bool:
+Model = Callable[..., Tensor]
+Recipes = Sequence[Recipe | None]
+RECIPES = (None, Recipe.rowwise(), Recipe.blockwise())
+
+
+def mlp(x: Tensor, w: Tensor, w2: Tensor, *, gated: bool = False, **options: Any) -> Tensor:
+    gate, bias = (w.flip(0), None) if gated else (None, w[:, 0])
+    return parallel_mlp(x, w, bias, w2, w2[:, 0], dist.group.WORLD, w_gate_shard=gate, **options)
+
+
+def checkpointed_unlike_plain(reentrant: bool, recipes: Recipes = RECIPES) -> list[str]:
+    """Which models give other bits when their forward is computed twice."""
     prepare(Setting())
-    plain = with_gradients(block, operands_of(3), sequence_parallel=True)
+    wrong = []
+    for model, recipe in product((block, mlp), recipes):
+        call = partial(model, sequence_parallel=True, quantize=recipe)
+        leaves = [leaf(t) for t in operands_of(3)]
+        y = checkpoint(call, *leaves, use_reentrant=reentrant)
+        y.square().sum().backward()
+        if not _equal(with_gradients(call, operands_of(3)), [y.detach(), *(t.grad for t in leaves)]):
+            wrong.append(f"{model.__name__}, {recipe}")
+    return wrong
 
-    def recomputed(*operands: Tensor) -> Tensor:
-        return checkpoint(lambda *t: block(*t, sequence_parallel=True), *operands, use_reentrant=reentrant)
 
-    leaves = [leaf(t) for t in operands_of(3)]
-    y = recomputed(*leaves)
-    y.square().sum().backward()
-    return _equal(plain, [y.detach(), *(t.grad for t in leaves)])
-
-
-def without_grad() -> bool:
+def unlike_with_grad(recipes: Recipes = RECIPES) -> list[str]:
+    """Which models give other bits without gradients than with them."""
     prepare(Setting())
-    operands = operands_of(4)
-    with torch.inference_mode():
-        inferred = block(*operands, sequence_parallel=True)
-    expected = with_gradients(block, operands, sequence_parallel=True)[0]
-    with torch.no_grad():
-        found = block(*operands, sequence_parallel=True)
-    return torch.equal(found, expected) and torch.equal(inferred, expected)
+    wrong = []
+    for model, recipe, tokens_split in product((block, mlp), recipes, (True, False)):
+        call = partial(model, sequence_parallel=tokens_split, quantize=recipe)
+        with torch.inference_mode():  # first: what it allocates must serve training too
+            inferred = call(*operands_of(4))
+        expected = with_gradients(call, operands_of(4))[0]
+        with torch.no_grad():
+            found = call(*operands_of(4))
+        if not (found.equal(expected) and inferred.equal(expected)):
+            wrong.append(f"{model.__name__}, {recipe}, {tokens_split=}")
+    return wrong
 
 
 def lists_share_one_gather() -> tuple[bool, int]:
@@ -134,37 +143,23 @@ def lists_share_one_gather() -> tuple[bool, int]:
         return torch.cat(ys, 1)
 
     column(x, *weights)  # before transfers are counted: ranks agree on the transport
-    original = Transfers.exchange
-
-    def counted(self: Any, *arguments: Any) -> Any:
-        counts[-1] += 1
-        return original(self, *arguments)
-
-    Transfers.exchange = counted  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            for several in (weights, weights[:1]):
-                counts.append(0)
-                column(x, *several)
-    finally:
-        Transfers.exchange = original  # type: ignore[method-assign]
+    spied = patch.object(Transfers, "exchange", autospec=True, side_effect=Transfers.exchange)
+    for several in (weights, weights[:1]):
+        with torch.no_grad(), spied as spy:
+            column(x, *several)
+        counts.append(spy.call_count)
     together = with_gradients(column, [x, *weights])
     apart = with_gradients(one_by_one, [x, *weights])
     close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(together, apart, strict=True))
     return close, counts[0] - counts[1]
 
 
-def a_rank_alone_touches_no_transfer() -> bool:
-    def forbidden(*_: Any) -> None:
-        raise AssertionError("a rank alone has nobody to talk to")
-
-    Transfers.__init__ = forbidden  # type: ignore[assignment, method-assign]
-    results = with_gradients(block, operands_of(6), sequence_parallel=True)
-    mlp = with_gradients(
-        lambda x, w, w2: parallel_mlp(x, w, None, w2, None, dist.group.WORLD, sequence_parallel=True),
-        operands_of(6),
-    )
-    return all(t.isfinite().all() for t in (*results, *mlp))
+def meet(event: str) -> None:
+    """Wait for all ranks, by the store: connections may be closed."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(event, 1) == dist.get_world_size():
+        store.set(f"{event} now", "")
+    store.wait([f"{event} now"])
 
 
 def message_of(call: Callable[[], object]) -> str:
@@ -175,7 +170,8 @@ def message_of(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def bad_call(name: str) -> str:
+def bad_calls() -> dict[str, str]:
+    """What is said of each mistake."""
     group = dist.group.WORLD
     x, w = torch.randn(6, 8), torch.randn(8, 8)
     calls: dict[str, Callable[[], object]] = {
@@ -189,47 +185,28 @@ def bad_call(name: str) -> str:
         "elsewhere": lambda: row_linear(x.to("meta"), w.to("meta"), None, group),
         "gated bias": lambda: parallel_mlp(x, w, x[0], w, None, group, w_gate_shard=w),
     }
-    return message_of(calls[name])
-
-
-def other_shape_in_debug() -> str:
-    parallel.debug = True
-    try:
-        rows = 4 + 2 * dist.get_rank()
-        return message_of(lambda: row_linear(torch.randn(rows, 8), torch.randn(8, 8), None, dist.group.WORLD))
-    finally:
-        parallel.debug = False
-
-
-def peer_dies() -> None:
-    block(*operands_of(7), sequence_parallel=True)
-    if dist.get_rank() == 1:
-        os._exit(7)
-    block(*operands_of(7), sequence_parallel=True)
+    return {name: message_of(call) for name, call in calls.items()}
 
 
 def peer_stays_away(seconds: float) -> str:
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     x, w, _ = operands_of(8)
     column_linear(x, w, None, group, sequence_parallel=True)
-    if dist.get_rank() == 1:
-        time.sleep(2 * seconds)
-        return "late"
-    return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
+    message = "late"
+    if dist.get_rank() == 0:
+        message = message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
+    meet("the late one waits here, alive")
+    return message
 
 
 def doubled_bias() -> float:
     """What the comparison says of a bias that lands once a rank: it has to be far beyond what is allowed."""
-    from tests.ops import parallel_cases
 
-    original = parallel_cases.row_linear
-    parallel_cases.row_linear = lambda x, w, b, group, **options: original(  # type: ignore[assignment]
-        x, w, b * group.size(), group, **options
-    )
-    try:
+    def doubled(x: Tensor, w: Tensor, b: Tensor, group: dist.ProcessGroup, **options: Any) -> Tensor:
+        return row_linear(x, w, b * group.size(), group, **options)
+
+    with patch.object(parallel_cases, "row_linear", doubled):
         return parallel_cases.row(Setting())["y"]
-    finally:
-        parallel_cases.row_linear = original
 
 
 def wrong_all_reduces(dtypes: list[torch.dtype]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,16 @@ class Setting:
     overlap: bool = True
     bias: bool = True
     activation: str | None = None
-    main_grad: bool = False
+    main_grad: bool | str = False  # a word: of 16 bits
     save_gathered: bool = False
     small_pieces: bool = True  # cut even tiny shards
     leading: tuple[int, ...] = (16,)
     features: tuple[int, int] = (24, 32)
     delay: float = 0.0  # seconds: of each rank a different share
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
 
 
 def shard(x: Tensor, dim: int) -> Tensor:
@@ -115,7 +120,9 @@ def leaf(t: Tensor) -> Tensor:
 
 
 def accumulated(setting: Setting, weight: Tensor) -> Tensor | None:
-    """A main_grad that holds something already."""
+    """A main_grad; of fp32 it holds something already."""
+    if isinstance(setting.main_grad, str):
+        return torch.zeros_like(weight)
     return torch.ones_like(weight, dtype=torch.float32) if setting.main_grad else None
 
 
@@ -123,7 +130,7 @@ def added(weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
     if main_grad is None:
         return weight.grad
     assert weight.grad is None
-    return main_grad - 1
+    return main_grad - 1 if main_grad.dtype == torch.float32 else main_grad
 
 
 def column(setting: Setting, seed: int = 0) -> dict[str, float]:
@@ -132,17 +139,9 @@ def column(setting: Setting, seed: int = 0) -> dict[str, float]:
     tokens = split(0) if setting.sequence_parallel else same
     ours_x, ours_w, ours_b = leaf(tokens(x)), leaf(shard(w, 0)), leaf(shard(b, 0))
     main_grad = accumulated(setting, ours_w)
-    ours = column_linear(
-        ours_x,
-        ours_w,
-        ours_b if setting.bias else None,
-        dist.group.WORLD,
-        activation=setting.activation,
-        sequence_parallel=setting.sequence_parallel,
-        overlap=setting.overlap,
-        main_grad=main_grad,
-        save_gathered=setting.save_gathered,
-    )
+    options = setting.options | {"main_grad": main_grad, "save_gathered": setting.save_gathered}
+    bias, group = ours_b if setting.bias else None, dist.group.WORLD
+    ours = column_linear(ours_x, ours_w, bias, group, activation=setting.activation, **options)
     prepare(setting)
     ours.backward(shard(dy, -1))
 
@@ -162,15 +161,8 @@ def row(setting: Setting, seed: int = 0) -> dict[str, float]:
     tokens = split(0) if setting.sequence_parallel else same
     ours_x, ours_w, ours_b = leaf(shard(x, -1)), leaf(shard(w, -1)), leaf(b)
     main_grad = accumulated(setting, ours_w)
-    ours = row_linear(
-        ours_x,
-        ours_w,
-        ours_b if setting.bias else None,
-        dist.group.WORLD,
-        sequence_parallel=setting.sequence_parallel,
-        overlap=setting.overlap,
-        main_grad=main_grad,
-    )
+    bias, group = ours_b if setting.bias else None, dist.group.WORLD
+    ours = row_linear(ours_x, ours_w, bias, group, main_grad=main_grad, **setting.options)
     prepare(setting)
     ours.backward(tokens(dy))
 
@@ -208,19 +200,11 @@ def mlp(setting: Setting, seed: int = 0) -> dict[str, float]:
     ours = {name: leaf(part_of.get(name, same)(t)) for name, t in named.items()}
     order = ["w_up", "w_gate", "w_down"] if gate else ["w_up", "w_down"]
     main_grads = {name: accumulated(setting, ours[name]) for name in order}
-    y = parallel_mlp(
-        ours["x"],
-        ours["w_up"],
-        ours.get("b_up"),
-        ours["w_down"],
-        ours["b_down"],
-        dist.group.WORLD,
-        activation=setting.activation,
-        w_gate_shard=ours.get("w_gate"),
-        sequence_parallel=setting.sequence_parallel,
-        overlap=setting.overlap,
-        main_grads=list(main_grads.values()) if setting.main_grad else None,
-    )
+    options = setting.options | {"activation": setting.activation, "w_gate_shard": ours.get("w_gate")}
+    if setting.main_grad:
+        options["main_grads"] = list(main_grads.values())
+    weights = [ours.get(name) for name in ("w_up", "b_up", "w_down", "b_down")]
+    y = parallel_mlp(ours["x"], *weights, dist.group.WORLD, **options)
     prepare(setting)
     y.backward(tokens(dy))
     results = {"y": (y.detach(), tokens)}
@@ -232,6 +216,14 @@ def mlp(setting: Setting, seed: int = 0) -> dict[str, float]:
 CASES: dict[str, Callable[..., dict[str, float]]] = {"column": column, "row": row, "mlp": mlp}
 
 
-def run_all(name: str, settings: list[tuple[Setting, int]]) -> list[dict[str, float]]:
+def run_all(name: str, settings: Sequence[Setting]) -> list[dict[str, float]]:
     """Many settings in one call: a call of a pool costs more than a tiny product does."""
-    return [CASES[name](setting, seed) for setting, seed in settings]
+    return [CASES[name](setting, seed) for seed, setting in enumerate(settings)]
+
+
+def assert_within(by_rank: Sequence[Sequence[dict[str, float]]], settings: Sequence[object]) -> None:
+    """Errors, as parts of what is allowed, of each setting on each rank."""
+    for rank, found in enumerate(by_rank):
+        for setting, results in zip(settings, found, strict=True):
+            too_far = {key: value for key, value in results.items() if not value < 1}
+            assert not too_far, f"rank {rank}, {setting}: error as a part of what is allowed: {too_far}"

@@ -2,59 +2,347 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from tests.ops import collective_cases as cases
-from tests.ops.collective_cases import noting
-from tests.ranks import RankFailure, RankPool
+from tests.ops import test_mappings as region_cases
+from tests.ops.parallel_behaviour import message_of, operands_of
+from tests.ops.parallel_cases import Setting, assert_within, run_all
+from tests.ops.transport_cases import using
+from tests.products import pairwise
+from tpkernels.comm import schedule
+from tpkernels.comm.calls import GroupCalls, begin
+from tpkernels.comm.schedule import bounds
+from tpkernels.comm.transports import c10d, rows
+from tpkernels.comm.transports.base import Exchange
+from tpkernels.comm.transports.c10d import C10D, Collectives
+from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.rows import Gathering, Reducing, all_reducing
+from tpkernels.dispatch import backends, primitives
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.ops.tensor_parallel import mappings, parallel
+from tpkernels.ops.tensor_parallel import mappings, parallel, ways
+from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_SUMS, waits_for
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
+
+@contextmanager
+def collectives(rounds: int | None) -> Iterator[None]:
+    """c10d goes as on GPUs, in so many rounds; None: as on the CPU."""
+    if rounds is None:
+        yield
+    else:
+        with (
+            patch.object(c10d, "_processors", lambda device: 132),
+            patch.object(c10d, "collective_rounds", lambda *sizes: rounds),
+        ):
+            yield
+
+
+def wrong_moves(rounds: int, dtypes: list[torch.dtype]) -> list[str]:
+    """Gathers, reduces and all-reduces that differ by a bit from those point to point."""
+    group, wrong = dist.group.WORLD, []
+    rank, ranks = group.rank(), group.size()
+    exchange = Collectives(rounds)
+    for (count, cols), dtype in product([(32, 6), (7, 3), (1, 5), (0, 4), (8, 0)], dtypes):
+        torch.manual_seed(rank)
+        partial, bias = torch.randn(count, cols).to(dtype), torch.ones(cols).to(dtype)
+        own = partial[slice(*bounds(count, ranks, rank))]
+
+        def moved(exchange: Any, partial: Tensor = partial, own: Tensor = own, bias: Tensor = bias) -> Any:
+            (count, cols), part = partial.shape, partial.__getitem__
+            gathering, reducing, arriving, summing = (begin("op", f"{n}", group) for n in range(4))
+            one = Collectives(1) if exchange is not C10D else C10D
+            full = torch.empty_like(partial)
+            for where, arrived in Gathering(arriving, own, count, exchange).arrivals():
+                full[where] = arrived
+            return {
+                "gather": Gathering(gathering, own, count, exchange).wait(),
+                "arrivals": full,
+                "reduce": Reducing(reducing, part, count, cols, partial, bias, exchange).wait(),
+                "sum": all_reducing(summing, part, count, cols, partial, bias, exchange, one).wait(),
+            }
+
+        ours, expected = moved(exchange), moved(C10D)
+        wrong += [
+            f"{name} of {(count, cols)} {dtype}"
+            for name in ours
+            if not torch.equal(ours[name], expected[name])
+        ]
+    return wrong
+
+
+def results_by_collectives(rounds: int, name: str, settings: Sequence[Setting]) -> list[dict[str, float]]:
+    with collectives(rounds):
+        return run_all(name, settings)
+
+
+def wrong_regions(rounds: int) -> list[str]:
+    """Regions that do not mean what they say."""
+    with collectives(rounds):
+        return region_cases.wrong_regions([(8, 4), (12,), (4, 0)], [torch.bfloat16, torch.int64])
+
+
+def sums_of_kernels() -> list[str]:
+    """What the kernel sums otherwise than torch does."""
+    group, wrong = dist.group.WORLD, []
+    ranks = group.size()
+    with patch.object(backends, "backend", "triton"):
+        for (count, cols), dtype in product(
+            [(16, 6), (7, 3), (64, 1), (0, 4)], [torch.float32, torch.bfloat16]
+        ):
+            torch.manual_seed(group.rank())
+            partial = torch.randn(count, cols).to(dtype)
+            for bias in (None, torch.ones(cols).to(dtype)):
+                waits = waits_for("op", Collectives(1), partial)
+                assert waits is KERNEL_SUMS
+                assert waits_for("op", C10D, partial) is not KERNEL_SUMS
+                totals = [
+                    Reducing(
+                        begin("op", "sum", group),
+                        partial.__getitem__,
+                        count,
+                        cols,
+                        partial,
+                        bias,
+                        Collectives(1),
+                        waiting,
+                    ).wait()
+                    for waiting in (waits, rows.HOST_WAITS)
+                ]
+                if not torch.equal(*totals):
+                    wrong.append(f"{(count, cols)} {dtype} of {ranks}")
+    return wrong
+
+
+def backend_summed(scatter: bool) -> tuple[list[float], list[float], str]:
+    """A sum by the backend, today's, and what is said where tensors lie on the CPU."""
+    group = dist.group.WORLD
+    torch.manual_seed(group.rank())
+    x, w, _ = operands_of(group.rank())
+    x = torch.randn(16, 8)
+
+    def y() -> Tensor:
+        return row_linear(x, w[:, :8], torch.ones(len(w)), group, sequence_parallel=scatter)
+
+    expected = y()
+    with patch.object(parallel, "backend_sums", True):
+        refused = message_of(y)
+        with patch.object(parallel, "require_backend_sums", lambda *_: None):
+            found = y()
+    return found.flatten().tolist(), expected.flatten().tolist(), refused
+
+
+def options_differ() -> str:
+    """One rank alone lets the backend sum, on a backend without tags."""
+    group, ours = dist.group.WORLD, dist.get_rank() == 1
+    with (
+        patch.object(parallel, "backend_sums", ours),
+        patch.object(parallel, "require_backend_sums", lambda *_: None),
+        patch.object(GroupCalls, "matches_tags", lambda self, device: False),
+        collectives(1),
+    ):
+        x = torch.randn(4, 8)
+        column_linear(x, x, None, group, sequence_parallel=True)  # now all agree on the transport
+        return message_of(lambda: row_linear(x, x, None, group, sequence_parallel=True))
+
+
+def rounds_differ() -> str:
+    """Weight shards of two sizes, of which one fills a GPU often enough, on a backend without tags."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    with (
+        patch.object(GroupCalls, "matches_tags", lambda self, device: False),
+        collectives(1 + rank),
+    ):
+        x = torch.randn(4, 8)
+        return message_of(lambda: column_linear(x, x, None, group, sequence_parallel=True))
+
+
+def messages(transport: str, overlap: bool) -> tuple[list[int], list[int], bool]:
+    """To whom a gather and a reduce of four chunks a shard send, and whether these are right."""
+    group, sent = dist.group.WORLD, list[int]()
+    ranks, rank = group.size(), group.rank()
+    owner, name = (HostExchange, "put") if transport == "shared" else (c10d.Transfers, "exchange")
+    original = getattr(owner, name)
+
+    def counted(self: Any, to: int, *arguments: Any) -> Any:
+        travels = isinstance(arguments[0], slice) or arguments[0].numel()
+        sent.extend([to] if to != rank and travels else [])
+        return original(self, to, *arguments)
+
+    x, w, found, right = torch.full((4, 8), rank + 1.0), torch.eye(8), [], True
+    ops = [
+        (column_linear, x, torch.cat([torch.full((4, 8), r + 1.0) for r in range(ranks)])),
+        (row_linear, x.repeat(ranks, 1), torch.full((4, 8), ranks * (ranks + 1) / 2)),
+    ]
+    with using(transport), patch.object(schedule, "LEAST_BYTES", 32):
+        for op, argument, expected in ops:
+            for _ in range(2):  # exchanges are opened by the first
+                sent.clear()
+                with patch.object(owner, name, counted):
+                    y = op(argument, w, None, group, sequence_parallel=True, overlap=overlap)
+            found.append(sorted(sent))
+            right = right and torch.equal(y, expected)
+    return found[0], found[1], right
+
+
+class Work:
+    """One that is done; waiting for it is noted."""
+
+    def __init__(self, notes: list[str], name: str) -> None:
+        self._notes, self._name = notes, name
+
+    def wait(self) -> None:
+        self._notes.append(f"await {self._name}")
+
+
+class Noting(dist.ProcessGroup):
+    """A group of many ranks, of which one is here. It notes launches, as NCCL makes them; nothing travels."""
+
+    group_name = "noting"  # type: ignore[assignment]
+    supports_coalescing = True
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self.notes: list[str] = []
+        self._coalesced: list[str] = []
+
+    def name(self) -> str:
+        return "gloo"  # so that ranks need not compare
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _launch(self, name: str) -> Work:
+        self.notes.append(name)
+        return Work(self.notes, name)
+
+    def _allgather_base(self, gathered: Tensor, part: Tensor, options: Any) -> Any:
+        assert gathered.shape[0] == self.size() * part.shape[0]
+        return self._launch("all_gather")
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], options: Any
+    ) -> Any:
+        assert (sum(received_rows), sum(sent_rows)) == (received.shape[0], sent.shape[0])
+        return self._launch("all_to_all")
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        return self._launch("all_reduce")
+
+    def _reduce_scatter_base(self, shard: Tensor, data: Tensor, options: Any) -> Any:
+        return self._launch("reduce_scatter")
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        self._coalesced.append("send")
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        self._coalesced.append("recv")
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        assert not self._coalesced
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        launched = f"{self._coalesced.count('send')} sends, {self._coalesced.count('recv')} receives"
+        self._coalesced.clear()
+        return self._launch(launched)
+
+
+@contextmanager
+def noting(ranks: int) -> Iterator[Noting]:
+    """A group on which ops of tensors without memory are noted: launches, waits, products and sums."""
+    group = Noting(1, ranks)
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            multiplied = arguments[1 if name == "wgrad_accumulate_" else 0]
+            group.notes.append(f"{name.split('_')[0]} {multiplied.shape[0]}")
+            return function(*arguments)
+
+        return call
+
+    into = primitives.into
+
+    def note_into(primitive: Callable[..., Any], out: list[Tensor], x: Tensor, *others: Any) -> None:
+        group.notes.append(f"{primitive.__name__.split('_')[0]} {x.shape[0]}")
+        into(primitive, out, x, *others)
+
+    def exchange_for(
+        op: str,
+        purpose: str,
+        like: Tensor,
+        rows: int,
+        cols: int,
+        group: dist.ProcessGroup,
+        features: int = 0,
+        overlap: bool = True,
+        **_: object,
+    ) -> Exchange:
+        return c10d.c10d_for(like, rows, features, group.size(), overlap)
+
+    def note_sum(slots: Tensor, bias: Tensor | None) -> Tensor:
+        group.notes.append("sum")
+        return slots[0]
+
+    with ExitStack() as patches:
+        for name in ("linear", "dgrad", "wgrad", "wgrad_accumulate_", "dgrad_act"):
+            patches.enter_context(patch.object(primitives, name, noted(name, getattr(primitives, name))))
+        for target, name, value in [
+            (primitives, "into", note_into),
+            (c10d, "_processors", lambda device: 132),
+            (rows, "sum_of_slots", note_sum),
+            (parallel, "exchange_for", exchange_for),
+            (ways, "exchange_for", exchange_for),
+        ]:
+            patches.enter_context(patch.object(target, name, value))
+        patches.enter_context(patch.dict(distributed_c10d._world.pg_map, {group: ("nccl", None)}))
+        yield group
+
+
+WAYS = [(True, True), (False, True), (True, False)]  # whether tokens are split, and transfers hidden
 WORLDS = [("ranks2", 1), ("ranks2", 2), ("ranks4", 1), ("ranks4", 2), ("ranks4", 4)]
 T, K, N, R = 8192, 4096, 1792, 8
 
 
 @pytest.mark.parametrize(("world", "rounds"), WORLDS)
-def test_rows_move_as_they_do_point_to_point(request, world, rounds):
+def test_rows_move_as_they_do_point_to_point(ranks, rounds):
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
-    for wrong in request.getfixturevalue(world).run(cases.wrong_moves, rounds, dtypes):
+    for wrong in ranks.run(wrong_moves, rounds, dtypes):
         assert wrong == []
 
 
-@pytest.mark.parametrize(("world", "rounds"), WORLDS)
-def test_ops_have_the_bits_of_chunks(request, world, rounds):
-    ranks = request.getfixturevalue(world)
-    for sequence_parallel, overlap in [(True, True), (False, True), (True, False)]:
-        for wrong in ranks.run(cases.wrong_ops, rounds, sequence_parallel, overlap):
-            assert wrong == []
+@pairwise(place=["2 ranks, 1 round", "2 ranks, 2 rounds", "4 ranks, 4 rounds"], name=["column", "row", "mlp"])
+def test_ops_give_the_unsharded_numbers(request, place, name):
+    ranks, rounds = request.getfixturevalue(f"ranks{place[0]}"), int(place[9])
+    activation = "swiglu" if name == "mlp" else None
+    settings = [Setting(activation=activation, sequence_parallel=p, overlap=o) for p, o in WAYS]
+    assert_within(ranks.run(results_by_collectives, rounds, name, settings), settings)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_regions_go_by_collectives(ranks2, rounds):
-    assert ranks2.run(cases.wrong_regions, rounds) == [[], []]
+    assert ranks2.run(wrong_regions, rounds) == [[], []]
 
 
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
-def test_one_kernel_sums_to_the_same_bits(request, world):
-    for wrong in request.getfixturevalue(world).run(cases.sums_of_kernels):
+def test_one_kernel_sums_to_the_same_bits(ranks):
+    for wrong in ranks.run(sums_of_kernels):
         assert wrong == []
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_dead_rank_is_an_error_that_names_op_and_rank(rounds):
-    with RankPool(2) as own, pytest.raises(RankFailure) as failure:
-        own.run(cases.dies, rounds)
-    survivor = str(failure.value.exceptions[0])
-    assert survivor.startswith("column_linear: r")
-    assert "rank 1 " in survivor
-    assert "process group '" in survivor
 
 
 @pytest.mark.parametrize("scatter", [True, False])
 def test_the_backend_sums_if_it_is_told_to(ranks2, scatter):
-    for found, expected, refused in ranks2.run(cases.backend_summed, scatter):
+    for found, expected, refused in ranks2.run(backend_summed, scatter):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert refused.startswith(
             "ValueError: row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors on"
@@ -62,13 +350,13 @@ def test_the_backend_sums_if_it_is_told_to(ranks2, scatter):
 
 
 def test_ranks_that_differ_in_who_sums_are_refused(ranks2):
-    for message in ranks2.run(cases.options_differ):
+    for message in ranks2.run(options_differ):
         assert "rank 0 has row_linear: shards of the sum (4, 4)" in message
         assert "rank 1 has row_linear: shards of the sum by the backend (4, 4)" in message
 
 
 def test_ranks_that_cut_otherwise_are_refused(ranks2):
-    for message in ranks2.run(cases.rounds_differ):
+    for message in ranks2.run(rounds_differ):
         assert "rank 0 has column_linear: gather of x (4, 8)" in message
         assert "rank 1 has column_linear: gather of x in 2 rounds (4, 8)" in message
 
@@ -76,10 +364,10 @@ def test_ranks_that_cut_otherwise_are_refused(ranks2):
 @pytest.mark.parametrize("transport", ["c10d", "shared", "shared apart"])
 def test_without_overlap_each_peer_gets_one_message(ranks4, transport):
     beside = {"c10d": 1, "shared": 1, "shared apart": 2}[transport]  # of these, ranks on other machines
-    for rank, found in enumerate(ranks4.run(cases.messages, transport, False)):
+    for rank, found in enumerate(ranks4.run(messages, transport, False)):
         peers = [peer for peer in range(4) if peer != rank and (beside == 1 or (peer - rank) % 2)]
         assert found == (peers, peers, True)
-    for gathered_to, *_, right in ranks4.run(cases.messages, transport, True):
+    for gathered_to, *_, right in ranks4.run(messages, transport, True):
         assert right
         assert len(gathered_to) == 4 * len(peers), "and with it, four chunks"
 

@@ -1,38 +1,183 @@
 """The seven regions, forward and backward, to the bit."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.ops import region_cases
+from tests.ops.parallel_behaviour import message_of
+from tpkernels.comm import schedule
+from tpkernels.ops.tensor_parallel import mappings
 
 
-@pytest.mark.parametrize("world", ["ranks1", "ranks2", "ranks4"])
-def test_regions_mean_what_they_say(request, world):
+def _everybody(shape: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Each rank's tensor, known to all: whole numbers, so that sums are exact in any dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-4, 5, shape, generator=generator).float() for _ in range(dist.get_world_size())]
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+def _ours(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda whole: whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def _mine(tensors: list[Tensor]) -> Tensor:
+    return tensors[dist.get_rank()]
+
+
+def _part_of_mine(dim: int) -> Callable[[list[Tensor]], Tensor]:
+    return lambda tensors: _ours(dim)(_mine(tensors))
+
+
+def _all(dim: int) -> Callable[[list[Tensor]], Tensor]:
+    return lambda tensors: torch.cat(tensors, dim)
+
+
+def _part_of_sum(dim: int) -> Callable[[list[Tensor]], Tensor]:
+    return lambda tensors: _ours(dim)(_sum(tensors))
+
+
+MEANING = {  # of everybody's x forward, of everybody's dy backward
+    "copy_to_region": (_mine, _sum),
+    "reduce_from_region": (_sum, _mine),
+    "scatter_to_region": (_part_of_mine(-1), _all(-1)),
+    "gather_from_region": (_all(-1), _part_of_mine(-1)),
+    "scatter_to_sequence_region": (_part_of_mine(0), _all(0)),
+    "gather_from_sequence_region": (_all(0), _part_of_sum(0)),
+    "reduce_scatter_to_sequence_region": (_part_of_sum(0), _all(0)),
+}
+
+
+@patch.object(schedule, "LEAST_BYTES", 32)  # cut even tiny shards
+def wrong_regions(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> list[str]:
+    """Which results differ from their meaning in any bit."""
+    wrong = []
+    for name, (forward, backward) in MEANING.items():
+        for shape in shapes:
+            for dtype in dtypes:
+                everybody = [t.to(dtype) for t in _everybody(shape, 1)]
+                x = _mine(everybody).clone().requires_grad_(dtype.is_floating_point)
+                before = x.detach().clone()
+                y = getattr(mappings, name)(x, dist.group.WORLD)
+                expected = forward(everybody)
+                if not torch.equal(y, expected) or y.dtype != dtype:
+                    wrong.append(f"{name} {shape} {dtype}: forward")
+                if not torch.equal(x, before):
+                    wrong.append(f"{name} {shape} {dtype}: input changed")
+                if dtype.is_floating_point:
+                    dys = [t.to(dtype) for t in _everybody(tuple(expected.shape), 2)]
+                    (dx,) = torch.autograd.grad(y, x, _mine(dys))
+                    if not torch.equal(dx, backward(dys)):
+                        wrong.append(f"{name} {shape} {dtype}: backward")
+    return wrong
+
+
+def whole_gradient_is_split() -> bool:
+    """gather_from_sequence_region with a gradient that all ranks have whole."""
+    x = torch.randn(3, 2, requires_grad=True)
+    y = mappings.gather_from_sequence_region(x, dist.group.WORLD, tensor_parallel_output_grad=False)
+    dy = torch.arange(float(y.numel())).view_as(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    return torch.equal(dx, _ours(0)(dy))
+
+
+def parts_are_their_own_memory() -> bool:
+    """Writing into a part leaves the whole as it was, of a single row too, whose parts are contiguous."""
+    ranks = dist.get_world_size()
+    for scatter in (mappings.scatter_to_region, mappings.scatter_to_sequence_region):
+        x = torch.ones((1, 2 * ranks) if scatter is mappings.scatter_to_region else (ranks, 2))
+        scatter(x, dist.group.WORLD).zero_()
+        if not x.eq(1).all():
+            return False
+    return True
+
+
+def written_into_differ() -> list[str]:
+    """Which regions' results cannot be written into, or give other gradients when they are."""
+    wrong = []
+    for name in MEANING:
+        if name == "copy_to_region":  # its result is its input, as in Megatron
+            continue
+        for shape in ((4, 8), (4, 3, 8)):
+            gradients = []
+            for in_place in (False, True):
+                x = _mine(_everybody(shape, 3)).requires_grad_()
+                y = getattr(mappings, name)(x, dist.group.WORLD)
+                try:
+                    torch.relu_(y).sum().backward() if in_place else y.relu().sum().backward()
+                except RuntimeError as error:
+                    wrong.append(f"{name} {shape}: {error}")
+                gradients.append(x.grad)
+            if any(g is None for g in gradients) or not torch.equal(*gradients):
+                wrong.append(f"{name} {shape}: gradient")
+    return wrong
+
+
+def everywhere(*xs: Tensor) -> list[Tensor]:
+    """Each region, before a product and before a view."""
+    results = []
+    for x, name in zip(xs, MEANING, strict=True):
+        region = getattr(mappings, name)
+        results += [region(x, dist.group.WORLD) * 2, region(x, dist.group.WORLD).view(-1)]
+    return results
+
+
+def compiled_regions_differ() -> list[str]:
+    """Which regions compute other bits in one graph, of any number of rows, than eagerly."""
+    torch._dynamo.reset()
+    compiled, wrong = torch.compile(everywhere, fullgraph=True, dynamic=True, backend="aot_eager"), []
+    for rows in (4, 8):
+        found = []
+        given = [torch.randn(rows, 4, 8) for _ in MEANING]
+        for function in (everywhere, compiled):
+            leaves = [t.clone().requires_grad_() for t in given]
+            ys = function(*leaves)
+            torch.autograd.backward(ys, [y.detach().cos() for y in ys])
+            found.append(list(zip(ys[0::2], ys[1::2], [leaf.grad for leaf in leaves], strict=True)))
+        for name, eager, ours in zip(MEANING, *found, strict=True):
+            if not all(map(torch.equal, eager, ours)):
+                wrong.append(f"{name} of {rows} rows")
+    return wrong
+
+
+def uneven(name: str) -> str:
+    return message_of(lambda: getattr(mappings, name)(torch.randn(3, 5), dist.group.WORLD))
+
+
+def test_regions_mean_what_they_say(ranks):
     shapes = [(8, 4), (4, 3, 8), (12,), (4, 0)]
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
-    for wrong in request.getfixturevalue(world).run(region_cases.wrong_regions, shapes, dtypes):
+    for wrong in ranks.run(wrong_regions, shapes, dtypes):
         assert not wrong
 
 
 def test_parts_are_their_own_memory(ranks2):
-    assert all(ranks2.run(region_cases.parts_are_their_own_memory))
+    assert all(ranks2.run(parts_are_their_own_memory))
 
 
 def test_results_can_be_written_into(ranks2):
-    assert ranks2.run(region_cases.written_into_differ) == [[], []]
+    assert ranks2.run(written_into_differ) == [[], []]
 
 
 def test_compiled_regions_give_the_same_bits(ranks2):
-    assert ranks2.run(region_cases.compiled_regions_differ, timeout=180) == [[], []]
+    assert ranks2.run(compiled_regions_differ, timeout=180) == [[], []]
 
 
 def test_a_whole_gradient_is_split(ranks2):
-    assert all(ranks2.run(region_cases.whole_gradient_is_split))
+    assert all(ranks2.run(whole_gradient_is_split))
 
 
 @pytest.mark.parametrize(
     "name", ["scatter_to_region", "scatter_to_sequence_region", "reduce_scatter_to_sequence_region"]
 )
 def test_sizes_that_ranks_do_not_divide_are_refused(ranks2, name):
-    for message in ranks2.run(region_cases.uneven, name):
+    for message in ranks2.run(uneven, name):
         assert "divisible by the 2 ranks" in message

@@ -2,11 +2,322 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops import parting_cases as cases
+from tests.forks import forked
+from tests.ops.test_second_derivatives import OPS
+from tests.ops.transport_cases import using
+from tests.patience import patient
+from tests.products import once
 from tests.ranks import RankFailure, RankPool
+from tpkernels import Recipe
+from tpkernels.buckets import collectives as bucketed
+from tpkernels.comm import calls, watch
+from tpkernels.comm.calls import GroupCalls, calls_of
+from tpkernels.comm.transports.c10d import Transfers
+from tpkernels.ops import (
+    column_linear,
+    linear_cross_entropy,
+    parallel_mlp,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
+from tpkernels.ops.tensor_parallel import mappings, parallel
+
+TOKENS, WIDTH = 8, 12
+
+# Looking at a flag. How often depends on the other rank.
+LOOKS = (torch.ops.aten.select.int, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+
+
+class Planted(TorchDispatchMode):
+    """Counts torch's operators, and fails in the one with a given number."""
+
+    def __init__(self, point: int | None) -> None:
+        super().__init__()
+        self.point, self.seen, self.begun_at = point, 0, -1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += function not in LOOKS
+        if self.seen == self.point and function not in LOOKS:
+            raise MemoryError("planted")
+        return function(*args, **(kwargs or {}))
+
+
+Step = tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]  # of a group and tensors; shapes of these
+X, W = (TOKENS, WIDTH), (8, WIDTH)
+RECIPE = Recipe.rowwise()
+STEPS: dict[str, Step] = {
+    name: OPS[name] for name in ("column_gelu", "row", "row_sequence", "cross_entropy")
+} | {
+    "column of shards": (lambda g, x, w: column_linear(x, w, None, g, sequence_parallel=True), (X, W)),
+    "row in turn": (lambda g, x, w: row_linear(x, w, None, g, overlap=False), (X, W)),
+    "mlp": (lambda g, x, u, d: parallel_mlp(x, u, None, d, None, g, sequence_parallel=True), (X, W, (4, 8))),
+    "mlp in fp8": (
+        lambda g, x, u, d: parallel_mlp(x, u, None, d, None, g, sequence_parallel=True, quantize=RECIPE),
+        (X, W, (4, 8)),
+    ),
+    "embedding": (lambda g, w: vocab_embedding(torch.arange(TOKENS), w, g, sequence_parallel=True), (W,)),
+    "head": OPS["head_mean"],
+    "region": (lambda g, x: mappings.gather_from_sequence_region(x, g), (X,)),
+}
+
+
+def said_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _run(step: Step, group: dist.ProcessGroup, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    op, shapes = step
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    y = op(group, *leaves)
+    y.sum().backward()
+    return torch.cat([y.detach().flatten(), *(leaf.grad.flatten() for leaf in leaves)])
+
+
+def called(step: Step, group: dist.ProcessGroup) -> Tensor:
+    op, shapes = step
+    return op(group, *map(torch.ones, shapes))
+
+
+@contextmanager
+def hasty() -> Iterator[None]:
+    """Ranks look after each other at once."""
+    with patch.object(watch, "INTERVAL", 0.1):
+        yield
+
+
+def interrupted(name: str, transport: str, failing: int, count: int) -> list[tuple[int, str, str]]:
+    """(point, what this rank says of the step in which one rank fails there, of the next one)
+
+    What is said is "no error" where all calls had ended already, and the next step has the right numbers.
+
+    count: of points, spread over all that lie behind the begin of the step's first call
+    """
+    rank, step = dist.get_rank(), STEPS[name]
+    with using(transport), hasty():
+        first, last = _points(step)
+        span = [torch.tensor([first, last]) for _ in range(dist.get_world_size())]
+        dist.all_gather(span, torch.tensor([first, last]))
+        first, last = span[failing].tolist()
+        points = range(first, last + 1, max(1, (last + 1 - first) // count))
+        found = []
+        for point in points:
+            group, wrong = dist.new_group(), list[bool]()
+            expected = _run(step, group, 2)  # now exchanges are open, too
+            with Planted(point) if rank == failing else nullcontext():
+                during = said_by(lambda: _run(step, group, 1))  # noqa: B023
+            after = said_by(lambda: wrong.append(not _run(step, group, 2).equal(expected)))  # noqa: B023
+            found.append((point, during, f"{after}, wrong numbers" if any(wrong) else after))
+            dist.barrier()
+            dist.destroy_process_group(group)
+        return found
+
+
+def _points(step: Step) -> tuple[int, int]:
+    """The operators behind the begin of the step's first call: numbers of the first and the last."""
+    group, begins = dist.new_group(), []
+    _run(step, group, 0)
+    with Planted(None) as mode:
+        original = GroupCalls.begin
+
+        def noting(self: GroupCalls, *arguments: Any) -> calls.Call:
+            begins.append(mode.seen)
+            return original(self, *arguments)
+
+        with patch.object(GroupCalls, "begin", noting):
+            _run(step, group, 0)
+    dist.barrier()
+    return begins[0] + 1, mode.seen
+
+
+def asked(how: str, group: dist.ProcessGroup) -> Callable[[], object]:
+    """A call whose second rank asks for something else than the first."""
+    odd = dist.get_rank() == 1
+    x, ids = torch.randn(TOKENS, WIDTH), torch.arange(TOKENS) % WIDTH
+    w, narrow = torch.ones(WIDTH, WIDTH, requires_grad=True), torch.ones(4, WIDTH)
+
+    def column(x_grad: bool = True, w_grad: bool = True, **options: Any) -> None:
+        shard, weight = x.clone().requires_grad_(x_grad), w.detach().clone().requires_grad_(w_grad)
+        column_linear(shard, weight, None, group, sequence_parallel=True, **options).sum().backward()
+
+    def backward() -> None:
+        with patch.object(parallel, "debug", False):  # which would have told
+            y = column_linear(x.requires_grad_(), w.detach() if odd else w, None, group)
+        y.sum().backward()
+
+    def in_region() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=odd):
+            row_linear(x, w, None, group)
+
+    dtype = torch.float64 if odd else torch.float32
+    ways: dict[str, Callable[[], object]] = {
+        "x needs a gradient": lambda: (column(x_grad=not odd), column()),
+        "the weight needs a gradient": lambda: (column(w_grad=not odd), column()),
+        "save_gathered": lambda: (column(save_gathered=odd), column()),
+        "rows": lambda: row_linear(torch.randn(TOKENS + 2 * odd, WIDTH), narrow, None, group),
+        "dtype": lambda: row_linear(x.to(dtype), narrow.to(dtype), None, group),
+        "ops": lambda: called(STEPS["column of shards" if odd else "row"], group),
+        "label_smoothing": lambda: vocab_cross_entropy(x, ids, group, label_smoothing=0.1 * odd),
+        "ignore_index": lambda: vocab_cross_entropy(x, ids, group, ignore_index=-1 if odd else -100),
+        "vocab_size": lambda: vocab_cross_entropy(x, ids, group, vocab_size=2 * WIDTH - odd),
+        "requires_grad": lambda: column_linear(x.requires_grad_(odd), w, None, group),
+        "activation": lambda: column_linear(x, w, None, group, activation="gelu" if odd else "relu"),
+        "sequence_parallel": lambda: row_linear(x, w, None, group, sequence_parallel=odd),
+        "autocast": in_region,
+        "backward": backward,
+        "vocab_size of ids": lambda: vocab_embedding(ids, w, group, vocab_size=2 * WIDTH - odd),
+        "chunk_tokens": lambda: linear_cross_entropy(x, w, ids, group, chunk_tokens=2 + odd),
+    }
+    return ways[how]
+
+
+def different(how: str, transport: str, seconds: float = 30.0) -> tuple[str, float]:
+    """What a rank says whose peer asks for something else, and after how many seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    with using(transport), hasty():
+        started = time.monotonic()
+        message = said_by(asked(how, group))
+        dist.barrier()  # no rank was aborted
+        return message, time.monotonic() - started
+
+
+def compared(how: str, untagged: bool) -> str:
+    """What a rank says, in debug mode or where a backend has no tags, if others ask for something else."""
+    tags = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
+    debug = patch.object(parallel, "debug", True)
+    with hasty(), tags if untagged else debug:
+        return said_by(asked(how, dist.new_group()))
+
+
+def slow_is_not_wrong(transport: str) -> bool:
+    """Whether ranks that come late by more than others are patient get their numbers."""
+    group = dist.new_group()
+    with using(transport), hasty():
+        found = []
+        for seed in range(2):
+            time.sleep(0.8 * ((seed + dist.get_rank()) % 2))
+            found.append(_run(STEPS["mlp"], group, seed))
+    return all(bool(y.isfinite().all()) for y in found)
+
+
+def watched_without_tags_that_tell() -> str:
+    """The planted fault: if all calls had one tag, a rank would take the other's x for its dx."""
+    with patch.object(calls, "tag_of", lambda checksum, number: 1):
+        return different("the weight needs a gradient", "c10d", seconds=2.0)[0]
+
+
+def destroyed() -> list[str]:
+    """What is said of a group that was destroyed and is held, by everything that takes one."""
+    group, x = dist.new_group(), torch.randn(TOKENS, WIDTH)
+    y = column_linear(x.requires_grad_(), torch.ones(4, WIDTH, requires_grad=True), None, group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return [
+        *(said_by(lambda: called(step, group)) for step in STEPS.values()),  # noqa: B023
+        said_by(lambda: bucketed.bucketed_all_reduce_([x.detach()], group)),
+        said_by(lambda: y.sum().backward()),
+    ]
+
+
+def in_a_fork() -> list[str]:
+    """What a child says of its parent's groups, one that was used before the fork and one that was not."""
+    used, unused = dist.new_group(), dist.new_group()
+    called(STEPS["row"], used)
+    said = forked(lambda: [said_by(lambda: called(STEPS["row"], group)) for group in (used, unused)])  # noqa: B023
+    called(STEPS["row"], used)  # the parent goes on
+    return said
+
+
+def failed_group_is_one_of_many(transports: Sequence[str]) -> list[bool]:
+    """Whether other groups of a rank go on after one has failed."""
+    going_on = []
+    for transport in transports:
+        broken, sound = dist.new_group(), dist.new_group()
+        with using(transport), hasty():
+            first, _ = _points(STEPS["row"])
+            _run(STEPS["row"], broken, 0)
+            with Planted(first) if dist.get_rank() == 0 else nullcontext():
+                said_by(lambda: _run(STEPS["row"], broken, 1))  # noqa: B023
+            going_on.append(bool(_run(STEPS["row"], sound, 2).isfinite().all()))
+            assert calls_of(broken).failure
+            assert not calls_of(sound).failure
+        dist.barrier()
+    return going_on
+
+
+def interrupted_while_opening() -> tuple[str, str, float]:
+    """What is said of a call in which one rank runs out of memory while it opens an exchange; of the next."""
+    group, started = dist.new_group(), time.monotonic()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("planted")
+
+    broken = patch.object(os, "ftruncate", fail) if dist.get_rank() == 0 else nullcontext()
+    with using("shared"), hasty():
+        with broken:
+            during = said_by(lambda: called(STEPS["row"], group))
+        after = said_by(lambda: called(STEPS["row"], group))
+        dist.barrier()
+        return during, after, time.monotonic() - started
+
+
+def interrupted_while_agreeing() -> tuple[str, str]:
+    """What is said of the step in which one rank is interrupted while ranks compare; of the next."""
+    group = dist.new_group()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x, w = torch.randn(TOKENS, WIDTH), torch.ones(4, WIDTH)
+    broken = patch.object(Transfers, "await_rows", interrupt) if dist.get_rank() == 0 else nullcontext()
+    with hasty():
+        try:
+            with broken:
+                row_linear(x, w, None, group)
+            during = "no error"
+        except (KeyboardInterrupt, RuntimeError) as error:
+            during = f"{type(error).__name__}: {error}"
+        after = said_by(lambda: row_linear(x, w, None, group))
+        dist.barrier()
+        return during, after
+
+
+def woken_by_a_rank_whose_neighbour_is_gone() -> float:
+    """Seconds that rank 0 waits for rank 2, which fails after rank 3, its own neighbour, has closed all."""
+    rank, group = dist.get_rank(), dist.new_group()
+    started = time.monotonic()
+    if rank == 3:
+        calls_of(group).fail("planted")
+    dist.barrier()
+    if rank == 2:
+        time.sleep(0.5)
+        calls_of(group).fail("planted later")
+    if rank == 0:
+        said = said_by(group.recv([torch.empty(1)], 2, 5).wait)
+        assert said.startswith("RuntimeError"), said
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return seconds
+
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="failures are planted among operators of the CPU"
@@ -29,46 +340,44 @@ def assert_all_are_told(answers: list[list[tuple[int, str, str]]], failing: int)
     assert told >= len(answers[0]) // 2, answers
 
 
-@pytest.mark.parametrize("name", list(cases.STEPS))
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@once(name=list(STEPS), transport=["c10d", "shared"])
 def test_a_call_that_ends_half_way_is_an_error_of_every_later_call_on_every_rank(ranks2, name, transport):
-    assert_all_are_told(ranks2.run(cases.interrupted, name, transport, 0, 4), 0)
+    assert_all_are_told(ranks2.run(interrupted, name, transport, 0, 3), 0)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 def test_a_call_that_ends_half_way_is_told_to_four_ranks(ranks4, transport):
-    assert_all_are_told(ranks4.run(cases.interrupted, "mlp", transport, 2, 3), 2)
+    assert_all_are_told(ranks4.run(interrupted, "mlp", transport, 2, 2), 2)
 
 
 def test_other_groups_go_on_after_one_has_failed(ranks2):
-    assert ranks2.run(cases.failed_group_is_one_of_many, ["c10d", "shared"]) == [[True, True]] * 2
+    assert ranks2.run(failed_group_is_one_of_many, ["c10d", "shared"]) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "x needs a gradient",
-        "the weight needs a gradient",
-        "save_gathered",
-        "rows",
-        "dtype",
-        "ops",
-        "label_smoothing",
-        "ignore_index",
-        "vocab_size",
-    ],
-)
+DIFFERENCES = [
+    "x needs a gradient",
+    "the weight needs a gradient",
+    "save_gathered",
+    "rows",
+    "dtype",
+    "ops",
+    "label_smoothing",
+    "ignore_index",
+    "vocab_size",
+]
+
+
+@once(how=DIFFERENCES, transport=["c10d", "shared"])
 def test_ranks_that_ask_for_different_things_are_told_and_live_on(ranks2, transport, how):
-    for message, seconds in ranks2.run(cases.different, how, transport):
+    for message, seconds in ranks2.run(different, how, transport):
         assert "Error: " in message, message
-        assert seconds < 30
+        assert seconds < patient(30)
 
 
 def test_without_tags_that_tell_calls_apart_the_fault_shows():
     with RankPool(2) as own:
         try:
-            messages = own.run(cases.watched_without_tags_that_tell)
+            messages = own.run(watched_without_tags_that_tell)
         except RankFailure:  # gloo has aborted a rank
             return
     assert not all("have left the common order" in message for message in messages)
@@ -76,60 +385,53 @@ def test_without_tags_that_tell_calls_apart_the_fault_shows():
 
 @pytest.mark.parametrize("transport", ["c10d", "shared"])
 def test_ranks_that_are_slow_are_left_alone(ranks2, transport):
-    assert ranks2.run(cases.slow_is_not_wrong, transport) == [True] * 2
+    assert ranks2.run(slow_is_not_wrong, transport) == [True] * 2
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "requires_grad",
-        "activation",
-        "sequence_parallel",
-        "autocast",
-        "backward",
-        "ignore_index",
-        "label_smoothing",
-        "vocab_size",
-        "chunk_tokens",
-        "rows",
-    ],
-)
+COMPARED = ["requires_grad", "activation", "sequence_parallel", "autocast", "backward", "ignore_index"]
+COMPARED += ["label_smoothing", "vocab_size of ids", "chunk_tokens", "rows"]
+
+
+@pytest.mark.parametrize("how", COMPARED)
 def test_debug_mode_compares_all_that_ranks_ask_for(ranks2, how):
-    for (message,) in ranks2.run(cases.compared, how, False):
+    for message in ranks2.run(compared, how, False):
         assert "ranks disagree on tensor" in message, message
+        if how == "rows":
+            assert "(8, 12)" in message
+            assert "(10, 12)" in message
 
 
 @pytest.mark.parametrize("how", ["rows", "sequence_parallel", "label_smoothing"])
 def test_a_backend_without_tags_compares_calls_that_are_new(ranks2, how):
-    for (message,) in ranks2.run(cases.compared, how, True):
+    for message in ranks2.run(compared, how, True):
         assert "ranks disagree" in message, message
 
 
 def test_a_group_that_was_destroyed_is_refused_by_all_that_take_one(ranks2):
-    for messages in ranks2.run(cases.destroyed):
+    for messages in ranks2.run(destroyed):
         for message in messages:
             assert "was destroyed" in message, messages
 
 
 def test_a_forked_child_may_not_use_the_groups_of_its_parent(ranks2):
-    for messages in ranks2.run(cases.in_a_fork):
+    for messages in ranks2.run(in_a_fork):
         assert len(messages) == 2
         for message in messages:
             assert "make process groups after the fork" in message, messages
 
 
 def test_a_rank_that_cannot_open_an_exchange_tells_all(ranks2):
-    for during, after, seconds in ranks2.run(cases.interrupted_while_opening):
+    for during, after, seconds in ranks2.run(interrupted_while_opening):
         assert "rank 0 cannot take part: MemoryError: planted" in during
         assert after == "no error"  # all refused alike: nothing was on its way
-        assert seconds < 20
+        assert seconds < patient(20)
 
 
 def test_an_interruption_while_ranks_compare_ends_the_group(ranks2):
-    for rank, (during, after) in enumerate(ranks2.run(cases.interrupted_while_agreeing)):
+    for rank, (during, after) in enumerate(ranks2.run(interrupted_while_agreeing)):
         assert during.startswith("KeyboardInterrupt" if rank == 0 else "RuntimeError"), during
         assert "has failed and cannot be used any more: rank 0: KeyboardInterrupt" in after
 
 
 def test_a_group_that_fails_wakes_ranks_also_where_others_have_failed_before(ranks4):
-    assert max(ranks4.run(cases.woken_by_a_rank_whose_neighbour_is_gone)) < 15
+    assert max(ranks4.run(woken_by_a_rank_whose_neighbour_is_gone)) < patient(15)

@@ -12,6 +12,7 @@ from torch import Tensor
 from bench.fp8_numbers import DISTRIBUTIONS, matrix, row_of
 from tests.ops.cases import ACT
 from tests.ops.quantized_oracle import FORMATS, RECIPES, Oracle, quantized, rounded
+from tests.products import once, pairwise
 from tpkernels import Recipe, ops
 from tpkernels.dispatch import primitives
 from tpkernels.gate.accuracy import BOUND, relative_error
@@ -71,9 +72,7 @@ def test_quantized_numbers_are_those_of_the_definition(name, square):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-@pytest.mark.parametrize("activation", [None, "gelu"])
+@pairwise(recipe=RECIPES, dtype=DTYPES, activation=[None, "gelu"])
 def test_linear_is_the_product_of_what_fp8_holds(recipe, dtype, activation):
     oracle = Oracle(recipe)
     x, weight, bias, dy = operands(dtype)
@@ -114,8 +113,7 @@ class _Gated(torch.autograd.Function):
         return act_grad_ref(dh * u, g, ctx.gate), dh * act_ref(g, ctx.gate), None
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@once(recipe=RECIPES, dtype=DTYPES)
 def test_other_ops_are_made_of_linear(recipe, dtype):
     """Results and gradients; dx of two products is their sum, rounded once, and an MLP quantizes what lies
     between its products before that is rounded to 16 bits.
@@ -202,9 +200,7 @@ def test_errors_against_unquantized_products_are_those_on_the_page(name):
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-@pytest.mark.parametrize("where", ["x", "weight", "dy"])
+@pairwise(bad=BAD, recipe=RECIPES, where=["x", "weight", "dy"])
 def test_what_is_no_number_is_kept(where, recipe, bad):
     """No element is finite that is not in torch's product; and which others are lost with it."""
     given = dict(zip(("x", "weight", "bias", "dy"), operands(torch.float32, tokens=3), strict=True))

@@ -1,61 +1,178 @@
-"""Ops in fp8 over ranks as citizens of PyTorch: compile, checkpoint, main_grad, ranks that disagree."""
+"""Ops in fp8 over ranks, beside what plain ones do too: mistakes, main_grad, FSDP2, ranks that disagree."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.ops import parallel_compile
-from tests.ops import quantized_behaviour as behaviour
-from tpkernels import Recipe
+from tests.ops.parallel_behaviour import block, message_of, mlp, operands_of, with_gradients
+from tests.ops.parallel_cases import Setting, leaf, prepare
+from tests.ops.test_parting import hasty
+from tests.ops.test_second_derivatives import WORDS
+from tests.patience import patient
+from tpkernels import Recipe, ops, reuse_quantized_weights
+from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
 
-RECIPES = [Recipe.rowwise(), Recipe.blockwise()]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_around_it(ranks2, reentrant):
-    assert ranks2.run(behaviour.checkpointed_unlike_plain, reentrant) == [[], []]
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_forward_without_gradients_has_the_same_bits(ranks2, recipe):
-    assert ranks2.run(behaviour.unlike_with_grad, recipe) == [[], []]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_operators_pass_opcheck(ranks2, sequence_parallel):
-    assert ranks2.run(behaviour.operators_pass_opcheck, sequence_parallel, timeout=180) == [[], []]
+ROWWISE, BLOCKWISE = Recipe.rowwise(), Recipe.blockwise()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_compiled_ops_save_and_compute_what_eager_ones_do(ranks2, sequence_parallel):
-    options = {"sequence_parallel": sequence_parallel, "quantize": Recipe.rowwise(wgrad="fp8")}
-    cases = [
-        ("columns", {"activation": "gelu", "save_gathered": True, **options}),
-        ("row", options),
-        ("mlp", {"gated": False, **options}),
-        ("mlp", {"gated": True, **options, "quantize": Recipe.blockwise()}),
+def refusals() -> list[tuple[str, str]]:
+    """What is said of each mistake, and what is to be said; at last of a sound call."""
+    group = dist.group.WORLD
+    x, w, w2 = operands_of(5)
+    wide = [t.double() for t in (x, w, w2)]
+
+    def second(function: Callable[..., Tensor], **options: Any) -> None:
+        leaves = [leaf(t) for t in operands_of(5)]
+        y = function(*leaves, quantize=ROWWISE, **options)
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+        torch.autograd.grad(dx.square().sum(), leaves, allow_unused=True)
+
+    def forward_mode() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            column_linear(torch.autograd.forward_ad.make_dual(x, x), w, None, group, quantize=ROWWISE)
+
+    recipe = "expected quantize=tpkernels.Recipe.rowwise()"
+    dtype = "expected x in bfloat16, float16 or float32 with quantize"
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: block(x, w, w2, quantize="fp8"), f"TypeError: column_linear: {recipe}"),
+        (lambda: mlp(x, w, w2, quantize="rowwise"), f"TypeError: parallel_mlp: {recipe}"),
+        (lambda: row_linear(x @ w.t(), w2, None, group, quantize=True), f"TypeError: row_linear: {recipe}"),
+        (lambda: block(*wide, quantize=ROWWISE), f"TypeError: column_linear: {dtype}"),
+        (lambda: mlp(*wide, quantize=ROWWISE), f"TypeError: parallel_mlp: {dtype}"),
+        (lambda: second(block), WORDS),
+        (lambda: second(block, sequence_parallel=True), WORDS),
+        (lambda: second(mlp), WORDS),
+        (forward_mode, "NotImplementedError: column_linear: expected no forward-mode derivative"),
+        (lambda: block(x, w, w2, quantize=ROWWISE, sequence_parallel=True), "no error"),
     ]
-    assert ranks2.run(behaviour.unlike_compiled, cases, timeout=180) == [[], []]
+    return [(message_of(call), words) for call, words in calls]
 
 
-def test_main_grads_take_under_compile_what_they_take_eagerly(ranks2):
-    models = [behaviour.two_operators, behaviour.one_operator]
-    run = partial(parallel_compile.main_grads_under_compile, "aot_eager", models, [False, True])
-    assert ranks2.run(run, timeout=300) == [[], []]
+def other_recipes(debug: bool, of_rank: Sequence[str]) -> str:
+    """What ranks say that have different recipes. Rows of both have as many words."""
+    group = dist.new_group(timeout=timedelta(seconds=patient(4)))
+    recipes = {
+        "plain": None,
+        "rowwise": ROWWISE,
+        "blockwise": BLOCKWISE,
+        "e5m2": Recipe.rowwise(gradients="e5m2"),
+    }
+    recipe = recipes[of_rank[dist.get_rank()]]
+    x, w = torch.randn(4, 1024, requires_grad=True), torch.randn(8, 1024)
+    options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipe}
+
+    def both() -> None:
+        column_linear(x, w, None, group, **options).sum()
+        h = torch.randn(8, 8, requires_grad=True)
+        row_linear(h, w.t().contiguous(), None, group, **options).sum().backward()
+
+    with patch.object(parallel, "debug", debug), hasty():
+        return message_of(both)
+
+
+def other_gradients_in_debug() -> str:
+    """What ranks say in the backward of an MLP, if they want gradients of different inputs."""
+    group = dist.new_group(timeout=timedelta(seconds=patient(10)))
+    x, w, w2 = operands_of(6)
+    weights = [leaf(w) if dist.get_rank() == 0 else w, leaf(w2)]
+    y = parallel_mlp(x, weights[0], None, weights[1], None, group, quantize=ROWWISE)
+    with patch.object(parallel, "debug", True):
+        return message_of(lambda: y.sum().backward())
+
+
+def one_rank_touches_nobody() -> list[bool]:
+    """With a group of one: no transfer, and the numbers of the local ops."""
+    x, w, w2 = operands_of(7)
+    options: dict[str, Any] = {"sequence_parallel": True, "quantize": ROWWISE}
+
+    def local(x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+        h = ops.linear(x, w, None, "gelu", quantize=ROWWISE)
+        return ops.linear(h, w2, None, quantize=ROWWISE)
+
+    ours, theirs = with_gradients(block, [x, w, w2], **options), with_gradients(local, [x, w, w2])
+    return [a.equal(b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def marked_weights_take_main_grads() -> list[str]:
+    """`grad_added_to_main_grad` is set, and main_grad has what `grad` would have got."""
+    from tpkernels.ops.main_grad import accumulating
+
+    prepare(Setting())
+    wrong = []
+    for recipe in (ROWWISE, Recipe.rowwise(wgrad="fp8"), BLOCKWISE):
+        x, w, _ = (t.bfloat16() for t in operands_of(8))
+        plain, marked = leaf(w), leaf(w)
+        marked.main_grad = torch.zeros_like(w, dtype=torch.float32)  # type: ignore[attr-defined]
+        marked.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipe}
+        column_linear(x, plain, None, dist.group.WORLD, **options).sum().backward()
+        for _ in range(2):
+            weight, into = accumulating(marked, "test")
+            column_linear(x, weight, None, dist.group.WORLD, main_grad=into, **options).sum().backward()
+        if not marked.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            wrong.append(f"{recipe}: not marked")
+        twice = marked.main_grad.bfloat16() / 2  # type: ignore[attr-defined]
+        if not torch.allclose(twice, plain.grad, rtol=8e-3, atol=0):
+            wrong.append(f"{recipe}: another gradient")
+    return wrong
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = ops.linear(x, self.up.weight, self.up.bias, "gelu", quantize=ROWWISE)
+        return ops.linear(h, self.down.weight, self.down.bias, quantize=ROWWISE)
+
+
+def losses(wrapped: bool, reusing: bool) -> list[float]:
+    """Of three steps of two microbatches each; wrapped: parameters and rows of a microbatch are sharded."""
+    torch.manual_seed(0)
+    model, batches = TwoLayers(), torch.randn(3, 2, 4, 64)
+    if wrapped:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for batch in batches:
+        with reuse_quantized_weights() if reusing else nullcontext():
+            for rows in batch:
+                own = rows.chunk(dist.get_world_size())[dist.get_rank()] if wrapped else rows
+                loss = model(own).square().mean() / len(batch)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if wrapped:
+            dist.all_reduce(total, dist.ReduceOp.SUM)
+            total /= dist.get_world_size()
+        found.append(float(total))
+    return found
 
 
 def test_marked_weights_take_main_grads(ranks2):
-    assert ranks2.run(behaviour.marked_weights_take_main_grads) == [[], []]
+    assert ranks2.run(marked_weights_take_main_grads) == [[], []]
 
 
 @pytest.mark.parametrize("world", ["ranks1", "ranks2"])
-def test_mistakes_are_errors_on_every_rank_before_anything_travels(request, world):
-    for found in request.getfixturevalue(world).run(behaviour.refusals):
-        assert found.keys() == behaviour.REFUSED.keys()
-        for name, words in behaviour.REFUSED.items():
-            assert words in found[name], name
+def test_mistakes_are_errors_on_every_rank_before_anything_travels(ranks):
+    for found in ranks.run(refusals):
+        for said, words in found:
+            assert words in said
 
 
 PAIRS = [("rowwise", "blockwise"), ("plain", "rowwise"), ("rowwise", "e5m2")]
@@ -63,7 +180,7 @@ PAIRS = [("rowwise", "blockwise"), ("plain", "rowwise"), ("rowwise", "e5m2")]
 
 @pytest.mark.parametrize("recipes", PAIRS, ids="-".join)
 def test_ranks_with_other_recipes_are_told_so_in_debug_mode(ranks2, recipes):
-    for message in ranks2.run(behaviour.other_recipes, True, recipes):
+    for message in ranks2.run(other_recipes, True, recipes):
         assert "ranks disagree" in message
         assert "options: " in message
         assert "Recipe(scaling='rows'" in message
@@ -73,24 +190,24 @@ def test_ranks_with_other_recipes_are_told_so_in_debug_mode(ranks2, recipes):
 def test_ranks_with_other_recipes_are_told_of_other_calls_without_it(ranks2, recipes):
     """No rank takes another's words for its own kind, also where they are as many."""
     told = ("it sent rows of another call", "expected equal arguments on all ranks")
-    for message in ranks2.run(behaviour.other_recipes, False, recipes):
+    for message in ranks2.run(other_recipes, False, recipes):
         assert any(words in message for words in told), message
 
 
 def test_ranks_that_want_other_gradients_are_told_so_in_debug_mode(ranks2):
-    for message in ranks2.run(behaviour.other_gradients_in_debug):
+    for message in ranks2.run(other_gradients_in_debug):
         assert "parallel_mlp backward: ranks disagree" in message
 
 
 def test_one_rank_touches_nobody(ranks1):
-    (same,) = ranks1.run(behaviour.one_rank_touches_nobody)
+    (same,) = ranks1.run(one_rank_touches_nobody)
     assert same == [True] * 4
 
 
 @pytest.mark.parametrize("reusing", [False, True], ids=["anew", "reused"])
 def test_fully_sharded_weights_have_the_losses_of_full_ones(ranks2, reusing):
     """Their gathers rewrite storages and count no version: a weight of the step before would show."""
-    full = ranks2.run(behaviour.losses, False, False)[0]
+    full = ranks2.run(losses, False, False)[0]
     assert len(set(full)) == 3
-    for found in ranks2.run(behaviour.losses, True, reusing):
+    for found in ranks2.run(losses, True, reusing):
         assert found == pytest.approx(full, rel=1e-5)

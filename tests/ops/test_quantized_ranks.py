@@ -2,40 +2,273 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
-from tests.ops import quantized_cases as cases
-from tests.ops.parallel_cases import Setting
-from tests.ops.quantized_oracle import RECIPES
+from tests.ops.cases import ACT
+from tests.ops.parallel_cases import (
+    BOUND,
+    Setting,
+    accumulated,
+    added,
+    assert_within,
+    leaf,
+    prepare,
+    same,
+    shard,
+    split,
+)
+from tests.ops.quantized_oracle import RECIPES, Oracle
+from tests.ops.test_quantized import _Act, _Gated
 from tests.ops.transport_cases import under
+from tests.products import once, pairwise
 from tests.ranks import RankPool
-from tpkernels import Recipe
+from tpkernels import Recipe, ops
+from tpkernels.gate.accuracy import relative_error
+from tpkernels.kernels.activations import act_grad_ref
+from tpkernels.ops.tensor_parallel.column_linear import column_linear
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
+from tpkernels.ops.tensor_parallel.row_linear import row_linear
+
+Excess = dict[str, float]  # each result's error, as a part of what is allowed
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, -2)
+
+
+def shards(tensor: Tensor, dim: int) -> Sequence[Tensor]:
+    return tensor.chunk(dist.get_world_size(), dim)
+
+
+def operands(setting: Setting) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """x, two weights, their biases, gradients of both results; the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    k, n = setting.features
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(setting.dtype)
+
+    widths = n, n // 2
+    return (
+        random(*setting.leading, k),
+        [random(width, k) / k**0.5 for width in widths],
+        [random(width) for width in widths],
+        [random(*setting.leading, width) for width in widths],
+    )
+
+
+def excess(setting: Setting, results: dict[str, tuple[Tensor | None, Tensor]]) -> Excess:
+    found = {}
+    for name, (ours, exact) in results.items():
+        assert ours is not None, name
+        dtype = setting.dtype if ours.dtype == torch.float32 else ours.dtype  # of a main_grad, too
+        found[name] = relative_error(ours.detach(), exact) / BOUND[dtype]
+    return found
+
+
+def column(setting: Setting, recipe: str) -> Excess:
+    prepare(setting)
+    oracle, activation = Oracle(RECIPES[recipe]), setting.activation
+    x, weights, biases, dys = operands(setting)
+    tokens = split(0) if setting.sequence_parallel else same
+    ours_x, ours_w = leaf(tokens(x)), [leaf(shard(w, 0)) for w in weights]
+    ours_b = [leaf(shard(b, 0)) for b in biases]
+    main_grads = [accumulated(setting, w) for w in ours_w]
+
+    def ours(x: Tensor, activation: str | None) -> Sequence[Tensor]:
+        options: dict[str, Any] = setting.options | {
+            "quantize": RECIPES[recipe],
+            "save_gathered": setting.save_gathered,
+        }
+        return column_linear(
+            x, ours_w, ours_b, dist.group.WORLD, activation=activation, main_grad=main_grads, **options
+        )
+
+    ys = ours(ours_x, activation)
+    torch.autograd.backward(ys, [shard(dy, -1) for dy in dys])
+    with torch.no_grad():
+        zs = [_features_of_all(rows_of(z)) for z in ours(ours_x, None)]
+    dzs = [
+        act_grad_ref(rows_of(dy), z, activation) if activation else rows_of(dy)
+        for dy, z in zip(dys, zs, strict=True)
+    ]
+    pairs = [
+        (dz_shard, w_shard)
+        for dz, w in zip(dzs, weights, strict=True)
+        for dz_shard, w_shard in zip(shards(dz, 1), shards(w, 0), strict=True)
+    ]
+    dx = sum(oracle.dgrad(dz, w) for dz, w in pairs)
+    assert isinstance(dx, Tensor)
+    x_of_dw = rows_of(x)
+    if setting.sequence_parallel and dist.get_world_size() > 1:
+        x_of_dw = oracle.activations(x_of_dw).to(setting.dtype)
+    results: dict[str, tuple[Tensor | None, Tensor]] = {"dx": (ours_x.grad, tokens(dx.view(x.shape)))}
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        y = ACT[activation](oracle.linear(rows_of(x), shard(w, 0), shard(b, 0)))
+        dz = shard(dzs[i], 1)
+        results[f"y {i}"] = ys[i], y.view(ys[i].shape)
+        results[f"dw {i}"] = added(ours_w[i], main_grads[i]), oracle.wgrad(dz, x_of_dw)
+        results[f"db {i}"] = ours_b[i].grad, dz.double().sum(0)
+    return excess(setting, results)
+
+
+def _features_of_all(shard: Tensor) -> Tensor:
+    gathered = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, shard.contiguous())
+    return torch.cat(gathered, 1)
+
+
+def row(setting: Setting, recipe: str) -> Excess:
+    prepare(setting)
+    oracle = Oracle(RECIPES[recipe])
+    x, (w, *_), (b, *_), (dy, *_) = operands(setting)
+    tokens = split(0) if setting.sequence_parallel else same
+    ours_x, ours_w, ours_b = leaf(shard(x, -1)), leaf(shard(w, -1)), leaf(b)
+    main_grad = accumulated(setting, ours_w)
+    options = setting.options | {"quantize": RECIPES[recipe]}
+    ours = row_linear(ours_x, ours_w, ours_b, dist.group.WORLD, main_grad=main_grad, **options)
+    ours.backward(tokens(dy))
+    terms = [
+        oracle.linear(rows_of(x_shard), w_shard)
+        for x_shard, w_shard in zip(shards(x, -1), shards(w, -1), strict=True)
+    ]
+    y = sum(terms[1:], terms[0]) + b.double()
+    full = rows_of(dy)
+    dx = oracle.dgrad(full, shard(w, -1))
+    if setting.sequence_parallel and dist.get_world_size() > 1:
+        full = oracle.gradients(full).to(setting.dtype)
+    return excess(
+        setting,
+        {
+            "y": (ours, tokens(y.view(dy.shape))),
+            "dx": (ours_x.grad, dx.view(ours_x.shape)),
+            "dw": (added(ours_w, main_grad), oracle.wgrad(full, rows_of(shard(x, -1)))),
+            "db": (ours_b.grad, full.double().sum(0)),
+        },
+    )
+
+
+CASES: dict[str, Callable[..., Excess]] = {"column": column, "row": row}
+
+
+def run_all(name: str, settings: Sequence[tuple[Setting, str]]) -> list[Excess]:
+    return [CASES[name](setting, recipe) for setting, recipe in settings]
+
+
+def planted(fault: str) -> float:
+    """The largest excess of a row linear with a fault."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def wrong(x: Tensor, w: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if fault == "doubled bias":
+            b = b * ranks
+        elif fault == "swapped rank":
+            w = w.roll(rank, 1)
+        else:  # a scale of a rank's own
+            x = x * (1 + 0.1 * rank)
+        return ops.row_linear(x, w, b, *rest, **options)
+
+    with patch(f"{__name__}.row_linear", wrong):
+        return max(row(Setting(torch.bfloat16, features=(256, 96)), "rowwise").values())
+
+
+def mlp_unlike_its_parts(setting: Setting, recipe: str) -> list[str]:
+    """Which results of parallel_mlp have other bits than column_linear and row_linear with h between them."""
+    prepare(setting)
+    group = dist.group.WORLD
+    x, (up, *_), (b_up, *_), _ = operands(setting)
+    gate, down = up.flip(0), up.t().contiguous()
+    tokens = split(0) if setting.sequence_parallel else same
+    gated = setting.activation == "swiglu"
+    given = [tokens(x), shard(up, 0), shard(gate, 0), shard(down, 1), shard(b_up, 0), x[0].flatten()]
+    options = setting.options | {"quantize": RECIPES[recipe]}
+
+    def whole(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        gates = (None, gate) if gated else (b, None)
+        return parallel_mlp(
+            x, up, gates[0], down, c, group, w_gate_shard=gates[1], activation=setting.activation, **options
+        )  # fmt: skip
+
+    def parts(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        if gated:
+            u, g = column_linear(x, [up, gate], None, group, **options)
+            h = _Gated.apply(g, u, "silu")
+        else:
+            h = _Act.apply(column_linear(x, up, b, group, **options), setting.activation)
+        return row_linear(h, down, c, group, **options)
+
+    found = []
+    for function in (whole, parts):
+        leaves = [leaf(t) for t in given]
+        y = function(*leaves)
+        y.backward(torch.ones_like(y))
+        found.append({"y": y.detach()} | {str(i): t.grad for i, t in enumerate(leaves) if t.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    return [name for name, ours in found[0].items() if not ours.equal(found[1][name])]
+
+
+def exact_operands(tokens: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Small integers, which scales of powers of two leave as they are: all sums are exact."""
+    generator = torch.Generator().manual_seed(3)
+    x, w, dy = (
+        torch.randint(-4, 5, shape, generator=generator).float()
+        for shape in ((tokens, k), (n, k), (tokens, n))
+    )
+    return x, w, dy
+
+
+def unlike_unsharded(recipe: str) -> list[str]:
+    """Which results over ranks have other bits than on one: of numbers that fp8 holds, none."""
+    quantize, ranks = RECIPES[recipe], dist.get_world_size()
+    x, w, dy = exact_operands(16, 64 * ranks, 32 * ranks)
+    leaves = [leaf(x), leaf(w)]
+    y = ops.linear(*leaves, quantize=quantize)
+    y.backward(dy)
+    whole = {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
+    wrong = []
+    for parallel, overlap in product([False, True], [False, True]):
+        tokens = split(0) if parallel else same
+        for name, cut in (
+            ("column", {"x": tokens, "w": split(0), "dy": split(1)}),
+            ("row", {"x": split(1), "w": split(1), "dy": tokens}),
+        ):
+            ours = [leaf(cut["x"](x)), leaf(cut["w"](w))]
+            op = column_linear if name == "column" else row_linear
+            options = {"sequence_parallel": parallel, "overlap": overlap, "quantize": quantize}
+            found = op(*ours, None, dist.group.WORLD, **options)
+            found.backward(cut["dy"](dy))
+            results = {"y": (found, "dy"), "dx": (ours[0].grad, "x"), "dw": (ours[1].grad, "w")}
+            wrong += [
+                f"{name} {parallel=} {overlap=}: {result}"
+                for result, (ours_, like) in results.items()
+                if not ours_.equal(cut[like](whole[result]))
+            ]
+    return wrong
+
 
 SOME = ["rowwise", "rowwise, wgrad fp8, e5m2", "blockwise", "blockwise, power of two, e5m2"]
 FEATURES = (256, 512)  # blocks and shards have no common border: at 2 ranks some, at 4 others
 
 
-@pytest.fixture(params=["ranks1", "ranks2", "ranks4"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
-
-
 def check(ranks: RankPool, name: str, settings: list[tuple[Setting, str]]) -> None:
-    by_rank = ranks.run(cases.run_all, name, settings)
-    for number, setting in enumerate(settings):
-        for rank, results in enumerate(by_rank):
-            too_far = {key: value for key, value in results[number].items() if not value < 1}
-            assert not too_far, f"rank {rank}, {setting}: error as a part of what is allowed: {too_far}"
+    assert_within(ranks.run(run_all, name, settings), settings)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["column", "row"])
+@pairwise(
+    world=["ranks1", "ranks2", "ranks4"],
+    name=["column", "row"],
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+)
 def test_any_number_of_ranks_gives_the_numbers_of_the_definition(ranks, name, dtype):
     flags = product([False, True], [False, True], [False, True])
     check(
@@ -48,8 +281,7 @@ def test_any_number_of_ranks_gives_the_numbers_of_the_definition(ranks, name, dt
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["column", "row"])
+@once(recipe=list(RECIPES), name=["column", "row"])
 def test_each_recipe_over_ranks(ranks2, name, recipe):
     settings = [
         Setting(torch.bfloat16, features=FEATURES, activation="gelu" if name == "column" else None),
@@ -71,7 +303,7 @@ def test_leading_dimensions_are_any(ranks2, name):
 
 @pytest.mark.parametrize("fault", ["doubled bias", "swapped rank", "wrong scale"])
 def test_a_fault_would_be_seen(ranks2, fault):
-    assert min(ranks2.run(cases.planted, fault)) > 5
+    assert min(ranks2.run(planted, fault)) > 5
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
@@ -82,22 +314,16 @@ def test_parallel_mlp_has_the_bits_of_its_parts(ranks2, recipe, activation):
         setting = Setting(
             torch.float32, parallel, overlap, activation=activation, features=(64, 96), small_pieces=False
         )
-        assert ranks2.run(cases.mlp_unlike_its_parts, setting, recipe) == [[], []]
+        assert ranks2.run(mlp_unlike_its_parts, setting, recipe) == [[], []]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise, power of two", "blockwise, power of two, e5m2"])
 def test_what_fp8_holds_has_the_same_bits_on_any_number_of_ranks(ranks, recipe):
-    for wrong in ranks.run(cases.unlike_unsharded, recipe):
+    for wrong in ranks.run(unlike_unsharded, recipe):
         assert wrong == []
 
 
-@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"], indirect=True)
-def test_words_do_not_depend_on_the_number_of_ranks(ranks):
-    for found in ranks.run(cases.words_of_shards_are_shards_of_words):
-        assert all(found)
-
-
-@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"], indirect=True)
+@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_operands_that_lie_within_ranks_are_those_of_one_rank(ranks, recipe):
     """x and rows of the weight in column forward, dy and columns of the weight in row backward; dw exactly.
@@ -114,18 +340,11 @@ def test_operands_that_lie_within_ranks_are_those_of_one_rank(ranks, recipe):
         assert least < found["column dx"] < most
 
 
-def test_other_transports_give_the_same_bits(ranks2, ranks4):
-    for pool in (ranks2, ranks4):
-        for changed in pool.run(cases.transports_change, ["c10d", "shared"]):
-            assert changed == {"c10d": False, "shared": False}
-
-
 # fp8 rows with their scales, to 16 bits
 AT_MOST = {64: 0.532, 256: 0.516, 1024: 0.516, 4096: 0.516}
 
 
-@pytest.mark.parametrize("hidden", AT_MOST)
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@once(hidden=list(AT_MOST), transport=["c10d", "shared"])
 def test_gathers_send_half_the_bytes_and_sums_send_the_same(ranks2, transport, hidden):
     sent_by = partial(ranks2.run, under, transport, "torch", bytes_of, hidden)
     plain = sent_by(None)

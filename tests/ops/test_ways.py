@@ -2,146 +2,313 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.dispatch.simulated_stream import SimulatedStream
-from tests.ops import way_cases as cases
-from tests.ops.way_cases import ROUNDS_AND_TRIAL as RUNS
-from tests.ranks import RankPool
+from tests.ops.auto_cases import heard
+from tests.ops.parallel_behaviour import block, operands_of, with_gradients
+from tests.ops.parallel_cases import Setting, prepare
+from tests.ops.transport_cases import open_stand_in, using
+from tpkernels.comm.agreement import offers_of_all
+from tpkernels.comm.calls import handshake
+from tpkernels.comm.transports import c10d, select
+from tpkernels.comm.transports.mailbox import Opening
+from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamTimer
-from tpkernels.ops.tensor_parallel.way_chooser import _mismatch
+from tpkernels.ops.tensor_parallel import way_chooser, ways
+from tpkernels.ops.tensor_parallel.parallel import start_rows
+from tpkernels.ops.tensor_parallel.way_chooser import ROUNDS, Run, Way, WayChooser, _mismatch
 from tpkernels.ops.tensor_parallel.ways import StreamClock
 
+KEY = "gathers of this test"
+VERSIONS = Versions("no GPU", "torch", "triton", "kernels")
+PLAIN = {"one": (10.0, 10.0), "many": (5.0, 20.0), "memory": (8.0, 8.0)}  # milliseconds on each rank
+
+
+def tell(texts: Sequence[str]) -> list[list[str]]:
+    return offers_of_all(KEY, handshake("op", "a test", dist.group.WORLD), "", "", texts)
+
+
+class Table:
+    """Ways whose runs take what a table says, and who counts them."""
+
+    def __init__(self, times: Mapping[str, tuple[float, ...]], broken: Mapping[str, str]) -> None:
+        """broken: how a way fails on the last rank"""
+        self.times, self.broken = times, broken if dist.get_rank() == dist.get_world_size() - 1 else {}
+        self.runs, self.closed = dict.fromkeys(times, 0), list[str]()
+
+    def ways(self) -> list[Way]:
+        return [
+            Way(
+                name,
+                lambda name=name: self._open(name),
+                lambda name=name: self.closed.append(name),
+                recovers=name == "memory",
+            )
+            for name in self.times
+        ]
+
+    def _open(self, name: str) -> Run:
+        if self.broken.get(name) == "cannot open":
+            raise MemoryError("planted")
+        return lambda: self._run(name)
+
+    def _run(self, name: str) -> Tensor:
+        self.runs[name] += 1
+        if self.broken.get(name) == "raises":
+            raise RuntimeError("planted in a run")
+        return torch.full((3,), 2.0 if self.broken.get(name) == "wrong numbers" else 1.0)
+
+    def clock(self, name: str, run: Run) -> float:
+        run()
+        return self.times[name][dist.get_rank()]
+
+
+Found = tuple[str, str, dict[str, int], list[str], list[str]]  # name, source, runs, closed, warnings
+
+
+def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
+    """options: `broken` as of `Table`; `cached`, `why_not` and `default` of each rank"""
+    rank, table = dist.get_rank(), Table(PLAIN, options.get("broken", {}))
+    cache = Cache(folder and folder / str(rank), VERSIONS)
+    if cached := options.get("cached", ("", ""))[rank]:
+        cache.put(KEY, Choice(cached, {}))
+    chooser = WayChooser(tell, table.clock, cache)
+    default, why_not = options.get("default", ("one", "one"))[rank], options.get("why_not", ("", ""))[rank]
+    with heard("tpkernels.dispatch") as said:
+        ways_in_any_order = table.ways()[:: -1 if rank else 1]
+        verdict = chooser.choose(KEY, ways_in_any_order, default, why_not)
+    dist.barrier()
+    return verdict.name, verdict.source, table.runs, table.closed, said
+
+
+def fails_in_a_message() -> str:
+    """What is said of a way that sends, and fails half-way on the only rank that runs it."""
+    table = Table(PLAIN, {"many": "raises"})
+    try:
+        WayChooser(lambda texts: [list(texts)], table.clock, Cache(None, VERSIONS)).choose(
+            KEY, table.ways(), "one"
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
+    """A clock that says so, whatever the device."""
+
+    def clock(name: str, run: Run) -> float:
+        run()
+        return of[name]
+
+    return lambda device: clock
+
+
+@contextmanager
+def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_in) -> Iterator[list[str]]:
+    """Ways are timed as between GPUs, on memory of the CPU and gloo; says what is logged."""
+    with (
+        using("auto", "triton"),
+        patch.object(ways, "times_on", lambda like: True),
+        patch.object(ways, "clock_on", times(of)),
+        patch.object(ways, "cache_on", lambda device: cache),
+        patch.object(c10d, "_processors", lambda device: 1),
+        patch.object(way_chooser, "ROUNDS", 1),
+        patch.dict(select.openers, {"symmetric": opener}),
+        heard("tpkernels.choices") as said,
+    ):
+        yield said
+
+
+def no_symmetric_memory(opening: Opening) -> Any:
+    """On one rank."""
+    problem = "torch has none" * (dist.get_rank() == 1)
+    offers_of_all(opening.name, opening.begin(), problem)
+    raise AssertionError("all have been told")
+
+
+def block_by(of: Mapping[str, float], how: str = "") -> tuple[float, list[str], int, int]:
+    """(how far a block is from c10d, lines of the log, of its second run, exchanges that are open)."""
+    prepare(Setting())
+    operands = operands_of(0)
+    with using("c10d"):
+        group = dist.new_group()
+        expected = with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
+    group = dist.new_group()
+    opener = no_symmetric_memory if how == "no symmetric memory" else open_stand_in
+    with ExitStack() as stack:
+        said = stack.enter_context(as_on_gpus(of, Cache(None, VERSIONS), opener))
+        if how == "capture":
+            stack.enter_context(patch.object(ways, "obstacle", lambda device: "a graph is captured"))
+        if how == "TUNE=0":
+            stack.enter_context(patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}))
+        found = with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
+        first = len(said)
+        with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
+    off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
+    return off, said[:first], len(said) - first, len(select._of_group[id(group)]._open)
+
+
+def memory_of_two_choices() -> tuple[list[str], bool, set[float]]:
+    """If another op chooses otherwise: (exchanges of one shape, whether the first works, its time-outs)."""
+    prepare(Setting())
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    cache, found, timeouts = Cache(None, VERSIONS), [], set()
+    x = torch.full((8, 16), float(dist.get_rank()))
+    memory, collectives = (
+        {"1 collective": 2.0, "2 collectives": 3.0},
+        {"1 collective": 1.0, "2 collectives": 3.0},
+    )
+    for times_of, op in ((memory, "one"), (collectives, "another"), (memory, "one")):
+        with as_on_gpus({"symmetric": 1.5, **times_of}, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
+            found.append(start_rows(op, "x", x, group, 32).wait())
+        timeouts |= {exchange.timeout for exchange in select._of_group[id(group)]._open.values()}
+    names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
+    right = all(full.equal(found[0]) and float(full[-1, 0]) == 1.0 for full in found)
+    return names, right, timeouts
+
+
+def weight_shards_that_differ() -> list[bool]:
+    """Whether rows are right where a rank's products have other widths, at times those of the call before."""
+    prepare(Setting())
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x = torch.full((8, 16), float(rank))
+    with as_on_gpus({"1 collective": 2.0, "2 collectives": 1.0, "symmetric": 3.0}, Cache(None, VERSIONS)):
+        widths = (32, 32 - rank, 32, 0 if rank else 32)
+        full = [start_rows("op", "x", x, group, features).wait() for features in widths]
+    return [float(rows[-1, 0]) == 1.0 for rows in full]
+
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
+RUNS = ROUNDS + 1  # and a trial
+DROPPED = f"memory dropped for {KEY}: rank 1: "
+BROKEN = {"broken": {"memory": "cannot open"}}
+CHOSEN: dict[str, tuple[dict[str, Any], tuple[str, str], tuple[int, int], list[str]]] = {
+    # options; way and source; runs of "one" and "many"; the beginnings of what is said
+    "the slowest rank decides": (
+        {},
+        ("memory", "timed"),
+        (RUNS, RUNS),
+        [],
+    ),  # "many" takes 5 ms here, 20 there
+    "cannot open": (BROKEN, ("one", "timed"), (RUNS, RUNS), [DROPPED + "MemoryError: planted"]),
+    "raises": (
+        {"broken": {"memory": "raises"}},
+        ("one", "timed"),
+        (RUNS, RUNS),
+        [DROPPED + "RuntimeError: planted in a run"],
+    ),
+    "wrong numbers": (
+        {"broken": {"memory": "wrong numbers"}},
+        ("one", "timed"),
+        (RUNS, RUNS),
+        [DROPPED + "its result is off by 1.7e+00 of 1.7e+00"],
+    ),
+    "no other way works": (
+        {"broken": {"memory": "cannot open", "many": "wrong numbers"}},
+        ("one", "only one"),
+        (1, 1),
+        ["", ""],
+    ),
+    "no memory for scratch": (
+        {"broken": {"one": "cannot open"}},
+        ("one", "not timed"),
+        (0, 0),
+        ["one dropped"],
+    ),
+    "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, ("one", "not timed"), (0, 0), []),
+    "other defaults": (
+        {"default": ("many", "one"), "why_not": ("no", "")},
+        ("many", "not timed"),
+        (0, 0),
+        [],
+    ),
+    "one cache": ({"cached": ("many", "many")}, ("many", "cached"), (0, 0), []),
+    "other caches": ({"cached": ("many", "one")}, ("memory", "timed"), (RUNS, RUNS), []),
+    "one rank has no cache": ({"cached": ("many", "")}, ("memory", "timed"), (RUNS, RUNS), []),
+    "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, ("memory", "timed"), (RUNS, RUNS), []),
+    "a cached way no longer opens": (
+        {**BROKEN, "cached": ("memory",) * 2},
+        ("one", "not timed"),
+        (0, 0),
+        [""],
+    ),
+}
 
 
-def chosen(ranks: RankPool, folder: Path | None = None, **options: object) -> list[cases.Found]:
-    return ranks.run(cases.chosen, folder, options)
-
-
-UNTOUCHED = {"one": 0, "many": 0, "memory": 0}
-
-
-def test_the_slowest_rank_decides(ranks2):
-    for name, source, runs, closed, said in chosen(ranks2):
-        assert (name, source) == ("memory", "timed")  # "many" takes 5 ms here, and 20 there
-        assert runs == {"one": RUNS, "many": RUNS, "memory": RUNS}
-        assert sorted(closed) == ["many", "one"]
-        assert said == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        ("cannot open", "rank 1: MemoryError: planted"),
-        ("raises", "rank 1: RuntimeError: planted in a run"),
-        ("wrong numbers", "rank 1: its result is off by 1.7e+00 of 1.7e+00"),
-    ],
-)
-def test_a_way_that_fails_on_one_rank_is_dropped_on_all(ranks2, fault, why):
-    for name, source, runs, closed, said in chosen(ranks2, broken={"memory": fault}):
-        assert (name, source) == ("one", "timed")
-        assert runs["one"] == runs["many"] == RUNS
-        assert runs["memory"] <= 1
-        assert "memory" in closed
-        assert said == [f"memory dropped for {cases.KEY}: {why}"]
-
-
-def test_where_no_other_way_works_nothing_is_timed_nor_kept(ranks2, tmp_path):
-    broken = {"memory": "cannot open", "many": "wrong numbers"}
-    for name, source, runs, _, said in chosen(ranks2, tmp_path, broken=broken):
-        assert (name, source, len(said)) == ("one", "only one", 2)
-        assert runs["one"] == 1
-    assert list(tmp_path.rglob("*.json")) == []
-
-
-def test_no_memory_for_scratch_on_one_rank_takes_the_default_on_all(ranks2):
-    for name, source, runs, _, said in chosen(ranks2, broken={"one": "cannot open"}):
-        assert (name, source) == ("one", "not timed")
-        assert runs == UNTOUCHED
-        assert "one dropped" in said[0]
+@pytest.mark.parametrize(("options", "verdict", "runs", "told"), CHOSEN.values(), ids=CHOSEN)
+def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
+    for name, source, counts, closed, said in ranks2.run(chosen, tmp_path, options):
+        assert (name, source) == verdict
+        assert (counts["one"], counts["many"]) == runs
+        assert counts["memory"] == RUNS if name == "memory" else counts["memory"] <= 1
+        assert len(said) == len(told)
+        assert all(line.startswith(words) for line, words in zip(said, told, strict=True)), said
+        if source == "timed":
+            assert sorted(closed) == sorted({"one", "many", "memory"} - {name})
+        if "memory" in options.get("broken", {}):
+            assert "memory" in closed
+    assert bool(list(tmp_path.rglob("*.json"))) == (source == "timed" or "cached" in options)
 
 
 def test_a_way_that_fails_with_messages_under_way_is_an_error(ranks1):
-    assert ranks1.run(cases.fails_in_a_message) == ["planted in a run"]
-
-
-def test_who_may_not_time_on_one_rank_times_on_none(ranks2):
-    for name, source, runs, _, _ in chosen(ranks2, why_not=("", "TPKERNELS_TUNE=0")):
-        assert (name, source, runs) == ("one", "not timed", UNTOUCHED)
+    assert ranks1.run(fails_in_a_message) == ["planted in a run"]
 
 
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
-    chosen(ranks2, tmp_path)
-    for name, source, runs, _, _ in chosen(ranks2, tmp_path):
-        assert (name, source, runs) == ("memory", "cached", UNTOUCHED)
-
-
-@pytest.mark.parametrize(
-    ("cached", "name", "source"),
-    {
-        "the same": (("many", "many"), "many", "cached"),
-        "others": (("many", "one"), "memory", "timed"),
-        "one rank has none": (("many", ""), "memory", "timed"),
-        "a way that is gone": (("pigeons", "pigeons"), "memory", "timed"),
-    }.values(),
-)
-def test_caches_that_differ_make_no_difference_between_ranks(ranks2, tmp_path, cached, name, source):
-    for found in chosen(ranks2, tmp_path, cached=cached):
-        assert found[:2] == (name, source)
-
-
-def test_a_cached_way_that_no_longer_opens_is_the_default_on_all(ranks2, tmp_path):
-    found = chosen(ranks2, tmp_path, broken={"memory": "cannot open"}, cached=("memory",) * 2)
-    for name, source, _, closed, said in found:
-        assert (name, source, closed, len(said)) == ("one", "not timed", ["memory"], 1)
-
-
-def test_defaults_that_differ_are_those_of_the_first_rank(ranks2):
-    for name, *_ in chosen(ranks2, default=("many", "one"), why_not=("no", "")):
-        assert name == "many"
+    ranks2.run(chosen, tmp_path, {})
+    for name, source, counts, _, _ in ranks2.run(chosen, tmp_path, {}):
+        assert (name, source, set(counts.values())) == ("memory", "cached", {0})
 
 
 FAST = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}
 
 
 def test_ops_take_what_was_fastest_and_time_it_once(ranks2):
-    for off, first, second, opened in ranks2.run(cases.block_by, FAST):
+    for off, first, second, opened in ranks2.run(block_by, FAST):
         assert off < 1e-6
         assert all(": symmetric (timed: symmetric 1 ms, " in line for line in first)
         assert second == 0
         assert len(first) == len(set(first)) == 5  # two gathers forward, and one backward; two reduces
         assert opened == 2  # all of one shape
     slow = FAST | {"symmetric": 5.0}
-    for off, first, second, opened in ranks2.run(cases.block_by, slow):
+    for off, first, second, opened in ranks2.run(block_by, slow):
         assert off < 1e-6
         assert any(": 2 collectives (timed: " in line for line in first)
         assert (second, opened) == (0, 0)
 
 
 def test_products_of_other_widths_decide_nothing_for_one_rank_alone(ranks2):
-    assert ranks2.run(cases.weight_shards_that_differ) == [[True] * 4] * 2
+    assert ranks2.run(weight_shards_that_differ) == [[True] * 4] * 2
 
 
 def test_a_choice_against_memory_leaves_open_what_another_choice_took(ranks2):
     """With the group's time-out, and not that of trials."""
-    for names, right, timeouts in ranks2.run(cases.memory_of_two_choices):
+    for names, right, timeouts in ranks2.run(memory_of_two_choices):
         assert (names, right) == (["SymmetricExchange", "Collectives"], True)
         assert timeouts == {40.0}
 
 
 def test_without_symmetric_memory_on_one_rank_collectives_are_timed(ranks2):
-    for off, first, _, opened in ranks2.run(cases.block_by, FAST, "no symmetric memory"):
+    for off, first, _, opened in ranks2.run(block_by, FAST, "no symmetric memory"):
         assert off < 1e-6
         assert any(": 2 collectives (timed: " in line for line in first)
         assert opened == 0
 
 
 def test_nothing_is_timed_or_kept_while_a_graph_is_captured(ranks2):
-    for off, first, second, opened in ranks2.run(cases.block_by, FAST, "capture"):
+    for off, first, second, opened in ranks2.run(block_by, FAST, "capture"):
         assert off < 1e-6
         assert all("(not timed now: a graph is captured)" in line for line in first)
         assert second == len(first)
@@ -149,7 +316,7 @@ def test_nothing_is_timed_or_kept_while_a_graph_is_captured(ranks2):
 
 
 def test_without_tuning_arithmetic_chooses_once(ranks2):
-    for off, first, second, opened in ranks2.run(cases.block_by, FAST, "TUNE=0"):
+    for off, first, second, opened in ranks2.run(block_by, FAST, "TUNE=0"):
         assert off < 1e-6
         assert all("(not timed: rank 0: TPKERNELS_TUNE=0)" in line for line in first)
         assert (second, opened) == (0, 0)
