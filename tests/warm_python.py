@@ -1,7 +1,7 @@
-"""Programs in processes that have torch imported already: forked, where a new interpreter imports for seconds.
+"""Programs in processes that have imported torch already: forks, where a new interpreter needs seconds.
 
-`with started("-m", "tpkernels", "train", ...) as program` and `ran(...)` stand for subprocess.Popen and run. The
-processes and their signals are real; so are those that the program starts with `sys.executable`, forked in turn.
+`with started("-m", "tpkernels", "train", ...) as program` and `ran(...)` stand for subprocess.Popen and run.
+Processes and signals are real; what a program starts with `sys.executable` is forked in turn.
 """
 
 from __future__ import annotations
@@ -37,16 +37,26 @@ class Program:
 
     def __init__(self, process: BaseProcess, folder: Path) -> None:
         self._process, self._folder = process, folder
+        self._last_words: dict[str, str] = {}
         self.pid = process.pid or 0
         self.kill, self.terminate = process.kill, process.terminate
 
     @property
     def stdout(self) -> str:
-        return (self._folder / "stdout").read_text(errors="replace")
+        return self._read("stdout")
 
     @property
     def stderr(self) -> str:
-        return (self._folder / "stderr").read_text(errors="replace")
+        return self._read("stderr")
+
+    def _read(self, name: str) -> str:
+        path = self._folder / name
+        return path.read_text(errors="replace") if path.exists() else self._last_words.get(name, "")
+
+    def end(self) -> None:
+        self.kill()
+        self._process.join()
+        self._last_words = {name: self._read(name) for name in ("stdout", "stderr")}
 
     @property
     def returncode(self) -> int | None:
@@ -56,15 +66,16 @@ class Program:
         """Its exit code, or the stacks of a program that hangs."""
         self._process.join(patient(seconds))
         if self._process.exitcode is None:
-            with_children = [self.pid, *children_of(self.pid)]
-            for pid in with_children:
+            for pid in [*children_of(self.pid), self.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
             time.sleep(1.0)  # stacks are written
-            raise AssertionError(f"a program did not end in {patient(seconds):.0f} s: {self.stdout}{self.stderr}")
+            raise AssertionError(
+                f"a program did not end in {patient(seconds):.0f} s: {self.stdout}{self.stderr}"
+            )
         return self._process.exitcode
 
-    def await_(self, condition: Callable[[], object]) -> None:
+    def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + patient(SECONDS)
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain: {self.stdout}{self.stderr}"
@@ -92,15 +103,14 @@ def started(
         try:
             yield program
         finally:
-            process.kill()
-            process.join()
+            program.end()
 
 
 def ran(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
     """What came of a program once it has ended; `how`: see `started`."""
     with started(*arguments, **how) as program:
         code = program.wait()
-        return subprocess.CompletedProcess(arguments, code, program.stdout, program.stderr)
+    return subprocess.CompletedProcess(arguments, code, program.stdout, program.stderr)
 
 
 def children_of(pid: int) -> list[int]:
@@ -183,7 +193,7 @@ def _become(words: Sequence[str], cwd: Path | str | None, environment: Mapping[s
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, chain=True)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
     if cwd is not None:
         os.chdir(cwd)
     if environment is not None:
