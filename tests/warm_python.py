@@ -11,6 +11,7 @@ import faulthandler
 import inspect
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import subprocess
@@ -113,6 +114,16 @@ def ran(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, program.stdout, program.stderr)
 
 
+def called(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
+    """What a function, importable by name, returns in such a process: what it starts is forked, too."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "answer")
+        path.write_bytes(pickle.dumps((function, arguments)))
+        answered = ran("-m", "tests.warm_call", path, **how)
+        assert answered.returncode == 0, answered.stderr
+        return pickle.loads(path.read_bytes())
+
+
 def children_of(pid: int) -> list[int]:
     """In the order in which they were started."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -158,8 +169,8 @@ def _execute_child(popen: subprocess.Popen[Any], *arguments: Any) -> None:
     if given["shell"] or isinstance(command, str | bytes | os.PathLike) or command[0] != sys.executable:
         _begin(popen, *arguments)
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.__stdout__, sys.__stderr__):
+        stream.flush()  # type: ignore[union-attr]
     pid = os.fork()
     if pid == 0:
         try:
@@ -193,7 +204,7 @@ def _become(words: Sequence[str], cwd: Path | str | None, environment: Mapping[s
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, chain=True)
-    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, closefd=False), sys.__stdout__, sys.__stderr__
     if cwd is not None:
         os.chdir(cwd)
     if environment is not None:
