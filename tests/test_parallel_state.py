@@ -1,6 +1,7 @@
 """`parallel_state` answers as Megatron's sources do: every function, every rank, many worlds."""
 
 import inspect
+from itertools import product
 
 import pytest
 import torch.distributed as dist
@@ -111,9 +112,8 @@ ASKS_FOR_STATE = [
 ]
 
 
-@pytest.mark.parametrize("name", ASKS_FOR_STATE)
-def test_asking_before_initialization_is_an_error_of_both_kinds(name):
-    for caught in (RuntimeError, AssertionError):
+def test_asking_before_initialization_is_an_error_of_both_kinds():
+    for name, caught in product(ASKS_FOR_STATE, (RuntimeError, AssertionError)):
         with pytest.raises(caught, match=r"is not initialized: call initialize_model_parallel"):
             getattr(ps, name)()
 

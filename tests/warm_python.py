@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
@@ -199,12 +200,13 @@ def _close_all_but(kept: Sequence[int]) -> None:
 
 def _become(words: Sequence[str], cwd: Path | str | None, environment: Mapping[str, str] | None) -> NoReturn:
     """Be a new Python that was given these words, to the end of the process."""
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, closefd=False), sys.__stdout__, sys.__stderr__
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined] # folders of whom we were forked from
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, chain=True)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, closefd=False), sys.__stdout__, sys.__stderr__
     if cwd is not None:
         os.chdir(cwd)
     if environment is not None:
