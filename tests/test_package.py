@@ -47,6 +47,7 @@ def test_every_public_name_can_be_imported():
         _ = tpkernels.nonsense
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a room, when one of its modules is imported
 def test_modules_are_found_under_their_former_names():
     found = {}
     for former, today in _renamed._TODAY.items():

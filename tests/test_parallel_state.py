@@ -28,7 +28,9 @@ def pretend(world, tp, pp, virtual, split, rank) -> ParallelState:
     return ParallelState(rank=rank, plan=plan, process_groups={})
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 16])
+@pytest.mark.parametrize(
+    "world", [1, 2, 3, 4, 6, 8, *(pytest.param(n, marks=pytest.mark.sweep) for n in (12, 16))]
+)
 @pytest.mark.filterwarnings("ignore:is_.*early sources of Megatron:UserWarning")
 def test_every_answer_is_the_oracles_on_every_rank(world):
     compared = 0

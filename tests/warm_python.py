@@ -166,8 +166,9 @@ class _Planted:
 def _execute_child(popen: subprocess.Popen[Any], *arguments: Any) -> None:
     """In the place of subprocess's own: another Python begins as a fork of this one."""
     given = inspect.signature(_begin).bind(popen, *arguments).arguments
-    command = given["args"]
-    if given["shell"] or isinstance(command, str | bytes | os.PathLike) or command[0] != sys.executable:
+    command, environment = given["args"], os.environ if given["env"] is None else given["env"]
+    is_python = not isinstance(command, str | bytes | os.PathLike) and command[0] == sys.executable
+    if given["shell"] or not is_python or environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
         _begin(popen, *arguments)
         return
     for stream in (sys.stdout, sys.__stdout__, sys.__stderr__):
@@ -247,6 +248,7 @@ def _execute(words: Sequence[str]) -> None:
         exec(rest[0], {"__name__": "__main__"})
     elif first == "-m":
         sys.argv = [rest[0], *rest[1:]]
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [first, *rest]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
@@ -20,6 +18,7 @@ from bench.gate import judge
 from bench.record import KEYS
 from bench.results import Results, pooled, read
 from bench.verdict import Finding, findings, tolerated
+from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"bench/test_linear.py::test_linear[{shape}]" for shape in ("qkv", "proj", "fc_up", "fc_down")]
@@ -301,14 +300,9 @@ def test_committed_baseline_can_be_read_and_says_where_it_is_from():
 def test_a_small_selection_is_run_and_compared(tmp_path):
     """The real command. One case, since each imports torch and compiles nothing."""
     file, path = tmp_path / "sub" / "now.json", tmp_path / "cpu.json"
-
-    def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "bench", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-
-    ran = bench("run", "--smoke", "-k", "smoke-tp1-64-proj-wgrad_add", "-o", str(file))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "wgrad_add" in ran.stdout
+    run = ran("-m", "bench", "run", "--smoke", "-k", "smoke-tp1-64-proj-wgrad_add", "-o", file, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "wgrad_add" in run.stdout
     (said,) = read(file).infos.values()
     assert set(said) - {key for key in said if key.startswith("ratio_to_")} == set(KEYS)
     assert (said["op"], said["pass"], said["roofline"], said["ratio_to_addmm"] > 0.3) == (
@@ -321,7 +315,8 @@ def test_a_small_selection_is_run_and_compared(tmp_path):
     faster = {name: info | {"ratio": 3 * info["ratio"]} for name, info in now.infos.items()}
     made = baseline(replace(now, infos=faster))
     write_baseline(replace(made, made={**made.made, "revision": None}), path)
-    ran = bench("gate", "--skip", "kernels", "--repeat", "1", "--baseline", str(path), str(file))
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "fell " in ran.stdout
-    assert "1 more times" in ran.stdout
+    options = ("--skip", "kernels", "--repeat", "1", "--baseline", path, file)
+    gated = ran("-m", "bench", "gate", *options, cwd=ROOT)
+    assert gated.returncode == 1, gated.stdout + gated.stderr
+    assert "fell " in gated.stdout
+    assert "1 more times" in gated.stdout

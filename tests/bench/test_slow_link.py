@@ -21,6 +21,7 @@ from tests import ranks
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
+with_time = pytest.mark.sweep  # a busy machine is slower than the link
 MEGABYTES = 2
 
 
@@ -69,6 +70,7 @@ def link() -> Iterator[SlowLink]:
 
 
 @needs_link
+@with_time
 def test_rate_is_honoured(link: SlowLink) -> None:
     ideal = MEGABYTES * 2**20 * 8 / 2e8
     seconds = min(max(link.run(seconds_to_reduce)) for _ in range(3))
@@ -76,6 +78,7 @@ def test_rate_is_honoured(link: SlowLink) -> None:
 
 
 @needs_link
+@with_time
 def test_rate_can_be_changed_between_and_within_calls(link: SlowLink) -> None:
     link.set_rate(4e7)
     slow = min(max(link.run(seconds_to_reduce)) for _ in range(2))
@@ -96,9 +99,9 @@ def test_ranks_are_apart_from_us_and_from_each_other(link: SlowLink) -> None:
 @pytest.mark.parametrize(
     ("function", "story", "timeout"),
     [
-        (fail_on_rank_1, "rank 1: .*no luck", 60),
+        pytest.param(fail_on_rank_1, "rank 1: .*no luck", 60, marks=pytest.mark.sweep),
         (die_on_rank_1, "rank 1: exited with code 3", 60),
-        (sleep_long, "no answer in", 1),
+        pytest.param(sleep_long, "no answer in", 1, marks=pytest.mark.sweep),
     ],
 )
 def test_nothing_is_left_after_a_failure(
@@ -115,6 +118,7 @@ def test_nothing_is_left_after_a_failure(
 
 
 @needs_link
+@pytest.mark.sweep
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
 def test_nothing_is_left_after_the_end_of_the_parent(end: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
