@@ -1,10 +1,7 @@
 """What README and docs say can be typed, works."""
 
-import os
 import re
-import runpy
 import subprocess
-import traceback
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +11,8 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.blocks import Block, blocks_of, write_files
-from tests.cli.living_ranks import SIZES, TORCHRUN, told_by
+from tests.cli.living_ranks import SIZES, TORCHRUN
 from tests.patience import patient
-from tests.ranks import RankPool
 from tests.warm_python import ran
 from tpkernels.topology.plan import plan_groups
 
@@ -53,6 +49,17 @@ def in_test_and_sweep(command: str) -> list[ParameterSet]:
     return [as_printed] if not less else [pytest.param(command, less, id=f"less of {command}"), as_printed]
 
 
+ON_TWO_RANKS = """
+import sys
+import tpkernels
+from tpkernels.training.launch import run_ranks
+
+for name in tpkernels.__all__:
+    getattr(tpkernels, name)  # imported once for both
+sys.exit(run_ranks([sys.executable, *sys.argv[1:]], 2))
+"""
+
+
 def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     """A program that forms a process group runs on two ranks, any other alone."""
     for page in PAGES:
@@ -64,27 +71,7 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         return ran(program, cwd=folder)
     if block.page == "README.md":  # which names torchrun
         return ran(*TORCHRUN, program, cwd=folder)
-    return run_on_two_ranks(program, folder)
-
-
-def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As torchrun does, on ranks that have imported torch, which takes longer than most programs."""
-    with RankPool(2) as own:  # a program may leave anything behind
-        return told_by(own, _execute, [str(program), str(folder)])
-
-
-def _execute(program_and_folder: list[str]) -> int:
-    program, folder = program_and_folder
-    here = os.getcwd()
-    os.chdir(folder)
-    try:
-        runpy.run_path(program, run_name="__main__")
-    except Exception:
-        traceback.print_exc()
-        return 1
-    finally:
-        os.chdir(here)
-    return 0
+    return ran("-c", ON_TWO_RANKS, program, cwd=folder)
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
