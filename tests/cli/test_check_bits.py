@@ -138,36 +138,6 @@ def test_ranks_end_with_who_started_them_even_while_they_are_stopped():
         await_end_of(ranks)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--bits", "--schedules", "0"], "argument --schedules: expected at least 1, got '0'"),
-        (["--bits", "--schedules", "many"], "argument --schedules: expected at least 1, got 'many'"),
-        (["--bits", "--seed", "-1"], "argument --seed: expected a whole number of 0 or more, got '-1'"),
-        (
-            ["--bits", "--world-size", "1,2"],
-            "argument --world-size: expected numbers from 2 to 16 with commas between",
-        ),
-        (["--bits", "--world-size", ""], "argument --world-size: expected numbers from 2 to 16"),
-        (["--bits", "--only", "rwo"], "nothing has 'rwo' in its name, such as shared/2/row"),
-        (["--bits", "--arch", "sm_90"], "--arch is about kernels: leave it out beside --bits"),
-        (["--bits", "--skip", "compile"], "--skip is about kernels: leave it out beside --bits"),
-        (["--bits", "--update"], "--update is about kernels: leave it out beside --bits"),
-        (["--bits", "--config", "gate.toml"], "--config is about kernels: leave it out beside --bits"),
-        (["--schedules", "3"], "--schedules needs --bits"),
-        (["--seed", "0"], "--seed needs --bits"),
-        (["--world-size", "2"], "--world-size needs --bits"),
-    ],
-)
-def test_bad_use_is_refused_in_one_line(arguments, said, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["check", *arguments])
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(("schedules", "ranks"), [(1000, (2, 4)), (1000, (2, 3, 4)), (1, (2,)), (37, (5,))])
 def test_at_least_so_many_schedules_are_planned(schedules, ranks):
     plan = check_bits.planned(schedules, ranks, "")

@@ -333,15 +333,5 @@ def test_nothing_tried_is_not_right():
     assert not Report(VERSIONS, 2, 1, [], "auto: c10d").right
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--seconds", "0"], ["--seconds", "nan"], ["--json", "/nowhere/file.json"], ["--bogus"]]
-)
-def test_bad_use_is_refused_in_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["qualify", *arguments])
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_report_of_this_process_is_of_the_cpu():
     assert qualified.versions_here().gpu == "cpu"

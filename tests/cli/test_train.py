@@ -1,7 +1,6 @@
 """`python -m tpkernels train`, as a user types it: real ranks, real text."""
 
 import json
-import re
 from dataclasses import fields, replace
 
 import pytest
@@ -89,55 +88,6 @@ def test_each_field_of_a_run_is_an_option_with_its_default_and_help():
         recompute="full",
         dtype=torch.float64,
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--size", "depth=3"], "depth: a model has no such size"),
-        (["--size", "num_heads"], "--size: expected NAME=VALUE, got 'num_heads'"),
-        (["--size", "num_layers=two"], "num_layers: expected a whole number of at least 1, got 'two'"),
-        (["--max-norm", "-1"], "max_norm: expected more than 0, got -1.0"),
-        (["--peak-rate", "inf"], "peak_rate: expected a number of 0 or more, got inf"),
-        (["--size", "bias=maybe"], "bias: expected true or false, got 'maybe'"),
-        (["--size", "num_layers=true"], "num_layers: expected a whole number of at least 1, got True"),
-        (["--size", "norm_eps=-1"], "norm_eps: expected a number of 0 or more, got -1"),
-        (["--size", "rotary_base=0"], "rotary_base: expected a number above 0, got 0"),
-        (["--size", "rotary_base=far"], "rotary_base: expected a number above 0, got 'far'"),
-        (["--accumulate", "0"], "accumulate: expected at least 1, got 0"),
-    ],
-)
-def test_wrong_sizes_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train_command._config(train_command._parser().parse_args(["--data", "x", *arguments]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--data: expected a file to learn from"),
-        (["--data", "x", "--tp", "0"], "expected at least one rank each, got 0 and 1"),
-        (["--data", "x", "--config", "absent.json"], "--config: "),
-        (["--data", "x", "--resume"], "expected a folder, --save FOLDER"),
-        (["--data", "x", "--model", "gpt5"], "model: expected one of gpt2-small"),
-        (["--data", "x", "--steps", "0", "--dp", "2"], "steps: expected at least 1, got 0"),
-        (["--data", "x", "--prove", "-1"], "--prove: expected 0 or more, got -1"),
-        (["--data", "x", "--sample", "-1"], "--sample: expected 0 or more, got -1"),
-        (["--data", "x", "--save", "y", "--save-every", "-1"], "--save-every: expected 0 or more, got -1"),
-        (["--data", "x", "--page", "/"], "argument --page: cannot write to '/'"),
-        (["--data", "x", "--page", f"{__file__}/page.html"], "argument --page: cannot write to"),
-        (
-            ["--data", "x", "--prove", "1", "--dropout", "0.1"],
-            "expected a run from the start without dropout",
-        ),
-    ],
-)
-def test_bad_options_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", *arguments])
-    assert ended.value.code == 2
-    errors = capsys.readouterr().err
-    assert (message in errors, errors.count("\n")) == (True, 1), errors
 
 
 @pytest.mark.parametrize(
