@@ -71,29 +71,26 @@ def test_a_fifth_lost_on_one_shape_alone_is_found_and_told():
     assert "1.00x is 0.80x now: 20% less, tolerance 5%" in finding.text
 
 
-def test_less_than_the_floor_or_a_gain_is_no_finding():
-    assert found(results(info(1.15), info(0.96), info(0.9), info(9.0))) == []
+NOISY = 0.25
+APART, ALIKE = (results(info(1.3)), results(info(0.9)), results(info(1.0))), [results(info(1.0))] * 3
 
 
-@pytest.mark.parametrize("noisy", ["then", "now"])
-def test_a_fall_within_the_spread_of_either_run_is_noise(noisy):
-    wide, narrow = 0.25, 0.02
-    was = baseline(results(info(1.0, spread=wide if noisy == "then" else narrow)))
-    now = info(0.8, spread=wide if noisy == "now" else narrow)
-    assert found(results(now), was) == []
-    assert found(results(info(0.7, spread=wide if noisy == "now" else narrow)), was) == [("fell", QKV)]
-
-
-def test_what_runs_have_been_apart_is_noise():
-    apart = baseline(results(info(1.3)), results(info(0.9)), results(info(1.0)))
-    assert found(results(info(0.8)), apart) == []
-    assert found(results(info(0.8)), baseline(*[results(info(1.0))] * 3)) == [("fell", QKV)]
-
-
-def test_what_halves_fell_however_noisy_it_is():
-    was = baseline(results(info(1.0, spread=0.9)))
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ([BEFORE], results(info(1.15), info(0.96), info(0.9), info(9.0)), []),  # the floor; a gain
+        ([results(info(1.0, spread=NOISY))], results(info(0.8)), []),  # within the spread of either run
+        ([results(info(1.0, spread=NOISY))], results(info(0.7)), [("fell", QKV)]),
+        ([results(info(1.0))], results(info(0.8, spread=NOISY)), []),
+        ([results(info(1.0))], results(info(0.7, spread=NOISY)), [("fell", QKV)]),
+        (APART, results(info(0.8)), []),  # what runs have been apart
+        (ALIKE, results(info(0.8)), [("fell", QKV)]),
+        ([results(info(1.0, spread=0.9))], results(info(0.4, spread=0.9)), [("fell", QKV)]),  # however noisy
+    ],
+)
+def test_a_fall_is_told_that_is_neither_noise_nor_below_the_floor(was, now, told):
+    assert found(now, baseline(*was)) == told
     assert tolerated(info(1.0, spread=0.9), info(0.4, spread=0.9), 0.05) == 0.5
-    assert found(results(info(0.4, spread=0.9)), was) == [("fell", QKV)]
 
 
 def test_missing_wrong_new_and_changed_cases_are_each_told():
@@ -239,33 +236,25 @@ def test_results_of_another_device_are_refused(tmp_path, capsys):
     assert "is of 'cpu', these results are of 'NVIDIA A100-SXM4-80GB'" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("{", "expected JSON"),
-        ("[" * 100_000, "expected JSON, got it is nested too deeply"),
-        ("[1]", "expected results of benchmarks"),
-        ('{"benchmarks": [{"fullname": "a", "extra_info": {}}]}', "expected results of benchmarks"),
-        (None, "cannot read"),
-    ],
-    ids=["cut", "nested", "list", "no_ratio", "no_file"],
-)
-def test_files_that_are_no_results_are_bad_use(tmp_path, capsys, text, told):
+CUT, NESTED, NO = "{", "[" * 100_000, "expected results of benchmarks"
+
+
+def test_files_that_are_no_results_are_bad_use(tmp_path, capsys):
     path = tmp_path / "now.json"
-    if text is not None:
+    nothing = '{"benchmarks": [{"fullname": "a", "extra_info": {}}]}'
+    assert "cannot read" in main(capsys, str(path))[1]
+    for text, told in {CUT: "expected JSON", NESTED: "nested too deeply", "[1]": NO, nothing: NO}.items():
         path.write_text(text)
-    code, said = main(capsys, str(path))
-    assert (code, told in said, "python -m bench run" in said) == (2, True, True), said
+        code, said = main(capsys, str(path))
+        assert (code, told in said, "python -m bench run" in said) == (2, True, True), said
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[" * 100_000, "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}']
-)
-def test_files_that_are_no_baseline_are_bad_use(tmp_path, capsys, text):
-    (tmp_path / "cpu.json").write_text(text)
+def test_files_that_are_no_baseline_are_bad_use(tmp_path, capsys):
     file = file_of(tmp_path / "now.json", BEFORE)
-    code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
-    assert (code, "python -m bench gate --update" in said) == (2, True), said
+    for text in (CUT, NESTED, "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}'):
+        (tmp_path / "cpu.json").write_text(text)
+        code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
+        assert (code, "python -m bench gate --update" in said) == (2, True), said
 
 
 @pytest.mark.parametrize("now", [replace(BEFORE, failures={"a": "b"}), results()], ids=["wrong", "empty"])
