@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bench import slow_link
 from bench.slow_link import SlowLink, throttle, why_not
 from tests import ranks
+from tests.patience import patient
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -45,12 +46,6 @@ def seconds_at(*rates: float) -> list[float]:
         throttle(rate)
         seconds.append(seconds_to_reduce())
     return seconds
-
-
-def fail_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("no luck")
-    dist.barrier()
 
 
 def die_on_rank_1() -> None:
@@ -96,22 +91,12 @@ def test_ranks_are_apart_from_us_and_from_each_other(link: SlowLink) -> None:
 
 
 @needs_link
-@pytest.mark.parametrize(
-    ("function", "story", "timeout"),
-    [
-        pytest.param(fail_on_rank_1, "rank 1: .*no luck", 60, marks=pytest.mark.sweep),
-        (die_on_rank_1, "rank 1: exited with code 3", 60),
-        pytest.param(sleep_long, "no answer in", 1, marks=pytest.mark.sweep),
-    ],
-)
-def test_nothing_is_left_after_a_failure(
-    function: object, story: str, timeout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     with SlowLink(1e9) as link:
         places = link.run(pid_and_namespace)
-        with pytest.raises(RuntimeError, match=f"(?s){story}"):
-            link.run(function, timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="rank 1: exited with code 3"):
+            link.run(die_on_rank_1, timeout=patient(60))
         with pytest.raises(RuntimeError, match="closed"):
             link.run(pid_and_namespace)
     assert_gone(places)
@@ -144,7 +129,7 @@ def test_nothing_is_left_after_the_end_of_the_parent(end: signal.Signals, tmp_pa
 
 def assert_gone(ranks: list[tuple[int, str]]) -> None:
     namespaces = {namespace for _, namespace in ranks}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while True:
         left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _in(pid, namespaces)]
         if not left:
