@@ -1,21 +1,19 @@
 """What README and docs say can be typed, works."""
 
-import os
 import re
-import runpy
 import subprocess
-import sys
-import traceback
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.blocks import Block, blocks_of, write_files
-from tests.cli.living_ranks import told_by
-from tests.ranks import RankPool
+from tests.cli.living_ranks import SIZES, TORCHRUN
+from tests.patience import patient
+from tests.warm_python import ran
 from tpkernels.topology.plan import plan_groups
 
 ROOT = Path(__file__).parents[1]
@@ -33,11 +31,33 @@ COMMANDS = [
 ]
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+# What `make test` adds to a long command, to have less of it; `make sweep` runs all as they are printed.
+LESS = {
+    "check --bits": ["--schedules", "1", "--only", "c10d/2/row"],
+    "qualify": None,  # tests/cli/test_qualify.py runs this very command
+    "check --config": None,  # tests/cli/test_check_config.py does
+    "clock": None,  # tests/cli/test_clock.py
+    "train": [*SIZES, "--tokens", "16", "--steps", "2", "--sample", "5"],
+}
+RUN = sorted({command for command in COMMANDS if command.startswith("python")})
+
+
+def in_test_and_sweep(command: str) -> list[ParameterSet]:
+    less = next((less for start, less in LESS.items() if f"tpkernels {start}" in command), [])
+    marks = pytest.mark.sweep if less != [] else ()
+    as_printed = pytest.param(command, [], id=command, marks=marks)
+    return [as_printed] if not less else [pytest.param(command, less, id=f"less of {command}"), as_printed]
+
+
+ON_TWO_RANKS = """
+import sys
+import tpkernels
+from tpkernels.training.launch import run_ranks
+
+for name in tpkernels.__all__:
+    getattr(tpkernels, name)  # imported once for both
+sys.exit(run_ranks([sys.executable, *sys.argv[1:]], 2))
+"""
 
 
 def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -48,31 +68,10 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     program = folder / "block.py"
     program.write_text(block.text)
     if "init_process_group" not in block.text:
-        return run([sys.executable, str(program)], folder)
+        return ran(program, cwd=folder)
     if block.page == "README.md":  # which names torchrun
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return run([sys.executable, *launcher, str(program)], folder)
-    return run_on_two_ranks(program, folder)
-
-
-def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As torchrun does, on ranks that have imported torch, which takes longer than most programs."""
-    with RankPool(2) as own:  # a program may leave anything behind
-        return told_by(own, _execute, [str(program), str(folder)])
-
-
-def _execute(program_and_folder: list[str]) -> int:
-    program, folder = program_and_folder
-    here = os.getcwd()
-    os.chdir(folder)
-    try:
-        runpy.run_path(program, run_name="__main__")
-    except Exception:
-        traceback.print_exc()
-        return 1
-    finally:
-        os.chdir(here)
-    return 0
+        return ran(*TORCHRUN, program, cwd=folder)
+    return ran("-c", ON_TWO_RANKS, program, cwd=folder)
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
@@ -80,8 +79,8 @@ def test_code_block_runs(block, tmp_path):
     for package in ("transformers", "megatron"):
         if f"from {package}" in block.text and find_spec(package) is None:
             pytest.skip(f"{package} is not installed (make check-{package} installs it)")
-    ran = run_block(block, tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    run = run_block(block, tmp_path)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("start", ["", "import os  # init_process_group\nassert os.environ['RANK'] == '0'\n"])
@@ -91,15 +90,15 @@ def test_failing_code_block_is_noticed(start, tmp_path):
     assert run_block(block, tmp_path).returncode != 0
 
 
-@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c.startswith("python")}))
-def test_command_runs(command, tmp_path):
+@pytest.mark.parametrize(("command", "less"), [one for command in RUN for one in in_test_and_sweep(command)])
+def test_command_runs(command, less, tmp_path):
     (tmp_path / "data").symlink_to(ROOT / "data")
     for page in PAGES:
         if command in page.read_text():
             write_files(page, tmp_path)
-    ran = run([sys.executable, *command.split()[1:]], tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout
+    run = ran(*command.split()[1:], *less, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
 
 
 def make_targets() -> set[str]:
@@ -122,7 +121,8 @@ def test_every_command_is_one_that_some_test_runs():
 
 
 def test_make_help_lists_every_target():
-    shown = run(["make", "-C", str(ROOT), "--no-print-directory", "help"], ROOT).stdout
+    make = ["make", "-C", str(ROOT), "--no-print-directory", "help"]
+    shown = subprocess.run(make, capture_output=True, text=True, timeout=patient(60), check=True).stdout
     for target in make_targets():
         assert f"make {target} " in shown
 
@@ -133,18 +133,21 @@ def test_ci_runs_the_readmes_test_command():
     assert "make test" in COMMANDS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target, anchor in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
-        if anchor:
-            there = page.parent / target if target else page
-            assert anchor in anchors_of(there.read_text()), f"{page.name} links to {target}#{anchor}"
+def test_links_lead_somewhere():
+    links = [(page, *link) for page in PAGES for link in LINK.findall(page.read_text())]
+    leading_nowhere = [
+        f"{page.name}: {target}#{anchor}"
+        for page, target, anchor in links
+        if not (page.parent / target).exists()
+        or (anchor and anchor not in anchors_of(page.parent / target if target else page))
+    ]
+    assert leading_nowhere == []
 
 
-def anchors_of(text: str) -> set[str]:
+@cache
+def anchors_of(page: Path) -> set[str]:
     """Of headings, as GitHub forms them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 

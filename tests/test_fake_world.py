@@ -67,11 +67,8 @@ def test_fake_rank_destroys_model_parallel_state_first(monkeypatch: pytest.Monke
     assert destroyed == [True]
 
 
-def test_each_rank_is_each_rank() -> None:
+def test_each_rank_is_each_rank_or_each_of_some() -> None:
     assert [(rank, dist.get_rank()) for rank in each_rank(3)] == [(0, 0), (1, 1), (2, 2)]
-
-
-def test_each_rank_of_some() -> None:
     assert [(rank, dist.get_rank()) for rank in each_rank(100, [99, 7])] == [(99, 99), (7, 7)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +15,21 @@ from bench.gpu import plan, stages_of
 from bench.results import slug
 from bench.shapes import GPU_SET, all_shapes, sizes_of
 from bench.stages import GRACE, CannotRun, Stage
+from tests.patience import patient
+from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["build", "kernels", "tests", "sanitizer", "qualify", "tune", "bench", "gate", "report"]
 UNDISTURBED = ("qualify", "tune", "bench", "gate")
 
 
-def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
-
-
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     """The commands of `make gpu`, in their order."""
-    ran = run("make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", "DRY_RUN=1")
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
+    make = ["make", "-C", str(ROOT), "--no-print-directory", "gpu", f"PYTHON={sys.executable}", "DRY_RUN=1"]
+    made = subprocess.run(make, capture_output=True, text=True, timeout=patient(60), check=False)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.splitlines()
 
 
 def place(lines: list[str], part: str) -> int:
@@ -101,8 +101,8 @@ sys.meta_path.insert(0, Bare())
 import pytest
 sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:hypothesispytest", *sys.argv[1:]]))
 """
-    ran = run(sys.executable, "-c", program, *sorted(files(lines)))
-    assert ran.returncode == 0, ran.stdout[-2000:]
+    collected = ran("-c", program, *sorted(files(lines)), cwd=ROOT)
+    assert collected.returncode == 0, collected.stdout[-2000:]
 
 
 def test_every_step_leaves_json(lines):
@@ -113,8 +113,9 @@ def test_every_step_leaves_json(lines):
 
 def test_very_same_tuning_can_be_listed_without_a_gpu(lines, tmp_path):
     command = lines[place(lines, "tpkernels tune")].replace("out/gpu/tune", str(tmp_path))
-    ran = run("bash", "-c", f"{command} --dry-run")
-    assert ran.returncode == 0, ran.stderr
+    _, *words = shlex.split(command)
+    tuned = ran(*words, "--dry-run", cwd=ROOT)
+    assert tuned.returncode == 0, tuned.stderr
     listed = json.loads((tmp_path / "tune.json").read_text())["candidates"]
     assert len(listed) > 100
     assert all(names[0] == "torch" and len(names) > 1 for names in listed.values())
@@ -135,8 +136,8 @@ def test_sanitizer_is_left_out_in_words_where_there_is_none(monkeypatch):
     monkeypatch.setattr(gpu.shutil, "which", lambda tool: f"/cuda/{tool}")
     for command in sanitizer.commands():
         assert (command[0], command[-2]) == ("/cuda/compute-sanitizer", gpu.SANITIZED_CASES)
-    collect = (sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", gpu.SANITIZED_CASES)
-    chosen = run(*collect, *gpu.SANITIZED).stdout
+    collect = ("-m", "pytest", "-q", "--collect-only", "-k", gpu.SANITIZED_CASES)
+    chosen = ran(*collect, *gpu.SANITIZED, cwd=ROOT).stdout
     assert all(f"{file}::" in chosen for file in gpu.SANITIZED), chosen
 
 
@@ -160,21 +161,19 @@ def test_gate_and_report_wait_for_results(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run everything")
 def test_without_a_gpu_it_says_so_and_names_bad_stages():
-    ran = run(sys.executable, "-m", "bench", "gpu")
-    assert (ran.returncode, "a CUDA device is needed" in ran.stderr) == (2, True)
-    ran = run(
-        "make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}", "STAGES=tests,tunes", "DRY_RUN=1"
-    )
-    assert ran.returncode != 0
-    assert f"of {', '.join(STAGES)}; got 'tunes'" in ran.stderr
+    refused = ran("-m", "bench", "gpu", cwd=ROOT)
+    assert (refused.returncode, "a CUDA device is needed" in refused.stderr) == (2, True)
+    misspelt = ran("-m", "bench", "gpu", "--stages", "tests,tunes", "--dry-run", cwd=ROOT)
+    assert misspelt.returncode != 0
+    assert f"of {', '.join(STAGES)}; got 'tunes'" in misspelt.stderr
 
 
 def test_outcomes_are_written_also_of_failures(tmp_path):
     (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2, 'planted'\n")
     report = tmp_path / "out" / "two.json"
     plugin = ("-p", "tests.outcomes", "--outcomes", str(report))
-    ran = run(sys.executable, "-m", "pytest", "-q", str(tmp_path / "test_two.py"), *plugin)
-    assert ran.returncode == 1, ran.stderr
+    tested = ran("-m", "pytest", "-q", tmp_path / "test_two.py", *plugin, cwd=ROOT)
+    assert tested.returncode == 1, tested.stderr
     outcome = json.loads(report.read_text())
     assert (outcome["exit_code"], outcome["counts"]["passed"], outcome["counts"]["failed"]) == (1, 1, 1)
     ((name, why),) = outcome["failures"].items()

@@ -1,12 +1,11 @@
 """The API reference is complete: every public name has a docstring, and is on its page."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tpkernels
+from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,9 +16,7 @@ ROOMS = ("ops", "optim", "interop", "parallel_state")
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    made = subprocess.run(
-        [sys.executable, ROOT / "docs" / "reference.py", folder], capture_output=True, text=True, timeout=120
-    )
+    made = ran(ROOT / "docs" / "reference.py", folder)
     assert made.returncode == 0, made.stderr
     assert "Warn" not in made.stderr + made.stdout  # which is how pdoc says that it leaves something out
     return folder

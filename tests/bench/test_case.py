@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
 from bench.record import KEYS, PastRounds, extra_info
 from bench.shapes import RATED_GPUS
 from bench.summary import summary
+from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[2]
 WORK = Work("sum", "3", "forward", "torch.sum", flops=2 * 10**12, bytes=8)
@@ -159,7 +158,6 @@ def test_rounds_timed_before_are_handed_over():
 
 
 def test_small_set_is_that_of_the_committed_baseline():
-    command = [sys.executable, "-m", "pytest", "bench", "-m", "smoke", "--collect-only", "-q"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    collected = {line for line in ran.stdout.splitlines() if "::" in line}
-    assert collected == set(read_baseline(path_for("cpu"), "cpu").cases), ran.stdout + ran.stderr
+    run = ran("-m", "pytest", "bench", "-m", "smoke", "--collect-only", "-q", cwd=ROOT)
+    collected = {line for line in run.stdout.splitlines() if "::" in line}
+    assert collected == set(read_baseline(path_for("cpu"), "cpu").cases), run.stdout + run.stderr

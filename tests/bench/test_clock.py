@@ -23,6 +23,7 @@ def found():
         return process.submit(judge, NAMES).result()
 
 
+@pytest.mark.sweep  # compiles
 def test_the_page_shows_what_the_clock_says(found):
     rows = [line for line in table(found) if NAMES[0] in line or "rotated" in line]
     assert len(rows) == 3
@@ -38,6 +39,7 @@ def test_the_page_has_every_figure():
     ]
 
 
+@pytest.mark.sweep
 def test_summary_and_order_are_of_the_errors(found):
     assert summary(found).figures == 3
     assert summary(found).rank == 1.0  # 495 < 540 < 670

@@ -20,6 +20,7 @@ from bench.gate import judge
 from bench.record import KEYS
 from bench.results import Results, pooled, read
 from bench.verdict import Finding, findings, tolerated
+from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"bench/test_linear.py::test_linear[{shape}]" for shape in ("qkv", "proj", "fc_up", "fc_down")]
@@ -70,29 +71,26 @@ def test_a_fifth_lost_on_one_shape_alone_is_found_and_told():
     assert "1.00x is 0.80x now: 20% less, tolerance 5%" in finding.text
 
 
-def test_less_than_the_floor_or_a_gain_is_no_finding():
-    assert found(results(info(1.15), info(0.96), info(0.9), info(9.0))) == []
+NOISY = 0.25
+APART, ALIKE = (results(info(1.3)), results(info(0.9)), results(info(1.0))), [results(info(1.0))] * 3
 
 
-@pytest.mark.parametrize("noisy", ["then", "now"])
-def test_a_fall_within_the_spread_of_either_run_is_noise(noisy):
-    wide, narrow = 0.25, 0.02
-    was = baseline(results(info(1.0, spread=wide if noisy == "then" else narrow)))
-    now = info(0.8, spread=wide if noisy == "now" else narrow)
-    assert found(results(now), was) == []
-    assert found(results(info(0.7, spread=wide if noisy == "now" else narrow)), was) == [("fell", QKV)]
-
-
-def test_what_runs_have_been_apart_is_noise():
-    apart = baseline(results(info(1.3)), results(info(0.9)), results(info(1.0)))
-    assert found(results(info(0.8)), apart) == []
-    assert found(results(info(0.8)), baseline(*[results(info(1.0))] * 3)) == [("fell", QKV)]
-
-
-def test_what_halves_fell_however_noisy_it_is():
-    was = baseline(results(info(1.0, spread=0.9)))
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ([BEFORE], results(info(1.15), info(0.96), info(0.9), info(9.0)), []),  # the floor; a gain
+        ([results(info(1.0, spread=NOISY))], results(info(0.8)), []),  # within the spread of either run
+        ([results(info(1.0, spread=NOISY))], results(info(0.7)), [("fell", QKV)]),
+        ([results(info(1.0))], results(info(0.8, spread=NOISY)), []),
+        ([results(info(1.0))], results(info(0.7, spread=NOISY)), [("fell", QKV)]),
+        (APART, results(info(0.8)), []),  # what runs have been apart
+        (ALIKE, results(info(0.8)), [("fell", QKV)]),
+        ([results(info(1.0, spread=0.9))], results(info(0.4, spread=0.9)), [("fell", QKV)]),  # however noisy
+    ],
+)
+def test_a_fall_is_told_that_is_neither_noise_nor_below_the_floor(was, now, told):
+    assert found(now, baseline(*was)) == told
     assert tolerated(info(1.0, spread=0.9), info(0.4, spread=0.9), 0.05) == 0.5
-    assert found(results(info(0.4, spread=0.9)), was) == [("fell", QKV)]
 
 
 def test_missing_wrong_new_and_changed_cases_are_each_told():
@@ -238,33 +236,25 @@ def test_results_of_another_device_are_refused(tmp_path, capsys):
     assert "is of 'cpu', these results are of 'NVIDIA A100-SXM4-80GB'" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("{", "expected JSON"),
-        ("[" * 100_000, "expected JSON, got it is nested too deeply"),
-        ("[1]", "expected results of benchmarks"),
-        ('{"benchmarks": [{"fullname": "a", "extra_info": {}}]}', "expected results of benchmarks"),
-        (None, "cannot read"),
-    ],
-    ids=["cut", "nested", "list", "no_ratio", "no_file"],
-)
-def test_files_that_are_no_results_are_bad_use(tmp_path, capsys, text, told):
+CUT, NESTED, NO = "{", "[" * 100_000, "expected results of benchmarks"
+
+
+def test_files_that_are_no_results_are_bad_use(tmp_path, capsys):
     path = tmp_path / "now.json"
-    if text is not None:
+    nothing = '{"benchmarks": [{"fullname": "a", "extra_info": {}}]}'
+    assert "cannot read" in main(capsys, str(path))[1]
+    for text, told in {CUT: "expected JSON", NESTED: "nested too deeply", "[1]": NO, nothing: NO}.items():
         path.write_text(text)
-    code, said = main(capsys, str(path))
-    assert (code, told in said, "python -m bench run" in said) == (2, True, True), said
+        code, said = main(capsys, str(path))
+        assert (code, told in said, "python -m bench run" in said) == (2, True, True), said
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[" * 100_000, "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}']
-)
-def test_files_that_are_no_baseline_are_bad_use(tmp_path, capsys, text):
-    (tmp_path / "cpu.json").write_text(text)
+def test_files_that_are_no_baseline_are_bad_use(tmp_path, capsys):
     file = file_of(tmp_path / "now.json", BEFORE)
-    code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
-    assert (code, "python -m bench gate --update" in said) == (2, True), said
+    for text in (CUT, NESTED, "[]", '{"device": "cpu", "floor": 0.1, "made": {}, "cases": {"a": {}}}'):
+        (tmp_path / "cpu.json").write_text(text)
+        code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
+        assert (code, "python -m bench gate --update" in said) == (2, True), said
 
 
 @pytest.mark.parametrize("now", [replace(BEFORE, failures={"a": "b"}), results()], ids=["wrong", "empty"])
@@ -301,14 +291,9 @@ def test_committed_baseline_can_be_read_and_says_where_it_is_from():
 def test_a_small_selection_is_run_and_compared(tmp_path):
     """The real command. One case, since each imports torch and compiles nothing."""
     file, path = tmp_path / "sub" / "now.json", tmp_path / "cpu.json"
-
-    def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "bench", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-
-    ran = bench("run", "--smoke", "-k", "smoke-tp1-64-proj-wgrad_add", "-o", str(file))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "wgrad_add" in ran.stdout
+    run = ran("-m", "bench", "run", "--smoke", "-k", "smoke-tp1-64-proj-wgrad_add", "-o", file, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "wgrad_add" in run.stdout
     (said,) = read(file).infos.values()
     assert set(said) - {key for key in said if key.startswith("ratio_to_")} == set(KEYS)
     assert (said["op"], said["pass"], said["roofline"], said["ratio_to_addmm"] > 0.3) == (
@@ -321,7 +306,8 @@ def test_a_small_selection_is_run_and_compared(tmp_path):
     faster = {name: info | {"ratio": 3 * info["ratio"]} for name, info in now.infos.items()}
     made = baseline(replace(now, infos=faster))
     write_baseline(replace(made, made={**made.made, "revision": None}), path)
-    ran = bench("gate", "--skip", "kernels", "--repeat", "1", "--baseline", str(path), str(file))
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "fell " in ran.stdout
-    assert "1 more times" in ran.stdout
+    options = ("--skip", "kernels", "--repeat", "1", "--baseline", path, file)
+    gated = ran("-m", "bench", "gate", *options, cwd=ROOT)
+    assert gated.returncode == 1, gated.stdout + gated.stderr
+    assert "fell " in gated.stdout
+    assert "1 more times" in gated.stdout

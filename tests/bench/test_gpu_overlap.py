@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from bench.cases import overlap as gpu_overlap
 from bench.cases.overlap import Times, predicted, problems, rows_to_copy
+from tests.warm_python import ran
 
 
 def test_efficiency_is_one_for_all_hidden_and_zero_for_nothing():
@@ -44,10 +42,7 @@ def test_rows_are_scaled_to_the_time_wanted():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is nothing to time")
 def test_without_a_gpu_it_says_why_it_is_skipped():
-    ran = subprocess.run(
-        [sys.executable, "-m", "bench.cases.overlap"], capture_output=True, text=True, timeout=60
-    )
-    assert ran.stdout == f"skipped: {gpu_overlap.why_not()}\n"
+    assert ran("-m", "bench.cases.overlap").stdout == f"skipped: {gpu_overlap.why_not()}\n"
 
 
 def test_a_control_that_hides_something_makes_the_run_worthless():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,6 +15,7 @@ from bench.timeline import chrome_trace
 from tests.bench.synthetic import overlaps, results, written
 from tests.pictures.reading import hinted, words
 from tests.pictures.samples import CALLS, LATER
+from tests.warm_python import ran
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -277,23 +276,9 @@ def test_without_matplotlib_there_is_a_page_all_the_same(told, tmp_path, monkeyp
 
 def test_what_a_benchmark_records_is_read(told, tmp_path):
     path = tmp_path / "recorded.json"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "bench/test_host_cost.py",
-        "-k",
-        "forward and not backward",
-    ]
-    subprocess.run(
-        [*command, "--benchmark-json", str(path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    which = ("bench/test_host_cost.py", "-k", "forward and not backward")
+    made = ran("-m", "pytest", "-q", *which, "--benchmark-json", path, cwd=ROOT)
+    assert made.returncode == 0, made.stdout + made.stderr
     _, html = told(path)
     run = read(path)
     assert isinstance(run, Run)

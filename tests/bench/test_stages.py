@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.stages import GRACE, RECORD, CannotRun, Command, Stage, run_stages
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ def shell(script: str) -> Command:
     return ("sh", "-c", script)
 
 
-def stage(name: str, *scripts: str, limit: float = 10.0, jobs: int = 1) -> Stage:
+def stage(name: str, *scripts: str, limit: float = patient(10), jobs: int = 1) -> Stage:
     return Stage(name, limit, lambda: [shell(script) for script in scripts], jobs)
 
 
@@ -51,7 +52,7 @@ def processes_with(word: str) -> list[str]:
 
 def assert_gone(word: str) -> None:
     """Ending takes the kernel a moment."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patient(5)
     while left := processes_with(word):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
@@ -78,7 +79,7 @@ def test_a_stage_that_exceeds_its_time_leaves_no_process(tmp_path, stubborn):
     scripts = [f"{stubborn}sleep {mark} & sleep {mark}", "sleep 0", f"sleep {mark}"]
     start = time.monotonic()
     status = run(tmp_path, stage("slow", *scripts, limit=0.5), stage("next", "true"))
-    assert time.monotonic() - start < 0.5 + GRACE + 5
+    assert time.monotonic() - start < 0.5 + GRACE + patient(5)
     assert status == {"slow": "out of time", "next": "passed"}
     assert_gone(mark)
     began = record(tmp_path)["slow"]["commands"]
@@ -99,12 +100,12 @@ def test_interruption_ends_what_runs(tmp_path):
         f"run_stages([Stage('s', 60.0, lambda: [('sleep', '{mark}')])], Path({str(tmp_path)!r}))"
     )
     driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patient(30)
     while not processes_with(f"sleep {mark}"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     driver.send_signal(signal.SIGINT)
-    driver.wait(20)
+    driver.wait(patient(20))
     assert_gone(mark)
 
 

@@ -1,8 +1,4 @@
-"""`python -m tpkernels train` on ranks that live already: all of a run but its launcher.
-
-A rank imports torch for seconds before it trains for milliseconds, so what has nothing to do with how ranks
-start and end is tested here, and the rest in processes of its own.
-"""
+"""`python -m tpkernels train`: with its launcher, or on ranks that live already, which is all but that."""
 
 from __future__ import annotations
 
@@ -10,21 +6,31 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 from tests.ranks import RankPool
 from tests.segments import tp_invariance
+from tests.warm_python import Program, started
 from tpkernels.cli import main
 from tpkernels.training.launch import loopback_store
 
 ALICE = Path(__file__).parents[2] / "data" / "alice.txt"
 SIZES = ["--size", "hidden_size=16", "--size", "num_layers=1"]
 TINY = [*SIZES, "--tokens", "16", "--batch", "4", "--warmup", "1"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@contextmanager
+def training(*arguments: object, launcher: tuple[object, ...] = (), **how: Any) -> Iterator[Program]:
+    """A run as it is typed, launcher and all; `how`: see `started`."""
+    with started(*launcher, "-m", "tpkernels", "train", "--data", ALICE, *TINY, *arguments, **how) as run:
+        yield run
 
 
 def train_on(ranks: RankPool, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -24,13 +24,6 @@ def test_version_is_told(capsys):
     assert capsys.readouterr().out == f"tpkernels {__version__}\n"
 
 
-def test_unknown_command_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["fly"])
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_former_names_of_options_are_understood():
     assert doctest.testmod(cli).failed == 0
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.warm_python import is_running, ran
 from tpkernels.cli import doctor
 
 REPORT = ["-m", "tpkernels", "doctor", "--json"]
@@ -16,33 +17,23 @@ REPORT = ["-m", "tpkernels", "doctor", "--json"]
 
 def report(*, path=None, **variables: str) -> tuple[int, dict]:
     """Exit code and findings by name; modules in the folder `path` hide the installed ones."""
-    environment = os.environ | variables
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
-    ran = subprocess.run(
-        [sys.executable, *REPORT], capture_output=True, text=True, timeout=200, env=environment, check=False
-    )
-    assert "Traceback" not in ran.stderr
-    told = json.loads(ran.stdout)
-    return ran.returncode, {finding["name"]: finding for finding in told["findings"]} | {"": told}
+    if path is None:
+        made = ran(*REPORT, environment=variables)
+    else:
+        variables["PYTHONPATH"] = os.pathsep.join([str(path), os.getcwd()])
+        command, environment = [sys.executable, *REPORT], os.environ | variables
+        made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert "Traceback" not in made.stderr
+    told = json.loads(made.stdout)
+    return made.returncode, {finding["name"]: finding for finding in told["findings"]} | {"": told}
 
 
 def test_doctor_finds_this_installation_healthy():
     code, found = report(TPKERNELS_LOG="choices")
     assert code == 0, found
     assert found[""]["healthy"] is True
-    for name in (
-        "python",
-        "torch",
-        "gpu",
-        "collectives",
-        "triton",
-        "backend",
-        "transport",
-        "extension",
-        "compiler",
-        "self-test",
-    ):
+    parts = "python torch gpu collectives triton backend transport extension compiler self-test"
+    for name in parts.split():
         assert found[name]["health"] in ("ok", "note")
         assert found[name]["text"]
     assert "agreed in" in found["self-test"]["text"]
@@ -136,19 +127,11 @@ def test_doctor_ends_a_probe_that_hangs(tmp_path, monkeypatch):
     assert ending == "took more than 3 s"
     child = int((tmp_path / "pid").read_text())
     for _ in range(100):
-        if not alive(child):
+        if not is_running(child):
             return
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the probe's own child lives on")
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as status:
-            return status.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_doctor_survives_odd_environments(monkeypatch, capsys, tmp_path):
@@ -160,10 +143,6 @@ def test_doctor_survives_odd_environments(monkeypatch, capsys, tmp_path):
     for name in (" ", str(compiler), "/no/such/compiler"):
         monkeypatch.setenv("CXX", name)
         assert doctor.main([]) == 0
-    with pytest.raises(SystemExit) as exit_:
-        doctor.main(["--bogus"])
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_doctor_ignores_what_libraries_print(tmp_path):
@@ -207,9 +186,9 @@ def test_doctor_refuses_variables_that_mean_nothing(monkeypatch, capsys):
     assert printed.count("TPKERNELS_TUEN") == 1
 
 
-def test_doctor_still_looks_at_the_rest_where_a_variable_is_wrong(look):
+def test_doctor_still_looks_at_the_rest_where_a_variable_is_wrong():
     """Each mistake is told once, as one of the variable."""
-    code, found = look(TPKERNELS_BACKEND="cuda", TPKERNELS_TRANSPORT="share")
+    code, found = report(TPKERNELS_BACKEND="cuda", TPKERNELS_TRANSPORT="share")
     assert code == 1
     assert found["torch"]["health"] == "ok"
     assert not {"backend", "transport"} & found.keys()

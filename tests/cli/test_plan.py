@@ -35,32 +35,6 @@ def test_plan_takes_every_option(capsys):
     assert "2 virtual stages on each rank, decoder from stage 2" in capsys.readouterr().out
 
 
-BAD = {
-    "not_divisible": ["--world-size", "16", "--tp", "3"],
-    "not_a_number": ["--world-size", "many"],
-    "missing": ["--tp", "2"],
-    "unknown_option": ["--world-size", "16", "--np", "2"],
-    "order": ["--world-size", "16", "--order", "tp-zz"],
-    "virtual": ["--world-size", "16", "--pp", "1", "--virtual-pipeline", "2"],
-    "split": ["--world-size", "16", "--pp", "2", "--split-rank", "2"],
-    "rank": ["--world-size", "16", "--rank", "16"],
-    "unwritable": ["--world-size", "16", "--svg", "/nowhere/plan.svg"],
-    "no_gpus_in_a_node": ["--world-size", "16", "--svg", "plan.svg", "--gpus-per-node", "0"],
-}
-
-
-@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
-def test_plan_refuses_bad_arguments_in_one_line(arguments, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        main(["plan", *arguments])
-    assert exit_.value.code == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith("python -m tpkernels plan: error: ")
-    assert refusal.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_help_has_both_sets_of_options(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["plan", "--help"])

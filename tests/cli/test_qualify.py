@@ -4,10 +4,8 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
@@ -18,7 +16,8 @@ import torch.distributed as dist
 
 from tests.cli.living_ranks import told_by
 from tests.ranks import RankPool
-from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels
+from tests.warm_python import children_of, is_running, ran, started
+from tpkernels.cli import main, qualified, qualify_calls, qualify_kernels, qualify_times, qualify_world
 from tpkernels.cli import qualify as qualify_command
 from tpkernels.cli.qualified import Check, Report, keep, known
 from tpkernels.cli.qualify_world import World
@@ -43,20 +42,29 @@ def cache(tmp_path, monkeypatch):
 
 
 def qualified_on(ranks, program, tmp_path):
-    """Exit code, checks by part and name, and what was printed: as under torchrun."""
+    """What was printed, and checks by part and name: as under torchrun."""
     report = tmp_path / "report.json"
     command = ["qualify", "--quick", "--seed", SEED, "--json", str(report), str(tmp_path / "cache")]
     ran = told_by(ranks, program, command)
+    return ran, checks_of(report, ran.returncode)
+
+
+def checks_of(report, code):
     told = json.loads(report.read_text())
-    checks = {f"{check['part']} {check['name']}": check for check in told["checks"]}
-    assert told["right"] == (ran.returncode == 0)
-    return ran, checks, told
+    assert told["right"] == (code == 0)
+    return {f"{check['part']} {check['name']}": check for check in told["checks"]}
 
 
-def qualify(command):
-    """As typed, keeping its report in a folder of this test."""
+def qualify(command, *faults):
+    """As typed but with a little of each part, and with faults; its report stays in a folder of this test."""
     *arguments, folder = command
-    with patch.dict(os.environ, {"TPKERNELS_CACHE_DIR": folder}):
+    with ExitStack() as planted:
+        planted.enter_context(patch.dict(os.environ, {"TPKERNELS_CACHE_DIR": folder}))
+        planted.enter_context(patch.object(qualify_kernels, "MOST_QUICK", 1))
+        planted.enter_context(patch.object(qualify_times, "CPU_SIZES", (64, 32, 32)))
+        planted.enter_context(patch.object(qualify_calls, "SIZES", ("small",)))
+        for fault in faults:
+            planted.enter_context(fault)
         return main(arguments)
 
 
@@ -64,9 +72,11 @@ def wrong(checks):
     return {name for name, check in checks.items() if check["status"] == "wrong"}
 
 
-def test_all_is_right_here_and_the_report_is_kept(ranks2, tmp_path):
-    ran, checks, told = qualified_on(ranks2, qualify, tmp_path)
-    assert not wrong(checks), ran.stdout
+def test_all_is_right_here_and_the_report_is_kept(tmp_path):
+    report = tmp_path / "report.json"
+    run = ran("-m", "tpkernels", "qualify", "--quick", "--seed", SEED, "--json", report)
+    checks, told = checks_of(report, run.returncode), json.loads(report.read_text())
+    assert not wrong(checks), run.stdout + run.stderr
     assert {"transports c10d", "calls c10d", "transports shared", "calls shared"} <= set(checks)
     assert checks["graphs c10d"]["status"] == "left out"
     tried = {name.removeprefix("kernels ") for name in checks if name.startswith("kernels ")} - {"others"}
@@ -76,11 +86,11 @@ def test_all_is_right_here_and_the_report_is_kept(ranks2, tmp_path):
     (times,) = (check["numbers"] for name, check in checks.items() if name.startswith("times"))
     assert set(times) == {"c10d", "shared", "naive"}
     assert told["seed"] == int(SEED)
-    assert f"--seed {SEED}" in ran.stdout
-    auto = [line for line in ran.stdout.splitlines() if line.startswith("auto: ")]
+    assert f"--seed {SEED}" in run.stdout
+    auto = [line for line in run.stdout.splitlines() if line.startswith("auto: ")]
     assert auto == [told["auto"]]
     assert re.match(r"auto: (c10d|shared) \(.+\); measured: ", told["auto"])
-    assert ran.stdout.endswith("qualified\n")
+    assert run.stdout.endswith("qualified\n")
     assert not list((tmp_path / "cache").glob("qualified_*")), "a quick one qualifies nothing"
 
 
@@ -93,11 +103,11 @@ def with_a_kernel_that_is_off(command):
         results.y[:16, :16] = 0
         return results
 
-    with (
+    return qualify(
+        command,
         patch.object(linear_kernel, "linear_fwd", off),
         patch.object(qualify_kernels, "_one_of_each_first", _of_linear),
-    ):
-        return qualify(command)
+    )
 
 
 def _of_linear(cases, draw):
@@ -105,11 +115,11 @@ def _of_linear(cases, draw):
 
 
 def test_a_kernel_that_is_off_is_named_with_how_far(ranks2, tmp_path):
-    ran, checks, _ = qualified_on(ranks2, with_a_kernel_that_is_off, tmp_path)
-    assert (ran.returncode, wrong(checks)) == (1, {"kernels linear_fwd"}), ran.stdout
+    run, checks = qualified_on(ranks2, with_a_kernel_that_is_off, tmp_path)
+    assert (run.returncode, wrong(checks)) == (1, {"kernels linear_fwd"}), run.stdout
     text = checks["kernels linear_fwd"]["text"]
     assert re.search(r"rank 1: (descriptor|pointer)/\w+/\w+ y is off by [\d.e+]+ times the bound", text), text
-    assert ran.stdout.endswith("not qualified: kernels linear_fwd\n")
+    assert run.stdout.endswith("not qualified: kernels linear_fwd\n")
 
 
 def test_every_kernel_is_tried_however_little_time_there_is(monkeypatch):
@@ -133,16 +143,16 @@ def with_bits_that_differ_once(command):
 
     def put(self, peer, there, rows, delivery):
         calls.append(peer)
-        if len(calls) == 100 and dist.get_rank() == 1:
+        if len(calls) == 60 and dist.get_rank() == 1:
             rows = torch.nextafter(rows, torch.tensor(9.0, dtype=rows.dtype))
         real(self, peer, there, rows, delivery)
 
-    with (
+    return qualify(
+        command,
         patch.object(HostExchange, "put", put),
         patch.object(qualify_calls, "_delayed_calls", delayed),
-        patch.object(qualify_kernels, "MOST_QUICK", 1),
-    ):
-        return qualify(command)
+        patch.object(qualify_calls, "AT_ONCE", 1),  # else the other rank waits for calls that do not come
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -164,8 +174,8 @@ def test_each_delayed_call_is_compared_even_in_a_quick_run():
 
 
 def test_a_transport_whose_bits_differ_once_is_named_with_call_and_place(ranks2, tmp_path):
-    ran, checks, _ = qualified_on(ranks2, with_bits_that_differ_once, tmp_path)
-    assert (ran.returncode, wrong(checks)) == (1, {"calls shared"}), ran.stdout
+    run, checks = qualified_on(ranks2, with_bits_that_differ_once, tmp_path)
+    assert (run.returncode, wrong(checks)) == (1, {"calls shared"}), run.stdout
     assert re.search(
         r"rank \d: ArithmeticError: call \d+ of \w+ in torch.\w+: .* differs from call \d+, which was the "
         r"same, in \d+ of \d+ values, by up to \d",
@@ -180,15 +190,13 @@ def with_a_transport_that_fails(command):
     def put(self, peer, *_):
         raise RuntimeError("planted: no memory")
 
-    planted = patch.object(HostExchange, "put", put) if os.environ["RANK"] == "1" else nullcontext()
-    with planted, patch.object(qualify_kernels, "MOST_QUICK", 1):
-        return qualify(command)
+    return qualify(command, *[patch.object(HostExchange, "put", put)] * (os.environ["RANK"] == "1"))
 
 
 def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on(ranks2, tmp_path):
     with RankPool(2) as own:
-        ran, checks, _ = qualified_on(own, with_a_transport_that_fails, tmp_path)
-    assert ran.returncode == 1, ran.stdout
+        run, checks = qualified_on(own, with_a_transport_that_fails, tmp_path)
+    assert run.returncode == 1, run.stdout
     assert "transports shared" in wrong(checks)
     assert "rank 1: " in checks["transports shared"]["text"]
     assert "planted: no memory" in checks["transports shared"]["text"]
@@ -198,53 +206,47 @@ def test_a_transport_that_fails_on_one_rank_is_a_line_and_others_go_on(ranks2, t
 
 def with_a_late_rank(command):
     """Later than a call may take."""
-    real = qualify_calls._against_float64
+    real, late_after = qualify_calls._against_float64, 1.0
 
     def late(world, group):
         if world.rank == 1:
-            time.sleep(4.0)
+            time.sleep(3 * late_after)
         return real(world, group)
 
-    with (
+    return qualify(
+        command,
         patch.object(qualify_calls, "_against_float64", late),
-        patch("tpkernels.cli.qualify_world.CALL_SECONDS", 1.0),
-        patch.object(qualify_kernels, "MOST_QUICK", 1),
-    ):
-        return qualify(command)
+        patch.object(qualify_world, "CALL_SECONDS", late_after),
+    )
 
 
 def test_a_late_rank_is_a_line_of_each_transport(tmp_path):
     with RankPool(2) as own:
-        ran, checks, _ = qualified_on(own, with_a_late_rank, tmp_path)
-    assert ran.returncode == 1
+        run, checks = qualified_on(own, with_a_late_rank, tmp_path)
+    assert run.returncode == 1
     assert {"transports c10d", "transports shared"} <= wrong(checks)
     assert "rank 0: " in checks["transports c10d"]["text"]
 
 
-DIES = """
-import os
-if os.environ.get("RANK") == "1":
-    from tpkernels.cli import qualify_kernels
-    qualify_kernels.cases = lambda sizes: os._exit(7)
-"""
+def a_rank_dies():
+    if os.environ.get("RANK") == "1":
+        qualify_kernels.cases = lambda sizes: os._exit(7)
 
 
-def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path, cache):
-    (tmp_path / "sitecustomize.py").write_text(DIES)
-    path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    report, mark = tmp_path / "report.json", f"9{tmp_path.stat().st_ino}"
-    command = [sys.executable, "-m", "tpkernels", "qualify", "--quick", "--seed", mark, "--json", str(report)]
-    environment = os.environ | {"PYTHONPATH": path}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert ran.returncode == 1, ran.stderr
-    (check,) = json.loads(report.read_text())["checks"]
+def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path):
+    report = tmp_path / "report.json"
+    command = ("-m", "tpkernels", "qualify", "--quick", "--json", report)
+    with started(*command, planted=a_rank_dies) as run:
+        run.until(lambda: len(children_of(run.pid)) == 2)
+        ranks = children_of(run.pid)
+        assert run.wait() == 1
+    (check,) = checks_of(report, 1).values()
     assert check["status"] == "wrong"
     assert re.fullmatch(
         "rank 1 ended with exit code 7; the other ranks were ended, during (the start|kernels)", check["text"]
     )
-    assert ran.stdout.endswith("not qualified: ranks 2 ranks\n")
-    living = subprocess.run(["pgrep", "-f", f"qualify --seed {mark}"], capture_output=True, text=True)
-    assert living.stdout == ""
+    assert run.stdout.endswith("not qualified: ranks 2 ranks\n")
+    assert [is_running(rank) for rank in ranks] == [False, False]
 
 
 def test_a_report_is_kept_by_gpu_and_versions(cache):
@@ -329,16 +331,6 @@ def test_kernels_that_child_processes_have_tried_are_listed(cache):
 
 def test_nothing_tried_is_not_right():
     assert not Report(VERSIONS, 2, 1, [], "auto: c10d").right
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--seconds", "0"], ["--seconds", "nan"], ["--json", "/nowhere/file.json"], ["--bogus"]]
-)
-def test_bad_use_is_refused_in_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["qualify", *arguments])
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_report_of_this_process_is_of_the_cpu():

@@ -1,43 +1,29 @@
-"""What a run owes its user when something breaks: real ranks, real signals, real checkpoints."""
+"""What a run owes its user when something breaks: launchers, ranks, signals and checkpoints are real."""
 
+import ipaddress
 import json
 import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
+import socket
 import sys
-import time
-from contextlib import contextmanager
+from contextlib import suppress
+from pathlib import Path
 
-from tests.cli.living_ranks import ALICE, TINY, train_on
-from tests.cli.test_train import await_end_of, children_of
+import pytest
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.cli.living_ranks import TORCHRUN, train_on, training
+from tests.patience import patient
+from tests.warm_python import await_end_of, children_of
 
-
-@contextmanager
-def started(*arguments, launcher=()):
-    """A run of two tensor-parallel ranks."""
-    program = [*launcher, "-m", "tpkernels", "train"] if launcher else ["-m", "tpkernels", "train"]
-    command = [sys.executable, *program, "--data", str(ALICE), *TINY, "--tp", "2", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as run:
-        try:
-            yield run
-        finally:
-            run.terminate()
+ENDLESS = ("--tp", "2", "--steps", "100000")
+both_launchers = pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["its_own", "torchrun"])
 
 
-def wait_for(path, run):
-    deadline = time.monotonic() + 180  # of a busy machine
-    while not path.exists() or not path.stat().st_size:
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.02)
+def exists(path):
+    return lambda: path.exists() and path.stat().st_size
 
 
 def losses_of(lines):
@@ -48,62 +34,150 @@ def our_messages(errors):
     return re.findall(r"^python -m tpkernels train: rank .*", errors, re.MULTILINE)
 
 
+def rank_1_dies_once():
+    """In its sixth step, and not again once torchrun has restarted it."""
+    if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        from tpkernels.training.trainer import Trainer
+
+        step, steps = Trainer._step, []
+
+        def _step(trainer):
+            steps.append(trainer)
+            if len(steps) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(trainer)
+
+        Trainer._step = _step
+
+
 def test_torchrun_restarts_and_goes_on_as_if_nothing_had_been(tmp_path, ranks2):
-    folder, lines, undisturbed = (
-        tmp_path / "saved",
-        tmp_path / "metrics.jsonl",
-        tmp_path / "undisturbed.jsonl",
-    )
-    options = f"--steps 160 --save {folder} --save-every 40 --resume --json {lines}".split()
-    with started(*options, launcher=[*TORCHRUN, "--max-restarts", "1"]) as run:
-        wait_for(folder / "latest", run)
-        os.kill(children_of(run.pid)[-1], signal.SIGKILL)
-        printed, errors = run.communicate(timeout=180)
-    assert run.returncode == 0, errors
-    assert len(our_messages(errors)) == 1, errors  # of the rank that lost the other
-    assert re.search(r"rows of rank \d did not arrive|one died|came too late", errors)
-    assert re.search(rf"^from {folder}/step-000000[48]0, after [48]0 steps$", printed, re.MULTILINE)
-    again = train_on(ranks2, "--tp", "2", "--steps", "160", "--json", str(undisturbed))
+    folder, lines, undisturbed = (tmp_path / name for name in ("saved", "metrics", "undisturbed"))
+    launcher = (*TORCHRUN, "--max-restarts", "1")
+    options = f"--tp 2 --steps 8 --save {folder} --save-every 4 --resume --json {lines}".split()
+    with training(*options, launcher=launcher, planted=rank_1_dies_once) as run:
+        code = run.wait()
+    assert code == 0, run.stderr
+    assert len(our_messages(run.stderr)) == 1, run.stderr  # of the rank that lost the other
+    assert re.search(r"rows of rank \d did not arrive|one died|came too late", run.stderr)
+    assert re.search(rf"^from {folder}/step-00000004, after 4 steps$", run.stdout, re.MULTILINE)
+    again = train_on(ranks2, "--tp", "2", "--steps", "8", "--json", str(undisturbed))
     assert again.returncode == 0, again.stderr
-    assert len(losses_of(lines)) == 160
+    assert len(losses_of(lines)) == 8
     assert losses_of(lines) == losses_of(undisturbed)  # to the digit
 
 
-def test_sigterm_reaches_ranks_through_torchrun(tmp_path):
-    folder, lines = tmp_path / "saved", tmp_path / "metrics.jsonl"
-    options = f"--steps 100000 --save {folder} --json {lines}".split()
-    with started(*options, launcher=TORCHRUN) as run:
-        wait_for(lines, run)
-        run.terminate()
-        printed, errors = run.communicate(timeout=180)
-    done = len(losses_of(lines))
-    assert f"saved {folder}/step-{done:08}" in printed
-    assert our_messages(errors) == []
-    assert (folder / "latest").read_text() == f"step-{done:08}"
-
-
-def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
+@both_launchers
+def test_ranks_end_with_a_launcher_that_is_killed(launcher, tmp_path):
     lines = tmp_path / "metrics.jsonl"
-    with started(*f"--steps 100000 --json {lines}".split(), launcher=TORCHRUN) as run:
-        wait_for(lines, run)
+    with training(*ENDLESS, "--json", lines, launcher=launcher) as run:
+        run.until(exists(lines))
         ranks = children_of(run.pid)
         run.kill()
-        run.wait(timeout=30)
+        run.wait()
         await_end_of(ranks)
+
+
+@both_launchers
+def test_sigterm_saves_and_resume_goes_on_with_other_ranks(launcher, tmp_path, ranks2):
+    lines, folder = tmp_path / "metrics.jsonl", tmp_path / "saved"
+    with training(*ENDLESS, "--json", lines, "--save", folder, launcher=launcher) as run:
+        run.until(exists(lines))
+        run.terminate()
+        code = run.wait()
+    done = len(losses_of(lines))
+    assert f"saved {folder}/step-{done:08}" in run.stdout
+    assert our_messages(run.stderr) == []
+    assert (folder / "latest").read_text() == f"step-{done:08}"
+    if launcher:
+        return
+    assert code == 0, run.stderr
+    assert "Traceback" not in run.stderr
+
+    # what a run that died while it wrote leaves behind is never taken
+    (folder / f".step-{done + 5:08}.unfinished").mkdir()
+    options = f"--dp 2 --steps {done + 2} --save {folder} --resume --json {lines}".split()
+    again = train_on(ranks2, *options)
+    assert again.returncode == 0, again.stderr
+    assert f"from {folder}/step-{done:08}, after {done} steps" in again.stdout
+    reports = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [report["step"] for report in reports] == list(range(1, done + 3))
+
+    other_batches = train_on(ranks2, *options, "--seed", "5")
+    assert other_batches.returncode == 2
+    assert other_batches.stderr.count("expected seed 1234, which the run began with, got 5") == 1
+
+    nothing_left = train_on(ranks2, *options)
+    assert nothing_left.returncode == 0
+    assert f"all {done + 2} steps were done before" in nothing_left.stdout
+
+
+def test_death_of_a_rank_ends_the_others_with_one_message(tmp_path):
+    lines = tmp_path / "metrics.jsonl"
+    with training(*ENDLESS, "--json", lines) as run:
+        run.until(exists(lines))
+        ranks = children_of(run.pid)
+        assert len(ranks) == 2
+        heard = {pid: listening(pid) for pid in (run.pid, *ranks)}  # a store, and two of gloo
+        assert all(heard.values()), heard
+        assert {address for addresses in heard.values() for address in addresses} == {"127.0.0.1"}
+        os.kill(ranks[1], signal.SIGKILL)
+        assert run.wait() == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL; the other ranks were ended" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def listening(pid):
+    """The addresses that sockets of a process listen on."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(path))
+    own = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [address_of(row[1]) for row in rows if row[3] == "0A" and row[9] in own]
+
+
+def address_of(written):
+    """Of 0100007F:1F90, as the kernel writes addresses: words of four bytes, each in the machine's order."""
+    words = bytes.fromhex(written.partition(":")[0])
+    ordered = [words[at : at + 4][:: -1 if sys.byteorder == "little" else 1] for at in range(0, 16, 4)]
+    return str(ipaddress.ip_address(b"".join(ordered)))
+
+
+def test_sockets_of_other_machines_are_seen():
+    """What the test above looks for, here with a fault."""
+    with socket.create_server(("0.0.0.0", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert sorted(listening(os.getpid()))[:1] == ["0.0.0.0"]
+        assert "127.0.0.1" in listening(os.getpid())
+
+
+def test_only_the_rank_that_knows_says_why(tmp_path):
+    """One data rank meets a byte that the vocabulary does not have; the other only sees it go."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abc" * 300 + b"z" + b"abc" * 300)
+    command = f"--data {text} --dp 2 --batch 2 --size vocab_size=110 --tokens 250 --steps 200".split()
+    with training(*command) as run:
+        assert run.wait() == 1
+    assert re.search("expected (target|ids) from 0 to 109", run.stderr), run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_a_full_disk_is_told_and_costs_no_earlier_checkpoint(tmp_path, ranks2):
     folder = tmp_path / "saved"
-    with started(*f"--steps 100000 --save {folder} --save-every 30".split()) as run:
-        wait_for(folder / "latest", run)
+    with training(*ENDLESS, "--save", folder, "--save-every", "5") as run:
+        run.until(exists(folder / "latest"))
         full = children_of(run.pid)[1]
         resource.prlimit(full, resource.RLIMIT_FSIZE, (1000, 1000))  # of one rank alone
-        _, errors = run.communicate(timeout=180)
-    assert run.returncode == 1
-    assert len(our_messages(errors)) == 1, errors
-    assert "the checkpoint could not be written to" in errors
-    assert "File too large (rank 1)" in errors
-    assert "Traceback" not in errors
+        assert run.wait() == 1
+    assert len(our_messages(run.stderr)) == 1, run.stderr
+    assert "the checkpoint could not be written to" in run.stderr
+    assert "File too large (rank 1)" in run.stderr
+    assert "Traceback" not in run.stderr
     assert not list(folder.glob(".*unfinished"))
     assert (folder / "latest").read_text() in {path.name for path in folder.glob("step-*")}
     # what was saved before is whole, and what a run that was killed while it wrote leaves is never taken
@@ -136,16 +210,15 @@ def test_a_folder_with_another_run_is_told_before_the_first_step(tmp_path, ranks
 
 
 def test_a_rank_that_hangs_is_given_up_in_time(tmp_path):
-    lines = tmp_path / "metrics.jsonl"
-    with started(*f"--steps 100000 --timeout 8 --json {lines}".split()) as run:
-        wait_for(lines, run)
+    lines, seconds = tmp_path / "metrics.jsonl", round(patient(3))
+    with training(*ENDLESS, "--timeout", seconds, "--json", lines) as run:
+        run.until(exists(lines))
         hanging = children_of(run.pid)[1]
         os.kill(hanging, signal.SIGSTOP)
-        message = run.stderr.readline()  # the other one's
+        run.until(lambda: our_messages(run.stderr))  # the other one's
         os.kill(hanging, signal.SIGCONT)  # else the launcher waits a while before it kills
-        _, errors = run.communicate(timeout=180)
-    assert run.returncode == 1
-    assert "rank 0: RuntimeError" in message
-    assert "Timed out waiting 8000ms" in message
-    assert "the other ranks were ended" in errors
-    assert "Traceback" not in errors
+        assert run.wait() == 1
+    assert "rank 0: RuntimeError" in run.stderr
+    assert f"Timed out waiting {seconds}000ms" in run.stderr
+    assert "the other ranks were ended" in run.stderr
+    assert "Traceback" not in run.stderr

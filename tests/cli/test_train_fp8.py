@@ -28,21 +28,6 @@ def test_its_words_are_those_of_recipes(tmp_path):
     assert parsed("--config", str(path), "--fp8=").recipe is None  # what is typed goes first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--fp8", "tensorwise"], "Recipe: expected 'rowwise' or 'blockwise', with options such as"),
-        (["--fp8", "--tp-invariant", "2"], "fp8: expected none with TP-invariance, got rowwise"),
-        (["--fp8", "--dtype", "float64"], "fp8: expected weights in bfloat16 or float32, got float64"),
-    ],
-)
-def test_what_cannot_be_is_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", "x", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_file_says_it_in_words_or_not(tmp_path, capsys):
     path = tmp_path / "run.json"
     path.write_text('{"fp8": null}')

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.cli.living_ranks import train_on
-from tpkernels.cli import main
 
 
 def test_speed_memory_and_trace(tmp_path, ranks2):
@@ -39,19 +38,3 @@ def test_profile_goes_before_the_time_line_of_a_page(tmp_path, ranks1):
     html = page.read_text(encoding="utf-8")
     assert "<h2>Loss</h2>" in html
     assert "One step" not in html
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peak-tflops", "0"], "--peak-tflops: expected more than 0 and less than 1e9, got 0.0"),
-        (["--timeout", "-1"], "--timeout: expected more than 0 and less than 1e9, got -1.0"),
-        (["--timeout", "inf"], "--timeout: expected more than 0 and less than 1e9, got inf"),
-        (["--profile-step", "3"], "--profile-step: expected a folder, --profile FOLDER"),
-    ],
-)
-def test_bad_options_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", "x", *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

@@ -79,52 +79,6 @@ def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
     assert capsys.readouterr().out.startswith("2 problems, ")
 
 
-BAD = {
-    "missing": [],
-    "two_sizes": ["--shapes", "8192x4096", "--dry-run"],
-    "zero": ["--shapes", "0x1x1", "--dry-run"],
-    "a_word": ["--shapes", "axbxc", "--dry-run"],
-    "no_address_reaches": ["--shapes", "3000000000x3000000000x16", "--dry-run"],
-    "model": ["--shapes", "model:llama9", "--dry-run"],
-    "ranks": ["--shapes", "model:gpt2-xl,tp:2", "--dry-run"],
-    "ranks_of_no_model": ["--shapes", "8x8x8,tp:2", "--dry-run"],
-    "huge_model": ["--shapes", f"model:llama3-8b,tokens:{10**16}", "--dry-run"],
-    "step": ["--shapes", "1x1x1", "--steps", "conv", "--dry-run"],
-    "dtype": ["--shapes", "1x1x1", "--dtype", "fp8", "--dry-run"],
-    "gpu": ["--shapes", "1x1x1", "--gpu", "tpu", "--dry-run"],
-    "gpu_without_dry_run": ["--shapes", "1x1x1", "--gpu", "h100"],
-    "seconds": ["--shapes", "1x1x1", "--dry-run", "--seconds", "0"],
-    "unwritable": ["--shapes", "1x1x1", "--dry-run", "--json", "/nowhere/file.json"],
-}
-
-
-@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
-def test_tune_refuses_bad_arguments_in_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["tune", *arguments])
-    assert exit_.value.code == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith("python -m tpkernels tune: error: ")
-    assert refusal.count("\n") == 1
-
-
-def test_unwritable_report_is_refused_before_anything_is_timed(capsys):
-    """Not after it, when minutes have gone by."""
-    with pytest.raises(SystemExit):
-        main(["tune", "--shapes", "64x64x64", "--json", "/nowhere/file.json"])
-    assert "argument --json: cannot write to '/nowhere/file.json'" in capsys.readouterr().err
-
-
-def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        main(["tune", "--shapes", "64x64x64"])
-    assert exit_.value.code == 2
-    said = capsys.readouterr().err
-    assert "there is no GPU here to time on; --dry-run lists" in said
-    assert said.count("\n") == 1
-
-
 def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
     for module in (tune, candidates):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
