@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.checks import error_of
+from tests.interop.refused import refused
 from tests.interop.split_cases import PLAN, Toy, differences
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
@@ -125,14 +125,16 @@ def tied_again() -> list[str]:
     return wrong + (["untied"] if split.double().head.weight is split.embed.weight else [])
 
 
-def set_by_hand(kind: str) -> list[Any]:
-    """Errors of a model whose buffers hold nothing, and then what differs."""
+def set_by_hand(kind: str) -> list[str]:
+    """What differs once all buffers have numbers; until then it is refused, however it is called."""
     initialize_model_parallel(2)
     whole, split = whole_and_split(kind)
-    found: list[Any] = [error_of(split, IDS), error_of(split.scaled, torch.ones(WIDTH))]
-    found.append(error_of(split.double(), IDS))
-    found.append(error_of(deepcopy(split), IDS))
+    both = "expected the numbers of 'scaled.factors', 'scaled.shift', which the model was built"
+    refused("RuntimeError", both, split, IDS)
+    refused("RuntimeError", both, split.scaled, torch.ones(WIDTH))
+    refused("RuntimeError", both, split.double(), IDS)
+    refused("RuntimeError", both, deepcopy(split), IDS)
     split.scaled.factors.copy_(whole.scaled.factors)
-    found.append(error_of(split, IDS))
+    refused("RuntimeError", "expected the numbers of 'scaled.shift', which", split, IDS)
     split.scaled.shift = torch.tensor(3)
-    return [*found, differences(split, whole)]
+    return differences(split, whole)

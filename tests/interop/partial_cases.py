@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.checks import error_of
+from tests.interop.refused import refused
 from tests.interop.split_cases import loss_of
 from tests.models.small import IDS, TARGETS
 from tpkernels import (
@@ -25,7 +26,7 @@ from tpkernels import (
     initialize_model_parallel,
     parallelize,
 )
-from tpkernels.interop.parallelize import verify as module
+from tpkernels.interop.parallelize import verify
 from tpkernels.interop.parallelize.plan import Split
 
 STEPS = 5
@@ -90,9 +91,8 @@ def train(model: nn.Module, how: str, state: Any = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     buckets = None
     if how == "buckets":
-        buckets = GradientBuckets(
-            model, state.process_group("dp"), tensor_parallel_group=state.process_group("tp")
-        )
+        dp, tp = (state.process_group(name) for name in ("dp", "tp"))
+        buckets = GradientBuckets(model, dp, tensor_parallel_group=tp)
     losses = []
     for step in range(STEPS):
         if how == "frozen":
@@ -114,18 +114,8 @@ def train(model: nn.Module, how: str, state: Any = None) -> list[float]:
     return losses
 
 
-WAYS = (
-    "plain",
-    "accumulated",
-    "checkpointed",
-    "reentrant",
-    "compiled",
-    "frozen",
-    "buckets",
-    "finalized",
-    "copied",
-    "pickled",
-)
+WAYS = ("plain", "accumulated", "checkpointed", "reentrant", "compiled", "frozen", "buckets", "finalized")
+WAYS += ("copied", "pickled")
 
 
 def trained_alike(how: str) -> list[str]:
@@ -183,21 +173,22 @@ def data_parallel(wrapper: str) -> list[str]:
     return unlike(split, whole, losses, expected)
 
 
-def declared() -> dict[str, Any]:
-    """What is summed when a plan says so, when a forward says so, and when nobody can."""
+def declared() -> list[Any]:
+    """What is summed when a plan says so; and what is said when it is wrong, or nobody can tell."""
     initialize_model_parallel(2)
-    found: dict[str, Any] = {}
     halves = {"attentions.*.?_norm": "partial", "attentions.?": "partial", "norms": "replicated"}
     split = parallelize(normed(), plan=PLAN | halves, verify=False)
-    whole = normed()
-    found["declared"] = unlike(split, whole, train(split, "plain"), train(whole, "plain"))
-    found["untold"] = error_of(parallelize, normed(), plan=PLAN, verify=False)
-    found["wrong"] = error_of(parallelize, normed(), plan=PLAN | {"attentions.*.q_norm": "replicated"})
-    found["whole one"] = error_of(parallelize, normed(), plan=PLAN | {"norms.*": "partial"})
-    reentrant = normed()
+    whole, reentrant = normed(), normed()
     reentrant.checkpointing = True
-    found["reentrant"] = error_of(parallelize, reentrant, plan=PLAN)
-    return found
+    untold = "'attentions.0.scale' stands beside layers that are split"
+    of_queries, of_all = {"attentions.*.q_norm": "replicated"}, {"norms.*": "partial"}
+    return [
+        unlike(split, whole, train(split, "plain"), train(whole, "plain")),
+        refused("ValueError", f"{untold}, and it cannot", parallelize, normed(), plan=PLAN, verify=False),
+        refused("ValueError", "q_norm.weight' is off by", parallelize, normed(), plan=PLAN | of_queries),
+        refused("ValueError", "norms.1.weight' is off by", parallelize, normed(), plan=PLAN | of_all),
+        refused("ValueError", untold, parallelize, reentrant, plan=PLAN),
+    ]
 
 
 class AllHeads(Normed):
@@ -231,26 +222,22 @@ class Plain(nn.Module):
         return y
 
 
-def refused() -> dict[str, Any]:
+def refusals() -> list[str]:
+    """What is said where features are not those that a function takes, or gradients are not summed."""
     initialize_model_parallel(2)
-    plan: dict[str, Any] = {"up": "column", "down": "row"}
-    every = PLAN | {"attentions.*.q.0": Split("column", unit=4)}
-    del every["attentions.*.[qkv]"]
-    every |= {"attentions.*.[kv]": Split("column", unit=4)}
+    plan = {"up": "column", "down": "row"}
+    in_sequence = {name: said for name, said in PLAN.items() if "[qkv]" not in name}
+    in_sequence |= dict.fromkeys(("attentions.*.q.0", "attentions.*.[kv]"), Split("column", unit=4))
+    full = "'attentions.0.q.1' does not take this rank's features, though it takes all of them"
+    both = "reaches both full features and, past no column, those that ranks split"
+    differs = "the first module whose output differs is 'down', and the last before it that agrees is 'up'"
     torch.manual_seed(0)
-    return {
-        "all heads": error_of(parallelize, AllHeads().double(), plan=every),
-        "gate": error_of(parallelize, Plain("gate"), plan=plan),
-        "norm": error_of(parallelize, Plain("norm"), plan=plan),
-    }
-
-
-def without_sums() -> tuple[str, str]:
-    """The comparison sees gradients that are not summed."""
-    initialize_model_parallel(2)
-    kept = module.sum_gradients
-    module.sum_gradients = lambda *_: None
-    try:
-        return error_of(parallelize, normed(), plan=PLAN)
-    finally:
-        module.sum_gradients = kept
+    said = [
+        refused("ValueError", full, parallelize, AllHeads().double(), plan=in_sequence),
+        refused("ValueError", both, parallelize, Plain("gate"), plan=plan),
+        refused("ValueError", differs, parallelize, Plain("norm"), plan=plan),
+    ]
+    with patch.object(verify, "sum_gradients", lambda *_: None):
+        said.append(refused("ValueError", "the gradient of 'attentions.", parallelize, normed(), plan=PLAN))
+    assert "is off by" in said[-1]
+    return said

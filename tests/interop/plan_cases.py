@@ -9,15 +9,17 @@ import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.checks import error_of
+from tests.interop.refused import refused
 from tests.interop.split_cases import IDS, differences
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.interop.parallelize import trial
 from tpkernels.layers.attributes import Attributes
 
 WIDTH, HEAD, HEADS = 16, 4, 4
@@ -258,8 +260,7 @@ def by_names(wrong: bool) -> tuple[list[str], list[str]]:
     initialize_model_parallel(2)
     torch.manual_seed(3)
     whole = Named(wrong).double()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         split = parallelize(deepcopy(whole))
     return differences(split, whole), [str(each.message) for each in told]
 
@@ -272,16 +273,27 @@ class Crooked(Unusual):
         return super().forward(ids) + read
 
 
-def refusals() -> list[tuple[str, str]]:
+def refusals() -> list[str]:
     initialize_model_parallel(2)
-    strange = unusual()
+    strange, unheard = unusual(), Named().double()
     strange._tp_plan["layers.5.down_proj"] = "sideways"
     narrow = nn.Sequential(nn.Embedding(37, WIDTH), nn.Linear(WIDTH, 37))
-    unheard = Named().double()
-    unheard.embed = nn.Embedding(2**23, WIDTH).double()  # too large to be compared
     torch.manual_seed(3)
     crooked = Crooked().double()
-    untouched = {name: tensor.clone() for name, tensor in crooked.state_dict().items()}
-    found = [error_of(parallelize, model) for model in (strange, narrow, unheard, crooked)]
-    whole = all(torch.equal(tensor, untouched[name]) for name, tensor in crooked.state_dict().items())
-    return [*found, ("untouched", str(whole and torch.is_tensor(crooked(IDS))))]
+    before = deepcopy(crooked.state_dict())
+    style = "'layers.5.down_proj': expected a style among all_reduce, colwise"
+    nameless = "the model brings none and none of its layers is known by name"
+    too_large = "must be compared with the unsharded model, which was not done: it has 2"
+    said = [
+        refused("ValueError", style, parallelize, strange),
+        refused("ValueError", nameless, parallelize, narrow),
+        refused(
+            "ValueError", "the split model does not do what the unsharded one does", parallelize, crooked
+        ),
+    ]
+    with patch.object(trial, "VERIFIED_PARAMETERS", 100):
+        said.append(refused("ValueError", too_large, parallelize, unheard))
+    assert "got 'sideways'" in said[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in crooked.state_dict().items())
+    assert torch.is_tensor(crooked(IDS))
+    return said

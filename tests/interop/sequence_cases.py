@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.checks import error_of
 from tests.interop.architecture_cases import losses_of
+from tests.interop.refused import refused
 from tests.interop.split_cases import PLAN as TOY_PLAN
 from tests.interop.split_cases import differences, loss_of, toy
 from tests.models.small import IDS, TARGETS
@@ -148,7 +149,7 @@ def shared(kind: str = "gpt", **options: Any) -> Any:
     return parallelize(stack(kind), plan=PLAN, sequence_parallel=True, **options)
 
 
-def trained_alike(kind: str, how: str = "plain") -> list[str]:
+def trained_alike(kind: str = "gpt", how: str = "plain") -> list[str]:
     """What differs from the unsharded model: logits, gradients, and losses of five steps of AdamW."""
     initialize_model_parallel(dist.get_world_size())
     if kind == "direct":  # columns and rows are children of layers
@@ -220,80 +221,75 @@ def under_fsdp() -> list[str]:
     return wrong
 
 
-class SavedBytes:
-    """Of tensors that autograd keeps for backward, parameters not counted."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.kept: dict[int, Tensor] = {}
-
-    def note(self, tensor: Tensor) -> Tensor:
-        self.kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    @property
-    def total(self) -> int:
-        return sum(x.untyped_storage().nbytes() for at, x in self.kept.items() if at not in self.weights)
-
-
 def costs() -> dict[str, tuple[int, float]]:
-    """Bytes that are saved for backward, and bytes that a rank sends in a forward and backward."""
+    """Without sequence parallelism, and with it."""
     initialize_model_parallel(dist.get_world_size())
-    found = {}
-    for name, options in (("plain", {}), ("shared", {"sequence_parallel": True})):
-        model = parallelize(stack().float(), plan=PLAN, **options)
-        saved = SavedBytes(model)
-        ids, targets = IDS.repeat(8, 1), TARGETS.repeat(8, 1)
-        # ranks live longer than a case, and others leave transfers cut
-        with Wire() as wire, patch.object(schedule, "LEAST_BYTES", 2**17):
-            with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda x: x):
-                loss = loss_of(model, ids, targets)
-            loss.backward()
-        found[name] = saved.total, wire.sent
-    return found
+    models = {"plain": parallelize(stack().float(), plan=PLAN), "shared": shared().float()}
+    return {name: cost(model) for name, model in models.items()}
+
+
+def cost(model: nn.Module) -> tuple[int, float]:
+    """Bytes saved for backward, parameters not counted, and bytes a rank sends in forward and backward."""
+    kept = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.untyped_storage())
+        return x
+
+    # ranks live longer than a case, and others leave transfers cut
+    with Wire() as wire, patch.object(schedule, "LEAST_BYTES", 2**17):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = loss_of(model, IDS.repeat(8, 1), TARGETS.repeat(8, 1))
+        loss.backward()
+    saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for at, size in saved.items() if at not in weights), wire.sent
 
 
 def forms() -> dict[str, Any]:
     """Which modules gather for their columns, and which are computed as without sequence parallelism."""
     initialize_model_parallel(2)
     kept, seen = sequence_trial.sharing_of, []
-    sequence_trial.sharing_of = lambda *args: seen.append(kept(*args)) or seen[-1]
-    try:
+    with patch.object(sequence_trial, "sharing_of", lambda *args: seen.append(kept(*args)) or seen[-1]):
         for kind in ("gpt", "mixture", "dropout inside"):
             shared(kind)
-    finally:
-        sequence_trial.sharing_of = kept
     return {"columns": [dict(each.columns) for each in seen], "whole": [each.whole for each in seen]}
 
 
-def refusals() -> dict[str, tuple[str, str]]:
+def refusals() -> list[str]:
     initialize_model_parallel(2)
-    found = {kind: error_of(shared, kind) for kind in ("dropout", "convolution", "mean", "backward", "twice")}
-    found["not tried"] = error_of(shared, verify=False)
-    found["odd inputs"] = error_of(shared, verify=(ODD,))
     flat = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    found["no list"] = error_of(parallelize, flat, plan={"0": "column", "1": "row"}, sequence_parallel=True)
-    found["no columns"] = error_of(parallelize, stack(), plan={"head": "head"}, sequence_parallel=True)
-    found["half"] = error_of(parallelize, stack(), plan={"layers.*.mlp.up": "column"}, sequence_parallel=True)
-    found["one rank asks"] = error_of(parallelize, stack(), plan=PLAN, sequence_parallel=dist.get_rank() == 0)
-    split = shared()
-    found["odd tokens"] = error_of(split, ODD)
-    found["afterwards"] = "nothing", str(differences(split, stack()))
-    return found
+    of_flat, of_up = {"0": "column", "1": "row"}, {"layers.*.mlp.up": "column"}
+    split, asked = shared(), dist.get_rank() == 0
+    each_once = "expected one call of each of the layers 'layers.0' to 'layers.1', in this order"
+    random = "'layers.0.between' draws random numbers for hidden states"
+    beside = "'layers.0.between.conv.weight' is in a layer, but not beside columns and rows"
+    odd = "a number of tokens that 2 ranks divide, for sequence_parallel, got 5 in 'layers.0'"
+    no_list = "expected all columns and rows in layers of an nn.ModuleList, got '0'"
+    split_model = partial(parallelize, sequence_parallel=True)
+    said = [
+        refused("ValueError", random, shared, "dropout"),
+        refused("ValueError", beside, shared, "convolution"),
+        refused("ValueError", "the split model does not do what the unsharded one does", shared, "mean"),
+        refused("ValueError", each_once, shared, "backward"),
+        refused("ValueError", "expected layers of their own in 'layers', got one twice", shared, "twice"),
+        refused("ValueError", "expected a verify that is not False", shared, verify=False),
+        refused("ValueError", odd, shared, verify=(ODD,)),
+        refused("ValueError", no_list, split_model, flat, plan=of_flat),
+        refused("ValueError", "list of layers, got none", split_model, stack(), plan={"head": "head"}),
+        refused("ValueError", "", split_model, stack(), plan=of_up),
+        refused("ValueError", "ranks disagree", parallelize, stack(), plan=PLAN, sequence_parallel=asked),
+        refused("ValueError", "tokens that the 2 ranks divide, got 5 in (2, 5, 16); pad", split, ODD),
+    ]
+    assert differences(split, stack()) == []
+    return said
 
 
-def faults_seen() -> dict[str, str]:
+def faults_seen() -> list[str]:
     """The comparison refuses what would be wrong."""
     initialize_model_parallel(2)
-    found = {}
-    for name, holder, attribute, wrong in (
-        ("norms", sequence, "sum_gradients", lambda *_: None),
-        ("sums", tokens, "_gather_replicated", gather_from_sequence_region),
-    ):
-        kept = getattr(holder, attribute)
-        setattr(holder, attribute, wrong)
-        try:
-            found[name] = error_of(shared, "mixture")[1]
-        finally:
-            setattr(holder, attribute, kept)
-    return found
+    with patch.object(sequence, "sum_gradients", lambda *_: None):
+        norms = refused("ValueError", "sequence_parallel: the split model does not", shared, "mixture")
+    assert ".weight' is off by" in norms
+    with patch.object(tokens, "_gather_replicated", gather_from_sequence_region):
+        return [norms, refused("ValueError", "off by", shared, "mixture")]

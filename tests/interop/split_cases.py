@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checks import error_of
+from tests.interop.refused import refused
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
@@ -147,8 +148,8 @@ def split_alike(tensor: int) -> list[str]:
     return wrong + differences(later, whole)
 
 
-def as_citizens() -> list[str]:
-    """Under torch.compile, autocast and in bfloat16, and copied."""
+def compiled_copied_and_rounded() -> list[str]:
+    """Also under autocast, and in bfloat16."""
     initialize_model_parallel(2)
     wrong = []
     whole = toy()
@@ -169,7 +170,7 @@ def rounded_apart(split: nn.Module, whole: nn.Module) -> list[str]:
     return [] if alike else [f"{expected.dtype} off by {(ours - expected).abs().max()}"]
 
 
-def memory_of_parts() -> list[int]:
+def memory_of_shards() -> list[int]:
     """Bytes that parameters hold, and those of what they are views of."""
     initialize_model_parallel(dist.get_world_size())
     split = parallelize(toy(), plan=PLAN)
@@ -231,15 +232,14 @@ def data_parallel(wrapper: str) -> list[str]:
     return wrong + wrong_gradients(plain, whole)
 
 
-def refuse() -> list[tuple[str, str]]:
-    """Plans and models that do not fit: the errors, after which nothing is swapped."""
+def refuse() -> list[str]:
+    """What is said of plans and models that do not fit, after which nothing is swapped."""
     initialize_model_parallel(2)
     rank = dist.get_rank()
     model = toy()
     before = [type(module) for module in model.modules()]
-    hooked, bare = toy(), toy(tied=True)
+    hooked, bare, stepped = toy(), toy(tied=True), toy()
     hooked.head.register_forward_hook(lambda *_: None)
-    other = toy(seed=rank)
     torch.manual_seed(1)
     odd = nn.ModuleDict({"a": nn.Linear(5, 7), "b": nn.Embedding(4, 2, max_norm=1.0)})
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
@@ -248,41 +248,54 @@ def refuse() -> list[tuple[str, str]]:
     inner, outer = toy(), DistributedDataParallel(toy())
     keeps_it = DistributedDataParallel(inner)
     dropped = DistributedDataParallel(deepcopy(inner)).module
-    stepped = toy()
     steps_it = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(stepped.parameters()), 1)
     torch.optim.lr_scheduler.StepLR(torch.optim.SGD(dropped.parameters()), 1)
-    calls: list[tuple[nn.Module, dict[str, Any], str]] = [
-        (model, {}, "check"),
-        (model, {"blocks.*.gates": "column"}, "check"),
-        (model, {"blocks.0.*": "column"}, "check"),
-        (model, {"blocks.*.up": "column", "blocks.0.up": "row"}, "check"),
-        (model, {"blocks.*.up": "columns"}, "check"),
-        (model, {"blocks.*.up": Split("row", stacked=2)}, "check"),
-        (model, {"embed": "head"}, "check"),
-        (odd, {"a": "column"}, "check"),
-        (odd, {"a": "row"}, "check"),
-        (odd, {"b": "embedding"}, "check"),
-        (model, {"blocks.*.out": Split("row", unit=16)}, "check"),
-        (model, {"blocks.?": Divided("height")}, "check"),
-        (hooked, PLAN, "check"),
-        (bare, {"embed": "embedding"}, "check"),
-        (single, {"a": "column"}, "check"),
-        (encoder, {"0.linear1": "column", "0.linear2": "row"}, "check"),
-        (other, PLAN, "check"),
-        (outer, {f"module.{pattern}": entry for pattern, entry in PLAN.items()}, "check"),
-        (inner, PLAN, "check"),
-        (stepped, PLAN, "check"),
-        (model, PLAN, "ignore"),
-        (model, PLAN if rank else {"head": "head"}, "check"),
-        (model if rank else odd, {"a": "head"} if not rank else {"head": "head"}, "check"),
+    of_outer = {f"module.{pattern}": entry for pattern, entry in PLAN.items()}
+    wrapped = "DistributedDataParallel has not wrapped, but it has wrapped"
+    unlike = (model, {"head": "head"}) if rank else (odd, {"a": "head"})
+    divides = "that 2 ranks x unit 1 x stacked 1 = 2 divides, got"
+    values: list[tuple[nn.Module, Any, str]] = [
+        (model, {}, "plan: expected at least one pattern"),
+        (model, {"blocks.*.gates": "column"}, "'blocks.*.gates' fits no module; there are embed, blocks"),
+        (model, {"*.up": "column", "*.0.up": "row"}, "'blocks.0.up' fits both '*.up' and '*.0.up'"),
+        (model, {"*.up": "columns"}, "'*.up': expected one of column, row, row_of_full, head, embedding"),
+        (model, {"*.up": Split("row", stacked=2)}, "a positive unit, and stacked > 1 for a column only"),
+        (odd, {"a": "column"}, f"'a': expected out_features {divides} 7"),
+        (odd, {"a": "row"}, f"'a': expected in_features {divides} 5"),
+        (odd, {"b": "embedding"}, "'b': expected an nn.Embedding without max_norm"),
+        (model, {"*.out": Split("row", unit=16)}, "'blocks.0.out': expected in_features that 2 ranks x"),
+        (model, {"blocks.?": Divided("height")}, "'blocks.0.height': expected a number that 2 ranks"),
+        (hooked, PLAN, "'head': expected a module without hooks or"),
+        (bare, {"embed": "embedding"}, "'head' shares a weight with 'embed', and must be split as that is"),
+        (toy(seed=rank), PLAN, "'embed.weight': expected the same weights on all tensor-parallel ranks"),
+        (outer, of_outer, f"{wrapped} 'module.embed.weight'"),
+        (inner, PLAN, f"{wrapped} 'embed.weight', and"),
+        (stepped, PLAN, "expected a model without optimizer, but one has 'embed.weight', and would go on"),
+        (model, PLAN if rank else {"head": "head"}, "ranks disagree"),
+        (*unlike, "ranks disagree"),
     ]
-    errors = [error_of(parallelize, each, plan=plan, weights=weights) for each, plan, weights in calls]
+    kinds: list[tuple[nn.Module, Any, str]] = [
+        (
+            model,
+            {"blocks.0.*": "column"},
+            "'blocks.0.norm': expected an nn.Linear for 'column', got LayerNorm",
+        ),
+        (model, {"embed": "head"}, "'embed': expected an nn.Linear for 'head', got Embedding"),
+        (single, {"a": "column"}, "for 'column', got ColumnLinear; it is split already"),
+        (encoder, {"0.linear?": "column"}, "expected a module that its parent calls, but '0', an nn.Tr"),
+    ]
+    said = [
+        refused(kind, part, parallelize, each, plan=plan)
+        for kind, cases in (("ValueError", values), ("TypeError", kinds))
+        for each, plan, part in cases
+    ]
+    said.append(refused("ValueError", "got 'ignore'", parallelize, model, plan=PLAN, weights="ignore"))
     assert [type(module) for module in model.modules()] == before
     for each in (model, dropped):
         parallelize(each, plan=PLAN)
     assert keeps_it.module is inner
     assert steps_it.optimizer.param_groups
-    return errors
+    return said
 
 
 def huggingface_alike(config_of: dict[str, dict[str, Any]], tensor: int) -> list[str]:
