@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +15,8 @@ from torch.distributed import checkpoint as storage
 
 from tests.checks import error_of
 from tests.interop.models import built
+from tests.interop.refused import refused
+from tests.ranks import leave_world
 from tpkernels import (
     VocabParallelEmbedding,
     create_parallel_state,
@@ -29,17 +30,21 @@ from tpkernels.interop import dcp, safetensors
 KINDS = ("llama", "gpt2", "odd")
 
 
+def adamw(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    """With two groups."""
+    ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": ours[:3], "lr": 2 * lr}, {"params": ours[3:]}]
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=0.5)
+
+
 def trained(kind: str, seed: int, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Two steps that treat each element by itself: the same numbers for every number of ranks."""
     model = built(kind, seed)
-    ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [{"params": ours[:3], "lr": 2 * lr}, {"params": ours[3:]}], lr=lr, weight_decay=0.5
-    )
+    optimizer = adamw(model, lr)
     for _ in range(2):
-        optimizer.zero_grad()
-        for parameter in ours:
-            parameter.grad = parameter.detach() * 3 + 0.5 * parameter.detach().square()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach() * 3 + 0.5 * parameter.detach().square()
         optimizer.step()
     return model, optimizer
 
@@ -86,46 +91,44 @@ def load_all(folder: str, tensor: int) -> tuple[list[Any], dict[str, float], lis
     initialize_model_parallel(tensor)
     manual_seed(9)
     wrong: list[Any] = []
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         for kind in KINDS:
+            expected = everything(*trained(kind, 1))
             model, optimizer = trained(kind, 2, lr=0.3)
             if hasattr(model, "table"):
                 with torch.no_grad():
                     model.table.weight[len(model.table.split.ids_of(model.table.world.rank)) :] = 8  # garbage
             extra = dcp.load(Path(folder, kind), model, optimizer)
-            wrong += unequal(everything(model, optimizer), everything(*trained(kind, 1)))
+            wrong += unequal(everything(model, optimizer), expected)
             if extra != {"step": 2, "kind": kind}:
                 wrong.append(extra)
-            fresh = built(kind, 2)  # an optimizer that has not stepped, and one that is not asked for
-            unstepped = torch.optim.AdamW(fresh.parameters())
-            if kind != "odd":
-                unstepped = torch.optim.AdamW(
-                    [{"params": list(fresh.parameters())[:3]}, {"params": list(fresh.parameters())[3:]}]
-                )
-                dcp.load(Path(folder, kind), fresh, unstepped)
-                wrong += unequal(everything(fresh, unstepped), everything(*trained(kind, 1)))
-            dcp.load(Path(folder, kind), fresh)
+            fresh = built(kind, 2)
+            unstepped = adamw(fresh)
+            dcp.load(Path(folder, kind), fresh, unstepped)
+            wrong += unequal(everything(fresh, unstepped), expected)
+            dcp.load(Path(folder, kind), fresh)  # the optimizer is not asked for
         manual_seed(9)
         dcp.load(Path(folder, KINDS[0]), built(KINDS[0], 2))
     return wrong, draws(), [str(warning.message) for warning in warned if "dcp.load" in str(warning.message)]
 
 
-def save_vocabulary(path: str) -> None:
+def table_of(seed: int) -> VocabParallelEmbedding:
     initialize_model_parallel(dist.get_world_size())
-    torch.manual_seed(3)
-    dcp.save(path, VocabParallelEmbedding(50257, 2))
+    torch.manual_seed(seed)
+    return VocabParallelEmbedding(50257, 2)
+
+
+def save_vocabulary(path: str) -> None:
+    dcp.save(path, table_of(3))
 
 
 def load_vocabulary(path: str) -> bool:
-    initialize_model_parallel(dist.get_world_size())
-    torch.manual_seed(3)
-    expected = VocabParallelEmbedding(50257, 2).weight.clone()
+    expected = table_of(3).weight.clone()
     loaded = VocabParallelEmbedding(50257, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    assert not torch.equal(loaded.weight, expected)
+    with warnings.catch_warnings(action="ignore"):
         dcp.load(path, loaded)
-    return torch.equal(loaded.weight, expected) and not torch.equal(torch.rand(2), torch.zeros(2))
+    return torch.equal(loaded.weight, expected)
 
 
 def fail_while_writing(folder: str) -> tuple[Any, ...]:
@@ -145,54 +148,64 @@ def fail_while_writing(folder: str) -> tuple[Any, ...]:
     return failed, after, dcp.latest(folder), error_of(dcp.save, Path(folder, "next"), model)
 
 
-_rename = Path.rename
-
-
-def _rename_of_files(path: Path, target: Path) -> Path:
+def _rename_of_files(path: Path, target: Path, rename: Any = Path.rename) -> Path:
     if path.is_dir():
-        raise OSError("no space left")
-    return _rename(path, target)
+        _no_space()
+    return rename(path, target)
 
 
 def _no_space(*_: Any) -> None:
     raise OSError("no space left")
 
 
-def save_alone(folder: str) -> list[tuple[str, str]]:
-    """Rank 0 saves, which the other does not know of."""
+def save_alone(folder: str) -> tuple[str, str]:
+    """Rank 0 saves, which the other does not know of: it leaves."""
     initialize_model_parallel(2)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    model = built("odd", 1)
+    model, store = built("odd", 1), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        return [error_of(dcp.save, Path(folder, "alone"), model)]
-    return []  # and leaves
+        store.set("saving", "now")
+        return error_of(dcp.save, Path(folder, "alone"), model)
+    store.wait(["saving"])
+    leave_world()
+    return "left", ""
 
 
-def refuse(folder: str) -> list[tuple[str, str]]:
-    """Calls that are wrong on some rank: the errors, after which all ranks still work."""
+def refuse(folder: str) -> list[str]:
+    """What is said of calls that are wrong on some rank, after which all ranks still work."""
     initialize_model_parallel(2)
     rank = dist.get_rank()
-    odd, llama = built("odd", 1), built("llama", 1)
-    dcp.save(Path(folder, "odd"), odd)
+    odd = built("odd", 1)
+    saved, new = Path(folder, "odd"), Path(folder, "new")
+    dcp.save(saved, odd)
     before = {name: value.clone() for name, value in odd.state_dict().items()}
-    stages = plan_groups(world_size=2, pipeline=2)
+    stages = create_parallel_state(plan_groups(world_size=2, pipeline=2))
     adam = torch.optim.AdamW(odd.parameters())
     strange = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
     meta = VocabParallelEmbedding(7, 4, device="meta")
     factored = torch.optim.SGD(odd.parameters(), momentum=0.5)
     factored.state[odd.fused.weight]["row"] = torch.zeros(8)
-    errors = [
-        error_of(dcp.load, Path(folder, "absent"), odd),
-        error_of(dcp.load, Path(folder, "odd"), llama),
-        error_of(dcp.load, Path(folder, "odd"), odd, adam),
-        error_of(dcp.load, Path(folder, "odd"), built("odd", 1).to(torch.bfloat16)),
-        error_of(dcp.save, Path(folder, "new"), odd, strange),
-        error_of(dcp.save, Path(folder, "new"), odd, factored),
-        error_of(dcp.save, Path(folder, f"new{rank}"), odd),
-        error_of(dcp.save, Path(folder, "new"), meta if rank else odd),
-        error_of(safetensors.load, Path(folder, "absent.safetensors"), odd),
-        error_of(dcp.save, Path(folder, "new"), odd, state=create_parallel_state(stages)),
+    half, llama = built("odd", 1).to(torch.bfloat16), built("llama", 1)
+    other = "the checkpoint is of another model: it lacks ['embedding.weight'"
+    absent = "parameter group 0 has a tensor (2,) that is not a parameter of the model"
+    row = "expected 'row' of 'fused.weight' to be a number or of the parameter's shape (12, 4)"
+    one_piece = "expected a model in one piece, got one of 2 pipeline stages"
+    file = "absent.safetensors"
+    said = [
+        refused("FileNotFoundError", "there is no checkpoint", dcp.load, Path(folder, "absent"), odd),
+        refused("ValueError", other, dcp.load, saved, llama),
+        refused("ValueError", "it holds no optimizer", dcp.load, saved, odd, adam),
+        refused(
+            "ValueError", "expected (7, 4) of torch.bfloat16 as in", dcp.load, saved, half
+        ),
+        refused("ValueError", absent, dcp.save, new, odd, strange),
+        refused("ValueError", row, dcp.save, new, odd, factored),
+        refused(
+            "ValueError", "ranks disagree: rank 0 has dcp.save", dcp.save, Path(f"{new}{rank}"), odd
+        ),
+        refused("ValueError", "on rank 1: 'weight' is on the meta", dcp.save, new, meta if rank else odd),
+        refused("FileNotFoundError", file, safetensors.load, Path(folder, file), odd),
+        refused("ValueError", one_piece, dcp.save, new, odd, state=stages),
     ]
     assert all(torch.equal(odd.state_dict()[name], value) for name, value in before.items())
-    dcp.save(Path(folder, "new"), odd)
-    return errors
+    dcp.save(new, odd)
+    return said

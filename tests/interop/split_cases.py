@@ -278,7 +278,7 @@ def refuse() -> list[str]:
         (
             model,
             {"blocks.0.*": "column"},
-            "'blocks.0.norm': expected an nn.Linear for 'column', got LayerNorm",
+            "'blocks.0.norm': expected an nn.Linear for 'column', got",
         ),
         (model, {"embed": "head"}, "'embed': expected an nn.Linear for 'head', got Embedding"),
         (single, {"a": "column"}, "for 'column', got ColumnLinear; it is split already"),
