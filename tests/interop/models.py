@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.models.small import CONFIGS, IDS, TARGETS
 from tpkernels import GPT, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 class Odd(nn.Module):

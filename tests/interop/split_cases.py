@@ -85,6 +85,18 @@ def loss_of(model: nn.Module, ids: Tensor = IDS, targets: Tensor = TARGETS) -> T
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def losses_of(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def differences(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list[str]:
     """Where logits or gradients of the two are not equal."""
     wrong = []

@@ -3,13 +3,102 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.interop.architecture_cases import loaded_apart, refusal, trained_apart
+from tests.checks import error_of
+from tests.interop.split_cases import losses_of
+from tests.models.small import IDS
+from tpkernels import check_replicas, initialize_model_parallel, parallelize
+from tpkernels.interop import safetensors
+from tpkernels.interop.huggingface import gpt2_plan, llama_plan
+from tpkernels.interop.parallelize.plan import Divided, Split
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OPT = {"vocab_size": 37, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+OPT |= {"max_position_embeddings": 16, "word_embed_proj_dim": 16, "dropout": 0.0}
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA_LIKE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2")
+OPT_PLAN: dict[str, Any] = {
+    "*embed_tokens": "embedding",
+    "*.self_attn.[qkv]_proj": Split("column", unit=4),
+    "*.self_attn.out_proj": Split("row", unit=4),
+    "*.fc1": "column",
+    "*.fc2": "row",
+    "lm_head": "head",
+}
+
+
+def built(kind: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, the same on all ranks, and a plan."""
+    import transformers
+
+    torch.manual_seed(2)
+    plan: dict[str, Any]
+    if kind in LLAMA_LIKE:
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **NO_IDS, **options)
+        plan = dict(llama_plan(config))
+    elif kind == "Gemma3":  # whose table is a class of its own, and tied to the head: both stay
+        config = transformers.Gemma3TextConfig(**SIZES, **NO_IDS, head_dim=4, **options)
+        plan = {k: v for k, v in llama_plan(config).items() if k not in ("*embed_tokens", "lm_head")}
+    elif kind == "GPT2":
+        return transformers.GPT2LMHeadModel(c := transformers.GPT2Config(**GPT2, **NO_IDS)), dict(
+            gpt2_plan(c)
+        )
+    else:
+        config = transformers.OPTConfig(**OPT, **{**NO_IDS, "pad_token_id": 1})
+        plan = OPT_PLAN | ({"*.self_attn": Divided("num_heads")} if kind == "OPT" else {})
+        kind = "OPT"
+    return getattr(transformers, f"{kind}ForCausalLM")(config), plan
+
+
+def trained_apart(kind: str) -> float:
+    """By how much losses differ from the unsharded model's."""
+    initialize_model_parallel(2)
+    model, plan = built(kind)
+    model = model.double()
+    whole, split = deepcopy(model), parallelize(model, plan=plan)
+    pairs = zip(losses_of(split), losses_of(whole), strict=True)
+    check_replicas(split)
+    return max(abs(ours - expected) for ours, expected in pairs)
+
+
+def refusal(kind: str) -> tuple[str, str]:
+    initialize_model_parallel(2)
+    model, plan = built(kind)
+    return error_of(parallelize, model, plan=plan)
+
+
+def loaded_apart(kind: str, folder: str, options: dict[str, Any]) -> float:
+    """By how much logits differ of a model that was built without memory."""
+    initialize_model_parallel(2)
+    whole, plan = built(kind, **options)
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder)  # type: ignore[operator]
+    dist.barrier()
+    with torch.device("meta"):
+        split, _ = built(kind, **options)
+    parallelize(split, plan=plan).to_empty(device="cpu")
+    safetensors.load(folder, split)
+    apart = (split(IDS).logits - whole(IDS).logits).abs().max()
+    return float(apart)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "GPT2", "OPT"])

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from tests.checks import error_of
-from tests.interop.checkpoint_cases import everything, trained, unequal
+from tests.interop.test_dcp import everything, trained, unequal
 from tpkernels import initialize_model_parallel, manual_seed
 from tpkernels.interop import dcp
 

@@ -2,10 +2,318 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import checkpoint as storage
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, debug
 
-from tests.interop import fsdp_cases as cases
+from tests.checks import error_of
+from tests.interop.split_cases import PLAN, Toy, loss_of
+from tests.models.small import CONFIGS
+from tests.segments import tp_invariance
+from tpkernels import (
+    GPT,
+    GradientBuckets,
+    RMSNorm,
+    check_replicas,
+    clip_grad_norm_,
+    finalize_gradients,
+    parallelize,
+)
+from tpkernels.interop import dcp
+from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
+from tpkernels.interop.parallelize.as_dtensor import hold_dtensors
+from tpkernels.interop.parallelize.plan import Split
+from tpkernels.layers.world import tensor_world
+
+IDS = torch.arange(32).view(4, 8) * 5 % 37
+TARGETS = (IDS * 3 + 1) % 37
+STEPS, MAX_NORM = 3, 0.5
+KINDS = ("toy", "as_dtensor", "gpt2", "llama")
+
+
+class SeparateBlock(nn.Module):
+    """Attention with a norm of each head, whose gradient is partial, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head_norm = nn.LayerNorm(16), nn.RMSNorm(4)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Separate(nn.Module):
+    """A language model without stacked weights, tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 16, padding_idx=3)
+        self.blocks = nn.ModuleList(SeparateBlock() for _ in range(2))
+        self.head = nn.Linear(16, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].down.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+SEPARATE_PLAN: dict[str, Any] = {
+    "embed": "embedding",
+    "blocks.*.[qkv]": Split("column", unit=4),
+    "blocks.*.out": Split("row", unit=4),
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "blocks.?.norm": "replicated",
+    "blocks.*.head_norm": "partial",
+    "head": "head",
+}
+
+
+def mesh_of(data: int, tensor: int) -> DeviceMesh:
+    debug._clear_sharding_prop_cache()  # of an equal mesh of this case, with other groups
+    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+
+
+def built(kind: str, mesh: DeviceMesh) -> nn.Module:
+    """The same model in float64 for every mesh; a vocabulary of 37, which no number of ranks divides."""
+    torch.manual_seed(3)
+    if kind in CONFIGS:
+        return GPT(CONFIGS[kind], sequence_parallel=True, state=mesh, dtype=torch.float64)
+    model = (Toy(tied=True, bias=False) if kind == "toy" else Separate()).double()
+    if mesh.size() == 1:
+        return model
+    plan = PLAN | {"blocks.?.norm": "replicated"} if kind == "toy" else SEPARATE_PLAN
+    return parallelize(model, mesh, plan=plan, verify=False, as_dtensor=kind == "as_dtensor")
+
+
+def sharded(kind: str, mesh: DeviceMesh) -> nn.Module:
+    model = built(kind, mesh)
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    for block in blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def mean_loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    loss: Tensor = model(ids, targets) if isinstance(model, GPT) else loss_of(model, ids, targets)
+    return loss
+
+
+Clip = Callable[[nn.Module, DeviceMesh], Tensor]
+
+
+def clip_by_ours(model: nn.Module, mesh: DeviceMesh) -> Tensor:
+    if isinstance(model, GPT):
+        finalize_gradients(model, state=mesh)
+    return clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
+
+
+def clip_by_torch(model: nn.Module, _: DeviceMesh) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    steps: int = STEPS,
+    clip: Clip = clip_by_ours,
+) -> list[tuple[float, float]]:
+    """Loss of the full batch and norm of its gradient, for each step."""
+    rows, place = len(IDS) // mesh["dp"].size(), mesh.get_local_rank("dp")
+    own = slice(place * rows, (place + 1) * rows)
+    told = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, IDS[own], TARGETS[own])
+        loss.backward()
+        norm = clip(model, mesh)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        told.append((mean.item() / mesh["dp"].size(), norm.item()))
+    check_replicas(model, state=mesh)
+    return told
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def run(
+    kind: str, data: int, tensor: int, folder: str
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Losses, norms and full weights of a run that is saved, then goes on for two steps."""
+    mesh = mesh_of(data, tensor)
+    model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
+    optimizer = adamw(model)
+    told = train(model, optimizer, mesh)
+    dcp.save(Path(folder), model, optimizer, extra={"step": STEPS}, state=mesh)
+    return told + train(model, optimizer, mesh, 2), full_state_dict(model, state=mesh)
+
+
+def resume(
+    kind: str, data: int, tensor: int, folder: str
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The two steps again, from the checkpoint, on another mesh, with an evaluation before and after."""
+    mesh = mesh_of(data, tensor)
+    model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
+    optimizer = adamw(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        mean_loss(model, IDS, TARGETS)  # leaves the root's parameters unsharded
+    assert dcp.load(Path(folder), model, optimizer, state=mesh) == {"step": STEPS}
+    if dist.get_world_size() > 1:
+        require_zero_padding(model, mesh)
+    told = train(model, optimizer, mesh, 2)
+    with torch.no_grad():
+        mean_loss(model, IDS, TARGETS)
+    return told, full_state_dict(model, state=mesh)
+
+
+def by_torch(folder: str, reference: list[tuple[float, float]]) -> list[str]:
+    """torch's own clipping, checkpoints and AdamW, of a model whose parameters are DTensors.
+
+    It is saved on two by two ranks, and goes on there, on four tensor ranks, and on four data ranks.
+    reference: losses and norms of the unsharded run
+    """
+    wrong = []
+    for number, (data, tensor, wraps) in enumerate(((2, 2, True), (1, 4, False), (4, 1, True))):
+        mesh = mesh_of(data, tensor)
+        model = sharded("as_dtensor", mesh) if wraps else built("as_dtensor", mesh)
+        optimizer = adamw(model)
+        if number == 0:
+            if train_by_torch(model, optimizer, mesh, STEPS) != reference[:STEPS]:
+                wrong.append("training")
+            weights, state = get_state_dict(model, optimizer)
+            storage.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state}
+        storage.load(content, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+        )
+        if train_by_torch(model, optimizer, mesh, 2) != reference[STEPS:]:
+            wrong.append(f"going on with {data} x {tensor}")
+    return wrong
+
+
+def train_by_torch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int
+) -> list[tuple[float, float]]:
+    """As `train`, rounded to nine digits."""
+    told = train(model, optimizer, mesh, steps, clip_by_torch)
+    return [(round(loss, 9), round(norm, 9)) for loss, norm in told]
+
+
+def unsharded_by_torch() -> list[tuple[float, float]]:
+    mesh = mesh_of(1, 1)
+    model = built("as_dtensor", mesh)
+    return train_by_torch(model, adamw(model), mesh, STEPS + 2)
+
+
+def from_meta() -> list[str]:
+    """DTensors of a model without memory, which gets some, and its weights, later."""
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(3)
+    whole = Separate().double()
+    with torch.device("meta"):
+        model = Separate().double()
+    parallelize(model, mesh, plan=SEPARATE_PLAN, verify=False, as_dtensor=True)
+    fully_shard(model, mesh=mesh["dp"]).to_empty(device="cpu")
+    load_full_state_dict(model, whole.state_dict(), state=mesh)
+    wrong = [] if torch.allclose(model(IDS), whole(IDS), rtol=0, atol=1e-12) else ["output"]
+    return wrong if model.head.weight is model.embed.weight else [*wrong, "tie"]
+
+
+def refused() -> list[tuple[str, str]]:
+    """What cannot be DTensors, and who cannot take them."""
+    mesh = mesh_of(1, 2)
+    stacked, other = Toy(), Separate()
+    before = [type(module) for model in (stacked, other) for module in model.modules()]
+    said = [
+        error_of(parallelize, stacked, mesh, plan=PLAN, verify=False, as_dtensor=True),
+        error_of(parallelize, other, mesh.get_group("tp"), plan=SEPARATE_PLAN, verify=False, as_dtensor=True),
+    ]
+    assert before == [type(module) for model in (stacked, other) for module in model.modules()]
+    return [*said, error_of(GradientBuckets, built("as_dtensor", mesh), mesh.get_group("dp"))]
+
+
+def of_hybrid_mesh() -> tuple[float, float]:
+    """Norms of the gradient under fully_shard that also replicates, and of the unsharded model."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicas", "shards", "tp"))
+    model, whole = built("llama", mesh), built("llama", mesh)
+    fully_shard(model, mesh=mesh["replicas", "shards"])
+    for each in (model, whole):
+        mean_loss(each, IDS, TARGETS).backward()
+    norm = clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
+    return norm.item(), nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM).item()
+
+
+def exact_norms(data: int, tensor: int) -> float:
+    """The norm that is added exactly, of gradients that are the same on all meshes."""
+    with tp_invariance(4):
+        mesh = mesh_of(data, tensor)
+        torch.manual_seed(3)
+        model: nn.Module = GPT(CONFIGS["gpt2"], state=mesh)
+        if dist.get_world_size() > 1:
+            fully_shard(model, mesh=mesh["dp"])
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 3
+        return clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh).item()
+
+
+def require_zero_padding(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The table's rows for no id, which no checkpoint has: each rank holds others of its rows."""
+    table = next(p for name, p in model.named_parameters() if name.startswith("embed"))
+    held = table.detach().to_local().abs().sum()
+    dist.all_reduce(held)
+    full = [full_state_dict(model, state=mesh)]
+    dist.broadcast_object_list(full)
+    expected = next(value for name, value in full[0].items() if name.startswith("embed"))
+    torch.testing.assert_close(held, expected.abs().sum())
+
+
+def of_marked_norm() -> list[bool]:
+    """The gradient of a norm of this rank's tokens: complete after backward, and not summed again."""
+    mesh = mesh_of(1, 2)
+    norm = RMSNorm(8, sequence_parallel=True)
+    hold_dtensors(norm, mesh, tensor_world(mesh))
+    tokens = torch.arange(32.0).view(2, 2, 8).sin()
+    norm(tokens[dist.get_rank()]).square().sum().backward()
+    weight = torch.ones(8, requires_grad=True)
+    F.rms_norm(tokens, (8,), weight, 1e-5).square().sum().backward()
+    told = []
+    for _ in range(2):
+        assert norm.weight.grad is not None
+        assert weight.grad is not None
+        told.append(torch.allclose(norm.weight.grad.full_tensor(), weight.grad, rtol=1e-5))
+        finalize_gradients(norm, state=mesh)
+    return told
 
 
 def require_alike(found, expected, steps):
@@ -18,22 +326,22 @@ def require_alike(found, expected, steps):
         assert torch.allclose(weights[name], value, rtol=0, atol=1e-9), name
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, ranks4, ranks1, tmp_path):
-    (expected,) = ranks1.run(cases.run, kind, 1, 1, str(tmp_path / "unsharded"))
-    require_alike(ranks4.run(cases.run, kind, 2, 2, str(tmp_path / "a")), expected, cases.STEPS + 2)
+    (expected,) = ranks1.run(run, kind, 1, 1, str(tmp_path / "unsharded"))
+    require_alike(ranks4.run(run, kind, 2, 2, str(tmp_path / "a")), expected, STEPS + 2)
     for sizes, pool in (((4, 1), ranks4), ((1, 4), ranks4), ((1, 1), ranks1)):
-        require_alike(pool.run(cases.resume, kind, *sizes, str(tmp_path / "a")), expected, 2)
-    require_alike(ranks4.run(cases.resume, kind, 2, 2, str(tmp_path / "unsharded")), expected, 2)
+        require_alike(pool.run(resume, kind, *sizes, str(tmp_path / "a")), expected, 2)
+    require_alike(ranks4.run(resume, kind, 2, 2, str(tmp_path / "unsharded")), expected, 2)
 
 
 def test_torchs_own_tools_see_the_unsharded_model_in_dtensors(ranks4, ranks1, tmp_path):
-    (reference,) = ranks1.run(cases.unsharded_by_torch)
-    assert ranks4.run(cases.by_torch, str(tmp_path / "checkpoint"), reference) == [[]] * 4
+    (reference,) = ranks1.run(unsharded_by_torch)
+    assert ranks4.run(by_torch, str(tmp_path / "checkpoint"), reference) == [[]] * 4
 
 
 def test_dtensors_of_a_model_on_the_meta_device(ranks4):
-    assert ranks4.run(cases.from_meta) == [[]] * 4
+    assert ranks4.run(from_meta) == [[]] * 4
 
 
 def test_what_cannot_be_dtensors_is_refused_before_anything_is_replaced(ranks2):
@@ -42,22 +350,22 @@ def test_what_cannot_be_dtensors_is_refused_before_anything_is_replaced(ranks2):
         ("ValueError", "as_dtensor=True: expected a DeviceMesh"),
         ("TypeError", "is a DTensor; expected a plain tensor: use fully_shard"),
     ]
-    for said in ranks2.run(cases.refused):
+    for said in ranks2.run(refused):
         assert [kind for kind, _ in said] == [kind for kind, _ in expected]
         for (_, text), (_, part) in zip(said, expected, strict=True):
             assert part in text
 
 
 def test_norm_counts_replicas_of_shards_once(ranks4):
-    for norm, expected in ranks4.run(cases.of_hybrid_mesh):
+    for norm, expected in ranks4.run(of_hybrid_mesh):
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
 def test_exact_norm_has_the_same_bits_under_fully_shard(ranks1, ranks4):
-    (expected,) = ranks1.run(cases.exact_norms, 1, 1)
+    (expected,) = ranks1.run(exact_norms, 1, 1)
     for sizes in ((2, 2), (4, 1), (1, 4)):
-        assert ranks4.run(cases.exact_norms, *sizes) == [expected] * 4
+        assert ranks4.run(exact_norms, *sizes) == [expected] * 4
 
 
 def test_partial_gradients_of_dtensors_are_summed_once(ranks2):
-    assert ranks2.run(cases.of_marked_norm) == [[True, True]] * 2
+    assert ranks2.run(of_marked_norm) == [[True, True]] * 2

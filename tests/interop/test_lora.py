@@ -2,17 +2,219 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from tests.blocks import blocks_of
+from tests.checks import error_of
+from tests.test_docs import ROOT, run_on_two_ranks
+from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
+from tpkernels.interop import dcp, huggingface
+from tpkernels.interop.full_state_dict import full_state_dict
+from tpkernels.interop.peft import on_shards, save_adapter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from tests.blocks import blocks_of
-from tests.interop.lora_cases import checkpointed, clipped, merged, refusals, saved, trained
-from tests.test_docs import ROOT, run_on_two_ranks
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+
+SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None}
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+}
+IDS = torch.arange(24).view(2, 12) * 5 % 37
+
+
+def unsharded(kind: str) -> tuple[nn.Module, Any]:
+    """The model and its plan."""
+    torch.manual_seed(1)
+    if kind == "llama":
+        config: Any = transformers.LlamaConfig(**SIZES, **LLAMA)
+        return transformers.LlamaForCausalLM(config).double(), huggingface.llama_plan(config)
+    config = transformers.GPT2Config(**SIZES, **GPT2, attn_pdrop=0.0)
+    return transformers.GPT2LMHeadModel(config).double(), huggingface.gpt2_plan(config)
+
+
+def options(kind: str, **more: Any) -> LoraConfig:
+    said: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": TARGETS[kind],
+        "init_lora_weights": False,
+    }
+    return LoraConfig(**{**said, "fan_in_fan_out": kind == "gpt2", **more})
+
+
+def in_fp8_and_trained(when: str) -> tuple[list[str], list[float], float]:
+    """What is in fp8; losses, and how far these are from those without, relative to them."""
+    initialize_model_parallel(dist.get_world_size())
+    found = []
+    for recipe in (Recipe.rowwise(), None):
+        model, plan = unsharded("llama")
+        model.float()
+        if when == "after":
+            model = parallelize(model, plan=plan, quantize=recipe)
+            torch.manual_seed(2)
+            model = get_peft_model(model, on_shards(options("llama")))
+        else:
+            torch.manual_seed(2)
+            lora = get_peft_model(model, options("llama"))
+            model = parallelize(lora, plan=plan, quantize=recipe)
+        named = sorted(n for n, m in model.named_modules() if getattr(m, "quantize", None) is not None)
+        found.append((named, steps(model)))
+    (named, losses), (_, expected) = found
+    apart = max(abs(ours - other) / other for ours, other in zip(losses, expected, strict=True))
+    return named, losses, apart
+
+
+def with_lora(kind: str, when: str, **more: Any) -> nn.Module:
+    """when: before or after parallelize, or never"""
+    model, plan = unsharded(kind)
+    if when == "after":
+        model = parallelize(model, plan=plan)
+        torch.manual_seed(2 + dist.get_rank())  # the first rank's are taken
+        return get_peft_model(model, on_shards(options(kind, **more)), autocast_adapter_dtype=False)
+    torch.manual_seed(2)
+    lora = get_peft_model(model, options(kind, **more), autocast_adapter_dtype=False)
+    return parallelize(lora, plan=plan) if when == "before" else lora
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(input_ids=IDS, labels=IDS).loss
+    return loss
+
+
+def steps(model: nn.Module, count: int = 5) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(kind: str, when: str) -> tuple[list[float], float, int]:
+    """Losses; how far weights are from the unsharded model's on rank 0; how many factors there are."""
+    initialize_model_parallel(dist.get_world_size())
+    model, alone = with_lora(kind, when), with_lora(kind, "never")
+    if when == "after":  # drawn where the unsharded model had its weights drawn already
+        _draw_alike(model, alone)
+    expected, losses = steps(alone), steps(model)
+    check_replicas(model)
+    full = full_state_dict(model)
+    theirs = alone.state_dict()
+    apart = [float((full[name] - theirs[name]).abs().max()) for name in full]
+    apart += [abs(ours - own) for ours, own in zip(losses, expected, strict=True)]
+    assert losses[-1] < losses[0] - 0.05
+    return losses, max(apart), sum("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _draw_alike(model: nn.Module, alone: nn.Module) -> None:
+    """Before any step the factors are the first rank's draws, which the unsharded model draws, too."""
+    full = [full_state_dict(model)]
+    dist.broadcast_object_list(full)
+    theirs = alone.state_dict()
+    wrong = [name for name, tensor in full[0].items() if not torch.equal(tensor, theirs[name])]
+    assert not wrong, wrong
+
+
+def merged(kind: str, when: str) -> tuple[list[str], float]:
+    """Classes of layers after `merge_and_unload`, and how far logits are from before."""
+    initialize_model_parallel(dist.get_world_size())
+    model = with_lora(kind, when)
+    before = model(input_ids=IDS).logits.detach()
+    with model.disable_adapter():
+        assert not torch.allclose(model(input_ids=IDS).logits, before)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    plain = model.merge_and_unload()
+    apart = float((plain(input_ids=IDS).logits - before).abs().max())
+    return sorted(
+        {type(module).__name__ for module in plain.modules() if "lora" in type(module).__module__}
+    ), apart
+
+
+def saved(folder: str, when: str) -> tuple[Tensor, float, float]:
+    """Logits; how far are those of the unsharded model, and of a split one, that read the adapter."""
+    initialize_model_parallel(dist.get_world_size())
+    model = with_lora("llama", when, modules_to_save=["norm", "lm_head"])
+    steps(model, 2)
+    logits = model(input_ids=IDS).logits.detach()
+    save_adapter(model, folder)
+    dist.barrier()
+    base, plan = unsharded("llama")
+    alone = PeftModel.from_pretrained(copy.deepcopy(base), folder, autocast_adapter_dtype=False)
+    split = parallelize(PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False), plan=plan)
+    return tuple(float((m(input_ids=IDS).logits - logits).abs().max()) for m in (alone, split))  # type: ignore[return-value]
+
+
+def checkpointed(folder: str, when: str) -> float:
+    initialize_model_parallel(dist.get_world_size())
+    model, again = with_lora("llama", when), with_lora("llama", when)
+    steps(model, 2)
+    dcp.save(folder, model)
+    dcp.load(folder, again)
+    return float((model(input_ids=IDS).logits - again(input_ids=IDS).logits).abs().max())
+
+
+def clipped() -> tuple[float, float]:
+    initialize_model_parallel(dist.get_world_size())
+    model, alone = with_lora("llama", "before"), with_lora("llama", "never")
+    loss_of(model).backward()
+    loss_of(alone).backward()
+    ours = clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1)
+    theirs = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    return float(ours), float(theirs)
+
+
+def refusals(when: str) -> dict[str, str]:
+    initialize_model_parallel(dist.get_world_size())
+    wanted: dict[str, dict[str, Any]] = {
+        "dropout": {"lora_dropout": 0.1},
+        "DoRA": {"use_dora": True},
+        "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    }
+    if when == "after":
+        wanted["pissa"] = {"init_lora_weights": "pissa"}
+        wanted["head"] = {"target_modules": ["lm_head"]}
+    said = {name: error_of(with_lora, "llama", when, **more)[1] for name, more in wanted.items()}
+    if when == "after":
+        model, plan = unsharded("llama")
+        said["plain"] = error_of(get_peft_model, parallelize(model, plan=plan), options("llama"))[1]
+    else:
+        from peft import IA3Config
+
+        model, plan = unsharded("llama")
+        other = get_peft_model(model, IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+        said["IA3"] = error_of(parallelize, other, plan=plan)[1]
+        merged = with_lora("llama", "never")
+        merged.merge_adapter()
+        said["merged"] = error_of(parallelize, merged, plan=plan)[1]
+    return said
+
 
 PAGE = "lora.md"
 WHEN = ("before", "after")

@@ -2,14 +2,205 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as theirs
 
-from tests.interop import style_cases as cases
+from tests.checks import error_of
+from tpkernels import check_replicas, clip_grad_norm_, finalize_gradients
+from tpkernels.interop import parallel_styles as ours
+from tpkernels.interop.full_state_dict import full_state_dict
+
+TOKENS, WIDTH = (2, 4), 8
 
 
-@pytest.mark.parametrize("plan", cases.PLANS)
+class Model(nn.Module):
+    """A table, a block, and a head."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, WIDTH, padding_idx=3)
+        self.norm = norm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def whole_sequence(styles: Any) -> dict[str, Any]:
+    return {
+        "embed": styles.RowwiseParallel(input_layouts=Replicate()),
+        "up": styles.ColwiseParallel(),
+        "down": styles.RowwiseParallel(),
+        "head": styles.ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def own_tokens(styles: Any, dim: int) -> dict[str, Any]:
+    """As torchtitan has it: tokens are split between the products."""
+    tokens = Shard(dim)
+    return {
+        "embed": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "norm": styles.SequenceParallel(sequence_dim=dim, use_local_output=True),
+        "up": styles.ColwiseParallel(input_layouts=tokens, use_local_output=False),
+        "down": styles.RowwiseParallel(output_layouts=tokens),
+        "head": styles.ColwiseParallel(
+            input_layouts=tokens, output_layouts=Replicate(), use_local_output=False
+        ),
+    }
+
+
+PLANS = {
+    "whole sequence": lambda styles: whole_sequence(styles),
+    "tokens of dimension 0": lambda styles: own_tokens(styles, 0),
+    "tokens of dimension 1": lambda styles: own_tokens(styles, 1),
+}
+
+
+def built(styles: Any, plan: str, mesh: Any, norm: str) -> nn.Module:
+    torch.manual_seed(dist.get_rank() // mesh.size())  # styles send the first rank's weights
+    return theirs.parallelize_module(Model(getattr(nn, norm)).double(), mesh, PLANS[plan](styles))
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
+    """Output and gradients, and the norm of all gradients."""
+    ids = torch.arange(8).view(TOKENS) * 5 % 13
+    output = full(model(ids))
+    (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
+    found = {
+        f"gradient of {name}": full(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
+    found |= {"output": output.detach()}
+    return found
+
+
+def unlike(plan: str) -> dict[str, list[str]]:
+    """By kind of norm, where our styles differ from torch's."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return {norm: _unlike(plan, norm, mesh) for norm in ("LayerNorm", "RMSNorm")}
+
+
+def _unlike(plan: str, norm: str, mesh: Any) -> list[str]:
+    found, expected = (run(built(styles, plan, mesh, norm), mesh) for styles in (ours, theirs))
+    wrong = [str(found.keys() ^ expected.keys())] if found.keys() != expected.keys() else []
+    return wrong + [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
+
+
+LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1))
+SIZES = {"ColwiseParallel": (WIDTH, 12), "RowwiseParallel": (WIDTH, 12)}
+
+
+def each_layout(style: str) -> dict[tuple[str, str, str], str]:
+    """By layouts of input and output: "same" as torch in output and gradients, where not, or the error."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return {
+        (str(given), str(wanted), "DTensor" if as_dtensor else "local"): _one_layout(
+            style, given, wanted, mesh, as_dtensor
+        )
+        for given in LAYOUTS
+        for wanted in LAYOUTS
+        for as_dtensor in (False, True)
+    }
+
+
+def _one_layout(style: str, given: Any, wanted: Any, mesh: Any, as_dtensor: bool) -> str:
+    results = []
+    for styles in (ours, theirs):
+        torch.manual_seed(1)
+        linear, x = nn.Linear(*SIZES[style]).double(), torch.randn(2, 4, WIDTH, dtype=torch.float64)
+        options = {"input_layouts": given, "output_layouts": wanted, "use_local_output": not as_dtensor}
+        theirs.parallelize_module(linear, mesh, getattr(styles, style)(**options))
+        local = distribute_tensor(x, mesh, [given]).to_local().requires_grad_()
+        if styles is ours and (error := error_of(linear, local))[0] != "nothing":
+            return f"{error[0]}: {error[1]}"
+        taken = DTensor.from_local(local, mesh, [given], run_check=False) if as_dtensor else local
+        output = linear(taken)
+        output = output if as_dtensor else DTensor.from_local(output, mesh, [wanted], run_check=False)
+        output = output.full_tensor()
+        (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
+        gradients = {name: full(p.grad) for name, p in linear.named_parameters()}
+        results.append({"output": output.detach(), "input": local.grad, **gradients})
+    found, expected = results
+    wrong = [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
+    return f"other {wrong}" if wrong else "same"
+
+
+def refused() -> list[tuple[str, str]]:
+    """What the styles do not take: errors that name it, and leave the module as it was."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    table = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    taken = theirs.parallelize_module(nn.Linear(4, 4), mesh, ours.ColwiseParallel())
+    calls: list[tuple[Any, nn.Module, Any]] = [
+        (ours.ColwiseParallel(), nn.Linear(4, 5), mesh),
+        (ours.RowwiseParallel(), nn.Linear(5, 4), mesh),
+        (ours.ColwiseParallel(), nn.Linear(4, 4), table),
+        (ours.ColwiseParallel(), Scaled(4, 4), mesh),
+        (ours.ColwiseParallel(), nn.Embedding(4, 4), mesh),
+        (ours.RowwiseParallel(), nn.Embedding(4, 4), mesh),
+        (ours.RowwiseParallel(input_layouts=Replicate()), nn.Embedding(4, 4, max_norm=1.0), mesh),
+        (ours.SequenceParallel(), nn.Dropout(), mesh),
+        (ours.SequenceParallel(), nn.LayerNorm((4, 4)), mesh),
+        (ours.RowwiseParallel(), taken, mesh),
+    ]
+    said = []
+    for style, module, where in calls:
+        before = (type(module), [type(parameter) for parameter in module.parameters()])
+        said.append(error_of(theirs.parallelize_module, module, where, style))
+        assert before == (type(module), [type(parameter) for parameter in module.parameters()])
+    return [*said, error_of(ours.ColwiseParallel, input_layouts=Partial())]
+
+
+def under_fully_shard() -> tuple[list[str], tuple[str, str]]:
+    """Where gradients, norms of both clippings and saved weights are not the unsharded model's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = Model().double()
+    model = theirs.parallelize_module(deepcopy(whole), mesh["tp"], own_tokens(ours, 1))
+    fully_shard(model.up, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    ids = torch.arange(16).view(4, 4) * 5 % 13
+    own = slice(mesh.get_local_rank("dp") * 2, mesh.get_local_rank("dp") * 2 + 2)
+    whole(ids).square().mean().backward()
+    full_output = model(ids[own])
+    (full_output.to_local() if isinstance(full_output, DTensor) else full_output).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    check_replicas(model, state=mesh)
+    norms = [torch.nn.utils.get_total_norm(p.grad for p in model.parameters()).full_tensor()]
+    norms += [clip_grad_norm_(model.parameters(), 0.5, state=mesh)]
+    wrong = [f"norm {norm}" for norm in norms if not torch.allclose(norm.double(), expected, rtol=1e-6)]
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if not torch.allclose(full(p.grad), q.grad, rtol=0, atol=1e-7):
+            wrong.append(name)
+    saved = full_state_dict(model, state=mesh)
+    wrong += [name for name, value in saved.items() if not torch.equal(value, whole.state_dict()[name])]
+    return wrong, error_of(finalize_gradients, model, state=mesh)
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_plans_compute_what_torch_does(plan, ranks2):
-    assert ranks2.run(cases.unlike, plan) == [{"LayerNorm": [], "RMSNorm": []}] * 2
+    assert ranks2.run(unlike, plan) == [{"LayerNorm": [], "RMSNorm": []}] * 2
 
 
 @pytest.mark.parametrize(
@@ -20,7 +211,7 @@ def test_plans_compute_what_torch_does(plan, ranks2):
     ],
 )
 def test_layouts_are_computed_as_torch_does_or_refused(style, inputs, outputs, ranks2):
-    for said in ranks2.run(cases.each_layout, style):
+    for said in ranks2.run(each_layout, style):
         for (given, wanted, kind), outcome in said.items():
             if given in inputs and wanted in outputs:
                 assert outcome == "same", (given, wanted, kind)
@@ -50,14 +241,14 @@ def test_what_styles_do_not_take_is_an_error_that_names_it(ranks2):
         ("TypeError", "expected an nn.Linear or nn.Embedding with its own forward, got ColwiseLinear"),
         ("ValueError", "ColwiseParallel: input_layouts: expected Replicate() or Shard(dim), got P(sum)"),
     ]
-    for said in ranks2.run(cases.refused):
+    for said in ranks2.run(refused):
         assert [kind for kind, _ in said] == [kind for kind, _ in expected]
         for (_, text), (_, part) in zip(said, expected, strict=True):
             assert part in text
 
 
 def test_styles_go_under_fully_shard(ranks4):
-    for wrong, (kind, text) in ranks4.run(cases.under_fully_shard):
+    for wrong, (kind, text) in ranks4.run(under_fully_shard):
         assert wrong == []
         assert kind == "TypeError"
         assert "after fully_shard, set its attribute sequence_parallel" in text

@@ -2,21 +2,149 @@
 
 from __future__ import annotations
 
+import json
 import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.interop.save_cases import (
-    loaded_apart,
-    number_of_files,
-    parts_and_copies_apart,
-    pushed,
-    refusals,
-    saved_by_a_library,
-    unlike_the_unsharded,
-)
+from tests.checks import error_of
+from tests.interop.architectures import inputs_of, model_of
+from tpkernels import initialize_model_parallel, parallelize
+from tpkernels.interop import safetensors
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def built(name: str) -> tuple[nn.Module, nn.Module]:
+    """The unsharded model and the split one."""
+    initialize_model_parallel(2)
+    full = model_of(name).eval()
+    return full, parallelize(deepcopy(full), verify=False)
+
+
+def logits_of(model: nn.Module, name: str) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(**inputs_of(name)).logits
+    return logits
+
+
+def saved(model: Any, folder: str, **options: Any) -> dict[str, Tensor]:
+    """By all ranks; the tensors in the files."""
+    model.save_pretrained(folder, **options)
+    return {name: tensor.clone() for name, tensor in safetensors.read(folder).items()}
+
+
+def loaded_apart(name: str, folder: str) -> float:
+    """Whether `from_pretrained` computes what the split model does, right after it was saved."""
+    full, split = built(name)
+    split.save_pretrained(folder)  # type: ignore[operator]
+    loaded = type(full).from_pretrained(folder).eval()  # type: ignore[attr-defined]
+    return float((logits_of(loaded, name) - logits_of(split, name)).abs().max())
+
+
+def unlike_the_unsharded(name: str, folder: str, options: dict[str, Any]) -> list[str]:
+    """Tensors and names that differ from what the unsharded model writes; and the index's count."""
+    full, split = built(name)
+    found = saved(split, os.path.join(folder, "split"), **options)
+    if dist.get_rank() == 0:
+        full.save_pretrained(os.path.join(folder, "full"), **options)  # type: ignore[operator]
+    dist.barrier()
+    expected = dict(safetensors.read(os.path.join(folder, "full")))
+    unlike = sorted(found.keys() ^ expected.keys())
+    unlike += [key for key in found.keys() & expected.keys() if not found[key].equal(expected[key])]
+    for index in Path(folder, "full").glob("*.index.json"):
+        ours, theirs = (json.loads(Path(folder, of, index.name).read_text()) for of in ("split", "full"))
+        if ours != theirs:
+            unlike.append(index.name)
+    if len({*os.listdir(Path(folder, "split"))} ^ {*os.listdir(Path(folder, "full"))}):
+        unlike.append("files")
+    return unlike
+
+
+def number_of_files(name: str, folder: str) -> int:
+    _, split = built(name)
+    split.save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
+    return len([*Path(folder).glob("model-*.safetensors")])
+
+
+def refusals(folder: str) -> list[tuple[str, str]]:
+    """Of shards, of transformers' own distributed checkpoints, and of a folder inside a file."""
+    _, split = built("LlamaForCausalLM")
+    file = Path(folder, f"file {dist.get_rank()}")
+    file.write_text("")
+    save = split.save_pretrained
+    return [
+        error_of(save, folder, state_dict=split.state_dict()),
+        error_of(save, folder, distributed_checkpoint=True),
+        error_of(save, str(file / "folder")),
+    ]
+
+
+def parts_and_copies_apart(folder: str) -> list[float]:
+    """A model inside the model; a copy that was changed; and the split model, which stays as it was."""
+    name = "LlamaForCausalLM"
+    full, split = built(name)
+    before = logits_of(split, name)
+    inner = saved(split.model, os.path.join(folder, "inner"))
+    apart = [float((inner["layers.0.self_attn.q_proj.weight"] - _query(full)).abs().max())]
+    copied = deepcopy(split)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    copy = saved(copied, os.path.join(folder, "copy"))
+    apart.append(float((copy["model.layers.0.self_attn.q_proj.weight"] - 2 * _query(full)).abs().max()))
+    apart.append(float((logits_of(split, name) - before).abs().max()))
+    own = split.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    assert own.shape[0] * 2 == _query(full).shape[0]
+    return apart
+
+
+def _query(full: nn.Module) -> Tensor:
+    return full.get_parameter("model.layers.0.self_attn.q_proj.weight").detach()
+
+
+def pushed(folder: str) -> tuple[list[int], tuple[int, ...]]:
+    """Ranks that talk to the hub, and the shape of a weight that they upload."""
+    _, split = built("LlamaForCausalLM")
+    talking: list[int] = []
+
+    def push_to_hub(self: Any, where: str) -> str:
+        talking.append(dist.get_rank())
+        self.save_pretrained(where)
+        return where
+
+    before = type(split).push_to_hub
+    type(split).push_to_hub = push_to_hub
+    try:
+        returned = split.push_to_hub(folder)  # type: ignore[operator]
+    finally:
+        type(split).push_to_hub = before
+    assert returned == (folder if dist.get_rank() == 0 else None)
+    return talking, tuple(safetensors.read(folder)["model.layers.0.self_attn.q_proj.weight"].shape)
+
+
+class Library(nn.Sequential):
+    """A model with a `save_pretrained`."""
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), os.path.join(folder, f"rank {dist.get_rank()}"))
+
+
+def saved_by_a_library(folder: str) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+    """Files, and shapes in the first one's, of a model on two tensor-parallel and two data-parallel ranks."""
+    initialize_model_parallel(2)
+    torch.manual_seed(0)
+    model = Library(nn.Embedding(7, 4), nn.Linear(4, 8, bias=False), nn.Linear(8, 4))
+    parallelize(model, plan={"0": "embedding", "1": "column", "2": "row"})
+    model.save_pretrained(folder)
+    loaded = torch.load(os.path.join(folder, "rank 0"))
+    return sorted(os.listdir(folder)), {name: tuple(tensor.shape) for name, tensor in loaded.items()}
 
 
 @pytest.fixture

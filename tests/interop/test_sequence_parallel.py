@@ -2,9 +2,298 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
-from tests.interop import sequence_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.interop.refused import refused
+from tests.interop.split_cases import PLAN as TOY_PLAN
+from tests.interop.split_cases import differences, loss_of, losses_of, toy
+from tests.models.small import IDS, TARGETS
+from tests.planning.test_work import Wire
+from tpkernels import check_replicas, initialize_model_parallel, parallelize
+from tpkernels.comm import schedule
+from tpkernels.interop.parallelize import sequence, sequence_trial, tokens
+from tpkernels.interop.parallelize.plan import Split
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
+
+ODD = IDS[:, :5]
+
+
+class Attention(nn.Module):
+    """Four heads, with norms of queries and keys; as in `transformers`, shapes are those of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, hidden_states: Tensor, rotated: Tensor) -> tuple[Tensor, None]:
+        heads = *hidden_states.shape[:-1], -1, 4
+        q, k, v = (layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(
+            self.q_norm(q) * rotated, self.k_norm(k) * rotated, v, is_causal=True
+        )
+        return self.out(y.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class MLP(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.down(F.gelu(self.up(x))))
+        return y
+
+
+class Mixture(nn.Module):
+    """Experts that all take all tokens, in the proportions of a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(MLP() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(self.experts))
+
+
+class Layer(nn.Module):
+    def __init__(self, mlp: nn.Module, between: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(16), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(16), mlp
+        self.between = between
+
+    def forward(self, hidden_states: Tensor, rotated: Tensor) -> Tensor:
+        y, _ = self.attention(hidden_states=self.norm1(hidden_states), rotated=rotated)
+        hidden_states = hidden_states + y
+        if self.between is not None:
+            hidden_states = self.between(hidden_states)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+class Stack(nn.Module):
+    """kind: gpt, mixture, or what is wrong with it"""
+
+    checkpointing: bool | None = None  # with use_reentrant
+
+    def __init__(self, kind: str = "gpt") -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.positions = nn.Embedding(37, 16), nn.Embedding(8, 16)
+        made = {"mixture": Mixture, "dropout inside": lambda: MLP(0.5)}.get(kind, MLP)
+        between: Callable[[Tensor], Tensor] | None = {
+            "mean": lambda x: x - x.mean(-2, keepdim=True),
+            "dropout": nn.Dropout(0.5),
+            "convolution": Convolution(),
+        }.get(kind)
+        self.layers = nn.ModuleList(Layer(made(), between) for _ in range(2))
+        if kind == "twice":
+            self.layers.append(self.layers[0])
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 37)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions.weight[: ids.shape[1]]
+        rotated = torch.arange(ids.shape[1]).add(1).to(x.dtype).cos()[:, None]
+        for layer in reversed(self.layers) if self.kind == "backward" else self.layers:
+            if self.checkpointing is None:
+                x = layer(x, rotated=rotated)
+            else:
+                x = checkpoint(layer, x, rotated, use_reentrant=self.checkpointing)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+PLAN: dict[str, Any] = {
+    "embed": "embedding",
+    "layers.*.attention.[qkv]": Split("column", unit=4),
+    "layers.*.attention.out": Split("row", unit=4),
+    "layers.*.mlp*.up": "column",
+    "layers.*.mlp*.down": "row",
+    "head": "head",
+}
+
+
+def stack(kind: str = "gpt") -> Any:
+    torch.manual_seed(4)
+    return Stack(kind).double()
+
+
+def shared(kind: str = "gpt", **options: Any) -> Any:
+    return parallelize(stack(kind), plan=PLAN, sequence_parallel=True, **options)
+
+
+def trained_alike(kind: str = "gpt", how: str = "plain") -> list[str]:
+    """What differs from the unsharded model: logits, gradients, and losses of five steps of AdamW."""
+    initialize_model_parallel(dist.get_world_size())
+    if kind == "direct":  # columns and rows are children of layers
+        whole, split = toy(), parallelize(toy(), plan=TOY_PLAN, sequence_parallel=True)
+    else:
+        whole, split = stack(kind), shared(kind)
+    if how in ("checkpointed", "reentrant"):
+        split.checkpointing = how == "reentrant"
+    elif how == "copied":
+        split = deepcopy(split)
+    elif how == "pickled":
+        split = pickle.loads(pickle.dumps(split))
+    model = split
+    if how == "compiled":
+        torch._dynamo.reset()
+        model = torch.compile(split, fullgraph=True, backend="aot_eager")
+    wrong = differences(split, whole)
+    for each in (split.eval(), whole.eval()):
+        each.zero_grad()
+    if not torch.allclose(split(ODD), whole(ODD), rtol=0, atol=1e-12):
+        wrong.append("logits of tokens that ranks do not divide")
+    wrong += [f"{name} of these" for name in differences(split, whole)]
+    pairs = zip(losses_of(model.train()), losses_of(whole.train()), strict=True)
+    wrong += [f"loss {step}" for step, (ours, loss) in enumerate(pairs) if abs(ours - loss) > 1e-10]
+    check_replicas(split)
+    return wrong
+
+
+def odd_gradients() -> list[str]:
+    """In eval mode, of tokens that ranks do not divide, and before and after them of others."""
+    initialize_model_parallel(2)
+    whole, split = stack().eval(), shared().eval()
+    wrong = []
+    for ids, targets in ((IDS, TARGETS), (ODD, TARGETS[:, :5]), (IDS, TARGETS)):
+        for model in (split, whole):
+            model.zero_grad()
+            loss_of(model, ids, targets).backward()
+        for name in ("norm", "layers.0.norm1", "layers.1.mlp.down", "positions"):
+            for ours, expected in zip(
+                split.get_submodule(name).parameters(), whole.get_submodule(name).parameters(), strict=True
+            ):
+                if ours.shape == expected.shape and not torch.allclose(
+                    ours.grad, expected.grad, rtol=0, atol=1e-12
+                ):
+                    wrong.append(f"{name} of {ids.shape[1]}")
+    return wrong
+
+
+def under_fsdp() -> list[str]:
+    """Two copies of a model that two ranks share each, on half of the batch each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, split = stack(), parallelize(stack(), mesh, plan=PLAN, sequence_parallel=True)
+    expected = losses_of(whole)
+    for layer in split.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(split, mesh=mesh["dp"])
+    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    optimizer = torch.optim.AdamW(split.parameters(), lr=0.01)
+    wrong = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(split, IDS[own], TARGETS[own])
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach() / 2
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        if abs(mean.item() - expected[step]) > 1e-10:
+            wrong.append(f"loss {step}")
+    return wrong
+
+
+def costs() -> dict[str, tuple[int, float]]:
+    """Without sequence parallelism, and with it."""
+    initialize_model_parallel(dist.get_world_size())
+    models = {"plain": parallelize(stack().float(), plan=PLAN), "shared": shared().float()}
+    return {name: cost(model) for name, model in models.items()}
+
+
+def cost(model: nn.Module) -> tuple[int, float]:
+    """Bytes saved for backward, parameters not counted, and bytes a rank sends in forward and backward."""
+    kept = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.untyped_storage())
+        return x
+
+    # ranks live longer than a case, and others leave transfers cut
+    with Wire() as wire, patch.object(schedule, "LEAST_BYTES", 2**17):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = loss_of(model, IDS.repeat(8, 1), TARGETS.repeat(8, 1))
+        loss.backward()
+    saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for at, size in saved.items() if at not in weights), wire.sent
+
+
+def forms() -> dict[str, Any]:
+    """Which modules gather for their columns, and which are computed as without sequence parallelism."""
+    initialize_model_parallel(2)
+    kept, seen = sequence_trial.sharing_of, []
+    with patch.object(sequence_trial, "sharing_of", lambda *args: seen.append(kept(*args)) or seen[-1]):
+        for kind in ("gpt", "mixture", "dropout inside"):
+            shared(kind)
+    return {"columns": [dict(each.columns) for each in seen], "whole": [each.whole for each in seen]}
+
+
+def refusals() -> list[str]:
+    initialize_model_parallel(2)
+    flat = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    of_flat, of_up = {"0": "column", "1": "row"}, {"layers.*.mlp.up": "column"}
+    split, asked = shared(), dist.get_rank() == 0
+    each_once = "expected one call of each of the layers 'layers.0' to 'layers.1', in this order"
+    random = "'layers.0.between' draws random numbers for hidden states"
+    beside = "'layers.0.between.conv.weight' is in a layer, but not beside columns and rows"
+    odd = "a number of tokens that 2 ranks divide, for sequence_parallel, got 5 in 'layers.0'"
+    no_list = "expected all columns and rows in layers of an nn.ModuleList, got '0'"
+    split_model = partial(parallelize, sequence_parallel=True)
+    said = [
+        refused("ValueError", random, shared, "dropout"),
+        refused("ValueError", beside, shared, "convolution"),
+        refused("ValueError", "the split model does not do what the unsharded one does", shared, "mean"),
+        refused("ValueError", each_once, shared, "backward"),
+        refused("ValueError", "expected layers of their own in 'layers', got one twice", shared, "twice"),
+        refused("ValueError", "expected a verify that is not False", shared, verify=False),
+        refused("ValueError", odd, shared, verify=(ODD,)),
+        refused("ValueError", no_list, split_model, flat, plan=of_flat),
+        refused("ValueError", "list of layers, got none", split_model, stack(), plan={"head": "head"}),
+        refused("ValueError", "", split_model, stack(), plan=of_up),
+        refused("ValueError", "ranks disagree", parallelize, stack(), plan=PLAN, sequence_parallel=asked),
+        refused("ValueError", "tokens that the 2 ranks divide, got 5 in (2, 5, 16); pad", split, ODD),
+    ]
+    assert differences(split, stack()) == []
+    return said
+
+
+def faults_seen() -> list[str]:
+    """The comparison refuses what would be wrong."""
+    initialize_model_parallel(2)
+    with patch.object(sequence, "sum_gradients", lambda *_: None):
+        norms = refused("ValueError", "sequence_parallel: the split model does not", shared, "mixture")
+    assert ".weight' is off by" in norms
+    with patch.object(tokens, "_gather_replicated", gather_from_sequence_region):
+        return [norms, refused("ValueError", "off by", shared, "mixture")]
+
 
 HOW = ["plain", "checkpointed", "reentrant", "compiled", "copied", "pickled"]
 
@@ -13,33 +302,33 @@ HOW = ["plain", "checkpointed", "reentrant", "compiled", "copied", "pickled"]
     ("kind", "how"), [*(("gpt", how) for how in HOW), ("direct", "plain"), ("mixture", "plain")]
 )
 def test_it_trains_as_the_unsharded_model_does(kind, how, ranks2):
-    assert ranks2.run(cases.trained_alike, kind, how) == [[], []]
+    assert ranks2.run(trained_alike, kind, how) == [[], []]
 
 
-@pytest.mark.parametrize("unlike", [cases.trained_alike, cases.under_fsdp])
+@pytest.mark.parametrize("unlike", [trained_alike, under_fsdp])
 def test_it_does_so_on_four_ranks(unlike, ranks4):
     assert ranks4.run(unlike) == [[]] * 4
 
 
 def test_gradients_in_eval_mode_of_any_number_of_tokens(ranks2):
-    assert ranks2.run(cases.odd_gradients) == [[], []]
+    assert ranks2.run(odd_gradients) == [[], []]
 
 
 def test_modules_with_more_than_columns_and_rows_compute_as_before(ranks2):
     attention = {f"layers.{i}.attention": tuple(f"layers.{i}.attention.{n}" for n in "qkv") for i in (0, 1)}
     mlp = {f"layers.{i}.mlp": (f"layers.{i}.mlp.up",) for i in (0, 1)}
     columns, whole = [attention | mlp, attention, attention], [(), tuple(mlp), tuple(mlp)]
-    assert ranks2.run(cases.forms) == [{"columns": columns, "whole": whole}] * 2
+    assert ranks2.run(forms) == [{"columns": columns, "whole": whole}] * 2
 
 
 def test_it_saves_memory_and_transfers(ranks2):
-    for found in ranks2.run(cases.costs):
+    for found in ranks2.run(costs):
         (saved, sent), (shared_saved, shared_sent) = found["plain"], found["shared"]
         assert shared_saved < 0.85 * saved
         assert shared_sent < 0.95 * sent
 
 
-@pytest.mark.parametrize("refusals", [cases.refusals, cases.faults_seen])
+@pytest.mark.parametrize("refusals", [refusals, faults_seen])
 def test_what_cannot_share_tokens_is_refused_on_all_ranks_alike(refusals, ranks2):
     first, second = ranks2.run(refusals)
     assert first == second

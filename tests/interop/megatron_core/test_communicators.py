@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fake_world import each_rank, fake_rank
-from tests.interop.megatron_core import group_cases as cases
+from tests.interop.megatron_core import test_groups as cases
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection
 from tpkernels.interop.shards import require_one_stage
