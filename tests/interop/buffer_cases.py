@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.interop.refused import refused
-from tests.interop.split_cases import PLAN, Toy, differences
+from tests.interop.torch_models import PLAN, Toy, differences
 from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import load_full_state_dict
@@ -32,8 +32,7 @@ class Scaled(nn.Module):
         self.register_buffer("shift", torch.tensor(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x * self.factors + self.shift
-        return y
+        return x * self.factors + self.shift
 
 
 class Reset(Scaled):
@@ -72,8 +71,7 @@ class Turned(Toy):
         x = self.scaled(self.embed(ids))
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def whole_and_split(kind: str, tied: bool = False) -> tuple[Turned, Turned]:

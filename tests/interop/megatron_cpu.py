@@ -49,7 +49,7 @@ def stand_in_for_cuda() -> None:
     tensor: Any = Tensor
     tensor.cuda = lambda self, *_, **__: self
     tensor.type = lambda self, *to: _type(self, *to) if to else "torch.cuda." + _type(self).split(".")[-1]
-    torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *_: self
     sys.modules["fused_weight_gradient_mlp_cuda"] = _wgrad()
 
     from megatron.core.distributed import param_and_grad_buffer

@@ -153,7 +153,7 @@ def _marked_norms() -> Any:
     def marked(_: type, config: Any, hidden_size: int, eps: float) -> nn.Module:
         norm: nn.Module = getattr(nn, config.normalization)(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
     return patch.object(WrappedTorchNorm, "__new__", marked)

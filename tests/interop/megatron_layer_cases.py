@@ -59,14 +59,11 @@ def built(case: LayerCase, ours: bool) -> nn.Module:
     config = config_of(**case.config)
     options = {"config": config, "init_method": config.init_method, **case.options}
     if case.kind == "column":
-        column: nn.Module = home.ColumnParallelLinear(IN, OUT, **options)
-        return column
+        return home.ColumnParallelLinear(IN, OUT, **options)
     if case.kind == "row":
         chosen = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, **options}
-        row: nn.Module = home.RowParallelLinear(IN, OUT, **chosen)
-        return row
-    embedding: nn.Module = home.VocabParallelEmbedding(VOCAB, OUT, **options)
-    return embedding
+        return home.RowParallelLinear(IN, OUT, **chosen)
+    return home.VocabParallelEmbedding(VOCAB, OUT, **options)
 
 
 def given(case: LayerCase, ours: bool) -> Given:
@@ -219,7 +216,7 @@ def refusals() -> dict[str, str]:
         ask("unfused buffer", lambda: product(x, weight, None, False, False, False, []))
         frozen = megatron_core.linear_with_frozen_weight
         ask("frozen buffer", lambda: frozen(x, weight, None, False, False, False, None, []))
-        weight.__fsdp_param__ = True  # type: ignore[attr-defined]
+        weight.__fsdp_param__ = True
         ask("fsdp", lambda: product(x, weight, None, True, False, False))
         tp_invariant(8)
         try:
@@ -249,7 +246,7 @@ def inside_and_after_layers() -> list[str]:
 
         from tpkernels.interop import megatron_core
 
-        class Subclass(theirs.ColumnParallelLinear):  # type: ignore[misc]
+        class Subclass(theirs.ColumnParallelLinear):
             pass
 
         class TELinear(nn.Module):

@@ -31,8 +31,7 @@ class Odd(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        output: Tensor = self.plain(self.back(self.fused(self.table(ids))[0])[0])
-        return output
+        return self.plain(self.back(self.fused(self.table(ids))[0])[0])
 
 
 def built(kind: str, seed: int) -> nn.Module:

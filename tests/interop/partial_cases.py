@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from tests.interop.refused import refused
-from tests.interop.split_cases import loss_of
+from tests.interop.torch_models import STACK_PLAN, Stack, loss_of, stack
 from tests.models.small import IDS, TARGETS
 from tpkernels import (
     GradientBuckets,
@@ -32,58 +31,7 @@ from tpkernels.interop.parallelize.plan import Split
 STEPS = 5
 
 
-class Attention(nn.Module):
-    """Four heads; queries and keys are normalised, values are scaled."""
-
-    def __init__(self, scalar: bool) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
-        self.scale = nn.Parameter(torch.rand(4))
-        self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        q = self.q_norm(q) * self.temperature
-        heads = F.scaled_dot_product_attention(q, self.k_norm(k), v * self.scale, is_causal=True)
-        y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
-        return y
-
-
-class Normed(nn.Module):
-    checkpointing: bool | None = None  # with use_reentrant
-
-    def __init__(self, scalar: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(37, 16)
-        self.norms = nn.ModuleList(nn.RMSNorm(16) for _ in range(2))
-        self.attentions = nn.ModuleList(Attention(scalar) for _ in range(2))
-        self.head = nn.Linear(16, 37, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for norm, attention in zip(self.norms, self.attentions, strict=True):
-            if self.checkpointing is None:
-                x = x + attention(norm(x))
-            else:
-                x = x + checkpoint(attention, norm(x), use_reentrant=self.checkpointing)
-        y: Tensor = self.head(x)
-        return y
-
-
-PLAN: dict[str, Any] = {
-    "embed": "embedding",
-    "attentions.*.[qkv]": Split("column", unit=4),
-    "attentions.*.out": Split("row", unit=4),
-    "head": "head",
-}
 PARTIAL = ("q_norm.weight", "k_norm.weight", "scale", "temperature")
-
-
-def normed(scalar: bool = True) -> Normed:
-    torch.manual_seed(5)
-    return Normed(scalar).double()
 
 
 def train(model: nn.Module, how: str, state: Any = None) -> list[float]:
@@ -121,10 +69,10 @@ WAYS += ("copied", "pickled")
 def trained_alike(how: str) -> list[str]:
     """What differs from the unsharded model after some steps, and between ranks."""
     state = initialize_model_parallel(dist.get_world_size())
-    whole, split = normed(), parallelize(normed(), plan=PLAN)
+    whole, split = stack(), parallelize(stack(), plan=STACK_PLAN)
     model: Any = split
     if how in ("checkpointed", "reentrant"):
-        whole.checkpointing = split.checkpointing = how == "reentrant"  # type: ignore[assignment]
+        whole.checkpointing = split.checkpointing = how == "reentrant"
     elif how == "compiled":
         split.compile(backend="aot_eager", fullgraph=True)
     elif how == "copied":
@@ -151,13 +99,14 @@ def unlike(split: nn.Module, whole: nn.Module, losses: list[float], expected: li
 def data_parallel(wrapper: str) -> list[str]:
     """Two copies of a model that two ranks share each, on half of the batch each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole, split = normed(False), parallelize(normed(False), mesh, plan=PLAN)  # FSDP takes no scalars
+    whole, split = (stack(scalar=False) for _ in range(2))  # FSDP takes no scalars
+    parallelize(split, mesh, plan=STACK_PLAN)
     expected = train(whole, "plain")
     if wrapper == "ddp":
         model: nn.Module = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
     else:
-        fully_shard(split.attentions[0].q_norm, mesh=mesh["dp"])  # type: ignore[union-attr, index]
-        fully_shard(split.attentions[0], mesh=mesh["dp"])  # type: ignore[index]
+        fully_shard(split.layers[0].attention.q_norm, mesh=mesh["dp"])
+        fully_shard(split.layers[0], mesh=mesh["dp"])
         model = fully_shard(split, mesh=mesh["dp"])
     own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -176,28 +125,29 @@ def data_parallel(wrapper: str) -> list[str]:
 def declared() -> list[Any]:
     """What is summed when a plan says so; and what is said when it is wrong, or nobody can tell."""
     initialize_model_parallel(2)
-    halves = {"attentions.*.?_norm": "partial", "attentions.?": "partial", "norms": "replicated"}
-    split = parallelize(normed(), plan=PLAN | halves, verify=False)
-    whole, reentrant = normed(), normed()
+    halves = dict.fromkeys(("layers.?.attention", "layers.*.?_norm"), "partial")
+    halves |= {"layers.?.norm?": "replicated"}
+    split = parallelize(stack(), plan=STACK_PLAN | halves, verify=False)
+    whole, reentrant = stack(), stack()
     reentrant.checkpointing = True
-    untold = "'attentions.0.scale' stands beside layers that are split"
-    of_queries, of_all = {"attentions.*.q_norm": "replicated"}, {"norms.*": "partial"}
+    untold = "'layers.0.attention.scale' stands beside layers that are split"
+    of_queries, of_all = {"layers.*.attention.q_norm": "replicated"}, {"layers.*.norm1": "partial"}
     return [
         unlike(split, whole, train(split, "plain"), train(whole, "plain")),
-        refused("ValueError", f"{untold}, and it cannot", parallelize, normed(), plan=PLAN, verify=False),
-        refused("ValueError", "q_norm.weight' is off by", parallelize, normed(), plan=PLAN | of_queries),
-        refused("ValueError", "norms.1.weight' is off by", parallelize, normed(), plan=PLAN | of_all),
-        refused("ValueError", untold, parallelize, reentrant, plan=PLAN),
+        refused("ValueError", f"{untold}, and", parallelize, stack(), plan=STACK_PLAN, verify=False),
+        refused("ValueError", "q_norm.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_queries),
+        refused("ValueError", "norm1.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_all),
+        refused("ValueError", untold, parallelize, reentrant, plan=STACK_PLAN),
     ]
 
 
-class AllHeads(Normed):
+class AllHeads(Stack):
     """Queries are normalised over all heads at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        for attention in self.attentions:
-            attention.q = nn.Sequential(attention.q, nn.RMSNorm(16))  # type: ignore[assignment, arg-type]
+        for layer in self.layers:
+            layer.attention.q = nn.Sequential(layer.attention.q, nn.RMSNorm(16))
 
 
 class Plain(nn.Module):
@@ -218,17 +168,16 @@ class Plain(nn.Module):
             h = h * self.gate(x).sigmoid()
         elif self.between == "norm":  # over all features, without a weight
             h = F.rms_norm(h, h.shape[-1:])
-        y: Tensor = self.down(h)
-        return y
+        return self.down(h)
 
 
 def refusals() -> list[str]:
     """What is said where features are not those that a function takes, or gradients are not summed."""
     initialize_model_parallel(2)
     plan = {"up": "column", "down": "row"}
-    in_sequence = {name: said for name, said in PLAN.items() if "[qkv]" not in name}
-    in_sequence |= dict.fromkeys(("attentions.*.q.0", "attentions.*.[kv]"), Split("column", unit=4))
-    full = "'attentions.0.q.1' does not take this rank's features, though it takes all of them"
+    in_sequence = {name: said for name, said in STACK_PLAN.items() if "[qkv]" not in name}
+    in_sequence |= dict.fromkeys(("layers.*.q.0", "layers.*.[kv]"), Split("column", unit=4))
+    full = "'layers.0.attention.q.1' does not take this rank's features, though it takes all of them"
     both = "reaches both full features and, past no column, those that ranks split"
     differs = "the first module whose output differs is 'down', and the last before it that agrees is 'up'"
     torch.manual_seed(0)
@@ -238,6 +187,6 @@ def refusals() -> list[str]:
         refused("ValueError", differs, parallelize, Plain("norm"), plan=plan),
     ]
     with patch.object(verify, "sum_gradients", lambda *_: None):
-        said.append(refused("ValueError", "the gradient of 'attentions.", parallelize, normed(), plan=PLAN))
+        said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))
     assert "is off by" in said[-1]
     return said

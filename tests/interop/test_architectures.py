@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checks import error_of
-from tests.interop.split_cases import losses_of
+from tests.interop.architecture_runs import ours
+from tests.interop.models import needs_transformers
+from tests.interop.torch_models import losses_of
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop import safetensors
@@ -20,7 +22,7 @@ from tpkernels.interop.huggingface import gpt2_plan, llama_plan
 from tpkernels.interop.parallelize.plan import Divided, Split
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = needs_transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -91,7 +93,7 @@ def loaded_apart(kind: str, folder: str, options: dict[str, Any]) -> float:
     initialize_model_parallel(2)
     whole, plan = built(kind, **options)
     if dist.get_rank() == 0:
-        whole.save_pretrained(folder)  # type: ignore[operator]
+        whole.save_pretrained(folder)
     dist.barrier()
     with torch.device("meta"):
         split, _ = built(kind, **options)
@@ -135,3 +137,53 @@ def test_folders_load_into_models_from_the_meta_device(kind, options, ranks2, tm
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     for apart in ranks2.run(loaded_apart, kind, str(tmp_path), options):
         assert apart < 1e-6
+
+
+A_FEW = ["LlamaForCausalLM, one KV head", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM"]
+A_FEW += ["MixtralForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("name", A_FEW)
+def test_parallelize_without_a_plan_is_right(name, ranks2):
+    for outcome in ranks2.run(ours, name):
+        assert (outcome.verdict, outcome.why) == ("right", "")
+        assert outcome.losses[1] < outcome.losses[0] - 0.5
+        assert outcome.held < 0.8
+
+
+def without_sums(model: nn.Module) -> nn.Module:
+    """Gradients of norms of heads stay partial."""
+    for module in parallelize(model).modules():
+        if type(module).__name__ == "Qwen3RMSNorm":
+            module._forward_pre_hooks.clear()
+    return model
+
+
+def with_a_wrong_bias(model: nn.Module) -> nn.Module:
+    bias = parallelize(model).get_parameter("model.layers.1.mlp.down_proj.bias")
+    bias.data.mul_(2)
+    return model
+
+
+def with_large_gradients(model: nn.Module) -> nn.Module:
+    """Which AdamW does not show."""
+    weight = parallelize(model).get_parameter("model.layers.1.mlp.down_proj.weight")
+    weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def unsplittable(model: nn.Module) -> nn.Module:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "verdict"),
+    [
+        ("Qwen3ForCausalLM", without_sums, "fails"),  # clip_grad_norm_ sees that ranks differ
+        ("LlamaForCausalLM, biases", with_a_wrong_bias, "wrong"),
+        ("LlamaForCausalLM, biases", with_large_gradients, "wrong"),
+        ("LlamaForCausalLM, biases", unsplittable, "refused"),
+    ],
+)
+def test_models_split_wrongly_are_not_called_right(name, split, verdict, ranks2):
+    assert [outcome.verdict for outcome in ranks2.run(ours, name, split)] == [verdict] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, debug
 
-from tests.checks import error_of
-from tests.interop.split_cases import PLAN, Toy, loss_of
+from tests.interop.refused import refused
+from tests.interop.torch_models import PLAN, STACK_PLAN, Stack, loss_of, stack, toy
 from tests.models.small import CONFIGS
+from tests.products import once
 from tests.segments import tp_invariance
 from tpkernels import (
     GPT,
@@ -33,7 +35,6 @@ from tpkernels import (
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.as_dtensor import hold_dtensors
-from tpkernels.interop.parallelize.plan import Split
 from tpkernels.layers.world import tensor_world
 
 IDS = torch.arange(32).view(4, 8) * 5 % 37
@@ -42,51 +43,11 @@ STEPS, MAX_NORM = 3, 0.5
 KINDS = ("toy", "as_dtensor", "gpt2", "llama")
 
 
-class SeparateBlock(nn.Module):
-    """Attention with a norm of each head, whose gradient is partial, and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head_norm = nn.LayerNorm(16), nn.RMSNorm(4)
-        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (layer(y).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        heads = F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v, is_causal=True)
-        x = x + self.out(heads.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Separate(nn.Module):
-    """A language model without stacked weights, tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(37, 16, padding_idx=3)
-        self.blocks = nn.ModuleList(SeparateBlock() for _ in range(2))
-        self.head = nn.Linear(16, 37, bias=False)
-        self.head.weight = self.embed.weight
-        self.blocks[1].down.weight.requires_grad_(False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-SEPARATE_PLAN: dict[str, Any] = {
-    "embed": "embedding",
-    "blocks.*.[qkv]": Split("column", unit=4),
-    "blocks.*.out": Split("row", unit=4),
-    "blocks.*.up": "column",
-    "blocks.*.down": "row",
-    "blocks.?.norm": "replicated",
-    "blocks.*.head_norm": "partial",
-    "head": "head",
+PLANS: dict[str, Any] = {
+    "toy": PLAN | {"blocks.?.norm": "replicated"},
+    "as_dtensor": STACK_PLAN
+    | dict.fromkeys(("layers.?.attention", "layers.*.?_norm"), "partial")
+    | {"layers.?.norm?": "replicated"},
 }
 
 
@@ -97,28 +58,24 @@ def mesh_of(data: int, tensor: int) -> DeviceMesh:
 
 def built(kind: str, mesh: DeviceMesh) -> nn.Module:
     """The same model in float64 for every mesh; a vocabulary of 37, which no number of ranks divides."""
-    torch.manual_seed(3)
     if kind in CONFIGS:
+        torch.manual_seed(3)
         return GPT(CONFIGS[kind], sequence_parallel=True, state=mesh, dtype=torch.float64)
-    model = (Toy(tied=True, bias=False) if kind == "toy" else Separate()).double()
+    model = toy(tied=True, bias=False) if kind == "toy" else stack("tied", scalar=False)
     if mesh.size() == 1:
         return model
-    plan = PLAN | {"blocks.?.norm": "replicated"} if kind == "toy" else SEPARATE_PLAN
-    return parallelize(model, mesh, plan=plan, verify=False, as_dtensor=kind == "as_dtensor")
+    return parallelize(model, mesh, plan=PLANS[kind], verify=False, as_dtensor=kind == "as_dtensor")
 
 
 def sharded(kind: str, mesh: DeviceMesh) -> nn.Module:
     model = built(kind, mesh)
-    blocks = model.blocks
-    assert isinstance(blocks, nn.ModuleList)
-    for block in blocks:
+    for block in model.layers if isinstance(model, Stack) else model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
 
 
 def mean_loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
-    loss: Tensor = model(ids, targets) if isinstance(model, GPT) else loss_of(model, ids, targets)
-    return loss
+    return model(ids, targets) if isinstance(model, GPT) else loss_of(model, ids, targets)
 
 
 Clip = Callable[[nn.Module, DeviceMesh], Tensor]
@@ -239,28 +196,32 @@ def unsharded_by_torch() -> list[tuple[float, float]]:
 def from_meta() -> list[str]:
     """DTensors of a model without memory, which gets some, and its weights, later."""
     mesh = mesh_of(2, 2)
-    torch.manual_seed(3)
-    whole = Separate().double()
+    whole = stack("tied", scalar=False)
     with torch.device("meta"):
-        model = Separate().double()
-    parallelize(model, mesh, plan=SEPARATE_PLAN, verify=False, as_dtensor=True)
+        model = stack("tied", scalar=False)
+    parallelize(model, mesh, plan=PLANS["as_dtensor"], verify=False, as_dtensor=True)
     fully_shard(model, mesh=mesh["dp"]).to_empty(device="cpu")
     load_full_state_dict(model, whole.state_dict(), state=mesh)
     wrong = [] if torch.allclose(model(IDS), whole(IDS), rtol=0, atol=1e-12) else ["output"]
     return wrong if model.head.weight is model.embed.weight else [*wrong, "tie"]
 
 
-def refused() -> list[tuple[str, str]]:
-    """What cannot be DTensors, and who cannot take them."""
+def refusals() -> list[str]:
+    """What is said of what cannot be DTensors, and by what cannot take them."""
     mesh = mesh_of(1, 2)
-    stacked, other = Toy(), Separate()
+    stacked, other = toy(), stack("tied")
     before = [type(module) for model in (stacked, other) for module in model.modules()]
+    one_range = "plan: 'blocks.*.qkv': expected weights of which each rank holds one range of rows"
+    as_dtensor = partial(parallelize, verify=False, as_dtensor=True)
+    group, plan = mesh.get_group("tp"), PLANS["as_dtensor"]
     said = [
-        error_of(parallelize, stacked, mesh, plan=PLAN, verify=False, as_dtensor=True),
-        error_of(parallelize, other, mesh.get_group("tp"), plan=SEPARATE_PLAN, verify=False, as_dtensor=True),
+        refused("ValueError", one_range, as_dtensor, stacked, mesh, plan=PLAN),
+        refused("ValueError", "as_dtensor=True: expected a DeviceMesh", as_dtensor, other, group, plan=plan),
     ]
     assert before == [type(module) for model in (stacked, other) for module in model.modules()]
-    return [*said, error_of(GradientBuckets, built("as_dtensor", mesh), mesh.get_group("dp"))]
+    plain = "is a DTensor; expected a plain tensor: use fully_shard"
+    model = built("as_dtensor", mesh)
+    return [*said, refused("TypeError", plain, GradientBuckets, model, mesh.get_group("dp"))]
 
 
 def of_hybrid_mesh() -> tuple[float, float]:
@@ -326,13 +287,21 @@ def require_alike(found, expected, steps):
         assert torch.allclose(weights[name], value, rtol=0, atol=1e-9), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, ranks4, ranks1, tmp_path):
+PLACES = {
+    "four_data_ranks": (4, 1, "split"),
+    "four_tensor_ranks": (1, 4, "split"),
+    "one_rank": (1, 1, "split"),
+    "two_by_two_from_one": (2, 2, "unsharded"),
+}
+
+
+@once(kind=KINDS, place=PLACES)
+def test_runs_of_2_by_2_are_the_unsharded_one_and_go_on_anywhere(kind, place, ranks4, ranks1, tmp_path):
     (expected,) = ranks1.run(run, kind, 1, 1, str(tmp_path / "unsharded"))
-    require_alike(ranks4.run(run, kind, 2, 2, str(tmp_path / "a")), expected, STEPS + 2)
-    for sizes, pool in (((4, 1), ranks4), ((1, 4), ranks4), ((1, 1), ranks1)):
-        require_alike(pool.run(resume, kind, *sizes, str(tmp_path / "a")), expected, 2)
-    require_alike(ranks4.run(resume, kind, 2, 2, str(tmp_path / "unsharded")), expected, 2)
+    require_alike(ranks4.run(run, kind, 2, 2, str(tmp_path / "split")), expected, STEPS + 2)
+    data, tensor, folder = place
+    pool = ranks1 if data * tensor == 1 else ranks4
+    require_alike(pool.run(resume, kind, data, tensor, str(tmp_path / folder)), expected, 2)
 
 
 def test_torchs_own_tools_see_the_unsharded_model_in_dtensors(ranks4, ranks1, tmp_path):
@@ -345,15 +314,8 @@ def test_dtensors_of_a_model_on_the_meta_device(ranks4):
 
 
 def test_what_cannot_be_dtensors_is_refused_before_anything_is_replaced(ranks2):
-    expected = [
-        ("ValueError", "plan: 'blocks.*.qkv': expected weights of which each rank holds one range of rows"),
-        ("ValueError", "as_dtensor=True: expected a DeviceMesh"),
-        ("TypeError", "is a DTensor; expected a plain tensor: use fully_shard"),
-    ]
-    for said in ranks2.run(refused):
-        assert [kind for kind, _ in said] == [kind for kind, _ in expected]
-        for (_, text), (_, part) in zip(said, expected, strict=True):
-            assert part in text
+    first, second = ranks2.run(refusals)
+    assert first == second
 
 
 def test_norm_counts_replicas_of_shards_once(ranks4):

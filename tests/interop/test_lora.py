@@ -100,8 +100,7 @@ def with_lora(kind: str, when: str, **more: Any) -> nn.Module:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(input_ids=IDS, labels=IDS).loss
-    return loss
+    return model(input_ids=IDS, labels=IDS).loss
 
 
 def steps(model: nn.Module, count: int = 5) -> list[float]:
@@ -168,7 +167,7 @@ def saved(folder: str, when: str) -> tuple[Tensor, float, float]:
     base, plan = unsharded("llama")
     alone = PeftModel.from_pretrained(copy.deepcopy(base), folder, autocast_adapter_dtype=False)
     split = parallelize(PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False), plan=plan)
-    return tuple(float((m(input_ids=IDS).logits - logits).abs().max()) for m in (alone, split))  # type: ignore[return-value]
+    return tuple(float((m(input_ids=IDS).logits - logits).abs().max()) for m in (alone, split))
 
 
 def checkpointed(folder: str, when: str) -> float:

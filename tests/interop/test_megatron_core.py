@@ -235,8 +235,7 @@ def test_gpt_trains_alike(request, name):
 
 def ranks_for(request: pytest.FixtureRequest, case: Case) -> RankPool:
     wants_four = case.pp > 1 or (case.ddp or {}).get("use_distributed_optimizer")
-    pool: RankPool = request.getfixturevalue("four" if wants_four else "two")
-    return pool
+    return request.getfixturevalue("four" if wants_four else "two")
 
 
 def add_bias_on_each_rank(model: nn.Module) -> None:

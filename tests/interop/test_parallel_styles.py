@@ -36,8 +36,7 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         x = x + self.down(F.gelu(self.up(self.norm(x))))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def whole_sequence(styles: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.interop.refused import refused
-from tests.interop.split_cases import IDS, differences
+from tests.interop.torch_models import differences
+from tests.models.small import IDS
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize import trial
@@ -195,8 +196,7 @@ class Unusual(nn.Module):
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.lm_head(x) / 64  # about 1: what is compared differs by 1e-12 at most
-        return logits
+        return self.lm_head(x) / 64  # about 1: what is compared differs by 1e-12 at most
 
 
 def unusual(**options: Any) -> Unusual:
@@ -251,8 +251,7 @@ class Named(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.self_attn(self.embed(ids))
-        logits: Tensor = self.head(x + self.mlp.fc2(self.middle(self.mlp.fc1(x))))
-        return logits
+        return self.head(x + self.mlp.fc2(self.middle(self.mlp.fc1(x))))
 
 
 def by_names(wrong: bool) -> tuple[list[str], list[str]]:

@@ -43,8 +43,8 @@ def saved(model: Any, folder: str, **options: Any) -> dict[str, Tensor]:
 def loaded_apart(name: str, folder: str) -> float:
     """Whether `from_pretrained` computes what the split model does, right after it was saved."""
     full, split = built(name)
-    split.save_pretrained(folder)  # type: ignore[operator]
-    loaded = type(full).from_pretrained(folder).eval()  # type: ignore[attr-defined]
+    split.save_pretrained(folder)
+    loaded = type(full).from_pretrained(folder).eval()
     return float((logits_of(loaded, name) - logits_of(split, name)).abs().max())
 
 
@@ -53,7 +53,7 @@ def unlike_the_unsharded(name: str, folder: str, options: dict[str, Any]) -> lis
     full, split = built(name)
     found = saved(split, os.path.join(folder, "split"), **options)
     if dist.get_rank() == 0:
-        full.save_pretrained(os.path.join(folder, "full"), **options)  # type: ignore[operator]
+        full.save_pretrained(os.path.join(folder, "full"), **options)
     dist.barrier()
     expected = dict(safetensors.read(os.path.join(folder, "full")))
     unlike = sorted(found.keys() ^ expected.keys())
@@ -69,7 +69,7 @@ def unlike_the_unsharded(name: str, folder: str, options: dict[str, Any]) -> lis
 
 def number_of_files(name: str, folder: str) -> int:
     _, split = built(name)
-    split.save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
+    split.save_pretrained(folder, max_shard_size="20KB")
     return len([*Path(folder).glob("model-*.safetensors")])
 
 
@@ -122,7 +122,7 @@ def pushed(folder: str) -> tuple[list[int], tuple[int, ...]]:
     before = type(split).push_to_hub
     type(split).push_to_hub = push_to_hub
     try:
-        returned = split.push_to_hub(folder)  # type: ignore[operator]
+        returned = split.push_to_hub(folder)
     finally:
         type(split).push_to_hub = before
     assert returned == (folder if dist.get_rank() == 0 else None)

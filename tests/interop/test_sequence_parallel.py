@@ -3,150 +3,32 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from tests.interop.refused import refused
-from tests.interop.split_cases import PLAN as TOY_PLAN
-from tests.interop.split_cases import differences, loss_of, losses_of, toy
+from tests.interop.torch_models import PLAN as TOY_PLAN
+from tests.interop.torch_models import STACK_PLAN, differences, loss_of, losses_of, stack, toy
 from tests.models.small import IDS, TARGETS
 from tests.planning.test_work import Wire
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.comm import schedule
 from tpkernels.interop.parallelize import sequence, sequence_trial, tokens
-from tpkernels.interop.parallelize.plan import Split
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 ODD = IDS[:, :5]
 
 
-class Attention(nn.Module):
-    """Four heads, with norms of queries and keys; as in `transformers`, shapes are those of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
-        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, hidden_states: Tensor, rotated: Tensor) -> tuple[Tensor, None]:
-        heads = *hidden_states.shape[:-1], -1, 4
-        q, k, v = (layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(
-            self.q_norm(q) * rotated, self.k_norm(k) * rotated, v, is_causal=True
-        )
-        return self.out(y.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
-
-
-class MLP(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.drop(self.down(F.gelu(self.up(x))))
-        return y
-
-
-class Mixture(nn.Module):
-    """Experts that all take all tokens, in the proportions of a router."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 2)
-        self.experts = nn.ModuleList(MLP() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(self.experts))
-
-
-class Layer(nn.Module):
-    def __init__(self, mlp: nn.Module, between: Callable[[Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(16), Attention()
-        self.norm2, self.mlp = nn.LayerNorm(16), mlp
-        self.between = between
-
-    def forward(self, hidden_states: Tensor, rotated: Tensor) -> Tensor:
-        y, _ = self.attention(hidden_states=self.norm1(hidden_states), rotated=rotated)
-        hidden_states = hidden_states + y
-        if self.between is not None:
-            hidden_states = self.between(hidden_states)
-        return hidden_states + self.mlp(self.norm2(hidden_states))
-
-
-class Stack(nn.Module):
-    """kind: gpt, mixture, or what is wrong with it"""
-
-    checkpointing: bool | None = None  # with use_reentrant
-
-    def __init__(self, kind: str = "gpt") -> None:
-        super().__init__()
-        self.kind = kind
-        self.embed, self.positions = nn.Embedding(37, 16), nn.Embedding(8, 16)
-        made = {"mixture": Mixture, "dropout inside": lambda: MLP(0.5)}.get(kind, MLP)
-        between: Callable[[Tensor], Tensor] | None = {
-            "mean": lambda x: x - x.mean(-2, keepdim=True),
-            "dropout": nn.Dropout(0.5),
-            "convolution": Convolution(),
-        }.get(kind)
-        self.layers = nn.ModuleList(Layer(made(), between) for _ in range(2))
-        if kind == "twice":
-            self.layers.append(self.layers[0])
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 37)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.positions.weight[: ids.shape[1]]
-        rotated = torch.arange(ids.shape[1]).add(1).to(x.dtype).cos()[:, None]
-        for layer in reversed(self.layers) if self.kind == "backward" else self.layers:
-            if self.checkpointing is None:
-                x = layer(x, rotated=rotated)
-            else:
-                x = checkpoint(layer, x, rotated, use_reentrant=self.checkpointing)
-        y: Tensor = self.head(self.norm(x))
-        return y
-
-
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(16, 16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
-        return y
-
-
-PLAN: dict[str, Any] = {
-    "embed": "embedding",
-    "layers.*.attention.[qkv]": Split("column", unit=4),
-    "layers.*.attention.out": Split("row", unit=4),
-    "layers.*.mlp*.up": "column",
-    "layers.*.mlp*.down": "row",
-    "head": "head",
-}
-
-
-def stack(kind: str = "gpt") -> Any:
-    torch.manual_seed(4)
-    return Stack(kind).double()
-
-
 def shared(kind: str = "gpt", **options: Any) -> Any:
-    return parallelize(stack(kind), plan=PLAN, sequence_parallel=True, **options)
+    return parallelize(stack(kind), **{"plan": STACK_PLAN, "sequence_parallel": True, **options})
 
 
 def trained_alike(kind: str = "gpt", how: str = "plain") -> list[str]:
@@ -201,7 +83,8 @@ def odd_gradients() -> list[str]:
 def under_fsdp() -> list[str]:
     """Two copies of a model that two ranks share each, on half of the batch each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole, split = stack(), parallelize(stack(), mesh, plan=PLAN, sequence_parallel=True)
+    whole, split = (stack(scalar=False) for _ in range(2))
+    parallelize(split, mesh, plan=STACK_PLAN, sequence_parallel=True)
     expected = losses_of(whole)
     for layer in split.layers:
         fully_shard(layer, mesh=mesh["dp"])
@@ -224,7 +107,7 @@ def under_fsdp() -> list[str]:
 def costs() -> dict[str, tuple[int, float]]:
     """Without sequence parallelism, and with it."""
     initialize_model_parallel(dist.get_world_size())
-    models = {"plain": parallelize(stack().float(), plan=PLAN), "shared": shared().float()}
+    models = {"plain": parallelize(stack().float(), plan=STACK_PLAN), "shared": shared().float()}
     return {name: cost(model) for name, model in models.items()}
 
 
@@ -258,15 +141,14 @@ def forms() -> dict[str, Any]:
 
 def refusals() -> list[str]:
     initialize_model_parallel(2)
-    flat = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     of_flat, of_up = {"0": "column", "1": "row"}, {"layers.*.mlp.up": "column"}
     split, asked = shared(), dist.get_rank() == 0
+    flat = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     each_once = "expected one call of each of the layers 'layers.0' to 'layers.1', in this order"
     random = "'layers.0.between' draws random numbers for hidden states"
     beside = "'layers.0.between.conv.weight' is in a layer, but not beside columns and rows"
     odd = "a number of tokens that 2 ranks divide, for sequence_parallel, got 5 in 'layers.0'"
     no_list = "expected all columns and rows in layers of an nn.ModuleList, got '0'"
-    split_model = partial(parallelize, sequence_parallel=True)
     said = [
         refused("ValueError", random, shared, "dropout"),
         refused("ValueError", beside, shared, "convolution"),
@@ -275,10 +157,10 @@ def refusals() -> list[str]:
         refused("ValueError", "expected layers of their own in 'layers', got one twice", shared, "twice"),
         refused("ValueError", "expected a verify that is not False", shared, verify=False),
         refused("ValueError", odd, shared, verify=(ODD,)),
-        refused("ValueError", no_list, split_model, flat, plan=of_flat),
-        refused("ValueError", "list of layers, got none", split_model, stack(), plan={"head": "head"}),
-        refused("ValueError", "", split_model, stack(), plan=of_up),
-        refused("ValueError", "ranks disagree", parallelize, stack(), plan=PLAN, sequence_parallel=asked),
+        refused("ValueError", no_list, parallelize, flat, plan=of_flat, sequence_parallel=True),
+        refused("ValueError", "list of layers, got none", shared, plan={"head": "head"}),
+        refused("ValueError", "", shared, plan=of_up),
+        refused("ValueError", "ranks disagree", shared, sequence_parallel=asked),
         refused("ValueError", "tokens that the 2 ranks divide, got 5 in (2, 5, 16); pad", split, ODD),
     ]
     assert differences(split, stack()) == []

@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.checks import error_of
-from tests.interop.split_cases import loss_of, losses_of
 from tests.interop.test_architectures import GPT2, NO_IDS, SIZES, built
+from tests.interop.torch_models import loss_of, losses_of
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.parallelize import sequence_trial

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.checks import error_of
 from tests.interop.refused import refused
-from tests.interop.split_cases import PLAN, Toy, toy
+from tests.interop.torch_models import PLAN, Toy, toy
 from tests.models.small import IDS
 from tpkernels import RowParallelLinear, initialize_model_parallel, parallelize
 from tpkernels.interop.parallelize import trial
@@ -142,8 +142,7 @@ def told_when_not_compared() -> dict[str, list[str]]:
 
 
 def added_twice(layer: RowLinear, x: Tensor) -> Tensor:
-    output: Tensor = RowParallelLinear.forward(layer, x)[0] + layer.bias
-    return output
+    return RowParallelLinear.forward(layer, x)[0] + layer.bias
 
 
 def faults_seen() -> list[str]:

@@ -53,7 +53,7 @@ def main() -> None:
     if os.environ.get("LAYERS") == "no":
         of_layers = hook.SERVED["megatron.core.tensor_parallel.layers"]
         for name in [name for name in of_layers if name != "utilities"]:
-            del of_layers[name]  # type: ignore[attr-defined]
+            del of_layers[name]
     with hook.installed():
         inside = found()
     left = [name for name in sys.modules if name.startswith("megatron.core")]

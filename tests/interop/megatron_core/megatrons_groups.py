@@ -8,24 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-GETTERS: list[tuple[str, dict[str, Any]]] = []
-for name in [
-    "model_parallel",
-    "tensor_model_parallel",
-    "pipeline_model_parallel",
-    "data_parallel",
-    "context_parallel",
-    "amax_reduction",
-    "tensor_and_data_parallel",
-    "tensor_and_context_parallel",
-    "expert_model_parallel",
-    "expert_tensor_parallel",
-    "expert_tensor_and_model_parallel",
-    "expert_tensor_model_pipeline_parallel",
-    "expert_data_parallel",
-    "intra_distributed_optimizer_instance",
-]:
-    GETTERS.append((f"get_{name}_group", {}))
+_GROUPS = (
+    "model_parallel tensor_model_parallel pipeline_model_parallel data_parallel context_parallel "
+    "amax_reduction tensor_and_data_parallel tensor_and_context_parallel expert_model_parallel "
+    "expert_tensor_parallel expert_tensor_and_model_parallel expert_tensor_model_pipeline_parallel "
+    "expert_data_parallel intra_distributed_optimizer_instance"
+)
+GETTERS: list[tuple[str, dict[str, Any]]] = [(f"get_{name}_group", {}) for name in _GROUPS.split()]
 for name in ("embedding", "position_embedding", "inter_distributed_optimizer_instance"):
     GETTERS.append((f"get_{name}_group", {"check_initialized": False}))
 for name, *options in (
@@ -38,23 +27,24 @@ for name, *options in (
     ("expert_data_parallel", "partial_expert_data_parallel"),
 ):
     GETTERS.append((f"get_{name}_group", dict.fromkeys(options, True)))
-MEASURES = (  # without arguments
+_MEASURES = (  # without arguments
     "model_parallel_is_initialized get_tensor_model_parallel_world_size "
-    "get_pipeline_model_parallel_world_size get_tensor_model_parallel_rank get_pipeline_model_parallel_rank "
-    "is_pipeline_first_stage is_pipeline_last_stage is_rank_in_embedding_group "
-    "is_rank_in_position_embedding_group get_virtual_pipeline_model_parallel_rank "
+    "get_pipeline_model_parallel_world_size get_tensor_model_parallel_rank "
+    "get_pipeline_model_parallel_rank is_pipeline_first_stage is_pipeline_last_stage "
+    "is_rank_in_embedding_group is_rank_in_position_embedding_group get_virtual_pipeline_model_parallel_rank "
     "get_virtual_pipeline_model_parallel_world_size get_tensor_model_parallel_src_rank "
     "get_model_parallel_src_rank get_data_parallel_src_rank get_pipeline_model_parallel_first_rank "
     "get_pipeline_model_parallel_last_rank get_pipeline_model_parallel_next_rank "
     "get_pipeline_model_parallel_prev_rank get_data_parallel_world_size get_data_parallel_rank "
     "get_context_parallel_world_size get_context_parallel_rank get_context_parallel_global_ranks "
     "get_tensor_and_context_parallel_world_size get_tensor_and_context_parallel_rank "
-    "get_expert_model_parallel_src_rank get_expert_model_parallel_world_size get_expert_model_parallel_rank "
-    "get_expert_tensor_parallel_world_size get_expert_tensor_parallel_rank "
+    "get_expert_model_parallel_src_rank get_expert_model_parallel_world_size "
+    "get_expert_model_parallel_rank get_expert_tensor_parallel_world_size get_expert_tensor_parallel_rank "
     "get_expert_tensor_and_model_parallel_world_size get_expert_tensor_and_model_parallel_rank "
     "get_expert_data_parallel_rank get_expert_data_parallel_world_size has_separate_all_gather_group "
     "get_all_ranks"
-).split()
+)
+MEASURES = _MEASURES.split()
 
 
 def answers(module: ModuleType, sizes: Mapping[str, Any]) -> dict[str, Any]:
