@@ -45,9 +45,7 @@ KINDS = ("toy", "as_dtensor", "gpt2", "llama")
 
 PLANS: dict[str, Any] = {
     "toy": PLAN | {"blocks.?.norm": "replicated"},
-    "as_dtensor": STACK_PLAN
-    | dict.fromkeys(("layers.?.attention", "layers.*.?_norm"), "partial")
-    | {"layers.?.norm?": "replicated"},
+    "as_dtensor": STACK_PLAN | {"layers.?.norm?": "replicated", "layers.*.?_norm": "partial"},
 }
 
 
@@ -61,7 +59,7 @@ def built(kind: str, mesh: DeviceMesh) -> nn.Module:
     if kind in CONFIGS:
         torch.manual_seed(3)
         return GPT(CONFIGS[kind], sequence_parallel=True, state=mesh, dtype=torch.float64)
-    model = toy(tied=True, bias=False) if kind == "toy" else stack("tied", scalar=False)
+    model = toy(tied=True, bias=False) if kind == "toy" else stack("tied", scalar=None)
     if mesh.size() == 1:
         return model
     return parallelize(model, mesh, plan=PLANS[kind], verify=False, as_dtensor=kind == "as_dtensor")
@@ -196,9 +194,9 @@ def unsharded_by_torch() -> list[tuple[float, float]]:
 def from_meta() -> list[str]:
     """DTensors of a model without memory, which gets some, and its weights, later."""
     mesh = mesh_of(2, 2)
-    whole = stack("tied", scalar=False)
+    whole = stack("tied", scalar=None)
     with torch.device("meta"):
-        model = stack("tied", scalar=False)
+        model = stack("tied", scalar=None)
     parallelize(model, mesh, plan=PLANS["as_dtensor"], verify=False, as_dtensor=True)
     fully_shard(model, mesh=mesh["dp"]).to_empty(device="cpu")
     load_full_state_dict(model, whole.state_dict(), state=mesh)
@@ -209,7 +207,7 @@ def from_meta() -> list[str]:
 def refusals() -> list[str]:
     """What is said of what cannot be DTensors, and by what cannot take them."""
     mesh = mesh_of(1, 2)
-    stacked, other = toy(), stack("tied")
+    stacked, other = toy(), stack("tied", scalar=None)
     before = [type(module) for model in (stacked, other) for module in model.modules()]
     one_range = "plan: 'blocks.*.qkv': expected weights of which each rank holds one range of rows"
     as_dtensor = partial(parallelize, verify=False, as_dtensor=True)

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+import transformers
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 
 from tests.blocks import blocks_of
 from tests.checks import error_of
+from tests.ranks import RankFailure
 from tests.test_docs import ROOT, run_on_two_ranks
 from tpkernels import Recipe, check_replicas, clip_grad_norm_, initialize_model_parallel, parallelize
 from tpkernels.interop import dcp, huggingface
 from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.peft import on_shards, save_adapter
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("peft", reason="peft is not installed")
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("peft", reason="peft is not installed")
-
-
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None}
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
+LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 4}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 TARGETS = {
     "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
@@ -100,7 +95,7 @@ def with_lora(kind: str, when: str, **more: Any) -> nn.Module:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS, labels=IDS).loss
+    return model(input_ids=IDS, labels=IDS, use_cache=False).loss
 
 
 def steps(model: nn.Module, count: int = 5) -> list[float]:
@@ -190,29 +185,29 @@ def clipped() -> tuple[float, float]:
 
 
 def refusals(when: str) -> dict[str, str]:
+    """By what is said, all that is said."""
     initialize_model_parallel(dist.get_world_size())
-    wanted: dict[str, dict[str, Any]] = {
-        "dropout": {"lora_dropout": 0.1},
-        "DoRA": {"use_dora": True},
-        "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    model, plan = unsharded("llama")
+    refused: dict[str, Callable[[], Any]] = {
+        "expected lora_dropout=0.0, got 0.1": partial(with_lora, "llama", when, lora_dropout=0.1),
+        "expected plain LoRA, got Dora": partial(with_lora, "llama", when, use_dora=True),
     }
-    if when == "after":
-        wanted["pissa"] = {"init_lora_weights": "pissa"}
-        wanted["head"] = {"target_modules": ["lm_head"]}
-    said = {name: error_of(with_lora, "llama", when, **more)[1] for name, more in wanted.items()}
-    if when == "after":
-        model, plan = unsharded("llama")
-        said["plain"] = error_of(get_peft_model, parallelize(model, plan=plan), options("llama"))[1]
-    else:
-        from peft import IA3Config
-
-        model, plan = unsharded("llama")
+    on_table = partial(with_lora, "llama", when, target_modules=["q_proj", "embed_tokens"])
+    if when == "before":
         other = get_peft_model(model, IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-        said["IA3"] = error_of(parallelize, other, plan=plan)[1]
         merged = with_lora("llama", "never")
         merged.merge_adapter()
-        said["merged"] = error_of(parallelize, merged, plan=plan)[1]
-    return said
+        refused["expected no LoRA on an embedding whose rows are split"] = on_table
+        refused["expected LoRA, or no adapter, got Linear of peft"] = partial(parallelize, other, plan=plan)
+        refused["expected LoRA that is not merged"] = partial(parallelize, merged, plan=plan)
+    else:
+        split = parallelize(model, plan=plan)
+        pissa = partial(with_lora, "llama", when, init_lora_weights="pissa")
+        refused["got VocabParallelEmbedding"] = on_table
+        refused["expected init_lora_weights True, False or 'gaussian', got 'pissa'"] = pissa
+        refused["got HeadLinear"] = partial(with_lora, "llama", when, target_modules=["lm_head"])
+        refused["is not supported"] = partial(get_peft_model, split, options("llama"))
+    return {part: error_of(call)[1] for part, call in refused.items()}
 
 
 PAGE = "lora.md"
@@ -225,9 +220,8 @@ def test_the_program_of_the_page_runs(tmp_path):
     program.write_text(block.text)
     ran = run_on_two_ranks(program, tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
-        p.name for p in (tmp_path / "adapter").iterdir()
-    }
+    written = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= written
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -266,24 +260,67 @@ def test_the_norm_is_the_unsharded_model_s(ranks2):
 
 @pytest.mark.parametrize("when", WHEN)
 def test_what_would_be_wrong_on_shards_is_refused(when, ranks2):
-    expected = {
-        "before": {
-            "dropout": "expected lora_dropout=0.0, got 0.1",
-            "DoRA": "expected plain LoRA, got Dora",
-            "embedding": "expected no LoRA on an embedding whose rows are split",
-            "IA3": "expected LoRA, or no adapter, got Linear of peft",
-            "merged": "expected LoRA that is not merged",
-        },
-        "after": {
-            "dropout": "expected lora_dropout=0.0, got 0.1",
-            "DoRA": "expected plain LoRA, got Dora",
-            "embedding": "got VocabParallelEmbedding",
-            "pissa": "expected init_lora_weights True, False or 'gaussian', got 'pissa'",
-            "head": "got HeadLinear",
-            "plain": "is not supported",
-        },
-    }[when]
     for said in ranks2.run(refusals, when):
-        assert said.keys() == expected.keys()
-        for name, text in expected.items():
-            assert text in said[name], name
+        assert [part for part, text in said.items() if part not in text] == []
+
+
+FAMILY = {
+    **SIZES,
+    **LLAMA,
+    "intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "pad_token_id": None,
+}
+OWN = {"Gemma": {"num_key_value_heads": 1}, "Mixtral": {"num_local_experts": 4}}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+FAMILY_TARGETS = {"Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "Mixtral": ATTENTION}
+
+
+def family_difference(family: str, when: str, sequence_parallel: bool = False) -> float:
+    """Largest difference of losses over five AdamW steps from the unsharded LoRA model's."""
+    initialize_model_parallel(2)
+    config = getattr(transformers, f"{family}Config")(**FAMILY | OWN.get(family, {}))
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = model if family == "Mixtral" else model.double()  # experts are multiplied in float32 at most
+    targets = FAMILY_TARGETS.get(family, [*ATTENTION, "up_proj", "down_proj"])
+    lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    alone = copy.deepcopy(model)
+    if when == "after":
+        model = parallelize(model, sequence_parallel=sequence_parallel)
+    torch.manual_seed(2)
+    config = on_shards(copy.deepcopy(lora)) if when == "after" else lora
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if when == "before":
+        model = parallelize(model, sequence_parallel=sequence_parallel)
+    torch.manual_seed(2)
+    alone = get_peft_model(alone, lora, autocast_adapter_dtype=False)
+    ours, theirs = steps(model), steps(alone)
+    check_replicas(model)
+    assert theirs[-1] < theirs[0] - 0.02
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+BEFORE = [("Qwen3", True), *((family, False) for family in ("Qwen3", "Phi3", "Gemma", "Mixtral"))]
+
+
+@pytest.mark.parametrize(
+    ("when", "family", "sharing"),
+    [*(("before", *each) for each in BEFORE), ("after", "Qwen3", False), ("after", "Mixtral", False)],
+)
+def test_lora_of_a_family_is_the_unsharded_model_s(when, family, sharing, ranks2):
+    assert max(ranks2.run(family_difference, family, when, sharing)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing", "said"),
+    [
+        ("Phi3", False, "whose stacked weights have one size"),
+        ("Gemma", False, "got SharedHeadsLinear"),
+        ("Qwen3", True, "expected a layer without sequence_parallel"),
+    ],
+)
+def test_lora_after_on_other_layers_is_refused(family, sharing, said, ranks2):
+    with pytest.raises(RankFailure, match=said):
+        ranks2.run(family_difference, family, "after", sharing)

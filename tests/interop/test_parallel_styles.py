@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import parallel as theirs
 
 from tests.checks import error_of
+from tests.interop.refused import refused
 from tpkernels import check_replicas, clip_grad_norm_, finalize_gradients
 from tpkernels.interop import parallel_styles as ours
 from tpkernels.interop.full_state_dict import full_state_dict
@@ -63,7 +65,7 @@ def own_tokens(styles: Any, dim: int) -> dict[str, Any]:
 
 
 PLANS = {
-    "whole sequence": lambda styles: whole_sequence(styles),
+    "whole sequence": whole_sequence,
     "tokens of dimension 0": lambda styles: own_tokens(styles, 0),
     "tokens of dimension 1": lambda styles: own_tokens(styles, 1),
 }
@@ -78,44 +80,46 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
-    """Output and gradients, and the norm of all gradients."""
-    ids = torch.arange(8).view(TOKENS) * 5 % 13
-    output = full(model(ids))
-    (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
-    found = {
-        f"gradient of {name}": full(p.grad) for name, p in model.named_parameters() if p.grad is not None
-    }
-    found |= {"output": output.detach()}
-    return found
+def weighted(output: Tensor) -> Tensor:
+    return (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum()
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    wrong = sorted(found.keys() ^ expected.keys())
+    return wrong + [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    """Output and gradients."""
+    output = full(model(torch.arange(8).view(TOKENS) * 5 % 13))
+    weighted(output).backward()
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), **gradients}
 
 
 def unlike(plan: str) -> dict[str, list[str]]:
     """By kind of norm, where our styles differ from torch's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return {norm: _unlike(plan, norm, mesh) for norm in ("LayerNorm", "RMSNorm")}
+    return {
+        norm: differing(*(run(built(styles, plan, mesh, norm)) for styles in (ours, theirs)))
+        for norm in ("LayerNorm", "RMSNorm")
+    }
 
 
-def _unlike(plan: str, norm: str, mesh: Any) -> list[str]:
-    found, expected = (run(built(styles, plan, mesh, norm), mesh) for styles in (ours, theirs))
-    wrong = [str(found.keys() ^ expected.keys())] if found.keys() != expected.keys() else []
-    return wrong + [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_compute_what_torch_does(plan, ranks2):
+    assert ranks2.run(unlike, plan) == [{"LayerNorm": [], "RMSNorm": []}] * 2
 
 
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1))
-SIZES = {"ColwiseParallel": (WIDTH, 12), "RowwiseParallel": (WIDTH, 12)}
 
 
-def each_layout(style: str) -> dict[tuple[str, str, str], str]:
+def each_layout(style: str) -> dict[tuple[str, str, bool], str]:
     """By layouts of input and output: "same" as torch in output and gradients, where not, or the error."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return {
-        (str(given), str(wanted), "DTensor" if as_dtensor else "local"): _one_layout(
-            style, given, wanted, mesh, as_dtensor
-        )
-        for given in LAYOUTS
-        for wanted in LAYOUTS
-        for as_dtensor in (False, True)
+        (str(given), str(wanted), as_dtensor): _one_layout(style, given, wanted, mesh, as_dtensor)
+        for given, wanted, as_dtensor in product(LAYOUTS, LAYOUTS, (False, True))
     }
 
 
@@ -123,7 +127,7 @@ def _one_layout(style: str, given: Any, wanted: Any, mesh: Any, as_dtensor: bool
     results = []
     for styles in (ours, theirs):
         torch.manual_seed(1)
-        linear, x = nn.Linear(*SIZES[style]).double(), torch.randn(2, 4, WIDTH, dtype=torch.float64)
+        linear, x = nn.Linear(WIDTH, 12).double(), torch.randn(2, 4, WIDTH, dtype=torch.float64)
         options = {"input_layouts": given, "output_layouts": wanted, "use_local_output": not as_dtensor}
         theirs.parallelize_module(linear, mesh, getattr(styles, style)(**options))
         local = distribute_tensor(x, mesh, [given]).to_local().requires_grad_()
@@ -133,42 +137,78 @@ def _one_layout(style: str, given: Any, wanted: Any, mesh: Any, as_dtensor: bool
         output = linear(taken)
         output = output if as_dtensor else DTensor.from_local(output, mesh, [wanted], run_check=False)
         output = output.full_tensor()
-        (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
+        weighted(output).backward()
         gradients = {name: full(p.grad) for name, p in linear.named_parameters()}
         results.append({"output": output.detach(), "input": local.grad, **gradients})
-    found, expected = results
-    wrong = [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
+    wrong = differing(*results)
     return f"other {wrong}" if wrong else "same"
 
 
-def refused() -> list[tuple[str, str]]:
-    """What the styles do not take: errors that name it, and leave the module as it was."""
+@pytest.mark.parametrize(
+    ("style", "inputs", "outputs"),
+    [
+        ("ColwiseParallel", ("R", "S(0)", "S(1)", "S(2)", "S(-1)"), ("R", "S(2)", "S(-1)")),
+        ("RowwiseParallel", ("R", "S(2)", "S(-1)"), ("R", "S(0)", "S(1)")),
+    ],
+)
+def test_layouts_are_computed_as_torch_does_or_refused(style, inputs, outputs, ranks2):
+    for said in ranks2.run(each_layout, style):
+        for (given, wanted, kind), outcome in said.items():
+            if given in inputs and wanted in outputs:
+                assert outcome == "same", (given, wanted, kind)
+            else:
+                assert outcome.startswith(f"ValueError: {style}: "), (given, wanted, kind)
+                assert "_layouts: expected" in outcome
+                assert "use torch's own style" in outcome
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def refusals() -> list[str]:
+    """What is said of what styles do not take, which stays as it was."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     table = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
+    column, row, tokens = ours.ColwiseParallel(), ours.RowwiseParallel(), ours.SequenceParallel()
+    of_all = ours.RowwiseParallel(input_layouts=Replicate())
     taken = theirs.parallelize_module(nn.Linear(4, 4), mesh, ours.ColwiseParallel())
-    calls: list[tuple[Any, nn.Module, Any]] = [
-        (ours.ColwiseParallel(), nn.Linear(4, 5), mesh),
-        (ours.RowwiseParallel(), nn.Linear(5, 4), mesh),
-        (ours.ColwiseParallel(), nn.Linear(4, 4), table),
-        (ours.ColwiseParallel(), Scaled(4, 4), mesh),
-        (ours.ColwiseParallel(), nn.Embedding(4, 4), mesh),
-        (ours.RowwiseParallel(), nn.Embedding(4, 4), mesh),
-        (ours.RowwiseParallel(input_layouts=Replicate()), nn.Embedding(4, 4, max_norm=1.0), mesh),
-        (ours.SequenceParallel(), nn.Dropout(), mesh),
-        (ours.SequenceParallel(), nn.LayerNorm((4, 4)), mesh),
-        (ours.RowwiseParallel(), taken, mesh),
+    divide = "expected features that the 2 ranks divide, got Linear"
+    linear, norm = (
+        "expected an nn.Linear with its own forward",
+        "expected an nn.LayerNorm or nn.RMSNorm with its own",
+    )
+    calls: list[tuple[str, str, Any, nn.Module, Any]] = [
+        ("ValueError", f"ColwiseParallel: {divide}(in_features=4", column, nn.Linear(4, 5), mesh),
+        ("ValueError", f"RowwiseParallel: {divide}(in_features=5", row, nn.Linear(5, 4), mesh),
+        (
+            "ValueError",
+            "expected a mesh of one dimension, such as mesh['tp']",
+            column,
+            nn.Linear(4, 4),
+            table,
+        ),
+        ("TypeError", f"{linear}, got Scaled", column, Scaled(4, 4), mesh),
+        ("TypeError", f"{linear}, got Embedding", column, nn.Embedding(4, 4), mesh),
+        ("ValueError", "expected Replicate() for an nn.Embedding, got S(-1)", row, nn.Embedding(4, 4), mesh),
+        ("ValueError", "an nn.Embedding without max_norm", of_all, nn.Embedding(4, 4, max_norm=1.0), mesh),
+        ("TypeError", f"{norm} forward, got Dropout", tokens, nn.Dropout(), mesh),
+        ("ValueError", "a norm over one dimension that has a weight", tokens, nn.LayerNorm((4, 4)), mesh),
+        ("TypeError", "nn.Embedding with its own forward, got ColwiseLinear", row, taken, mesh),
     ]
     said = []
-    for style, module, where in calls:
+    for kind, part, style, module, where in calls:
         before = (type(module), [type(parameter) for parameter in module.parameters()])
-        said.append(error_of(theirs.parallelize_module, module, where, style))
+        said.append(refused(kind, part, theirs.parallelize_module, module, where, style))
         assert before == (type(module), [type(parameter) for parameter in module.parameters()])
-    return [*said, error_of(ours.ColwiseParallel, input_layouts=Partial())]
+    partial = "ColwiseParallel: input_layouts: expected Replicate() or Shard(dim), got P(sum)"
+    return [*said, refused("ValueError", partial, ours.ColwiseParallel, input_layouts=Partial())]
+
+
+def test_what_styles_do_not_take_is_an_error_that_names_it(ranks2):
+    first, second = ranks2.run(refusals)
+    assert first == second
 
 
 def under_fully_shard() -> tuple[list[str], tuple[str, str]]:
@@ -195,55 +235,6 @@ def under_fully_shard() -> tuple[list[str], tuple[str, str]]:
     saved = full_state_dict(model, state=mesh)
     wrong += [name for name, value in saved.items() if not torch.equal(value, whole.state_dict()[name])]
     return wrong, error_of(finalize_gradients, model, state=mesh)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_plans_compute_what_torch_does(plan, ranks2):
-    assert ranks2.run(unlike, plan) == [{"LayerNorm": [], "RMSNorm": []}] * 2
-
-
-@pytest.mark.parametrize(
-    ("style", "inputs", "outputs"),
-    [
-        ("ColwiseParallel", ("R", "S(0)", "S(1)", "S(2)", "S(-1)"), ("R", "S(2)", "S(-1)")),
-        ("RowwiseParallel", ("R", "S(2)", "S(-1)"), ("R", "S(0)", "S(1)")),
-    ],
-)
-def test_layouts_are_computed_as_torch_does_or_refused(style, inputs, outputs, ranks2):
-    for said in ranks2.run(each_layout, style):
-        for (given, wanted, kind), outcome in said.items():
-            if given in inputs and wanted in outputs:
-                assert outcome == "same", (given, wanted, kind)
-            else:
-                assert outcome.startswith(f"ValueError: {style}: "), (given, wanted, kind)
-                assert "_layouts: expected" in outcome
-                assert "use torch's own style" in outcome
-
-
-def test_what_styles_do_not_take_is_an_error_that_names_it(ranks2):
-    expected = [
-        (
-            "ValueError",
-            "ColwiseParallel: expected features that the 2 ranks divide, got Linear(in_features=4",
-        ),
-        (
-            "ValueError",
-            "RowwiseParallel: expected features that the 2 ranks divide, got Linear(in_features=5",
-        ),
-        ("ValueError", "expected a mesh of one dimension, such as mesh['tp']"),
-        ("TypeError", "expected an nn.Linear with its own forward, got Scaled"),
-        ("TypeError", "expected an nn.Linear with its own forward, got Embedding"),
-        ("ValueError", "input_layouts: expected Replicate() for an nn.Embedding, got S(-1)"),
-        ("ValueError", "expected an nn.Embedding without max_norm"),
-        ("TypeError", "expected an nn.LayerNorm or nn.RMSNorm with its own forward, got Dropout"),
-        ("ValueError", "expected a norm over one dimension that has a weight"),
-        ("TypeError", "expected an nn.Linear or nn.Embedding with its own forward, got ColwiseLinear"),
-        ("ValueError", "ColwiseParallel: input_layouts: expected Replicate() or Shard(dim), got P(sum)"),
-    ]
-    for said in ranks2.run(refused):
-        assert [kind for kind, _ in said] == [kind for kind, _ in expected]
-        for (_, text), (_, part) in zip(said, expected, strict=True):
-            assert part in text
 
 
 def test_styles_go_under_fully_shard(ranks4):

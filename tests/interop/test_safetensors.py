@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checks import error_of
@@ -31,10 +29,11 @@ from tpkernels import (
 )
 from tpkernels.interop import full_state_dict as former
 from tpkernels.interop import safetensors
-from tpkernels.interop import safetensors as ours
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 pytest.importorskip("safetensors")
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 KINDS = ("llama", "gpt2", "odd")
 
@@ -179,8 +178,11 @@ def test_copies_of_a_model_are_saved_once(ranks4, saved_by_4, tmp_path):
         ["gpt2", "llama", "odd"]
     ] * 4
     for kind in ("llama", "odd"):
-        twice, once = ours.read(tmp_path / f"{kind}.safetensors"), saved_by_4[0] / f"{kind}.safetensors"
-        assert all(torch.equal(value, twice[name]) for name, value in ours.read(once).items())
+        twice, once = (
+            safetensors.read(tmp_path / f"{kind}.safetensors"),
+            saved_by_4[0] / f"{kind}.safetensors",
+        )
+        assert all(torch.equal(value, twice[name]) for name, value in safetensors.read(once).items())
 
 
 def test_model_built_on_the_meta_device_loads(ranks2, saved_by_4):
@@ -210,9 +212,12 @@ def test_folder_with_an_index_is_read_as_one(tmp_path):
     save_file({"b": torch.zeros(3)}, tmp_path / "model-2.safetensors")
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert {name: tuple(value.shape) for name, value in ours.read(tmp_path).items()} == {"a": (2,), "b": (3,)}
+    assert {name: tuple(value.shape) for name, value in safetensors.read(tmp_path).items()} == {
+        "a": (2,),
+        "b": (3,),
+    }
     with pytest.raises(FileNotFoundError, match="absent"):
-        ours.read(tmp_path / "absent")
+        safetensors.read(tmp_path / "absent")
 
 
 def folder_with(tmp_path, weight_map):
@@ -246,14 +251,14 @@ def folder_with(tmp_path, weight_map):
 def test_index_that_leads_elsewhere_or_nowhere_is_refused_by_name(weight_map, message, tmp_path):
     folder = folder_with(tmp_path, weight_map)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        ours.read(folder)
+        safetensors.read(folder)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     folder = folder_with(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
     save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "model-2.safetensors")
     with pytest.raises(ValueError, match=r"\['a'\] are in another, too"):
-        ours.read(folder)
+        safetensors.read(folder)
 
 
 def test_links_of_hugging_face_caches_are_followed(tmp_path):
@@ -264,14 +269,14 @@ def test_links_of_hugging_face_caches_are_followed(tmp_path):
     (blobs / "index").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
     (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/index")
-    assert ours.read(snapshot)["a"].tolist() == [1, 1]
+    assert safetensors.read(snapshot)["a"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_fifos_are_refused_at_once(name, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises((ValueError, FileNotFoundError), match=f"{name}: expected|there is no file .*{name}"):
-        ours.read(tmp_path)
+        safetensors.read(tmp_path)
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -302,12 +307,12 @@ def test_headers_that_make_no_sense_are_refused_with_the_file(header, length, tm
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", length or len(text)) + text + bytes(16))
     with pytest.raises(ValueError, match=r"x\.safetensors is damaged, or no safetensors file"):
-        ours.read(file)
+        safetensors.read(file)
 
 
 def write_over(folder):
     initialize_model_parallel(2)
-    return error_of(ours.write, Path(folder, "model.safetensors"), {"a": torch.ones(2)})
+    return error_of(safetensors.write, Path(folder, "model.safetensors"), {"a": torch.ones(2)})
 
 
 def test_a_link_in_place_of_an_unfinished_file_is_not_followed(ranks2, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,10 @@ def saved_by_a_library(folder: str) -> tuple[list[str], dict[str, tuple[int, ...
     return sorted(os.listdir(folder)), {name: tuple(tensor.shape) for name, tensor in loaded.items()}
 
 
-@pytest.fixture
-def needed():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("safetensors", reason="safetensors is not installed")
-
-
-of_transformers = pytest.mark.usefixtures("needed")
-
+needs_both = pytest.mark.skipif(
+    None in (find_spec("transformers"), find_spec("safetensors")),
+    reason="transformers or safetensors is not installed",
+)
 NAMES = [
     "LlamaForCausalLM",  # whose vocabulary is padded
     "LlamaForCausalLM, tied",
@@ -166,26 +163,26 @@ NAMES = [
 ]
 
 
-@of_transformers
+@needs_both
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_those_of_the_unsharded_model(name, ranks2, tmp_path):
     assert ranks2.run(unlike_the_unsharded, name, str(tmp_path), {}) == [[], []]
 
 
-@of_transformers
+@needs_both
 def test_from_pretrained_computes_the_same(ranks2, tmp_path):
     for apart in ranks2.run(loaded_apart, "MixtralForCausalLM", str(tmp_path)):
         assert apart < 1e-6
 
 
-@of_transformers
+@needs_both
 def test_several_files_and_their_index_are_those_of_the_unsharded_model(ranks2, tmp_path):
     options = {"max_shard_size": "20KB"}
     assert ranks2.run(unlike_the_unsharded, "LlamaForCausalLM", str(tmp_path), options) == [[], []]
     assert ranks2.run(number_of_files, "LlamaForCausalLM", str(tmp_path / "more"))[0] > 1
 
 
-@of_transformers
+@needs_both
 def test_shards_and_unwritable_folders_are_refused_on_all_ranks(ranks2, tmp_path):
     answers = ranks2.run(refusals, str(tmp_path))
     assert answers[0] == answers[1]
@@ -195,12 +192,12 @@ def test_shards_and_unwritable_folders_are_refused_on_all_ranks(ranks2, tmp_path
     assert "tpkernels.interop.dcp.save" in advice
 
 
-@of_transformers
+@needs_both
 def test_models_inside_and_copies_save_their_own_weights(ranks2, tmp_path):
     assert ranks2.run(parts_and_copies_apart, str(tmp_path)) == [[0.0, 0.0, 0.0]] * 2
 
 
-@of_transformers
+@needs_both
 def test_one_rank_talks_to_the_hub(ranks2, tmp_path):
     assert ranks2.run(pushed, str(tmp_path)) == [([0], (32, 32)), ([], (32, 32))]
 

@@ -158,7 +158,7 @@ def refusals() -> list[str]:
         refused("ValueError", "expected a verify that is not False", shared, verify=False),
         refused("ValueError", odd, shared, verify=(ODD,)),
         refused("ValueError", no_list, parallelize, flat, plan=of_flat, sequence_parallel=True),
-        refused("ValueError", "list of layers, got none", shared, plan={"head": "head"}),
+        refused("ValueError", "in one nn.ModuleList of layers, got none", shared, plan={"head": "head"}),
         refused("ValueError", "", shared, plan=of_up),
         refused("ValueError", "ranks disagree", shared, sequence_parallel=asked),
         refused("ValueError", "tokens that the 2 ranks divide, got 5 in (2, 5, 16); pad", split, ODD),

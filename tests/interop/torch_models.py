@@ -73,12 +73,14 @@ def toy(seed: int = 3, **options: Any) -> Toy:
 class Attention(nn.Module):
     """Four heads, with norms of queries and keys; as in `transformers`, shapes are those of the input."""
 
-    def __init__(self, scalar: bool) -> None:
+    def __init__(self, scalar: bool | None) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
         self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
-        self.scale = nn.Parameter(torch.rand(4))
-        self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
+        self.scale = self.temperature = 1.0
+        if scalar is not None:
+            self.scale = nn.Parameter(torch.rand(4))
+            self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
         self.out = nn.Linear(16, 16)
 
     def forward(self, hidden_states: Tensor, rotated: Tensor) -> tuple[Tensor, None]:
@@ -112,7 +114,9 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, mlp: nn.Module, between: Callable[[Tensor], Tensor] | None, scalar: bool) -> None:
+    def __init__(
+        self, mlp: nn.Module, between: Callable[[Tensor], Tensor] | None, scalar: bool | None
+    ) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(16), Attention(scalar)
         self.norm2, self.mlp = nn.LayerNorm(16), mlp
@@ -127,11 +131,11 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """kind: gpt, mixture, tied, or what is wrong with it; scalar: of attentions' temperatures"""
+    """kind: gpt, mixture, tied, or what is wrong with it; scalar: of temperatures, None: without any"""
 
     checkpointing: bool | None = None  # with use_reentrant
 
-    def __init__(self, kind: str = "gpt", scalar: bool = True) -> None:
+    def __init__(self, kind: str = "gpt", scalar: bool | None = True) -> None:
         super().__init__()
         self.kind = kind
         self.embed, self.positions = nn.Embedding(37, 16), nn.Embedding(8, 16)
@@ -150,7 +154,7 @@ class Stack(nn.Module):
             self.layers[1].mlp.down.weight.requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.positions.weight[: ids.shape[1]]
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
         rotated = torch.arange(ids.shape[1]).add(1).to(x.dtype).cos()[:, None]
         for layer in reversed(self.layers) if self.kind == "backward" else self.layers:
             if self.checkpointing is None:
@@ -179,7 +183,7 @@ STACK_PLAN: dict[str, Any] = {
 }
 
 
-def stack(kind: str = "gpt", scalar: bool = True) -> Any:
+def stack(kind: str = "gpt", scalar: bool | None = True) -> Any:
     torch.manual_seed(4)
     return Stack(kind, scalar).double()
 

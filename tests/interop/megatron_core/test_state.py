@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from tpkernels.runtime.random import get_rng_tracker, manual_seed
 from tpkernels.topology.sizes import InvalidSizes
 
 
-def streams() -> list[float]:
+@pytest.fixture(autouse=True)
+def _streams_as_before():
+    tracker, moment = get_rng_tracker(), get_rng_tracker().snapshot()
+    yield
+    tracker.reset()
+    tracker.return_to(moment)
+    rng.initialize_rng_tracker(force_reset=True)
+
+
+def streams() -> tuple[list[float], bool]:
     """A number of each stream, and whether the CPU's generator is where the caller left it."""
     ps.initialize_model_parallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     torch.manual_seed(100 + dist.get_rank())
@@ -26,20 +36,16 @@ def streams() -> list[float]:
     for name in ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng"):
         with rng.get_cuda_rng_tracker().fork(name):
             drawn.append(float(torch.rand(1)))
-    unchanged = torch.equal(before, torch.get_rng_state())
-    return [*drawn, float(unchanged)]
+    return drawn, torch.equal(before, torch.get_rng_state())
 
 
-def expected_streams() -> list[list[float]]:
-    """Of 4 ranks: tensor rank = rank % 2, expert rank = rank % 2, one rank to an expert."""
-
-    def number(seed: int) -> float:
-        return float(torch.rand(1, generator=torch.Generator().manual_seed(seed)))
-
-    return [
-        [number(7 + 2718 + rank % 2), number(7 + 1024 + 100 * (rank % 2)), number(7), 1.0]
-        for rank in range(4)
+def test_streams_have_megatrons_seeds_and_the_callers_generator_stays(ranks4):
+    """tensor rank = expert rank = rank % 2, and one rank to an expert"""
+    seeds = [(7 + 2718 + rank % 2, 7 + 1024 + 100 * (rank % 2), 7) for rank in range(4)]
+    drawn = [
+        [float(torch.rand(1, generator=torch.Generator().manual_seed(s))) for s in each] for each in seeds
     ]
+    assert ranks4.run(streams) == [(each, True) for each in drawn]
 
 
 def recomputed() -> list[bool]:
@@ -71,6 +77,10 @@ def recomputed() -> list[bool]:
     return [*same, *found, asked == [True] * 6 + [False], not rng.is_checkpointing()]
 
 
+def test_recomputation_draws_alike_and_gives_the_same_gradients(ranks2):
+    assert ranks2.run(recomputed) == [[True] * 8] * 2
+
+
 def utilities_of_ranks() -> list[Any]:
     ps.initialize_model_parallel(2)
     rank = dist.get_rank()
@@ -80,12 +90,9 @@ def utilities_of_ranks() -> list[Any]:
     data = {"a": torch.full((2, 3), rank), "b": torch.tensor(rank), "c": torch.empty(0, 4, dtype=torch.int64)}
     own = utilities.broadcast_data(["a", "b", "c"], data if rank % 2 == 0 else {}, torch.int64)
     # by a group that is passed, of other ranks and sizes than the tensor group
-    whole = utilities.broadcast_data(
-        ["a"], {"a": torch.arange(rank + 5)}, torch.int64, tp_group=ps.get_model_parallel_group()
-    )
-    across = utilities.broadcast_data(
-        ["a"], {"a": torch.arange(rank + 5)}, torch.int64, tp_group=ps.get_data_parallel_group()
-    )
+    numbers = {"a": torch.arange(rank + 5)}
+    groups = (ps.get_model_parallel_group(), ps.get_data_parallel_group())
+    sent = [utilities.broadcast_data(["a"], numbers, torch.int64, tp_group=group) for group in groups]
     return [
         chunk.tolist(),
         chunk.data_ptr() == x[rank % 2 * 1 :].data_ptr() or rank % 2 == 1,
@@ -93,10 +100,26 @@ def utilities_of_ranks() -> list[Any]:
         torch.equal(utilities.gather_split_1d_tensor(chunk), x.view(-1)),
         own["a"].tolist(),
         [own["b"].item(), list(own["c"].shape), own["a"].dtype == torch.int64],
-        [whole["a"].numel(), across["a"].numel()],
+        [each["a"].numel() for each in sent],
         utilities.param_is_not_tensor_parallel_duplicate(torch.zeros(1)),
         utilities.param_is_not_tensor_parallel_duplicate(torch.zeros(1), ps.get_data_parallel_group()),
     ]
+
+
+def test_utilities_of_a_tensor_group(ranks4):
+    for rank, found in enumerate(ranks4.run(utilities_of_ranks)):
+        first, place = rank // 2 * 2, rank % 2
+        assert found == [
+            [float(i) for i in range(6 * place, 6 * place + 6)],
+            True,
+            True,
+            True,
+            [[first] * 3] * 2,
+            [first, [0, 4], True],
+            [first + 5, place + 5],
+            place == 0,
+            rank < 2,
+        ]
 
 
 def broadcasts_that_fail() -> list[tuple[str, str]]:
@@ -104,51 +127,58 @@ def broadcasts_that_fail() -> list[tuple[str, str]]:
     ps.initialize_model_parallel(2)
     data = {"a": torch.zeros(2, dtype=torch.float64)}
     keys = ["a"] if dist.get_rank() == 0 else ["b"]
-    return [
-        error_of(utilities.broadcast_data, ["a"], data, torch.float32),
-        error_of(utilities.broadcast_data, ["b"], data, torch.float32),
-        error_of(utilities.broadcast_data, keys, data, torch.float64),
+    calls = ((["a"], torch.float32), (["b"], torch.float32), (keys, torch.float64))
+    return [error_of(utilities.broadcast_data, each, data, dtype) for each, dtype in calls]
+
+
+def test_broadcasts_that_fail_leave_no_rank_waiting(ranks2):
+    first, second = ranks2.run(broadcasts_that_fail)
+    assert first[0] == second[0]
+    assert "expected data['a'] of torch.float32, got torch.float64" in first[0][1]
+    assert "expected 'b' in data of the first rank" in second[1][1]
+    assert first[2] == ("nothing", "")
+    assert "expected the first rank's keys ['a'], got ['b']" in second[2][1]
+
+
+UNEVEN, HALVES = [slice(0, 3), slice(3, 4)], [(slice(None), slice(0, 2)), (slice(None), slice(2, 4))]
+REGIONS = {  # what gathers, what scatters sums, and each rank's of 4 by 4 numbers
+    "uneven_rows": (
+        partial(mappings.gather_from_sequence_parallel_region, output_split_sizes=[3, 1]),
+        partial(mappings.reduce_scatter_to_sequence_parallel_region, input_split_sizes=[3, 1]),
+        UNEVEN,
+    ),
+    "last_dimension": (
+        mappings.all_gather_last_dim_from_tensor_parallel_region,
+        mappings.reduce_scatter_last_dim_to_tensor_parallel_region,
+        HALVES,
+    ),
+}
+
+
+def regions(name: str) -> list[float]:
+    """Forward and backward, the ranks' weights being 1 and 2; largest differences."""
+    ps.initialize_model_parallel(2)
+    rank, (gather, reduce_scatter, places) = dist.get_rank(), REGIONS[name]
+    full = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+    weights = torch.linspace(1, 2, 16, dtype=torch.float64).view(4, 4)
+    x, z = full[places[rank]].clone().requires_grad_(), (full * (rank + 1)).requires_grad_()
+    gathered, scattered = gather(x), reduce_scatter(z)
+    (gathered * weights * (rank + 1)).sum().backward()
+    (scattered * (rank + 1)).sum().backward()
+    owner = torch.ones_like(full)
+    owner[places[1]] = 2
+    found = [
+        gathered - full,
+        x.grad - 3 * weights[places[rank]],
+        scattered - 3 * full[places[rank]],
+        z.grad - owner,
     ]
+    return [float(each.detach().abs().max()) for each in found]
 
 
-def uneven_regions() -> list[float]:
-    """Forward and backward of regions whose ranks have 3 and 1 rows; largest differences."""
-    ps.initialize_model_parallel(2)
-    rank, sizes = dist.get_rank() % 2, [3, 1]
-    full = torch.arange(8.0, dtype=torch.float64).view(4, 2)
-    start, rows = sum(sizes[:rank]), sizes[rank]
-    x = full[start : start + rows].clone().requires_grad_()
-    gathered = mappings.gather_from_sequence_parallel_region(x, output_split_sizes=sizes)
-    weights = (rank + 1) * torch.linspace(1, 2, 8, dtype=torch.float64).view(4, 2)
-    (gathered * weights).sum().backward()
-    total = 3 * torch.linspace(1, 2, 8, dtype=torch.float64).view(4, 2)  # the ranks' weights
-    assert x.grad is not None
-    found = [gathered.detach() - full, x.grad - total[start : start + rows]]
-
-    z = (full * (rank + 1)).requires_grad_()
-    scattered = mappings.reduce_scatter_to_sequence_parallel_region(z, input_split_sizes=sizes)
-    (scattered * (rank + 1)).sum().backward()
-    owner = torch.tensor([1.0, 1.0, 1.0, 2.0], dtype=torch.float64).view(4, 1).expand(4, 2)
-    assert z.grad is not None
-    found += [scattered.detach() - 3 * full[start : start + rows], z.grad - owner]
-    return [float(each.abs().max()) for each in found]
-
-
-def last_dimension() -> list[float]:
-    ps.initialize_model_parallel(2)
-    rank = dist.get_rank() % 2
-    full = torch.arange(12.0).view(3, 4)
-    x = full[:, 2 * rank : 2 * rank + 2].clone().requires_grad_()
-    gathered = mappings.all_gather_last_dim_from_tensor_parallel_region(x)
-    (gathered * (rank + 1)).sum().backward()
-    z = (full * (rank + 1)).requires_grad_()
-    scattered = mappings.reduce_scatter_last_dim_to_tensor_parallel_region(z)
-    (scattered * (rank + 1)).sum().backward()
-    owner = torch.tensor([1.0, 1.0, 2.0, 2.0]).expand(3, 4)
-    assert x.grad is not None
-    assert z.grad is not None
-    found = [gathered.detach() - full, x.grad - 3, scattered.detach() - 3 * full[:, 2 * rank : 2 * rank + 2]]
-    return [float(each.abs().max()) for each in [*found, z.grad - owner]]
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_are_gathered_and_their_sums_scattered(name, ranks2):
+    assert ranks2.run(regions, name) == [[0.0] * 4] * 2
 
 
 def exchanged() -> list[Any]:
@@ -161,76 +191,22 @@ def exchanged() -> list[Any]:
     there = mappings.all_to_all(group, x, received, sent[rank])
     back = mappings.all_to_all(group, there, sent[rank], received)
     (back * torch.arange(3.0).view(3, 1)).sum().backward()
+    assert torch.equal(back, x)
+    assert x.grad.tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     tokens = torch.arange(8.0).view(2, 4) + 100 * rank
     features = mappings.all_to_all_sp2hp(tokens)
-    again = mappings.all_to_all_hp2sp(features)
-    assert x.grad is not None
-    return [
-        there.tolist(),
-        torch.equal(back, x),
-        x.grad.tolist(),
-        features.tolist(),
-        torch.equal(again, tokens),
-    ]
-
-
-@pytest.fixture(autouse=True)
-def _streams_as_before():
-    tracker, moment = get_rng_tracker(), get_rng_tracker().snapshot()
-    yield
-    tracker.reset()
-    tracker.return_to(moment)
-    rng.initialize_rng_tracker(force_reset=True)
-
-
-def test_streams_have_megatrons_seeds_and_the_callers_generator_stays(ranks4):
-    assert ranks4.run(streams) == expected_streams()
-
-
-def test_recomputation_draws_alike_and_gives_the_same_gradients(ranks2):
-    assert ranks2.run(recomputed) == [[True] * 8] * 2
-
-
-def test_utilities_of_a_tensor_group(ranks4):
-    for rank, found in enumerate(ranks4.run(utilities_of_ranks)):
-        first = rank // 2 * 2
-        assert found == [
-            [float(i) for i in range(6 * (rank % 2), 6 * (rank % 2) + 6)],
-            True,
-            True,
-            True,
-            [[first] * 3] * 2,
-            [first, [0, 4], True],
-            [first + 5, rank % 2 + 5],
-            rank % 2 == 0,
-            rank < 2,
-        ]
-
-
-def test_broadcasts_that_fail_leave_no_rank_waiting(ranks2):
-    first, second = ranks2.run(broadcasts_that_fail)
-    assert first[0] == second[0]
-    assert "expected data['a'] of torch.float32, got torch.float64" in first[0][1]
-    assert "expected 'b' in data of the first rank" in second[1][1]
-    assert first[2] == ("nothing", "")
-    assert "expected the first rank's keys ['a'], got ['b']" in second[2][1]
-
-
-def test_regions_of_unequal_rows(ranks2):
-    assert ranks2.run(uneven_regions) == [[0.0] * 4] * 2
-
-
-def test_regions_of_the_last_dimension(ranks2):
-    assert ranks2.run(last_dimension) == [[0.0] * 4] * 2
+    assert torch.equal(mappings.all_to_all_hp2sp(features), tokens)
+    return [there.tolist(), features.tolist()]
 
 
 def test_rows_are_exchanged(ranks2):
-    first, second = ranks2.run(exchanged)
-    assert first[0] == [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0], [14.0, 15.0]]
-    assert second[0] == [[2.0, 3.0], [4.0, 5.0]]
-    assert first[1:3] == second[1:3] == [True, [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]]
-    assert first[3:] == [[[0.0, 1.0], [4.0, 5.0], [100.0, 101.0], [104.0, 105.0]], True]
-    assert second[3:] == [[[2.0, 3.0], [6.0, 7.0], [102.0, 103.0], [106.0, 107.0]], True]
+    assert ranks2.run(exchanged) == [
+        [
+            [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0], [14.0, 15.0]],
+            [[0.0, 1.0], [4.0, 5.0], [100.0, 101.0], [104.0, 105.0]],
+        ],
+        [[[2.0, 3.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0], [102.0, 103.0], [106.0, 107.0]]],
+    ]
 
 
 # Streams, without ranks.
