@@ -179,7 +179,7 @@ ENCODER_DECODERS = architectures(
         "ProphetNet": {
             **dict.fromkeys(["num_encoder_attention_heads", "num_decoder_attention_heads"], 4),
             **dict.fromkeys(["num_encoder_layers", "num_decoder_layers"], 2),
-        },
+        }
     },
 )
 SPEECH: Mapping[str, Sizes] = {

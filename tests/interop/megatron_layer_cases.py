@@ -1,9 +1,6 @@
 """One layer of Megatron's and one of ours in a rank, built and called alike: what both give is compared."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -35,13 +32,13 @@ class LayerCase:
     given_weight: bool = False
 
 
-def both(cases: list[LayerCase]) -> list[tuple[Given, Given]]:
+def both(cases):
     """What Megatron's layer and ours give, of each case."""
     with parallel_state_of(dist.get_world_size()):
         return [(given(case, ours=False), given(case, ours=True)) for case in cases]
 
 
-def config_of(**options: Any) -> Any:
+def config_of(**options):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     size = dist.get_world_size()
@@ -49,13 +46,13 @@ def config_of(**options: Any) -> Any:
     return TransformerConfig(**{**plain, "tensor_model_parallel_size": size, **options})
 
 
-def built(case: LayerCase, ours: bool) -> nn.Module:
+def built(case, ours):
     from megatron.core.tensor_parallel import layers as theirs
 
     from tpkernels.interop import megatron_core
 
     torch.manual_seed(5)
-    home: Any = megatron_core if ours else theirs
+    home = megatron_core if ours else theirs
     config = config_of(**case.config)
     options = {"config": config, "init_method": config.init_method, **case.options}
     if case.kind == "column":
@@ -66,9 +63,9 @@ def built(case: LayerCase, ours: bool) -> nn.Module:
     return home.VocabParallelEmbedding(VOCAB, OUT, **options)
 
 
-def given(case: LayerCase, ours: bool) -> Given:
+def given(case, ours):
     rank, size = dist.get_rank(), dist.get_world_size()
-    layer: Any = built(case, ours)
+    layer = built(case, ours)
     draw = torch.Generator().manual_seed(9)
     fused = case.config.get("gradient_accumulation_fusion", False)
     given_weight = None
@@ -106,14 +103,14 @@ def given(case: LayerCase, ours: bool) -> Given:
     }
 
 
-def _is_split(case: LayerCase) -> bool:
+def _is_split(case):
     """Whether ranks hold different shards of the output."""
     if case.kind == "column":
         return not case.call.get("runtime_gather_output", case.options.get("gather_output", False))
     return bool(case.config.get("sequence_parallel") or case.options.get("is_expert"))
 
 
-def _input(case: LayerCase, draw: torch.Generator, rank: int, size: int) -> Tensor:
+def _input(case, draw, rank, size):
     if case.kind == "embedding":
         return torch.randint(VOCAB, (BATCH, TOKENS), generator=draw)
     full = torch.randn(TOKENS, BATCH, IN, generator=draw)
@@ -124,11 +121,11 @@ def _input(case: LayerCase, draw: torch.Generator, rank: int, size: int) -> Tens
     return full.clone().requires_grad_()
 
 
-def _attributes(parameter: Tensor) -> dict[str, Any]:
+def _attributes(parameter):
     return {name: value for name, value in vars(parameter).items() if not isinstance(value, Tensor)}
 
 
-def _checkpoint(layer: Any) -> dict[str, Any]:
+def _checkpoint(layer):
     """What Megatron's distributed checkpoint is told of each tensor."""
     from megatron.core import parallel_state
 
@@ -138,7 +135,7 @@ def _checkpoint(layer: Any) -> dict[str, Any]:
     return {key: {name: getattr(each, name, None) for name in names} for key, each in found.items()}
 
 
-def deferred(limit: int) -> tuple[Tensor, Tensor]:
+def deferred(limit):
     """main_grad of three microbatches, those of the first `limit` computed by Megatron afterwards; 0: of all.
 
     returns: with deferral and without
@@ -152,8 +149,8 @@ def deferred(limit: int) -> tuple[Tensor, Tensor]:
         for defers in (True, False):
             config = config_of(gradient_accumulation_fusion=True, sequence_parallel=True)
             config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = defers, limit
-            inputs: list[Tensor] = []
-            dys: list[Tensor] = []
+            inputs = []
+            dys = []
             torch.manual_seed(5)
             layer = megatron_core.ColumnParallelLinear(
                 IN,
@@ -177,14 +174,14 @@ def deferred(limit: int) -> tuple[Tensor, Tensor]:
         return results[0], results[1]
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """What is said of each that our layers do not do."""
     with parallel_state_of(dist.get_world_size()) as parallel_state:
         from tpkernels.interop import megatron_core
 
         said = {}
 
-        def ask(name: str, call: Callable[[], object]) -> None:
+        def ask(name, call):
             with pytest.raises((NotImplementedError, ValueError)) as error:
                 call()
             said[name] = f"{error.type.__name__}: {error.value}"
@@ -201,12 +198,12 @@ def refusals() -> dict[str, str]:
             if name == "L2Norm":
                 config.normalization = name
             ask(name, partial(megatron_core.build_norm, config, OUT))
-        offloading: Any = built(LayerCase("column"), ours=True)
+        offloading = built(LayerCase("column"), ours=True)
         offloading.config._cpu_offloading_context = SimpleNamespace(inside_context=True)
         ask("offloading", lambda: offloading(x))
-        given: Any = built(LayerCase("row", {"is_expert": True}), ours=True)
+        given = built(LayerCase("row", {"is_expert": True}), ours=True)
         ask("expert bias", lambda: given(x.chunk(group.size(), -1)[group.rank()]))
-        sharded: Any = built(LayerCase("column"), ours=True)
+        sharded = built(LayerCase("column"), ours=True)
         sharded.gtp_remat_size = 2
         ask("gathered weights", lambda: sharded(x))
         ask("output_dtype", lambda: product(x, weight, None, False, False, False, output_dtype=torch.float64))
@@ -221,7 +218,7 @@ def refusals() -> dict[str, str]:
         tp_invariant(8)
         try:
             for kind in ("column", "embedding"):
-                layer: Any = built(LayerCase(kind), ours=True)
+                layer = built(LayerCase(kind), ours=True)
                 ask(f"invariant {kind}", partial(layer, x if kind == "column" else torch.tensor([[1]])))
         finally:
             mode.segments, mode.used_by = 0, ""
@@ -237,7 +234,7 @@ def refusals() -> dict[str, str]:
         return said
 
 
-def inside_and_after_layers() -> list[str]:
+def inside_and_after_layers():
     """Modules of what is built inside `layers()`, and after it."""
     with parallel_state_of(dist.get_world_size()):
         from megatron.core.extensions import transformer_engine
@@ -250,10 +247,10 @@ def inside_and_after_layers() -> list[str]:
             pass
 
         class TELinear(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
 
-        def built_of(kind: Any) -> str:
+        def built_of(kind):
             config = config_of()
             if kind is WrappedTorchNorm:
                 return type(kind(config, OUT)).__module__
@@ -264,7 +261,7 @@ def inside_and_after_layers() -> list[str]:
         kinds = (theirs.ColumnParallelLinear, Subclass, WrappedTorchNorm)
         inside = []
 
-        def build_and_fail() -> None:
+        def build_and_fail():
             with megatron_core.layers():
                 inside.extend(built_of(kind) for kind in kinds)
                 TELinear()
@@ -280,7 +277,7 @@ def inside_and_after_layers() -> list[str]:
         return [*inside, *(built_of(kind) for kind in kinds)]
 
 
-def named_by_spec_provider() -> list[str]:
+def named_by_spec_provider():
     with parallel_state_of(dist.get_world_size()):
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 

@@ -1,16 +1,13 @@
 """A model with norms of queries and keys, trained on ranks in many ways and compared with one unsharded."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +31,7 @@ STEPS = 5
 PARTIAL = ("q_norm.weight", "k_norm.weight", "scale", "temperature")
 
 
-def train(model: nn.Module, how: str, state: Any = None) -> list[float]:
+def train(model, how, state=None):
     """Losses of some steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     buckets = None
@@ -66,11 +63,11 @@ WAYS = ("plain", "accumulated", "checkpointed", "reentrant", "compiled", "frozen
 WAYS += ("copied", "pickled")
 
 
-def trained_alike(how: str) -> list[str]:
+def trained_alike(how):
     """What differs from the unsharded model after some steps, and between ranks."""
     state = initialize_model_parallel(dist.get_world_size())
     whole, split = stack(), parallelize(stack(), plan=STACK_PLAN)
-    model: Any = split
+    model = split
     if how in ("checkpointed", "reentrant"):
         whole.checkpointing = split.checkpointing = how == "reentrant"
     elif how == "compiled":
@@ -84,7 +81,7 @@ def trained_alike(how: str) -> list[str]:
     return unlike(split, whole, losses, train(whole, how if how in ("accumulated", "frozen") else "plain"))
 
 
-def unlike(split: nn.Module, whole: nn.Module, losses: list[float], expected: list[float]) -> list[str]:
+def unlike(split, whole, losses, expected):
     wrong = [f"loss {step}" for step in range(STEPS) if abs(losses[step] - expected[step]) > 1e-10]
     trained = dict(split.named_parameters())
     for name, parameter in whole.named_parameters():
@@ -96,14 +93,14 @@ def unlike(split: nn.Module, whole: nn.Module, losses: list[float], expected: li
     return wrong
 
 
-def data_parallel(wrapper: str) -> list[str]:
+def data_parallel(wrapper):
     """Two copies of a model that two ranks share each, on half of the batch each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, split = (stack(scalar=False) for _ in range(2))  # FSDP takes no scalars
     parallelize(split, mesh, plan=STACK_PLAN)
     expected = train(whole, "plain")
     if wrapper == "ddp":
-        model: nn.Module = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
+        model = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
     else:
         fully_shard(split.layers[0].attention.q_norm, mesh=mesh["dp"])
         fully_shard(split.layers[0], mesh=mesh["dp"])
@@ -122,7 +119,7 @@ def data_parallel(wrapper: str) -> list[str]:
     return unlike(split, whole, losses, expected)
 
 
-def declared() -> list[Any]:
+def declared():
     """What is summed when a plan says so; and what is said when it is wrong, or nobody can tell."""
     initialize_model_parallel(2)
     halves = dict.fromkeys(("layers.?.attention", "layers.*.?_norm"), "partial")
@@ -144,7 +141,7 @@ def declared() -> list[Any]:
 class AllHeads(Stack):
     """Queries are normalised over all heads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for layer in self.layers:
             layer.attention.q = nn.Sequential(layer.attention.q, nn.RMSNorm(16))
@@ -153,7 +150,7 @@ class AllHeads(Stack):
 class Plain(nn.Module):
     """Two layers, and between them what a function does with parameters of the model."""
 
-    def __init__(self, between: str) -> None:
+    def __init__(self, between):
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -161,7 +158,7 @@ class Plain(nn.Module):
             self.gate = nn.Linear(8, 1)
         self.between = between
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         h = self.up(x)
         if self.between == "gate":  # its gradient with respect to x would be partial
@@ -171,7 +168,7 @@ class Plain(nn.Module):
         return self.down(h)
 
 
-def refusals() -> list[str]:
+def refusals():
     """What is said where features are not those that a function takes, or gradients are not summed."""
     initialize_model_parallel(2)
     plan = {"up": "column", "down": "row"}

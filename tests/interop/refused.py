@@ -1,14 +1,9 @@
 """What a refusal must say, beside the call that is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 from tests.checks import error_of
 
 
-def refused(kind: str, part: str, call: Callable[..., Any], *args: Any, **options: Any) -> str:
+def refused(kind, part, call, *args, **options):
     """All of what the error says, for ranks to be compared; it must be of this kind, and say this part."""
     error, text = error_of(call, *args, **options)
     assert (error, part in text) == (kind, True), f"expected {kind}: {part}\ngot {error}: {text}"

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.checks import error_of
 from tests.interop.architecture_runs import ours
 from tests.interop.models import needs_transformers
+from tests.interop.refused import refused
 from tests.interop.torch_models import losses_of
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop import safetensors
+from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.huggingface import gpt2_plan, llama_plan
 from tpkernels.interop.parallelize.plan import Divided, Split
 
@@ -55,15 +56,14 @@ def built(kind: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(2)
     plan: dict[str, Any]
     if kind in LLAMA_LIKE:
-        config = getattr(transformers, f"{kind}Config")(**SIZES, **NO_IDS, **options)
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **NO_IDS, **options})
         plan = dict(llama_plan(config))
     elif kind == "Gemma3":  # whose table is a class of its own, and tied to the head: both stay
         config = transformers.Gemma3TextConfig(**SIZES, **NO_IDS, head_dim=4, **options)
         plan = {k: v for k, v in llama_plan(config).items() if k not in ("*embed_tokens", "lm_head")}
     elif kind == "GPT2":
-        return transformers.GPT2LMHeadModel(c := transformers.GPT2Config(**GPT2, **NO_IDS)), dict(
-            gpt2_plan(c)
-        )
+        config = transformers.GPT2Config(**GPT2, **NO_IDS)
+        return transformers.GPT2LMHeadModel(config), dict(gpt2_plan(config))
     else:
         config = transformers.OPTConfig(**OPT, **{**NO_IDS, "pad_token_id": 1})
         plan = OPT_PLAN | ({"*.self_attn": Divided("num_heads")} if kind == "OPT" else {})
@@ -71,21 +71,23 @@ def built(kind: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     return getattr(transformers, f"{kind}ForCausalLM")(config), plan
 
 
-def trained_apart(kind: str) -> float:
+def trained_apart(kind, options):
     """By how much losses differ from the unsharded model's."""
-    initialize_model_parallel(2)
-    model, plan = built(kind)
+    initialize_model_parallel(dist.get_world_size())
+    model, plan = built(kind, **options)
     model = model.double()
     whole, split = deepcopy(model), parallelize(model, plan=plan)
+    full = full_state_dict(split)
+    assert not [name for name, value in full.items() if not torch.equal(value, whole.state_dict()[name])]
     pairs = zip(losses_of(split), losses_of(whole), strict=True)
     check_replicas(split)
     return max(abs(ours - expected) for ours, expected in pairs)
 
 
-def refusal(kind: str) -> tuple[str, str]:
-    initialize_model_parallel(2)
+def refusal(kind, part):
+    initialize_model_parallel(dist.get_world_size())
     model, plan = built(kind)
-    return error_of(parallelize, model, plan=plan)
+    return refused("ValueError", part, parallelize, model, plan=plan)
 
 
 def loaded_apart(kind: str, folder: str, options: dict[str, Any]) -> float:
@@ -105,32 +107,35 @@ def loaded_apart(kind: str, folder: str, options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "GPT2", "OPT"])
 def test_adamw_follows_the_unsharded_model(kind, ranks2):
-    for apart in ranks2.run(trained_apart, kind):
-        assert apart < 1e-6
+    assert max(ranks2.run(trained_apart, kind, {})) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"),
+    ("kind", "options"),
+    [("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}), ("GPT2", {})],
+)
+def test_four_ranks_follow_the_unsharded_model(kind, options, ranks4):
+    assert max(ranks4.run(trained_apart, kind, options)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "part"),
     [
-        ("OPT without Divided", "'model.decoder.layers.0.self_attn' does not take this rank's features"),
-        ("Olmo2", "'model.layers.0.self_attn.q_norm' does not take this rank's features"),
+        ("OPT without Divided", 2, "'model.decoder.layers.0.self_attn' does not take this rank's features"),
+        ("Olmo2", 2, "'model.layers.0.self_attn.q_norm' does not take this rank's features"),
+        ("Llama", 4, "k_proj': expected out_features that 4 ranks x unit 4"),
     ],
 )
-def test_wrong_plans_are_refused(kind, part, ranks2):
-    for error, text in ranks2.run(refusal, kind):
-        assert error == "ValueError"
-        assert part in text
+def test_wrong_plans_are_refused(kind, ranks, part, request):
+    first, *others = request.getfixturevalue(f"ranks{ranks}").run(refusal, kind, part)
+    assert others == [first] * (ranks - 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("Llama", {}),
         ("Llama", {"tie_word_embeddings": True}),
-        ("Qwen3", {}),
-        ("Gemma3", {}),
-        ("GPT2", {}),
-        ("OPT", {}),
+        *((k, {}) for k in ("Llama", "Qwen3", "Gemma3", "GPT2", "OPT")),
     ],
 )
 def test_folders_load_into_models_from_the_meta_device(kind, options, ranks2, tmp_path):

@@ -1,7 +1,5 @@
 """A checkpoint that is damaged, or made to do harm, is one error on all ranks, and changes nothing."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

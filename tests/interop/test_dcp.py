@@ -1,11 +1,8 @@
 """Checkpoints come back to the bit at another number of ranks, and an unfinished one is never taken."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,14 +30,14 @@ from tpkernels.interop import dcp, safetensors
 KINDS = ("llama", "gpt2", "odd")
 
 
-def adamw(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+def adamw(model, lr=0.1):
     """With two groups."""
     ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": ours[:3], "lr": 2 * lr}, {"params": ours[3:]}]
     return torch.optim.AdamW(groups, lr=lr, weight_decay=0.5)
 
 
-def trained(kind: str, seed: int, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(kind, seed, lr=0.1):
     """Two steps that treat each element by itself: the same numbers for every number of ranks."""
     model = built(kind, seed)
     optimizer = adamw(model, lr)
@@ -52,9 +49,9 @@ def trained(kind: str, seed: int, lr: float = 0.1) -> tuple[nn.Module, torch.opt
     return model, optimizer
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def everything(model, optimizer):
     """All that a checkpoint should bring back, on this rank, padding included."""
-    found: dict[str, Any] = dict(model.state_dict())
+    found = dict(model.state_dict())
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, kept in optimizer.state.items():
         found |= {f"{names[parameter]} {key}": value for key, value in kept.items()}
@@ -63,16 +60,16 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-def unequal(ours: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def unequal(ours, expected):
     assert ours.keys() == expected.keys(), ours.keys() ^ expected.keys()
 
-    def alike(a: Any, b: Any) -> bool:
+    def alike(a, b):
         return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
     return [name for name in ours if not alike(ours[name], expected[name])]
 
 
-def save_all(folder: str, tensor: int) -> dict[str, Any]:
+def save_all(folder, tensor):
     """Save each kind; returns what came with it: a number of each random stream, drawn after saving."""
     initialize_model_parallel(tensor)
     manual_seed(1)
@@ -81,7 +78,7 @@ def save_all(folder: str, tensor: int) -> dict[str, Any]:
     return draws()
 
 
-def draws() -> dict[str, float]:
+def draws():
     found = {}
     for stream in get_rng_tracker().get_states():
         with get_rng_tracker().fork(stream):
@@ -89,11 +86,11 @@ def draws() -> dict[str, float]:
     return found
 
 
-def load_all(folder: str, tensor: int) -> tuple[list[Any], dict[str, float], list[str]]:
+def load_all(folder, tensor):
     """What differs from models that were trained here; draws; warnings."""
     initialize_model_parallel(tensor)
     manual_seed(9)
-    wrong: list[Any] = []
+    wrong = []
     with warnings.catch_warnings(record=True, action="always") as warned:
         for kind in KINDS:
             expected = everything(*trained(kind, 1))
@@ -115,17 +112,17 @@ def load_all(folder: str, tensor: int) -> tuple[list[Any], dict[str, float], lis
     return wrong, draws(), [str(warning.message) for warning in warned if "dcp.load" in str(warning.message)]
 
 
-def table_of(seed: int) -> VocabParallelEmbedding:
+def table_of(seed):
     initialize_model_parallel(dist.get_world_size())
     torch.manual_seed(seed)
     return VocabParallelEmbedding(50257, 2)
 
 
-def save_vocabulary(path: str) -> None:
+def save_vocabulary(path):
     dcp.save(path, table_of(3))
 
 
-def load_vocabulary(path: str) -> bool:
+def load_vocabulary(path):
     expected = table_of(3).weight.clone()
     loaded = VocabParallelEmbedding(50257, 2)
     assert not torch.equal(loaded.weight, expected)
@@ -134,7 +131,7 @@ def load_vocabulary(path: str) -> bool:
     return torch.equal(loaded.weight, expected)
 
 
-def fail_while_writing(folder: str) -> tuple[Any, ...]:
+def fail_while_writing(folder):
     """A good checkpoint, one that a rank cannot write, and the same again when it can."""
     initialize_model_parallel(2)
     rank = dist.get_rank()
@@ -151,17 +148,17 @@ def fail_while_writing(folder: str) -> tuple[Any, ...]:
     return failed, after, dcp.latest(folder), error_of(dcp.save, Path(folder, "next"), model)
 
 
-def _rename_of_files(path: Path, target: Path, rename: Any = Path.rename) -> Path:
+def _rename_of_files(path, target, rename=Path.rename):
     if path.is_dir():
         _no_space()
     return rename(path, target)
 
 
-def _no_space(*_: Any) -> None:
+def _no_space(*_):
     raise OSError("no space left")
 
 
-def save_alone(folder: str) -> tuple[str, str]:
+def save_alone(folder):
     """Rank 0 saves, which the other does not know of: it leaves."""
     initialize_model_parallel(2)
     model, store = built("odd", 1), dist.distributed_c10d._get_default_store()
@@ -173,7 +170,7 @@ def save_alone(folder: str) -> tuple[str, str]:
     return "left", ""
 
 
-def refuse(folder: str) -> list[str]:
+def refuse(folder):
     """What is said of calls that are wrong on some rank, after which all ranks still work."""
     initialize_model_parallel(2)
     rank = dist.get_rank()

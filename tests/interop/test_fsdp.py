@@ -1,20 +1,16 @@
 """Models that tensor-parallel ranks and fully_shard split train, clip, save and load as unsharded ones."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as storage
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, debug
 
@@ -43,18 +39,18 @@ STEPS, MAX_NORM = 3, 0.5
 KINDS = ("toy", "as_dtensor", "gpt2", "llama")
 
 
-PLANS: dict[str, Any] = {
+PLANS = {
     "toy": PLAN | {"blocks.?.norm": "replicated"},
     "as_dtensor": STACK_PLAN | {"layers.?.norm?": "replicated", "layers.*.?_norm": "partial"},
 }
 
 
-def mesh_of(data: int, tensor: int) -> DeviceMesh:
+def mesh_of(data, tensor):
     debug._clear_sharding_prop_cache()  # of an equal mesh of this case, with other groups
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
-def built(kind: str, mesh: DeviceMesh) -> nn.Module:
+def built(kind, mesh):
     """The same model in float64 for every mesh; a vocabulary of 37, which no number of ranks divides."""
     if kind in CONFIGS:
         torch.manual_seed(3)
@@ -65,38 +61,29 @@ def built(kind: str, mesh: DeviceMesh) -> nn.Module:
     return parallelize(model, mesh, plan=PLANS[kind], verify=False, as_dtensor=kind == "as_dtensor")
 
 
-def sharded(kind: str, mesh: DeviceMesh) -> nn.Module:
+def sharded(kind, mesh):
     model = built(kind, mesh)
     for block in model.layers if isinstance(model, Stack) else model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def mean_loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+def mean_loss(model, ids, targets):
     return model(ids, targets) if isinstance(model, GPT) else loss_of(model, ids, targets)
 
 
-Clip = Callable[[nn.Module, DeviceMesh], Tensor]
-
-
-def clip_by_ours(model: nn.Module, mesh: DeviceMesh) -> Tensor:
+def clip_by_ours(model, mesh):
     if isinstance(model, GPT):
         finalize_gradients(model, state=mesh)
     return clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh)
 
 
-def clip_by_torch(model: nn.Module, _: DeviceMesh) -> Tensor:
+def clip_by_torch(model, _):
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    mesh: DeviceMesh,
-    steps: int = STEPS,
-    clip: Clip = clip_by_ours,
-) -> list[tuple[float, float]]:
+def train(model, optimizer, mesh, steps=STEPS, clip=clip_by_ours):
     """Loss of the full batch and norm of its gradient, for each step."""
     rows, place = len(IDS) // mesh["dp"].size(), mesh.get_local_rank("dp")
     own = slice(place * rows, (place + 1) * rows)
@@ -114,13 +101,11 @@ def train(
     return told
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def run(
-    kind: str, data: int, tensor: int, folder: str
-) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def run(kind, data, tensor, folder):
     """Losses, norms and full weights of a run that is saved, then goes on for two steps."""
     mesh = mesh_of(data, tensor)
     model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
@@ -130,9 +115,7 @@ def run(
     return told + train(model, optimizer, mesh, 2), full_state_dict(model, state=mesh)
 
 
-def resume(
-    kind: str, data: int, tensor: int, folder: str
-) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def resume(kind, data, tensor, folder):
     """The two steps again, from the checkpoint, on another mesh, with an evaluation before and after."""
     mesh = mesh_of(data, tensor)
     model = built(kind, mesh) if dist.get_world_size() == 1 else sharded(kind, mesh)
@@ -150,7 +133,7 @@ def resume(
     return told, full_state_dict(model, state=mesh)
 
 
-def by_torch(folder: str, reference: list[tuple[float, float]]) -> list[str]:
+def by_torch(folder, reference):
     """torch's own clipping, checkpoints and AdamW, of a model whose parameters are DTensors.
 
     It is saved on two by two ranks, and goes on there, on four tensor ranks, and on four data ranks.
@@ -177,21 +160,19 @@ def by_torch(folder: str, reference: list[tuple[float, float]]) -> list[str]:
     return wrong
 
 
-def train_by_torch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int
-) -> list[tuple[float, float]]:
+def train_by_torch(model, optimizer, mesh, steps):
     """As `train`, rounded to nine digits."""
     told = train(model, optimizer, mesh, steps, clip_by_torch)
     return [(round(loss, 9), round(norm, 9)) for loss, norm in told]
 
 
-def unsharded_by_torch() -> list[tuple[float, float]]:
+def unsharded_by_torch():
     mesh = mesh_of(1, 1)
     model = built("as_dtensor", mesh)
     return train_by_torch(model, adamw(model), mesh, STEPS + 2)
 
 
-def from_meta() -> list[str]:
+def from_meta():
     """DTensors of a model without memory, which gets some, and its weights, later."""
     mesh = mesh_of(2, 2)
     whole = stack("tied", scalar=None)
@@ -204,7 +185,7 @@ def from_meta() -> list[str]:
     return wrong if model.head.weight is model.embed.weight else [*wrong, "tie"]
 
 
-def refusals() -> list[str]:
+def refusals():
     """What is said of what cannot be DTensors, and by what cannot take them."""
     mesh = mesh_of(1, 2)
     stacked, other = toy(), stack("tied", scalar=None)
@@ -222,7 +203,7 @@ def refusals() -> list[str]:
     return [*said, refused("TypeError", plain, GradientBuckets, model, mesh.get_group("dp"))]
 
 
-def of_hybrid_mesh() -> tuple[float, float]:
+def of_hybrid_mesh():
     """Norms of the gradient under fully_shard that also replicates, and of the unsharded model."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicas", "shards", "tp"))
     model, whole = built("llama", mesh), built("llama", mesh)
@@ -233,12 +214,12 @@ def of_hybrid_mesh() -> tuple[float, float]:
     return norm.item(), nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM).item()
 
 
-def exact_norms(data: int, tensor: int) -> float:
+def exact_norms(data, tensor):
     """The norm that is added exactly, of gradients that are the same on all meshes."""
     with tp_invariance(4):
         mesh = mesh_of(data, tensor)
         torch.manual_seed(3)
-        model: nn.Module = GPT(CONFIGS["gpt2"], state=mesh)
+        model = GPT(CONFIGS["gpt2"], state=mesh)
         if dist.get_world_size() > 1:
             fully_shard(model, mesh=mesh["dp"])
         for parameter in model.parameters():
@@ -246,7 +227,7 @@ def exact_norms(data: int, tensor: int) -> float:
         return clip_grad_norm_(model.parameters(), MAX_NORM, state=mesh).item()
 
 
-def require_zero_padding(model: nn.Module, mesh: DeviceMesh) -> None:
+def require_zero_padding(model, mesh):
     """The table's rows for no id, which no checkpoint has: each rank holds others of its rows."""
     table = next(p for name, p in model.named_parameters() if name.startswith("embed"))
     held = table.detach().to_local().abs().sum()
@@ -257,7 +238,7 @@ def require_zero_padding(model: nn.Module, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(held, expected.abs().sum())
 
 
-def of_marked_norm() -> list[bool]:
+def of_marked_norm():
     """The gradient of a norm of this rank's tokens: complete after backward, and not summed again."""
     mesh = mesh_of(1, 2)
     norm = RMSNorm(8, sequence_parallel=True)

@@ -1,17 +1,12 @@
 """LoRA of peft on shards is LoRA of the unsharded model, before and after parallelize."""
 
-from __future__ import annotations
-
 import copy
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -40,27 +35,22 @@ TARGETS = {
 IDS = torch.arange(24).view(2, 12) * 5 % 37
 
 
-def unsharded(kind: str) -> tuple[nn.Module, Any]:
+def unsharded(kind):
     """The model and its plan."""
     torch.manual_seed(1)
     if kind == "llama":
-        config: Any = transformers.LlamaConfig(**SIZES, **LLAMA)
+        config = transformers.LlamaConfig(**SIZES, **LLAMA)
         return transformers.LlamaForCausalLM(config).double(), huggingface.llama_plan(config)
     config = transformers.GPT2Config(**SIZES, **GPT2, attn_pdrop=0.0)
     return transformers.GPT2LMHeadModel(config).double(), huggingface.gpt2_plan(config)
 
 
-def options(kind: str, **more: Any) -> LoraConfig:
-    said: dict[str, Any] = {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": TARGETS[kind],
-        "init_lora_weights": False,
-    }
+def options(kind, **more):
+    said = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS[kind], "init_lora_weights": False}
     return LoraConfig(**{**said, "fan_in_fan_out": kind == "gpt2", **more})
 
 
-def in_fp8_and_trained(when: str) -> tuple[list[str], list[float], float]:
+def in_fp8_and_trained(when):
     """What is in fp8; losses, and how far these are from those without, relative to them."""
     initialize_model_parallel(dist.get_world_size())
     found = []
@@ -82,7 +72,7 @@ def in_fp8_and_trained(when: str) -> tuple[list[str], list[float], float]:
     return named, losses, apart
 
 
-def with_lora(kind: str, when: str, **more: Any) -> nn.Module:
+def with_lora(kind, when, **more):
     """when: before or after parallelize, or never"""
     model, plan = unsharded(kind)
     if when == "after":
@@ -94,11 +84,11 @@ def with_lora(kind: str, when: str, **more: Any) -> nn.Module:
     return parallelize(lora, plan=plan) if when == "before" else lora
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model):
     return model(input_ids=IDS, labels=IDS, use_cache=False).loss
 
 
-def steps(model: nn.Module, count: int = 5) -> list[float]:
+def steps(model, count=5):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for _ in range(count):
@@ -110,7 +100,7 @@ def steps(model: nn.Module, count: int = 5) -> list[float]:
     return losses
 
 
-def trained(kind: str, when: str) -> tuple[list[float], float, int]:
+def trained(kind, when):
     """Losses; how far weights are from the unsharded model's on rank 0; how many factors there are."""
     initialize_model_parallel(dist.get_world_size())
     model, alone = with_lora(kind, when), with_lora(kind, "never")
@@ -126,7 +116,7 @@ def trained(kind: str, when: str) -> tuple[list[float], float, int]:
     return losses, max(apart), sum("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
 
 
-def _draw_alike(model: nn.Module, alone: nn.Module) -> None:
+def _draw_alike(model, alone):
     """Before any step the factors are the first rank's draws, which the unsharded model draws, too."""
     full = [full_state_dict(model)]
     dist.broadcast_object_list(full)
@@ -135,7 +125,7 @@ def _draw_alike(model: nn.Module, alone: nn.Module) -> None:
     assert not wrong, wrong
 
 
-def merged(kind: str, when: str) -> tuple[list[str], float]:
+def merged(kind, when):
     """Classes of layers after `merge_and_unload`, and how far logits are from before."""
     initialize_model_parallel(dist.get_world_size())
     model = with_lora(kind, when)
@@ -151,7 +141,7 @@ def merged(kind: str, when: str) -> tuple[list[str], float]:
     ), apart
 
 
-def saved(folder: str, when: str) -> tuple[Tensor, float, float]:
+def saved(folder, when):
     """Logits; how far are those of the unsharded model, and of a split one, that read the adapter."""
     initialize_model_parallel(dist.get_world_size())
     model = with_lora("llama", when, modules_to_save=["norm", "lm_head"])
@@ -165,7 +155,7 @@ def saved(folder: str, when: str) -> tuple[Tensor, float, float]:
     return tuple(float((m(input_ids=IDS).logits - logits).abs().max()) for m in (alone, split))
 
 
-def checkpointed(folder: str, when: str) -> float:
+def checkpointed(folder, when):
     initialize_model_parallel(dist.get_world_size())
     model, again = with_lora("llama", when), with_lora("llama", when)
     steps(model, 2)
@@ -174,7 +164,7 @@ def checkpointed(folder: str, when: str) -> float:
     return float((model(input_ids=IDS).logits - again(input_ids=IDS).logits).abs().max())
 
 
-def clipped() -> tuple[float, float]:
+def clipped():
     initialize_model_parallel(dist.get_world_size())
     model, alone = with_lora("llama", "before"), with_lora("llama", "never")
     loss_of(model).backward()
@@ -184,11 +174,11 @@ def clipped() -> tuple[float, float]:
     return float(ours), float(theirs)
 
 
-def refusals(when: str) -> dict[str, str]:
+def refusals(when):
     """By what is said, all that is said."""
     initialize_model_parallel(dist.get_world_size())
     model, plan = unsharded("llama")
-    refused: dict[str, Callable[[], Any]] = {
+    refused = {
         "expected lora_dropout=0.0, got 0.1": partial(with_lora, "llama", when, lora_dropout=0.1),
         "expected plain LoRA, got Dora": partial(with_lora, "llama", when, use_dora=True),
     }
@@ -277,7 +267,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FAMILY_TARGETS = {"Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "Mixtral": ATTENTION}
 
 
-def family_difference(family: str, when: str, sequence_parallel: bool = False) -> float:
+def family_difference(family, when, sequence_parallel=False):
     """Largest difference of losses over five AdamW steps from the unsharded LoRA model's."""
     initialize_model_parallel(2)
     config = getattr(transformers, f"{family}Config")(**FAMILY | OWN.get(family, {}))

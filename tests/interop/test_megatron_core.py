@@ -1,19 +1,16 @@
 """Megatron-Core's layers and GPTModel, and ours in their place, compute the same: `make check-megatron`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.interop import megatron_layer_cases as layer_cases
-from tests.interop.megatron_gpt import STEPS, Case, Comparison, compare
-from tests.interop.megatron_layer_cases import Given, LayerCase
+from tests.interop.megatron_gpt import STEPS, Case, compare
+from tests.interop.megatron_layer_cases import LayerCase
 from tests.ranks import RankPool
 
 needs_megatron = pytest.mark.skipif(
@@ -95,19 +92,19 @@ ROUNDED = {
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
+def two():
     with RankPool(2) as pool:  # of its own: Megatron and the stand-ins for CUDA stay in a process
         yield pool
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
+def four():
     with RankPool(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def by_rank(two: RankPool) -> list[dict[str, tuple[Given, Given]]]:
+def by_rank(two):
     answers = two.run(layer_cases.both, list(LAYERS.values()))
     return [dict(zip(LAYERS, answer, strict=True)) for answer in answers]
 
@@ -200,7 +197,7 @@ def test_spec_provider_names_ours(two):
     assert two.run(layer_cases.named_by_spec_provider) == [expected] * 2
 
 
-def losses(results: list[Comparison]) -> list[tuple[list[float], list[float]]]:
+def losses(results):
     """Megatron's and ours, of ranks of the last stage, where they fall."""
     found = [(each.theirs, each.ours) for each in results if each.theirs]
     assert found
@@ -210,7 +207,7 @@ def losses(results: list[Comparison]) -> list[tuple[list[float], list[float]]]:
     return found
 
 
-def largest(results: list[Comparison]) -> float:
+def largest(results):
     pairs = [pair for both in losses(results) for pair in zip(*both, strict=True)]
     return max(abs(theirs - ours) for theirs, ours in pairs)
 
@@ -233,31 +230,31 @@ def test_gpt_trains_alike(request, name):
     assert largest(ranks_for(request, ROUNDED[name]).run(compare, ROUNDED[name])) < 1e-6
 
 
-def ranks_for(request: pytest.FixtureRequest, case: Case) -> RankPool:
+def ranks_for(request, case):
     wants_four = case.pp > 1 or (case.ddp or {}).get("use_distributed_optimizer")
     return request.getfixturevalue("four" if wants_four else "two")
 
 
-def add_bias_on_each_rank(model: nn.Module) -> None:
+def add_bias_on_each_rank(model):
     for layer in model.modules():
         if type(layer).__name__ == "RowParallelLinear":
             layer.register_forward_hook(lambda _, __, output: (output[0], 2 * output[1]))
 
 
-def leave_norms_partial(model: nn.Module) -> None:
+def leave_norms_partial(model):
     for layer in model.modules():
         if type(layer).__name__ == "LayerNorm":
             for parameter in layer.parameters():
                 parameter.sequence_parallel = False
 
 
-def leave_dgrad_partial(model: nn.Module) -> None:
+def leave_dgrad_partial(model):
     for layer in model.modules():
         if type(layer).__name__ == "ColumnParallelLinear":
             layer.allreduce_dgrad, layer.disable_grad_reduce = False, True
 
 
-def count_norms_twice(model: nn.Module) -> None:
+def count_norms_twice(model):
     for layer in model.modules():
         if type(layer).__name__ == "LayerNorm":
             for parameter in layer.parameters():

@@ -1,16 +1,13 @@
 """torch's `parallelize_module` with our styles: outputs and gradients are those of torch's own."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -28,20 +25,20 @@ TOKENS, WIDTH = (2, 4), 8
 class Model(nn.Module):
     """A table, a block, and a head."""
 
-    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+    def __init__(self, norm=nn.LayerNorm):
         super().__init__()
         self.embed = nn.Embedding(13, WIDTH, padding_idx=3)
         self.norm = norm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         self.head = nn.Linear(WIDTH, 10, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         x = x + self.down(F.gelu(self.up(self.norm(x))))
         return self.head(x)
 
 
-def whole_sequence(styles: Any) -> dict[str, Any]:
+def whole_sequence(styles):
     return {
         "embed": styles.RowwiseParallel(input_layouts=Replicate()),
         "up": styles.ColwiseParallel(),
@@ -50,7 +47,7 @@ def whole_sequence(styles: Any) -> dict[str, Any]:
     }
 
 
-def own_tokens(styles: Any, dim: int) -> dict[str, Any]:
+def own_tokens(styles, dim):
     """As torchtitan has it: tokens are split between the products."""
     tokens = Shard(dim)
     return {
@@ -71,25 +68,25 @@ PLANS = {
 }
 
 
-def built(styles: Any, plan: str, mesh: Any, norm: str) -> nn.Module:
+def built(styles, plan, mesh, norm):
     torch.manual_seed(dist.get_rank() // mesh.size())  # styles send the first rank's weights
     return theirs.parallelize_module(Model(getattr(nn, norm)).double(), mesh, PLANS[plan](styles))
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def weighted(output: Tensor) -> Tensor:
+def weighted(output):
     return (output * torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)).sum()
 
 
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+def differing(found, expected):
     wrong = sorted(found.keys() ^ expected.keys())
     return wrong + [n for n, v in expected.items() if not torch.allclose(found[n], v, rtol=0, atol=1e-12)]
 
 
-def run(model: nn.Module) -> dict[str, Tensor]:
+def run(model):
     """Output and gradients."""
     output = full(model(torch.arange(8).view(TOKENS) * 5 % 13))
     weighted(output).backward()
@@ -97,7 +94,7 @@ def run(model: nn.Module) -> dict[str, Tensor]:
     return {"output": output.detach(), **gradients}
 
 
-def unlike(plan: str) -> dict[str, list[str]]:
+def unlike(plan):
     """By kind of norm, where our styles differ from torch's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return {
@@ -114,7 +111,7 @@ def test_plans_compute_what_torch_does(plan, ranks2):
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1))
 
 
-def each_layout(style: str) -> dict[tuple[str, str, bool], str]:
+def each_layout(style):
     """By layouts of input and output: "same" as torch in output and gradients, where not, or the error."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return {
@@ -123,7 +120,7 @@ def each_layout(style: str) -> dict[tuple[str, str, bool], str]:
     }
 
 
-def _one_layout(style: str, given: Any, wanted: Any, mesh: Any, as_dtensor: bool) -> str:
+def _one_layout(style, given, wanted, mesh, as_dtensor):
     results = []
     for styles in (ours, theirs):
         torch.manual_seed(1)
@@ -163,11 +160,11 @@ def test_layouts_are_computed_as_torch_does_or_refused(style, inputs, outputs, r
 
 
 class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
-def refusals() -> list[str]:
+def refusals():
     """What is said of what styles do not take, which stays as it was."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     table = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -179,7 +176,7 @@ def refusals() -> list[str]:
         "expected an nn.Linear with its own forward",
         "expected an nn.LayerNorm or nn.RMSNorm with its own",
     )
-    calls: list[tuple[str, str, Any, nn.Module, Any]] = [
+    calls = [
         ("ValueError", f"ColwiseParallel: {divide}(in_features=4", column, nn.Linear(4, 5), mesh),
         ("ValueError", f"RowwiseParallel: {divide}(in_features=5", row, nn.Linear(5, 4), mesh),
         (
@@ -211,7 +208,7 @@ def test_what_styles_do_not_take_is_an_error_that_names_it(ranks2):
     assert first == second
 
 
-def under_fully_shard() -> tuple[list[str], tuple[str, str]]:
+def under_fully_shard():
     """Where gradients, norms of both clippings and saved weights are not the unsharded model's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)

@@ -1,10 +1,7 @@
 """Models of torch's own layers compute the same when ranks share them, alone and inside FSDP2 and DDP."""
 
-from __future__ import annotations
-
 import os
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -16,19 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.checks import error_of
 from tests.interop import buffer_cases, partial_cases, verify_cases
 from tests.interop.refused import refused
 from tests.interop.torch_models import PLAN, Toy, differences, loss_of, toy, wrong_gradients
 from tests.models.small import IDS, TARGETS
-from tpkernels import check_replicas, destroy_model_parallel, initialize_model_parallel, parallelize
+from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def split_alike(tensor: int) -> list[str]:
+def split_alike(tensor):
     """Every way to build and to split, against the whole model."""
     state = initialize_model_parallel(tensor)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("dp", "tp"))
@@ -60,7 +56,7 @@ def split_alike(tensor: int) -> list[str]:
     return wrong + differences(later, whole)
 
 
-def compiled_copied_and_rounded() -> list[str]:
+def compiled_copied_and_rounded():
     """Also under autocast, and in bfloat16."""
     initialize_model_parallel(2)
     wrong = []
@@ -76,13 +72,13 @@ def compiled_copied_and_rounded() -> list[str]:
     return wrong + rounded_apart(parallelize(deepcopy(half), plan=PLAN), half)
 
 
-def rounded_apart(split: nn.Module, whole: nn.Module) -> list[str]:
+def rounded_apart(split, whole):
     ours, expected = split(IDS), whole(IDS)
     alike = ours.dtype == expected.dtype and torch.allclose(ours, expected, rtol=0, atol=0.03)
     return [] if alike else [f"{expected.dtype} off by {(ours - expected).abs().max()}"]
 
 
-def memory_of_shards() -> list[int]:
+def memory_of_shards():
     """Bytes that parameters hold, and those of what they are views of."""
     initialize_model_parallel(dist.get_world_size())
     split = parallelize(toy(), plan=PLAN)
@@ -92,7 +88,7 @@ def memory_of_shards() -> list[int]:
     ]
 
 
-def like_parallelize_module() -> list[str]:
+def like_parallelize_module():
     """Logits and gradients, against torch's own way on the same weights."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
@@ -115,7 +111,7 @@ def like_parallelize_module() -> list[str]:
     return wrong
 
 
-def data_parallel(wrapper: str) -> list[str]:
+def data_parallel(wrapper):
     """Two copies of a model that two ranks share each: loss and gradients of the whole batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = toy()
@@ -124,7 +120,7 @@ def data_parallel(wrapper: str) -> list[str]:
     plain = deepcopy(split)
     own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
     if wrapper == "ddp":
-        model: nn.Module = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
+        model = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
     else:
         for block in split.blocks:
             fully_shard(block, mesh=mesh["dp"])
@@ -144,7 +140,7 @@ def data_parallel(wrapper: str) -> list[str]:
     return wrong + wrong_gradients(plain, whole)
 
 
-def refuse() -> list[str]:
+def refuse():
     """What is said of plans and models that do not fit, after which nothing is swapped."""
     initialize_model_parallel(2)
     rank = dist.get_rank()
@@ -166,7 +162,7 @@ def refuse() -> list[str]:
     wrapped = "DistributedDataParallel has not wrapped, but it has wrapped"
     unlike = (model, {"head": "head"}) if rank else (odd, {"a": "head"})
     divides = "that 2 ranks x unit 1 x stacked 1 = 2 divides, got"
-    values: list[tuple[nn.Module, Any, str]] = [
+    values = [
         (model, {}, "plan: expected at least one pattern"),
         (model, {"blocks.*.gates": "column"}, "'blocks.*.gates' fits no module; there are embed, blocks"),
         (model, {"*.up": "column", "*.0.up": "row"}, "'blocks.0.up' fits both '*.up' and '*.0.up'"),
@@ -186,12 +182,8 @@ def refuse() -> list[str]:
         (model, PLAN if rank else {"head": "head"}, "ranks disagree"),
         (*unlike, "ranks disagree"),
     ]
-    kinds: list[tuple[nn.Module, Any, str]] = [
-        (
-            model,
-            {"blocks.0.*": "column"},
-            "'blocks.0.norm': expected an nn.Linear for 'column', got",
-        ),
+    kinds = [
+        (model, {"blocks.0.*": "column"}, "'blocks.0.norm': expected an nn.Linear for 'column', got"),
         (model, {"embed": "head"}, "'embed': expected an nn.Linear for 'head', got Embedding"),
         (single, {"a": "column"}, "for 'column', got ColumnLinear; it is split already"),
         (encoder, {"0.linear?": "column"}, "expected a module that its parent calls, but '0', an nn.Tr"),
@@ -208,43 +200,6 @@ def refuse() -> list[str]:
     assert keeps_it.module is inner
     assert steps_it.optimizer.param_groups
     return said
-
-
-def huggingface_alike(config_of: dict[str, dict[str, Any]], tensor: int) -> list[str]:
-    """Models of `transformers`, split by the ready plans."""
-    import transformers
-
-    from tpkernels.interop.huggingface import gpt2_plan, llama_plan
-
-    initialize_model_parallel(tensor)
-    wrong = []
-    for kind, sizes in config_of.items():
-        torch.manual_seed(2)
-        if kind == "llama":
-            config = transformers.LlamaConfig(**sizes)
-            whole: nn.Module = transformers.LlamaForCausalLM(config)
-            plan = llama_plan(config)
-        else:
-            config = transformers.GPT2Config(**sizes)
-            whole = transformers.GPT2LMHeadModel(config)
-            plan = gpt2_plan(config)
-        whole = whole.double()
-        split = parallelize(deepcopy(whole), plan=plan)
-        wrong += [f"{kind}: {name}" for name in differences(split, whole)]
-        greedy = [model.generate(IDS[:, :3], max_new_tokens=4, do_sample=False) for model in (split, whole)]
-        if not torch.equal(*greedy):
-            wrong.append(f"{kind}: text")
-        gathered = full_state_dict(split)
-        if not all(torch.equal(value, whole.state_dict()[name]) for name, value in gathered.items()):
-            wrong.append(f"{kind}: whole weights")
-    destroy_model_parallel()
-    if tensor == 4:
-        initialize_model_parallel(4)
-        narrow = transformers.LlamaConfig(**{**config_of["llama"], "num_key_value_heads": 2})
-        problem = error_of(parallelize, transformers.LlamaForCausalLM(narrow), plan=llama_plan(narrow))
-        if "k_proj': expected out_features that 4 ranks x unit 4" not in problem[1]:
-            wrong.append(str(problem))
-    return wrong
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2), (4, 4), (4, 2)])
@@ -337,17 +292,3 @@ def test_buffers_are_computed_again(kind, ranks2):
 @pytest.mark.parametrize("kind", ["alone", "half"])
 def test_buffers_that_nobody_can_compute_are_named(kind, ranks2):
     assert ranks2.run(buffer_cases.set_by_hand, kind) == [[], []]
-
-
-LLAMA = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-GPT2 = {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
-GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-NO_IDS = {"bos_token_id": None, "eos_token_id": None}
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_models_of_transformers(tensor, ranks4):
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"llama": LLAMA | NO_IDS, "gpt2": GPT2 | NO_IDS}
-    assert ranks4.run(huggingface_alike, sizes, tensor, timeout=150) == [[]] * 4

@@ -1,17 +1,14 @@
 """Models are split without a plan of the caller's: by one that they bring, or by names of layers."""
 
-from __future__ import annotations
-
 import warnings
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.interop.refused import refused
 from tests.interop.torch_models import differences
@@ -31,11 +28,11 @@ class Config:
     num_attention_heads: int = HEADS
     qk_rope_head_dim: int = 4
 
-    def get_text_config(self) -> Config:
+    def get_text_config(self):
         return self
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+def attended(q, k, v, sinks=None):
     """Of (batch, tokens, features), in heads of `HEAD`; keys and values may have fewer of them."""
     q, k, v = (x.unflatten(-1, (-1, HEAD)).transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -49,7 +46,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Te
 class Grouped(nn.Module):
     """Fewer heads of keys and values than ranks, and a number for each query head."""
 
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, kv_heads):
         super().__init__()
         self.head_dim = HEAD
         self.num_key_value_groups = HEADS // kv_heads
@@ -58,7 +55,7 @@ class Grouped(nn.Module):
         self.k_norm = nn.LayerNorm(HEAD)
         self.sinks = nn.Parameter(torch.randn(HEADS))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, HEAD))).repeat_interleave(
             self.num_key_value_groups, 2
         )
@@ -69,13 +66,13 @@ class Grouped(nn.Module):
 class Packed(nn.Module):
     """Queries, keys and values of other sizes in one weight, parted by numbers of the config and its own."""
 
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, kv_heads):
         super().__init__()
         self.config, self.head_dim, self.num_key_value_heads = Config(), HEAD, kv_heads
         self.qkv_proj = nn.Linear(WIDTH, HEAD * (HEADS + 2 * kv_heads))
         self.o_proj = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         keys = self.num_key_value_heads * HEAD
         sizes = (self.config.num_attention_heads * HEAD, keys, keys)
         return x + self.o_proj(attended(*self.qkv_proj(x).split(sizes, -1)))
@@ -84,13 +81,13 @@ class Packed(nn.Module):
 class Latent(nn.Module):
     """Keys whose last features go to all heads as they are, the others through a column layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head_dim = self.v_head_dim = HEAD
         self.q_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.kv_a_proj_with_mqa, self.kv_b_proj = nn.Linear(WIDTH, 8 + HEAD), nn.Linear(8, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         low, turned = self.kv_a_proj_with_mqa(x).split((8, HEAD), -1)
         k = self.kv_b_proj(low)
         return x + self.o_proj(attended(self.q_proj(x), k + turned.repeat(1, 1, k.shape[-1] // HEAD), k))
@@ -99,12 +96,12 @@ class Latent(nn.Module):
 class Normed(nn.Module):
     """A norm over all heads: every rank needs all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q_proj, self.o_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.q_norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q = self.q_norm(self.q_proj(x))
         return x + self.o_proj(attended(q, q, q))
 
@@ -112,49 +109,49 @@ class Normed(nn.Module):
 class Experts(nn.Module):
     """Stacked experts, each with a gate, an identity among them, and biases."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.randn(3, 2 * 24, WIDTH) / 4)
         self.down_proj = nn.Parameter(torch.randn(3, WIDTH, 24) / 4)
         self.down_proj_bias = nn.Parameter(torch.randn(3, WIDTH))
         self.identity_expert = nn.Identity()
 
-    def forward(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    def forward(self, x, chosen, share):
         gate, up = torch.einsum("btk,btok->bto", x, self.gate_up_proj[chosen]).chunk(2, -1)
         y = torch.einsum("btk,btok->bto", F.silu(gate) * up, self.down_proj[chosen])
         return (y + self.down_proj_bias[chosen] + self.identity_expert(x)) * share
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, 3), Experts()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         shares = self.router(x).softmax(-1)
         chosen = shares.argmax(-1)
         return x + self.experts(x, chosen, shares.gather(-1, chosen[..., None]))
 
 
 class Packer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         gate, up = self.gate_up_proj(x).chunk(2, -1)
         return x + self.down_proj(F.silu(gate) * up)
 
 
 class ScaledTable(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids) * 3
 
 
 class Unusual(nn.Module):
     """Brings a plan."""
 
-    def __init__(self, kv_heads: int = 2) -> None:
+    def __init__(self, kv_heads=2):
         super().__init__()
         self.config = Config()
         self.embed_tokens = ScaledTable(37, WIDTH, padding_idx=3)
@@ -186,25 +183,25 @@ class Unusual(nn.Module):
             "lm_head": "colwise_gather_output",
         }
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self):
         return self.embed_tokens
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self):
         return self.lm_head
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x)
         return self.lm_head(x) / 64  # about 1: what is compared differs by 1e-12 at most
 
 
-def unusual(**options: Any) -> Unusual:
+def unusual(**options):
     torch.manual_seed(3)
     return Unusual(**options).double()
 
 
-def split_by_its_own_plan(kv_heads: int) -> list[str]:
+def split_by_its_own_plan(kv_heads):
     """Where the split model is not the whole one; its weights go out, and back into another."""
     initialize_model_parallel(torch.distributed.get_world_size())
     whole = unusual(kv_heads=kv_heads)
@@ -227,7 +224,7 @@ def split_by_its_own_plan(kv_heads: int) -> list[str]:
     ]
 
 
-def from_the_meta_device() -> list[str]:
+def from_the_meta_device():
     initialize_model_parallel(torch.distributed.get_world_size())
     whole = unusual()
     with torch.device("meta"):
@@ -240,7 +237,7 @@ def from_the_meta_device() -> list[str]:
 class Named(nn.Module):
     """Brings no plan; known by the names of its layers."""
 
-    def __init__(self, wrong: bool = False) -> None:
+    def __init__(self, wrong=False):
         super().__init__()
         self.embed = nn.Embedding(37, WIDTH)
         self.self_attn = Grouped(2)
@@ -249,12 +246,12 @@ class Named(nn.Module):
         self.middle = nn.LayerNorm(24) if wrong else nn.GELU()
         self.head = nn.Linear(WIDTH, 37)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.self_attn(self.embed(ids))
         return self.head(x + self.mlp.fc2(self.middle(self.mlp.fc1(x))))
 
 
-def by_names(wrong: bool) -> tuple[list[str], list[str]]:
+def by_names(wrong):
     """Where the split model is not the whole one; and what was said."""
     initialize_model_parallel(2)
     torch.manual_seed(3)
@@ -267,12 +264,12 @@ def by_names(wrong: bool) -> tuple[list[str], list[str]]:
 class Crooked(Unusual):
     """What the plan says of it is wrong, for every name."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         read = self.layers[0].o_proj.weight.sum() + self.layers[5].down_proj.weight.sum()
         return super().forward(ids) + read
 
 
-def refusals() -> list[str]:
+def refusals():
     initialize_model_parallel(2)
     strange, unheard = unusual(), Named().double()
     strange._tp_plan["layers.5.down_proj"] = "sideways"

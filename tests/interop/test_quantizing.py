@@ -1,15 +1,12 @@
 """`parallelize(..., quantize=)`: products of split layers are in fp8, and all else is as it is without."""
 
-from __future__ import annotations
-
 import os
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.interop.models import needs_transformers
@@ -36,12 +33,12 @@ INSIDE = {  # the layers, and what of each is in fp8
 }
 
 
-def names_of(kind: str) -> list[str]:
+def names_of(kind):
     layers, inside = INSIDE[kind]
     return sorted(f"{layers}.{number}.{name}" for number in range(2) for name in inside)
 
 
-def transformer(name: str, **options: Any) -> nn.Module:
+def transformer(name, **options):
     import transformers
 
     torch.manual_seed(2)
@@ -51,7 +48,7 @@ def transformer(name: str, **options: Any) -> nn.Module:
     return getattr(transformers, f"{name}{head}")(config)
 
 
-def built(kind: str) -> tuple[nn.Module, Any]:
+def built(kind):
     """The model and its plan, or None for the one that `parallelize` takes."""
     if kind in ("toy", "stack"):
         return (toy().float(), PLAN) if kind == "toy" else (stack().float(), STACK_PLAN)
@@ -62,11 +59,11 @@ def built(kind: str) -> tuple[nn.Module, Any]:
 class OnShards(nn.Module):
     """What ranks compute together of a layer that is split along its in_features, on one of them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> None:
+    def __init__(self, weight, bias, recipe):
         super().__init__()
         self.weight, self.bias, self.recipe = weight, bias, recipe
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         ranks = dist.get_world_size()
         parts = zip(x.chunk(ranks, -1), self.weight.chunk(ranks, 1), strict=True)
         y = sum(ops.linear(own, weight, quantize=self.recipe) for own, weight in parts)
@@ -76,15 +73,15 @@ class OnShards(nn.Module):
 class Alone(OnShards):
     """Of any other layer: its rows have their scales wherever they are."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return ops.linear(x, self.weight, self.bias, quantize=self.recipe)
 
 
-def in_fp8(split: nn.Module) -> dict[str, nn.Module]:
+def in_fp8(split):
     return {name: m for name, m in split.named_modules() if getattr(m, "quantize", None) is not None}
 
 
-def emulated(whole: nn.Module, split: nn.Module, recipe: Recipe) -> nn.Module:
+def emulated(whole, split, recipe):
     """The unsharded model, with the same products in fp8."""
     model = deepcopy(whole)
     for name, layer in in_fp8(split).items():
@@ -95,17 +92,17 @@ def emulated(whole: nn.Module, split: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def relative(a: Tensor, b: Tensor) -> float:
+def relative(a, b):
     return float((a - b).detach().norm() / b.detach().norm())
 
 
-def logits_of(model: nn.Module, **options: Any) -> Tensor:
-    found: Any = model(IDS, **options)
+def logits_of(model, **options):
+    found = model(IDS, **options)
     found = getattr(found, "logits", found)
     return found.detach()
 
 
-def beside_the_unsharded(kind: str, recipe: Recipe, sequence_parallel: bool) -> dict[str, Any]:
+def beside_the_unsharded(kind, recipe, sequence_parallel):
     """How far logits are from those of the emulation, and from those without fp8; what is in fp8."""
     initialize_model_parallel(dist.get_world_size())
     whole, plan = built(kind)
@@ -151,7 +148,7 @@ def test_it_is_the_unsharded_model_with_the_same_products(kind, head, sequence_p
         assert found["gradient"] < (0.5, "")
 
 
-def as_dtensors(recipe: Recipe) -> dict[str, bool]:
+def as_dtensors(recipe):
     """Whether logits and gradients are those of plain parameters, to the bit."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plain, split = (
@@ -172,7 +169,7 @@ def test_parameters_may_be_dtensors(recipe, ranks2):
     assert ranks2.run(as_dtensors, recipe) == [{"logits": True, "blocks.0.down.weight": True}] * 2
 
 
-def compiled(recipe: Recipe) -> float:
+def compiled(recipe):
     """How far logits of one graph are from those of the model."""
     initialize_model_parallel(dist.get_world_size())
     split = parallelize(toy().float(), plan=PLAN, quantize=recipe)
@@ -184,13 +181,13 @@ def test_it_is_one_graph(ranks2):
     assert max(ranks2.run(compiled, Recipe.rowwise(), timeout=180)) < 1e-2
 
 
-def heads() -> dict[str, list[str]]:
+def heads():
     """What is in fp8 of plans that split the head in one way or another."""
     initialize_model_parallel(dist.get_world_size())
     tied = Toy(tied=True, bias=False)
     wide = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40))
     columns = {"0": "embedding", "[12]": "column"}
-    cases: dict[str, tuple[nn.Module, Any, Recipe]] = {
+    cases = {
         "gathered": (toy(), PLAN, Recipe.rowwise()),
         "asked for": (toy(), PLAN, Recipe.rowwise(head=True)),
         "tied": (tied, PLAN, Recipe.rowwise()),
@@ -209,7 +206,7 @@ def test_a_head_only_where_it_is_asked_for(ranks2):
     assert ranks2.run(heads) == [{**expected, "column": ["1"], "column, asked for": ["1", "2"]}] * 2
 
 
-def refusals() -> list[str]:
+def refusals():
     initialize_model_parallel(dist.get_world_size())
     rowwise = Recipe.rowwise()
     model, unlike = toy().float(), rowwise if dist.get_rank() else Recipe.blockwise()
@@ -235,7 +232,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
     assert first == second
 
 
-def mixture() -> list[str]:
+def mixture():
     initialize_model_parallel(dist.get_world_size())
     model = transformer("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
     return sorted(in_fp8(parallelize(model, quantize=Recipe.rowwise())))

@@ -1,7 +1,5 @@
 """One file of whole tensors: readable by others, and loaded by any number of ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +35,7 @@ from safetensors.torch import load_file, save_file
 KINDS = ("llama", "gpt2", "odd")
 
 
-def save_all(folder: str, tensor: int) -> dict[str, dict[str, torch.Tensor]]:
+def save_all(folder, tensor):
     """Save each kind; the whole tensors, of rank 0 only."""
     initialize_model_parallel(tensor)
     whole = {}
@@ -49,7 +46,7 @@ def save_all(folder: str, tensor: int) -> dict[str, dict[str, torch.Tensor]]:
     return whole
 
 
-def load_all(folder: str, tensor: int) -> list[str]:
+def load_all(folder, tensor):
     """What differs from the model that was saved."""
     initialize_model_parallel(tensor)
     wrong = []
@@ -68,7 +65,7 @@ def load_all(folder: str, tensor: int) -> list[str]:
     return wrong
 
 
-def load_into_a_model_from_meta(file: str) -> bool:
+def load_into_a_model_from_meta(file):
     state = initialize_model_parallel(dist.get_world_size())
     model = GPT(CONFIGS["llama"], device="meta", state=state).to_empty(device="cpu")
     for parameter in model.parameters():
@@ -77,7 +74,7 @@ def load_into_a_model_from_meta(file: str) -> bool:
     return bool(torch.equal(loss_of(model), loss_of(built("llama", 1))))
 
 
-def by_former_names() -> list[str]:
+def by_former_names():
     """What they warn of; they do what the functions of today do."""
     state = initialize_model_parallel(dist.get_world_size())
     saved, loaded = built("odd", 1), built("odd", 2)
@@ -89,7 +86,7 @@ def by_former_names() -> list[str]:
     return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
 
 
-def growth_while_loading(file: str) -> float:
+def growth_while_loading(file):
     """MiB of memory that come while a rank takes its rows of a large table."""
     initialize_model_parallel(dist.get_world_size())
     table = torch.nn.Module()
@@ -100,17 +97,17 @@ def growth_while_loading(file: str) -> float:
     return (_resident() - before) / 2**20
 
 
-def _resident() -> int:
+def _resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def full_on_all(model: torch.nn.Module, where: Any) -> dict[str, torch.Tensor]:
+def full_on_all(model, where):
     given = [full_state_dict(model, state=where)]
     dist.broadcast_object_list(given)
     return given[0]
 
 
-def refuse(folder: str) -> list[Any]:
+def refuse(folder):
     """Wrong calls: the errors, after which all ranks still work."""
     state = initialize_model_parallel(2)
     rank = dist.get_rank()

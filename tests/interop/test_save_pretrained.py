@@ -1,18 +1,15 @@
 """A split model of `transformers` saves what the unsharded one would."""
 
-from __future__ import annotations
-
 import json
 import os
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.checks import error_of
 from tests.interop.architectures import inputs_of, model_of
@@ -22,26 +19,25 @@ from tpkernels.interop import safetensors
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
-def built(name: str) -> tuple[nn.Module, nn.Module]:
+def built(name):
     """The unsharded model and the split one."""
     initialize_model_parallel(2)
     full = model_of(name).eval()
     return full, parallelize(deepcopy(full), verify=False)
 
 
-def logits_of(model: nn.Module, name: str) -> Tensor:
+def logits_of(model, name):
     with torch.no_grad():
-        logits: Tensor = model(**inputs_of(name)).logits
-    return logits
+        return model(**inputs_of(name)).logits
 
 
-def saved(model: Any, folder: str, **options: Any) -> dict[str, Tensor]:
+def saved(model, folder, **options):
     """By all ranks; the tensors in the files."""
     model.save_pretrained(folder, **options)
     return {name: tensor.clone() for name, tensor in safetensors.read(folder).items()}
 
 
-def loaded_apart(name: str, folder: str) -> float:
+def loaded_apart(name, folder):
     """Whether `from_pretrained` computes what the split model does, right after it was saved."""
     full, split = built(name)
     split.save_pretrained(folder)
@@ -49,7 +45,7 @@ def loaded_apart(name: str, folder: str) -> float:
     return float((logits_of(loaded, name) - logits_of(split, name)).abs().max())
 
 
-def unlike_the_unsharded(name: str, folder: str, options: dict[str, Any]) -> list[str]:
+def unlike_the_unsharded(name, folder, options):
     """Tensors and names that differ from what the unsharded model writes; and the index's count."""
     full, split = built(name)
     found = saved(split, os.path.join(folder, "split"), **options)
@@ -68,13 +64,13 @@ def unlike_the_unsharded(name: str, folder: str, options: dict[str, Any]) -> lis
     return unlike
 
 
-def number_of_files(name: str, folder: str) -> int:
+def number_of_files(name, folder):
     _, split = built(name)
     split.save_pretrained(folder, max_shard_size="20KB")
     return len([*Path(folder).glob("model-*.safetensors")])
 
 
-def refusals(folder: str) -> list[tuple[str, str]]:
+def refusals(folder):
     """Of shards, of transformers' own distributed checkpoints, and of a folder inside a file."""
     _, split = built("LlamaForCausalLM")
     file = Path(folder, f"file {dist.get_rank()}")
@@ -87,7 +83,7 @@ def refusals(folder: str) -> list[tuple[str, str]]:
     ]
 
 
-def parts_and_copies_apart(folder: str) -> list[float]:
+def parts_and_copies_apart(folder):
     """A model inside the model; a copy that was changed; and the split model, which stays as it was."""
     name = "LlamaForCausalLM"
     full, split = built(name)
@@ -106,16 +102,16 @@ def parts_and_copies_apart(folder: str) -> list[float]:
     return apart
 
 
-def _query(full: nn.Module) -> Tensor:
+def _query(full):
     return full.get_parameter("model.layers.0.self_attn.q_proj.weight").detach()
 
 
-def pushed(folder: str) -> tuple[list[int], tuple[int, ...]]:
+def pushed(folder):
     """Ranks that talk to the hub, and the shape of a weight that they upload."""
     _, split = built("LlamaForCausalLM")
-    talking: list[int] = []
+    talking = []
 
-    def push_to_hub(self: Any, where: str) -> str:
+    def push_to_hub(self, where):
         talking.append(dist.get_rank())
         self.save_pretrained(where)
         return where
@@ -133,11 +129,11 @@ def pushed(folder: str) -> tuple[list[int], tuple[int, ...]]:
 class Library(nn.Sequential):
     """A model with a `save_pretrained`."""
 
-    def save_pretrained(self, folder: str) -> None:
+    def save_pretrained(self, folder):
         torch.save(self.state_dict(), os.path.join(folder, f"rank {dist.get_rank()}"))
 
 
-def saved_by_a_library(folder: str) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+def saved_by_a_library(folder):
     """Files, and shapes in the first one's, of a model on two tensor-parallel and two data-parallel ranks."""
     initialize_model_parallel(2)
     torch.manual_seed(0)

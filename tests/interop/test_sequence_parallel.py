@@ -1,16 +1,13 @@
 """Models of torch's own layers whose ranks share tokens between modules compute what they do unsharded."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -27,11 +24,11 @@ from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 ODD = IDS[:, :5]
 
 
-def shared(kind: str = "gpt", **options: Any) -> Any:
+def shared(kind="gpt", **options):
     return parallelize(stack(kind), **{"plan": STACK_PLAN, "sequence_parallel": True, **options})
 
 
-def trained_alike(kind: str = "gpt", how: str = "plain") -> list[str]:
+def trained_alike(kind="gpt", how="plain"):
     """What differs from the unsharded model: logits, gradients, and losses of five steps of AdamW."""
     initialize_model_parallel(dist.get_world_size())
     if kind == "direct":  # columns and rows are children of layers
@@ -60,7 +57,7 @@ def trained_alike(kind: str = "gpt", how: str = "plain") -> list[str]:
     return wrong
 
 
-def odd_gradients() -> list[str]:
+def odd_gradients():
     """In eval mode, of tokens that ranks do not divide, and before and after them of others."""
     initialize_model_parallel(2)
     whole, split = stack().eval(), shared().eval()
@@ -80,7 +77,7 @@ def odd_gradients() -> list[str]:
     return wrong
 
 
-def under_fsdp() -> list[str]:
+def under_fsdp():
     """Two copies of a model that two ranks share each, on half of the batch each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, split = (stack(scalar=False) for _ in range(2))
@@ -104,18 +101,18 @@ def under_fsdp() -> list[str]:
     return wrong
 
 
-def costs() -> dict[str, tuple[int, float]]:
+def costs():
     """Without sequence parallelism, and with it."""
     initialize_model_parallel(dist.get_world_size())
     models = {"plain": parallelize(stack().float(), plan=STACK_PLAN), "shared": shared().float()}
     return {name: cost(model) for name, model in models.items()}
 
 
-def cost(model: nn.Module) -> tuple[int, float]:
+def cost(model):
     """Bytes saved for backward, parameters not counted, and bytes a rank sends in forward and backward."""
     kept = []
 
-    def keep(x: Tensor) -> Tensor:
+    def keep(x):
         kept.append(x.untyped_storage())
         return x
 
@@ -129,7 +126,7 @@ def cost(model: nn.Module) -> tuple[int, float]:
     return sum(size for at, size in saved.items() if at not in weights), wire.sent
 
 
-def forms() -> dict[str, Any]:
+def forms():
     """Which modules gather for their columns, and which are computed as without sequence parallelism."""
     initialize_model_parallel(2)
     kept, seen = sequence_trial.sharing_of, []
@@ -139,7 +136,7 @@ def forms() -> dict[str, Any]:
     return {"columns": [dict(each.columns) for each in seen], "whole": [each.whole for each in seen]}
 
 
-def refusals() -> list[str]:
+def refusals():
     initialize_model_parallel(2)
     of_flat, of_up = {"0": "column", "1": "row"}, {"layers.*.mlp.up": "column"}
     split, asked = shared(), dist.get_rank() == 0
@@ -167,7 +164,7 @@ def refusals() -> list[str]:
     return said
 
 
-def faults_seen() -> list[str]:
+def faults_seen():
     """The comparison refuses what would be wrong."""
     initialize_model_parallel(2)
     with patch.object(sequence, "sum_gradients", lambda *_: None):

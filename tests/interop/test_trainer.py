@@ -1,7 +1,5 @@
 """What docs/trainers.md says of Lightning Fabric, accelerate and Trainer, where they are installed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

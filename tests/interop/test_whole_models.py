@@ -1,14 +1,10 @@
 """Models of `transformers` are one graph under torch.compile, and train with tokens that ranks share."""
 
-from __future__ import annotations
-
 import os
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.checks import error_of
@@ -17,7 +13,6 @@ from tests.interop.torch_models import loss_of, losses_of
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.parallelize import sequence_trial
-from tpkernels.interop.parallelize.sequence import Sharing
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -25,7 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def compiled_apart(kind: str, sequence_parallel: bool) -> dict[str, Any]:
+def compiled_apart(kind, sequence_parallel):
     """By how much loss and gradients of one graph differ from the eager model's."""
     initialize_model_parallel(2)
     model, _ = built(kind)
@@ -46,22 +41,20 @@ def compiled_apart(kind: str, sequence_parallel: bool) -> dict[str, Any]:
     }
 
 
-def with_shared_tokens(kind: str, **options: Any) -> tuple[nn.Module, nn.Module, Sharing]:
+def with_shared_tokens(kind, **options):
     """The unsharded model and the split one, and what shares tokens."""
     import transformers
 
     if kind == "Mixtral":  # whose experts know no float64
         torch.manual_seed(2)
-        model: nn.Module = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**SIZES, **NO_IDS, **MIXTURE)
-        )
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **NO_IDS, **MIXTURE))
     elif kind == "GPT2":
         torch.manual_seed(2)
         config = transformers.GPT2Config(**{**GPT2, **NO_IDS, **options})
         model = transformers.GPT2LMHeadModel(config).double()
     else:
         model = built(kind)[0].double()
-    seen: list[Sharing] = []
+    seen = []
     kept = sequence_trial.sharing_of
     sequence_trial.sharing_of = lambda *args: seen.append(kept(*args)) or seen[-1]
     try:
@@ -71,7 +64,7 @@ def with_shared_tokens(kind: str, **options: Any) -> tuple[nn.Module, nn.Module,
     return model, split, seen[0]
 
 
-def shared_apart(kind: str) -> dict[str, Any]:
+def shared_apart(kind):
     """By how much losses and text differ from the unsharded model's."""
     initialize_model_parallel(2)
     whole, split, sharing = with_shared_tokens(kind)
@@ -88,7 +81,7 @@ def shared_apart(kind: str) -> dict[str, Any]:
     }
 
 
-def dropouts() -> dict[str, Any]:
+def dropouts():
     """Where GPT-2's and OPT's dropouts are drawn."""
     import transformers
 

@@ -1,13 +1,8 @@
 """Models of torch's own layers, their plans, and what of them is compared with the unsharded ones."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.small import IDS, TARGETS
@@ -18,7 +13,7 @@ from tpkernels.interop.shards import shards_of, unwrapped
 class Block(nn.Module):
     """Attention whose heads are what is left of the features, and a gated MLP."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads=4):
         super().__init__()
         self.norm = nn.LayerNorm(16)
         self.qkv = nn.Linear(16, 3 * 4 * heads)
@@ -26,7 +21,7 @@ class Block(nn.Module):
         self.out = nn.Linear(4 * heads, 16)
         self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24, bias=False), nn.Linear(24, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         heads = [
             part.unflatten(-1, (-1, 4)).transpose(1, 2)
             for part in self.qkv(self.norm(x)).split(self.width, -1)
@@ -36,7 +31,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    def __init__(self, tied: bool = False, bias: bool = True) -> None:
+    def __init__(self, tied=False, bias=True):
         super().__init__()
         self.embed = nn.Embedding(37, 16, padding_idx=3)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -46,14 +41,14 @@ class Toy(nn.Module):
         self.blocks[1].down.weight.requires_grad_(False)
         self.register_buffer("flag", torch.tensor([True, False]))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-PLAN: dict[str, Any] = {
+PLAN = {
     "embed": "embedding",
     "blocks.*.qkv": Split("column", unit=4, stacked=3),
     "blocks.?": Divided("width"),
@@ -65,7 +60,7 @@ PLAN: dict[str, Any] = {
 }
 
 
-def toy(seed: int = 3, **options: Any) -> Toy:
+def toy(seed=3, **options):
     torch.manual_seed(seed)
     return Toy(**options).double()
 
@@ -73,7 +68,7 @@ def toy(seed: int = 3, **options: Any) -> Toy:
 class Attention(nn.Module):
     """Four heads, with norms of queries and keys; as in `transformers`, shapes are those of the input."""
 
-    def __init__(self, scalar: bool | None) -> None:
+    def __init__(self, scalar):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
         self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
@@ -83,7 +78,7 @@ class Attention(nn.Module):
             self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
         self.out = nn.Linear(16, 16)
 
-    def forward(self, hidden_states: Tensor, rotated: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, rotated):
         heads = *hidden_states.shape[:-1], -1, 4
         q, k, v = (layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
         q, k = self.q_norm(q) * rotated * self.temperature, self.k_norm(k) * rotated
@@ -92,37 +87,35 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(16, 24), nn.Linear(24, 16), nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.drop(self.down(F.gelu(self.up(x))))
 
 
 class Mixture(nn.Module):
     """Experts that all take all tokens, in the proportions of a router."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router = nn.Linear(16, 2)
         self.experts = nn.ModuleList(MLP() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weights = self.router(x).softmax(-1)
         return sum(expert(x) * weights[..., i : i + 1] for i, expert in enumerate(self.experts))
 
 
 class Layer(nn.Module):
-    def __init__(
-        self, mlp: nn.Module, between: Callable[[Tensor], Tensor] | None, scalar: bool | None
-    ) -> None:
+    def __init__(self, mlp, between, scalar):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(16), Attention(scalar)
         self.norm2, self.mlp = nn.LayerNorm(16), mlp
         self.between = between
 
-    def forward(self, hidden_states: Tensor, rotated: Tensor) -> Tensor:
+    def forward(self, hidden_states, rotated):
         y, _ = self.attention(hidden_states=self.norm1(hidden_states), rotated=rotated)
         hidden_states = hidden_states + y
         if self.between is not None:
@@ -135,12 +128,12 @@ class Stack(nn.Module):
 
     checkpointing: bool | None = None  # with use_reentrant
 
-    def __init__(self, kind: str = "gpt", scalar: bool | None = True) -> None:
+    def __init__(self, kind="gpt", scalar=True):
         super().__init__()
         self.kind = kind
         self.embed, self.positions = nn.Embedding(37, 16), nn.Embedding(8, 16)
         made = {"mixture": Mixture, "dropout inside": lambda: MLP(0.5)}.get(kind, MLP)
-        between: Callable[[Tensor], Tensor] | None = {
+        between = {
             "mean": lambda x: x - x.mean(-2, keepdim=True),
             "dropout": nn.Dropout(0.5),
             "convolution": Convolution(),
@@ -153,7 +146,7 @@ class Stack(nn.Module):
             self.head.weight = self.embed.weight
             self.layers[1].mlp.down.weight.requires_grad_(False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
         rotated = torch.arange(ids.shape[1]).add(1).to(x.dtype).cos()[:, None]
         for layer in reversed(self.layers) if self.kind == "backward" else self.layers:
@@ -165,15 +158,15 @@ class Stack(nn.Module):
 
 
 class Convolution(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv1d(16, 16, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
-STACK_PLAN: dict[str, Any] = {
+STACK_PLAN = {
     "embed": "embedding",
     "layers.*.attention.[qkv]": Split("column", unit=4),
     "layers.*.attention.out": Split("row", unit=4),
@@ -183,18 +176,18 @@ STACK_PLAN: dict[str, Any] = {
 }
 
 
-def stack(kind: str = "gpt", scalar: bool | None = True) -> Any:
+def stack(kind="gpt", scalar=True):
     torch.manual_seed(4)
     return Stack(kind, scalar).double()
 
 
-def loss_of(model: nn.Module, ids: Tensor = IDS, targets: Tensor = TARGETS) -> Tensor:
+def loss_of(model, ids=IDS, targets=TARGETS):
     logits = model(ids)
     logits = getattr(logits, "logits", logits)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def losses_of(model: nn.Module) -> list[float]:
+def losses_of(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _ in range(5):
@@ -206,7 +199,7 @@ def losses_of(model: nn.Module) -> list[float]:
     return losses
 
 
-def differences(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list[str]:
+def differences(split, whole, atol=1e-12):
     """Where logits or gradients of the two are not equal."""
     wrong = []
     ours, expected = (getattr(logits, "logits", logits) for logits in (split(IDS), whole(IDS)))
@@ -218,7 +211,7 @@ def differences(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list
     return wrong + wrong_gradients(split, whole, atol)
 
 
-def wrong_gradients(split: nn.Module, whole: nn.Module, atol: float = 1e-12) -> list[str]:
+def wrong_gradients(split, whole, atol=1e-12):
     wrong = []
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     for name, parameter in unwrapped(split).named_parameters():

@@ -1,15 +1,12 @@
 """Plans that change what a model computes, and what is left of the model when they are refused."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.checks import error_of
 from tests.interop.refused import refused
@@ -24,7 +21,7 @@ from tpkernels.interop.parallelize.plan import Divided, Split
 class Folding(nn.Module):
     """Heads are counted by an attribute, and tokens are what is left: half of the heads fold into tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.heads = 4
         self.norm = nn.BatchNorm1d(16)
@@ -33,7 +30,7 @@ class Folding(nn.Module):
         self.out = nn.Linear(16, 16)
         self.calls = 0
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         self.calls += 1
         h = self.norm(x.transpose(1, 2)).transpose(1, 2)
         q, k, v = (layer(h).view(len(x), -1, self.heads, 4).transpose(1, 2) for layer in self.qkv)
@@ -41,28 +38,24 @@ class Folding(nn.Module):
         return {"none": torch.arange(3), "y": x + self.drop(self.out(mixed))}
 
 
-FOLDING: dict[str, Any] = {
-    "qkv.?": Split("column", unit=4),
-    "out": Split("row", unit=4),
-    "norm": "replicated",
-}
+FOLDING = {"qkv.?": Split("column", unit=4), "out": Split("row", unit=4), "norm": "replicated"}
 
 
 class Held(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = Folding()
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.inner(x)
 
 
-def plan_of(divided: bool) -> dict[str, Any]:
-    plan: dict[str, Any] = {f"inner.{name}": said for name, said in FOLDING.items()}
+def plan_of(divided):
+    plan = {f"inner.{name}": said for name, said in FOLDING.items()}
     return plan | ({"inner": Divided("heads")} if divided else {})
 
 
-def held() -> Held:
+def held():
     torch.manual_seed(4)
     model = Held()
     model.inner.norm(torch.randn(5, 16, 3))  # statistics
@@ -72,9 +65,9 @@ def held() -> Held:
     return model
 
 
-def state_of(model: nn.Module) -> list[Any]:
+def state_of(model):
     """All that may not change: numbers, kinds, modes, gradients, attributes, hooks."""
-    found: list[Any] = [torch.get_rng_state().sum().item()]
+    found = [torch.get_rng_state().sum().item()]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         grad = None if tensor.grad is None else tensor.grad.tolist()
         found.append((name, id(tensor), tensor.dtype, tensor.requires_grad, tensor._version, tensor.tolist()))
@@ -86,7 +79,7 @@ def state_of(model: nn.Module) -> list[Any]:
     return found
 
 
-def refused_and_unchanged() -> list[str]:
+def refused_and_unchanged():
     """What is said of wrong plans and inputs; each leaves the model as it was."""
     initialize_model_parallel(2)
     even, odd = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1)), torch.ones(2, 3, 16)
@@ -95,13 +88,13 @@ def refused_and_unchanged() -> list[str]:
         "'inner.qkv.2' (1e-05 is allowed, in torch.float64). Mend the plan; the model is as it was"
     )
     no_inputs = "verify: expected example inputs (a tensor, a tuple, or a mapping"
-    wrong: list[tuple[str, Any, str]] = [
+    wrong = [
         ("ValueError", "auto", "'inner' does not take this rank's features, though it takes all of"),
         ("ValueError", even, by_values),
         ("ValueError", {"x": even}, by_values),
         ("ValueError", (even,), by_values),
     ]
-    right: list[tuple[str, Any, str]] = [
+    right = [
         ("ValueError", even + dist.get_rank(), "expected the same inputs on all tensor-parallel ranks"),
         ("ValueError", odd if dist.get_rank() else even, "ranks disagree"),
         ("ValueError", torch.ones(2, 3), "verify: the unsharded model does not run with these inputs"),
@@ -122,14 +115,14 @@ def refused_and_unchanged() -> list[str]:
     return said
 
 
-def warnings_of(model: nn.Module, plan: dict[str, Any], verify: Any = "auto") -> list[str]:
+def warnings_of(model, plan, verify="auto"):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(model, plan=plan, verify=verify, weights="broadcast")
     return [str(warning.message) for warning in caught]
 
 
-def told_when_not_compared() -> dict[str, list[str]]:
+def told_when_not_compared():
     initialize_model_parallel(2)
     found = {
         "no inputs": warnings_of(nn.ModuleDict({"a": nn.Linear(4, 8)}), {"a": "column"}),
@@ -141,11 +134,11 @@ def told_when_not_compared() -> dict[str, list[str]]:
     return found
 
 
-def added_twice(layer: RowLinear, x: Tensor) -> Tensor:
+def added_twice(layer, x):
     return RowParallelLinear.forward(layer, x)[0] + layer.bias
 
 
-def faults_seen() -> list[str]:
+def faults_seen():
     """A bias that is added twice, and is zero; plans of models on the meta device."""
     initialize_model_parallel(2)
     model = toy()
@@ -170,24 +163,24 @@ def faults_seen() -> list[str]:
 class Single(nn.Linear):
     """Runs in float32 at most."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if x.dtype == torch.float64:
             raise RuntimeError("expected Float, got Double")
         return super().forward(x)
 
 
-def in_float32() -> list[str]:
+def in_float32():
     """Errors of a right and of a wrong plan."""
     initialize_model_parallel(2)
     models = [
         nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8), Single(8, 8))
         for between in (nn.ReLU(), nn.Softmax(-1))
     ]
-    plan: dict[str, Any] = {"0": "column", "2": "row"}
+    plan = {"0": "column", "2": "row"}
     return [error_of(parallelize, model, plan=plan, weights="broadcast")[1] for model in models]
 
 
-def refused_in_bfloat16_tied_or_frozen() -> list[str]:
+def refused_in_bfloat16_tied_or_frozen():
     """Errors of right plans."""
     initialize_model_parallel(2)
     models = [toy().bfloat16(), toy(tied=True, bias=False), toy().requires_grad_(False)]

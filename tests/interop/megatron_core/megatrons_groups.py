@@ -1,11 +1,5 @@
 """Every group of a parallel state by Megatron's getters: of Megatron's own module, or of ours."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
-
 import torch.distributed as dist
 
 _GROUPS = (
@@ -14,7 +8,7 @@ _GROUPS = (
     "expert_tensor_parallel expert_tensor_and_model_parallel expert_tensor_model_pipeline_parallel "
     "expert_data_parallel intra_distributed_optimizer_instance"
 )
-GETTERS: list[tuple[str, dict[str, Any]]] = [(f"get_{name}_group", {}) for name in _GROUPS.split()]
+GETTERS = [(f"get_{name}_group", {}) for name in _GROUPS.split()]
 for name in ("embedding", "position_embedding", "inter_distributed_optimizer_instance"):
     GETTERS.append((f"get_{name}_group", {"check_initialized": False}))
 for name, *options in (
@@ -47,11 +41,11 @@ _MEASURES = (  # without arguments
 MEASURES = _MEASURES.split()
 
 
-def answers(module: ModuleType, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def answers(module, sizes):
     """All that `module` says after initialize_model_parallel(**sizes) on this rank, or that it refuses."""
     try:
         module.initialize_model_parallel(**sizes)
-        found: dict[str, Any] = {name: getattr(module, name)() for name in MEASURES}
+        found = {name: getattr(module, name)() for name in MEASURES}
         for name, arguments in GETTERS:
             found[f"{name}({arguments})"] = ranks_of(getattr(module, name)(**arguments))
         if "hierarchical_context_parallel_sizes" in sizes:  # else Megatron answers with an earlier state's
@@ -68,7 +62,7 @@ def answers(module: ModuleType, sizes: Mapping[str, Any]) -> dict[str, Any]:
         module.destroy_model_parallel()
 
 
-def ranks_of(group: Any) -> Any:
+def ranks_of(group):
     if isinstance(group, list):
         return [ranks_of(each) for each in group]
     return None if group is None else dist.get_process_group_ranks(group)

@@ -1,10 +1,7 @@
 """Groups, collections and grids of ranks that move data."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +21,13 @@ from tpkernels.runtime.state import ParallelStateError, current, use
 from tpkernels.topology.sizes import InvalidSizes
 
 
-def total(group: Any) -> float:
+def total(group):
     x = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(x, group=group)
     return x.item()
 
 
-def sums() -> dict[str, bool]:
+def sums():
     """Whether every group of Megatron's adds up its ranks; initialized twice, with other sizes between."""
     found = {}
     for sizes in ((2, 2), (1, 4), (2, 1)):
@@ -48,11 +45,11 @@ def sums() -> dict[str, bool]:
     return found
 
 
-def disagreement() -> tuple[str, str]:
+def disagreement():
     return error_of(ps.initialize_model_parallel, 2, create_all_gather_group=dist.get_rank() == 3)
 
 
-def two_grids() -> list[Any]:
+def two_grids():
     """Ranks 0 and 1 on one grid, 2 and 3 on another, each making its groups without the other."""
     own = dist.get_rank() // 2
     grid = HyperCommGrid([1, 2], ["tp", "dp"], rank_offset=2 * own)
@@ -68,7 +65,7 @@ def two_grids() -> list[Any]:
     return [*found, error_of(grid.get_pg, "dp")[0]]
 
 
-def uneven_history() -> list[float]:
+def uneven_history():
     """Members that have made different groups before meet all the same."""
     rank = dist.get_rank()
     if rank == 1:
@@ -86,13 +83,13 @@ def uneven_history() -> list[float]:
     ]
 
 
-def listed_wrongly() -> list[tuple[str, str]]:
+def listed_wrongly():
     lists = {"a": Listed([[0, 1], [1, 2, 3]])}, {"b": Listed([[0, 1, 2, 3, 4]])}
     differs = {"c": Listed([[0, 1], [2, 3]] if dist.get_rank() else [[0, 2], [1, 3]])}
     return [error_of(create_listed_groups, each) for each in (*lists, differs)]
 
 
-def reference_mlp(state: Any) -> list[float]:
+def reference_mlp(state):
     mlp = ParallelMLP(8, 16, activation="gelu", state=state)
     x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
     y = mlp(x)
@@ -102,7 +99,7 @@ def reference_mlp(state: Any) -> list[float]:
     return [float(y.detach().sum()), float(x.grad.sum())]
 
 
-def an_mlp_of_groups_that_are_passed() -> list[list[float]]:
+def an_mlp_of_groups_that_are_passed():
     """The same numbers by a collection, by one of Megatron's kind, by the group, by the current state."""
     ps.initialize_model_parallel(2)
     found = []
@@ -115,14 +112,14 @@ def an_mlp_of_groups_that_are_passed() -> list[list[float]]:
 
 
 class One:
-    def rank(self) -> int:
+    def rank(self):
         return 0
 
-    def size(self) -> int:
+    def size(self):
         return 1
 
 
-def an_mlp_of_one() -> list[list[float]]:
+def an_mlp_of_one():
     ps.initialize_model_parallel()
     found = []
     for state in (None, One(), SimpleNamespace(tp=One())):
@@ -131,7 +128,7 @@ def an_mlp_of_one() -> list[list[float]]:
     return found
 
 
-def adopted() -> dict[str, Any]:
+def adopted():
     """What tpkernels says of groups that Megatron has made, and Megatron of the same."""
     theirs = import_module("megatron.core.parallel_state")
     before = error_of(from_megatron)
@@ -213,13 +210,13 @@ def test_groups_of_megatrons_are_adopted(ranks4):
 
 
 class Two:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self._rank = rank
 
-    def rank(self) -> int:
+    def rank(self):
         return self._rank
 
-    def size(self) -> int:
+    def size(self):
         return 2
 
 

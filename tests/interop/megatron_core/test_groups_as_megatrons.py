@@ -2,7 +2,6 @@
 
 from itertools import product
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from tpkernels.topology.sizes import InvalidSizes
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "cp-tp-dp-ep-pp", "tp-ep-dp-pp")
 
 
-def sizes_of(
-    tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int, order: str, **more: Any
-) -> dict[str, Any]:
+def sizes_of(tensor, pipeline, context, expert, expert_tensor, order, **more):
     return {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
@@ -49,7 +46,7 @@ CASES = [
 ]
 
 
-def said(sizes: dict[str, Any]) -> str:
+def said(sizes):
     return "-".join(
         str(value if isinstance(value, int | str) else name)
         for name, value in sizes.items()
@@ -76,7 +73,7 @@ def test_answers_are_megatrons(sizes):
 # Without Megatron: ranks of a grid by listing its places, as an independent way.
 
 
-def listed(rank: int, axes: list[tuple[str, int]], along: str) -> list[int]:
+def listed(rank, axes, along):
     """axes: (name, size), the fastest first"""
     places = [
         dict(zip([name for name, _ in reversed(axes)], at, strict=True))
@@ -86,7 +83,7 @@ def listed(rank: int, axes: list[tuple[str, int]], along: str) -> list[int]:
     return [other for other, at in enumerate(places) if all(at[a] == places[rank][a] for a in fixed)]
 
 
-def named(group: Any) -> list[int]:
+def named(group):
     return dist.get_process_group_ranks(group)
 
 

@@ -1,9 +1,6 @@
 """Random streams, recomputation, utilities and mappings under Megatron's names."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ def _streams_as_before():
     rng.initialize_rng_tracker(force_reset=True)
 
 
-def streams() -> tuple[list[float], bool]:
+def streams():
     """A number of each stream, and whether the CPU's generator is where the caller left it."""
     ps.initialize_model_parallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     torch.manual_seed(100 + dist.get_rank())
@@ -48,7 +45,7 @@ def test_streams_have_megatrons_seeds_and_the_callers_generator_stays(ranks4):
     assert ranks4.run(streams) == [(each, True) for each in drawn]
 
 
-def recomputed() -> list[bool]:
+def recomputed():
     """Gradients with and without recomputation, and with shards saved; dropout draws alike."""
     ps.initialize_model_parallel(2)
     torch.manual_seed(3)
@@ -56,7 +53,7 @@ def recomputed() -> list[bool]:
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
     asked = []
 
-    def function(x: torch.Tensor, scale: Any) -> torch.Tensor:
+    def function(x, scale):
         asked.append(rng.is_checkpointing())
         with rng.get_cuda_rng_tracker().fork():
             dropped = torch.nn.functional.dropout(x @ weight, 0.5)
@@ -81,7 +78,7 @@ def test_recomputation_draws_alike_and_gives_the_same_gradients(ranks2):
     assert ranks2.run(recomputed) == [[True] * 8] * 2
 
 
-def utilities_of_ranks() -> list[Any]:
+def utilities_of_ranks():
     ps.initialize_model_parallel(2)
     rank = dist.get_rank()
     x = torch.arange(12.0).view(3, 4)
@@ -122,7 +119,7 @@ def test_utilities_of_a_tensor_group(ranks4):
         ]
 
 
-def broadcasts_that_fail() -> list[tuple[str, str]]:
+def broadcasts_that_fail():
     """All ranks are told of the first rank's mistake; one with other keys is told alone, and none waits."""
     ps.initialize_model_parallel(2)
     data = {"a": torch.zeros(2, dtype=torch.float64)}
@@ -155,7 +152,7 @@ REGIONS = {  # what gathers, what scatters sums, and each rank's of 4 by 4 numbe
 }
 
 
-def regions(name: str) -> list[float]:
+def regions(name):
     """Forward and backward, the ranks' weights being 1 and 2; largest differences."""
     ps.initialize_model_parallel(2)
     rank, (gather, reduce_scatter, places) = dist.get_rank(), REGIONS[name]
@@ -181,7 +178,7 @@ def test_regions_are_gathered_and_their_sums_scattered(name, ranks2):
     assert ranks2.run(regions, name) == [[0.0] * 4] * 2
 
 
-def exchanged() -> list[Any]:
+def exchanged():
     """Rows by uneven sizes and back again; tokens for features and back again; gradients."""
     ps.initialize_model_parallel(2)
     group, rank = ps.get_tensor_model_parallel_group(), dist.get_rank() % 2
@@ -356,7 +353,7 @@ def test_splits_that_do_not_divide_are_refused():
 
 
 class Ranked:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank = lambda: rank
 
 
