@@ -175,62 +175,54 @@ def deferred(limit):
 
 
 def refusals():
-    """What is said of each that our layers do not do."""
+    """What must be said of each that our layers do not do, and all that is said."""
     with parallel_state_of(dist.get_world_size()) as parallel_state:
         from tpkernels.interop import megatron_core
 
-        said = {}
+        said = []
 
-        def ask(name, call):
+        def ask(part, call, *args, **options):
             with pytest.raises((NotImplementedError, ValueError)) as error:
-                call()
-            said[name] = f"{error.type.__name__}: {error.value}"
+                call(*args, **options)
+            said.append((part, f"{error.type.__name__}: {error.value}"))
 
         x = torch.randn(TOKENS, BATCH, IN)
         group = parallel_state.get_tensor_model_parallel_group()
         product = megatron_core.linear_with_grad_accumulation_and_async_allreduce
         weight = nn.Parameter(torch.randn(OUT, IN))
-        for name in ("zero_centered", "memory_efficient", "L2Norm"):
-            config = config_of(
-                layernorm_zero_centered_gamma=name == "zero_centered",
-                memory_efficient_layer_norm=name == "memory_efficient",
-            )
-            if name == "L2Norm":
-                config.normalization = name
-            ask(name, partial(megatron_core.build_norm, config, OUT))
+        for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
+            ask(f"{option}=False", megatron_core.build_norm, config_of(**{option: True}), OUT)
+        config = config_of()
+        config.normalization = "L2Norm"
+        ask("LayerNorm or RMSNorm, got 'L2Norm'", megatron_core.build_norm, config, OUT)
         offloading = built(LayerCase("column"), ours=True)
         offloading.config._cpu_offloading_context = SimpleNamespace(inside_context=True)
-        ask("offloading", lambda: offloading(x))
+        ask("cpu_offloading=False", offloading, x)
         given = built(LayerCase("row", {"is_expert": True}), ours=True)
-        ask("expert bias", lambda: given(x.chunk(group.size(), -1)[group.rank()]))
+        ask("skip_bias_add=True", given, x.chunk(group.size(), -1)[group.rank()])
         sharded = built(LayerCase("column"), ours=True)
         sharded.gtp_remat_size = 2
-        ask("gathered weights", lambda: sharded(x))
-        ask("output_dtype", lambda: product(x, weight, None, False, False, False, output_dtype=torch.float64))
-        ask("both", lambda: product(x, weight, None, False, True, True))
-        ask("no main_grad", lambda: product(x, weight, None, True, False, False))
-        ask("limit", lambda: product(x, weight, None, False, False, False, [], 2))
-        ask("unfused buffer", lambda: product(x, weight, None, False, False, False, []))
-        frozen = megatron_core.linear_with_frozen_weight
-        ask("frozen buffer", lambda: frozen(x, weight, None, False, False, False, None, []))
+        ask("gtp_weight_remat_size 1, got 2", sharded, x)
+        off, plain = (False, False, False), partial(product, x, weight, None)
+        ask("torch.float32, got torch.float64", plain, *off, output_dtype=torch.float64)
+        ask("allreduce_dgrad or sequence_parallel, got both", plain, False, True, True)
+        ask("weight.main_grad", plain, True, False, False)
+        ask("wgrad_deferral_limit 0", plain, *off, [], 2)
+        ask("gradient_accumulation_fusion with a grad_output_buffer", plain, *off, [])
+        ask("no grad_output_buffer", megatron_core.linear_with_frozen_weight, x, weight, None, *off, None, [])
         weight.__fsdp_param__ = True
-        ask("fsdp", lambda: product(x, weight, None, True, False, False))
+        ask("Megatron-FSDP", plain, True, False, False)
         tp_invariant(8)
         try:
-            for kind in ("column", "embedding"):
-                layer = built(LayerCase(kind), ours=True)
-                ask(f"invariant {kind}", partial(layer, x if kind == "column" else torch.tensor([[1]])))
+            for kind, inputs in (("column", x), ("embedding", torch.tensor([[1]]))):
+                ask("no TP-invariance inside Megatron", built(LayerCase(kind), ours=True), inputs)
         finally:
             mode.segments, mode.used_by = 0, ""
         del sys.modules["fused_weight_gradient_mlp_cuda"]
         config = config_of()
         config.defer_embedding_wgrad_compute = True
-        ask(
-            "draining",
-            partial(
-                megatron_core.ColumnParallelLinear, IN, OUT, config=config, init_method=torch.nn.init.ones_
-            ),
-        )
+        column = partial(megatron_core.ColumnParallelLinear, IN, OUT, init_method=torch.nn.init.ones_)
+        ask("defer_embedding_wgrad_compute=False", column, config=config)
         return said
 
 

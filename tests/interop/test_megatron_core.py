@@ -14,10 +14,9 @@ from tests.interop.megatron_layer_cases import LayerCase
 from tests.ranks import RankPool
 
 needs_megatron = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="megatron-core is not installed (make check-megatron installs it)"
-)
-needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Megatron runs with stand-ins for CUDA, on a machine without"
+    find_spec("megatron") is None or torch.cuda.is_available(),
+    reason="megatron-core is not installed (make check-megatron installs it), or there is a GPU: this runs "
+    "with stand-ins for CUDA",
 )
 
 SEQUENCE, FUSED = {"sequence_parallel": True}, {"gradient_accumulation_fusion": True}
@@ -110,7 +109,6 @@ def by_rank(two):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_gives_what_megatrons_does(by_rank, name):
     for rank in by_rank:
@@ -132,7 +130,6 @@ def test_layer_gives_what_megatrons_does(by_rank, name):
 
 
 @needs_megatron
-@needs_no_gpu
 def test_frozen_column_leaves_its_bias_a_gradient(two):
     """Megatron's does not: its function for a frozen weight forgets the bias."""
     cases = [LayerCase("column", frozen=True), LayerCase("column")]
@@ -143,7 +140,6 @@ def test_frozen_column_leaves_its_bias_a_gradient(two):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("limit", [0, 2])
 def test_deferred_gradients_are_those_of_megatrons_drain(two, limit):
     for later, at_once in two.run(layer_cases.deferred, limit):
@@ -152,34 +148,15 @@ def test_deferred_gradients_are_those_of_megatrons_drain(two, limit):
 
 
 @needs_megatron
-@needs_no_gpu
 def test_what_is_not_supported_is_refused_by_name():
     with RankPool(2) as own:
         first, second = own.run(layer_cases.refusals)
     assert first == second
-    expected = {
-        "zero_centered": "layernorm_zero_centered_gamma=False",
-        "memory_efficient": "memory_efficient_layer_norm=False",
-        "L2Norm": "LayerNorm or RMSNorm, got 'L2Norm'",
-        "offloading": "cpu_offloading=False",
-        "expert bias": "skip_bias_add=True",
-        "gathered weights": "gtp_weight_remat_size 1, got 2",
-        "output_dtype": "torch.float32, got torch.float64",
-        "both": "allreduce_dgrad or sequence_parallel, got both",
-        "no main_grad": "weight.main_grad",
-        "limit": "wgrad_deferral_limit 0",
-        "unfused buffer": "gradient_accumulation_fusion with a grad_output_buffer",
-        "frozen buffer": "no grad_output_buffer",
-        "fsdp": "Megatron-FSDP",
-        "invariant column": "no TP-invariance inside Megatron",
-        "invariant embedding": "no TP-invariance inside Megatron",
-        "draining": "defer_embedding_wgrad_compute=False",
-    }
-    assert {name: expected[name] in said for name, said in first.items()} == dict.fromkeys(expected, True)
+    assert [part for part, said in first if part not in said] == []
+    assert len(first) == 16
 
 
 @needs_megatron
-@needs_no_gpu
 def test_layers_replaces_inside_and_only_there(two):
     ours, theirs = "tpkernels.interop.megatron_core", "megatron.core.tensor_parallel.layers"
     subclass = layer_cases.__name__
@@ -189,7 +166,6 @@ def test_layers_replaces_inside_and_only_there(two):
 
 
 @needs_megatron
-@needs_no_gpu
 def test_spec_provider_names_ours(two):
     column, row = "column.ColumnParallelLinear", "row.RowParallelLinear"
     named = [column, row, "norm.build_norm", column, row]
@@ -213,7 +189,6 @@ def largest(results):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_gpt_trains_to_the_same_bits(request, name):
     results = ranks_for(request, SAME_BITS[name]).run(compare, SAME_BITS[name])
@@ -223,7 +198,6 @@ def test_gpt_trains_to_the_same_bits(request, name):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("name", ROUNDED)
 def test_gpt_trains_alike(request, name):
     """Where tokens are added in chunks, or by our RMSNorm."""
@@ -262,7 +236,6 @@ def count_norms_twice(model):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize(
     ("plant", "config"),
     [

@@ -213,12 +213,12 @@ def test_split_model_is_the_whole_one(ranks, tensor, request):
     [
         like_parallelize_module,
         compiled_copied_and_rounded,
-        verify_cases.refused_in_bfloat16_tied_or_frozen,
+        verify_cases.refused_though_right,
         buffer_cases.tied_again,
         buffer_cases.carried_over,
     ],
 )
-def test_split_model_is_the_whole_one_also(unlike, ranks2):
+def test_split_model_is_the_whole_one_on_two_ranks(unlike, ranks2):
     assert ranks2.run(unlike) == [[], []]
 
 

@@ -180,8 +180,8 @@ def in_float32():
     return [error_of(parallelize, model, plan=plan, weights="broadcast")[1] for model in models]
 
 
-def refused_in_bfloat16_tied_or_frozen():
-    """Errors of right plans."""
+def refused_though_right():
+    """Errors of right plans: of models in bfloat16, tied, frozen."""
     initialize_model_parallel(2)
     models = [toy().bfloat16(), toy(tied=True, bias=False), toy().requires_grad_(False)]
     errors = [error_of(parallelize, model, plan=PLAN)[1] for model in models]

@@ -16,17 +16,11 @@ from tpkernels.topology.sizes import InvalidSizes
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "cp-tp-dp-ep-pp", "tp-ep-dp-pp")
 
 
-def sizes_of(tensor, pipeline, context, expert, expert_tensor, order, **more):
-    return {
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline,
-        "context_parallel_size": context,
-        "expert_model_parallel_size": expert,
-        "expert_tensor_parallel_size": expert_tensor,
-        "order": order,
-        "create_gloo_process_groups": False,
-        **more,
-    }
+def sizes_of(*sizes_and_order, **more):
+    *sizes, order = sizes_and_order
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    named = {f"{name}_parallel_size": size for name, size in zip(names, sizes, strict=True)}
+    return {**named, "order": order, "create_gloo_process_groups": False, **more}
 
 
 CASES = [
