@@ -26,8 +26,6 @@ from tpkernels.interop.parallelize import verify
 from tpkernels.interop.parallelize.plan import Split
 
 STEPS = 5
-
-
 PARTIAL = ("q_norm.weight", "k_norm.weight", "scale", "temperature")
 
 
@@ -93,18 +91,17 @@ def unlike(split, whole, losses, expected):
     return wrong
 
 
-def data_parallel(wrapper):
+def data_parallel(wrapper, sequence_parallel=False):
     """Two copies of a model that two ranks share each, on half of the batch each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, split = (stack(scalar=False) for _ in range(2))  # FSDP takes no scalars
-    parallelize(split, mesh, plan=STACK_PLAN)
+    parallelize(split, mesh, plan=STACK_PLAN, sequence_parallel=sequence_parallel)
     expected = train(whole, "plain")
     if wrapper == "ddp":
         model = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
     else:
-        fully_shard(split.layers[0].attention.q_norm, mesh=mesh["dp"])
-        fully_shard(split.layers[0], mesh=mesh["dp"])
-        model = fully_shard(split, mesh=mesh["dp"])
+        for module in (split.layers[0].attention.q_norm, *split.layers, split):
+            model = fully_shard(module, mesh=mesh["dp"])
     own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []

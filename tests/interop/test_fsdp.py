@@ -41,7 +41,8 @@ KINDS = ("toy", "as_dtensor", "gpt2", "llama")
 
 PLANS = {
     "toy": PLAN | {"blocks.?.norm": "replicated"},
-    "as_dtensor": STACK_PLAN | {"layers.?.norm?": "replicated", "layers.*.?_norm": "partial"},
+    "as_dtensor": STACK_PLAN
+    | {"layers.?.norm?": "replicated", "layers.?.attention": "partial", "layers.*.?_norm": "partial"},
 }
 
 
@@ -55,7 +56,7 @@ def built(kind, mesh):
     if kind in CONFIGS:
         torch.manual_seed(3)
         return GPT(CONFIGS[kind], sequence_parallel=True, state=mesh, dtype=torch.float64)
-    model = toy(tied=True, bias=False) if kind == "toy" else stack("tied", scalar=None)
+    model = toy(tied=True, bias=False) if kind == "toy" else stack("tied", scalar=False)
     if mesh.size() == 1:
         return model
     return parallelize(model, mesh, plan=PLANS[kind], verify=False, as_dtensor=kind == "as_dtensor")
@@ -175,9 +176,9 @@ def unsharded_by_torch():
 def from_meta():
     """DTensors of a model without memory, which gets some, and its weights, later."""
     mesh = mesh_of(2, 2)
-    whole = stack("tied", scalar=None)
+    whole = stack("tied", scalar=False)
     with torch.device("meta"):
-        model = stack("tied", scalar=None)
+        model = stack("tied", scalar=False)
     parallelize(model, mesh, plan=PLANS["as_dtensor"], verify=False, as_dtensor=True)
     fully_shard(model, mesh=mesh["dp"]).to_empty(device="cpu")
     load_full_state_dict(model, whole.state_dict(), state=mesh)
@@ -188,7 +189,7 @@ def from_meta():
 def refusals():
     """What is said of what cannot be DTensors, and by what cannot take them."""
     mesh = mesh_of(1, 2)
-    stacked, other = toy(), stack("tied", scalar=None)
+    stacked, other = toy(), stack("tied", scalar=False)
     before = [type(module) for model in (stacked, other) for module in model.modules()]
     one_range = "plan: 'blocks.*.qkv': expected weights of which each rank holds one range of rows"
     as_dtensor = partial(parallelize, verify=False, as_dtensor=True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
+from tests.interop.partial_cases import data_parallel
 from tests.interop.refused import refused
 from tests.interop.torch_models import PLAN as TOY_PLAN
 from tests.interop.torch_models import STACK_PLAN, differences, loss_of, losses_of, stack, toy
@@ -74,30 +73,6 @@ def odd_gradients():
                     ours.grad, expected.grad, rtol=0, atol=1e-12
                 ):
                     wrong.append(f"{name} of {ids.shape[1]}")
-    return wrong
-
-
-def under_fsdp():
-    """Two copies of a model that two ranks share each, on half of the batch each."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole, split = (stack(scalar=False) for _ in range(2))
-    parallelize(split, mesh, plan=STACK_PLAN, sequence_parallel=True)
-    expected = losses_of(whole)
-    for layer in split.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(split, mesh=mesh["dp"])
-    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
-    optimizer = torch.optim.AdamW(split.parameters(), lr=0.01)
-    wrong = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(split, IDS[own], TARGETS[own])
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach() / 2
-        dist.all_reduce(mean, group=mesh.get_group("dp"))
-        if abs(mean.item() - expected[step]) > 1e-10:
-            wrong.append(f"loss {step}")
     return wrong
 
 
@@ -184,9 +159,12 @@ def test_it_trains_as_the_unsharded_model_does(kind, how, ranks2):
     assert ranks2.run(trained_alike, kind, how) == [[], []]
 
 
-@pytest.mark.parametrize("unlike", [trained_alike, under_fsdp])
-def test_it_does_so_on_four_ranks(unlike, ranks4):
-    assert ranks4.run(unlike) == [[]] * 4
+def test_it_does_so_on_four_ranks(ranks4):
+    assert ranks4.run(trained_alike) == [[]] * 4
+
+
+def test_it_does_so_under_fsdp(ranks4):
+    assert ranks4.run(data_parallel, "fsdp", True) == [[]] * 4
 
 
 def test_gradients_in_eval_mode_of_any_number_of_tokens(ranks2):

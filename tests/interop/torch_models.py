@@ -72,10 +72,8 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
         self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
-        self.scale = self.temperature = 1.0
-        if scalar is not None:
-            self.scale = nn.Parameter(torch.rand(4))
-            self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
+        self.scale = nn.Parameter(torch.rand(4))
+        self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
         self.out = nn.Linear(16, 16)
 
     def forward(self, hidden_states, rotated):
@@ -124,7 +122,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """kind: gpt, mixture, tied, or what is wrong with it; scalar: of temperatures, None: without any"""
+    """kind: gpt, mixture, tied, or what is wrong with it; scalar: of attentions' temperatures"""
 
     checkpointing: bool | None = None  # with use_reentrant
 
