@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -301,6 +302,7 @@ def _serve(
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name need not resolve
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported: `parallelize` looks at all other objects, for wrappers and optimizers
     patience = timedelta(seconds=COLLECTIVE_SECONDS)
     store: dist.Store = (
         dist.FileStore(str(meeting), world_size)

@@ -89,9 +89,7 @@ def theirs(name: str, folder: str) -> Outcome:
     dist.barrier()
     try:
         sharded = type(model).from_pretrained(  # type: ignore[attr-defined]
-            path,
-            dtype=getattr(torch, dtype),
-            distributed_config=config(tp_size=dist.get_world_size()),
+            path, dtype=getattr(torch, dtype), distributed_config=config(tp_size=dist.get_world_size())
         )
         sharded.train()
     except Exception as error:

@@ -9,15 +9,11 @@ coalesced collectives, which gloo has not       one after the other
 apex's product that adds to main_grad           torch's
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _OnCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
@@ -37,19 +33,19 @@ _type = Tensor.type
 
 
 @cache
-def stand_in_for_cuda() -> None:
+def stand_in_for_cuda():
     """Called in a rank before it imports Megatron."""
     warnings.simplefilter("ignore")  # of what is not installed, and of what Megatron deprecates
     _mode.__enter__()
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.manual_seed = torch.manual_seed
-    tensor: Any = Tensor
+    tensor = Tensor
     tensor.cuda = lambda self, *_, **__: self
     tensor.type = lambda self, *to: _type(self, *to) if to else "torch.cuda." + _type(self).split(".")[-1]
-    torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *_: self
     sys.modules["fused_weight_gradient_mlp_cuda"] = _wgrad()
 
     from megatron.core.distributed import param_and_grad_buffer
@@ -61,11 +57,11 @@ def stand_in_for_cuda() -> None:
     param_and_grad_buffer._coalescing_manager = _one_by_one
 
 
-def _wgrad() -> ModuleType:
-    module: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+def _wgrad():
+    module = ModuleType("fused_weight_gradient_mlp_cuda")
     module.__spec__ = SimpleNamespace(name=module.__name__)  # for those who ask whether it is installed
 
-    def add(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+    def add(x, dy, main_grad):
         main_grad.add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
 
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add
@@ -73,12 +69,12 @@ def _wgrad() -> ModuleType:
 
 
 @contextmanager
-def _one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
+def _one_by_one(*_, **__):
     yield SimpleNamespace(wait=lambda: None)
 
 
 @contextmanager
-def parallel_state_of(tp: int, pp: int = 1, vpp: int | None = None) -> Iterator[Any]:
+def parallel_state_of(tp, pp=1, vpp=None):
     """Megatron's own parallel state, of this rank."""
     stand_in_for_cuda()
     from megatron.core import parallel_state

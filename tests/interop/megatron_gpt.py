@@ -1,8 +1,5 @@
 """Megatron-Core's GPTModel, trained by its own loop in ranks on the CPU: with its layers, and with ours."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +27,7 @@ class Case:
     ddp: dict[str, Any] | None = None
 
     @property
-    def stages(self) -> list[int | None]:
+    def stages(self):
         return [None] if self.vpp is None else list(range(self.vpp))
 
 
@@ -51,7 +48,7 @@ class Comparison:
     apart: float
 
 
-def compare(case: Case, steps: int = STEPS, plant: Callable[[nn.Module], None] | None = None) -> Comparison:
+def compare(case, steps=STEPS, plant=None):
     """Train with Megatron's layers and with ours, in this rank. plant: changes our model"""
     with parallel_state_of(case.tp, case.pp, case.vpp):
         theirs = train(case, steps, ours=False)
@@ -62,7 +59,7 @@ def compare(case: Case, steps: int = STEPS, plant: Callable[[nn.Module], None] |
     return Comparison(theirs.losses, ours.losses, apart)
 
 
-def train(case: Case, steps: int, ours: bool, plant: Callable[[nn.Module], None] | None = None) -> Training:
+def train(case, steps, ours, plant=None):
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -102,7 +99,7 @@ def train(case: Case, steps: int, ours: bool, plant: Callable[[nn.Module], None]
     return Training(losses, found)
 
 
-def _config(case: Case) -> Any:
+def _config(case):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     plain = {
@@ -120,7 +117,7 @@ def _config(case: Case) -> Any:
     return TransformerConfig(**{**plain, **case.config})
 
 
-def _model(config: Any, case: Case, ours: bool, stage: int | None) -> nn.Module:
+def _model(config, case, ours, stage):
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -128,12 +125,10 @@ def _model(config: Any, case: Case, ours: bool, stage: int | None) -> nn.Module:
     from tpkernels.interop import megatron_core
 
     with megatron_core.layers() if ours else _marked_norms():
-        model: nn.Module = GPTModel(
+        return GPTModel(
             config,
             get_gpt_layer_local_spec(
-                config.num_moe_experts,
-                normalization=config.normalization,
-                qk_layernorm=config.qk_layernorm,
+                config.num_moe_experts, normalization=config.normalization, qk_layernorm=config.qk_layernorm
             ),
             VOCAB,
             TOKENS,
@@ -143,23 +138,22 @@ def _model(config: Any, case: Case, ours: bool, stage: int | None) -> nn.Module:
             position_embedding_type="rope" if case.rope else "learned_absolute",
             vp_stage=stage,
         )
-    return model
 
 
-def _marked_norms() -> Any:
+def _marked_norms():
     """Megatron's local norm refuses sequence parallelism, so that ours is compared with torch's, marked."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    def marked(_: type, config: Any, hidden_size: int, eps: float) -> nn.Module:
-        norm: nn.Module = getattr(nn, config.normalization)(hidden_size, eps=eps)
+    def marked(_, config, hidden_size, eps):
+        norm = getattr(nn, config.normalization)(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
     return patch.object(WrappedTorchNorm, "__new__", marked)
 
 
-def _require_kind(model: nn.Module, ours: bool) -> None:
+def _require_kind(model, ours):
     """All of its linear layers, embeddings and norms are ours, or none is: else nothing would be compared."""
     kinds = ("ParallelLinear", "VocabParallelEmbedding", "LayerNorm", "RMSNorm")
     found = [type(module) for module in model.modules() if type(module).__name__.endswith(kinds)]
@@ -168,7 +162,7 @@ def _require_kind(model: nn.Module, ours: bool) -> None:
         assert kind.__module__.startswith("tpkernels.interop.megatron_core.") == ours, kind
 
 
-def _without_wrapper(config: Any, chunks: list[Any], case: Case) -> tuple[Any, ...]:
+def _without_wrapper(config, chunks, case):
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
@@ -178,7 +172,7 @@ def _without_wrapper(config: Any, chunks: list[Any], case: Case) -> tuple[Any, .
     parameters = [each for chunk in chunks for each in chunk.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)  # to which the size of a gradient matters
 
-    def step() -> None:
+    def step():
         group = parallel_state.get_tensor_model_parallel_group()
         _allreduce_non_tensor_model_parallel_grads(chunks, config, group)
         optimizer.step()
@@ -186,7 +180,7 @@ def _without_wrapper(config: Any, chunks: list[Any], case: Case) -> tuple[Any, .
     return chunks, optimizer.zero_grad, step
 
 
-def _wrapped(config: Any, chunks: list[Any], case: Case) -> tuple[Any, ...]:
+def _wrapped(config, chunks, case):
     """In Megatron's DistributedDataParallel, with its optimizer and clipping."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -207,25 +201,25 @@ def _wrapped(config: Any, chunks: list[Any], case: Case) -> tuple[Any, ...]:
     )
     optimizer = get_megatron_optimizer(wanted, wrapped)
 
-    def zero() -> None:
+    def zero():
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
 
-    def step() -> None:
+    def step():
         succeeded, *_ = optimizer.step()
         assert succeeded
 
     return wrapped, zero, step
 
 
-def _counting(draw: torch.Generator) -> Tensor:
+def _counting(draw):
     """Ids that follow one another, so that losses fall."""
     starts = torch.randint(VOCAB, (BATCH, 1), generator=draw)
     return (starts + torch.arange(TOKENS + 1)) % VOCAB
 
 
-def _forward(batches: Any, model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def _forward(batches, model):
     tokens = next(batches)
     positions = torch.arange(TOKENS).expand(BATCH, TOKENS)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None]
@@ -233,6 +227,6 @@ def _forward(batches: Any, model: nn.Module) -> tuple[Tensor, Callable[[Tensor],
     return output, _loss
 
 
-def _loss(losses: Tensor) -> tuple[Tensor, dict[str, float]]:
+def _loss(losses):
     loss = losses.mean()
     return loss, {"loss": loss.item()}

@@ -1,9 +1,6 @@
 """One layer of Megatron's and one of ours in a rank, built and called alike: what both give is compared."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -35,13 +32,13 @@ class LayerCase:
     given_weight: bool = False
 
 
-def both(cases: list[LayerCase]) -> list[tuple[Given, Given]]:
+def both(cases):
     """What Megatron's layer and ours give, of each case."""
     with parallel_state_of(dist.get_world_size()):
         return [(given(case, ours=False), given(case, ours=True)) for case in cases]
 
 
-def config_of(**options: Any) -> Any:
+def config_of(**options):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     size = dist.get_world_size()
@@ -49,29 +46,26 @@ def config_of(**options: Any) -> Any:
     return TransformerConfig(**{**plain, "tensor_model_parallel_size": size, **options})
 
 
-def built(case: LayerCase, ours: bool) -> nn.Module:
+def built(case, ours):
     from megatron.core.tensor_parallel import layers as theirs
 
     from tpkernels.interop import megatron_core
 
     torch.manual_seed(5)
-    home: Any = megatron_core if ours else theirs
+    home = megatron_core if ours else theirs
     config = config_of(**case.config)
     options = {"config": config, "init_method": config.init_method, **case.options}
     if case.kind == "column":
-        column: nn.Module = home.ColumnParallelLinear(IN, OUT, **options)
-        return column
+        return home.ColumnParallelLinear(IN, OUT, **options)
     if case.kind == "row":
         chosen = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, **options}
-        row: nn.Module = home.RowParallelLinear(IN, OUT, **chosen)
-        return row
-    embedding: nn.Module = home.VocabParallelEmbedding(VOCAB, OUT, **options)
-    return embedding
+        return home.RowParallelLinear(IN, OUT, **chosen)
+    return home.VocabParallelEmbedding(VOCAB, OUT, **options)
 
 
-def given(case: LayerCase, ours: bool) -> Given:
+def given(case, ours):
     rank, size = dist.get_rank(), dist.get_world_size()
-    layer: Any = built(case, ours)
+    layer = built(case, ours)
     draw = torch.Generator().manual_seed(9)
     fused = case.config.get("gradient_accumulation_fusion", False)
     given_weight = None
@@ -109,14 +103,14 @@ def given(case: LayerCase, ours: bool) -> Given:
     }
 
 
-def _is_split(case: LayerCase) -> bool:
+def _is_split(case):
     """Whether ranks hold different shards of the output."""
     if case.kind == "column":
         return not case.call.get("runtime_gather_output", case.options.get("gather_output", False))
     return bool(case.config.get("sequence_parallel") or case.options.get("is_expert"))
 
 
-def _input(case: LayerCase, draw: torch.Generator, rank: int, size: int) -> Tensor:
+def _input(case, draw, rank, size):
     if case.kind == "embedding":
         return torch.randint(VOCAB, (BATCH, TOKENS), generator=draw)
     full = torch.randn(TOKENS, BATCH, IN, generator=draw)
@@ -127,11 +121,11 @@ def _input(case: LayerCase, draw: torch.Generator, rank: int, size: int) -> Tens
     return full.clone().requires_grad_()
 
 
-def _attributes(parameter: Tensor) -> dict[str, Any]:
+def _attributes(parameter):
     return {name: value for name, value in vars(parameter).items() if not isinstance(value, Tensor)}
 
 
-def _checkpoint(layer: Any) -> dict[str, Any]:
+def _checkpoint(layer):
     """What Megatron's distributed checkpoint is told of each tensor."""
     from megatron.core import parallel_state
 
@@ -141,7 +135,7 @@ def _checkpoint(layer: Any) -> dict[str, Any]:
     return {key: {name: getattr(each, name, None) for name in names} for key, each in found.items()}
 
 
-def deferred(limit: int) -> tuple[Tensor, Tensor]:
+def deferred(limit):
     """main_grad of three microbatches, those of the first `limit` computed by Megatron afterwards; 0: of all.
 
     returns: with deferral and without
@@ -155,8 +149,8 @@ def deferred(limit: int) -> tuple[Tensor, Tensor]:
         for defers in (True, False):
             config = config_of(gradient_accumulation_fusion=True, sequence_parallel=True)
             config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = defers, limit
-            inputs: list[Tensor] = []
-            dys: list[Tensor] = []
+            inputs = []
+            dys = []
             torch.manual_seed(5)
             layer = megatron_core.ColumnParallelLinear(
                 IN,
@@ -180,67 +174,59 @@ def deferred(limit: int) -> tuple[Tensor, Tensor]:
         return results[0], results[1]
 
 
-def refusals() -> dict[str, str]:
-    """What is said of each that our layers do not do."""
+def refusals():
+    """What must be said of each that our layers do not do, and all that is said."""
     with parallel_state_of(dist.get_world_size()) as parallel_state:
         from tpkernels.interop import megatron_core
 
-        said = {}
+        said = []
 
-        def ask(name: str, call: Callable[[], object]) -> None:
+        def ask(part, call, *args, **options):
             with pytest.raises((NotImplementedError, ValueError)) as error:
-                call()
-            said[name] = f"{error.type.__name__}: {error.value}"
+                call(*args, **options)
+            said.append((part, f"{error.type.__name__}: {error.value}"))
 
         x = torch.randn(TOKENS, BATCH, IN)
         group = parallel_state.get_tensor_model_parallel_group()
         product = megatron_core.linear_with_grad_accumulation_and_async_allreduce
         weight = nn.Parameter(torch.randn(OUT, IN))
-        for name in ("zero_centered", "memory_efficient", "L2Norm"):
-            config = config_of(
-                layernorm_zero_centered_gamma=name == "zero_centered",
-                memory_efficient_layer_norm=name == "memory_efficient",
-            )
-            if name == "L2Norm":
-                config.normalization = name
-            ask(name, partial(megatron_core.build_norm, config, OUT))
-        offloading: Any = built(LayerCase("column"), ours=True)
+        for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
+            ask(f"{option}=False", megatron_core.build_norm, config_of(**{option: True}), OUT)
+        config = config_of()
+        config.normalization = "L2Norm"
+        ask("LayerNorm or RMSNorm, got 'L2Norm'", megatron_core.build_norm, config, OUT)
+        offloading = built(LayerCase("column"), ours=True)
         offloading.config._cpu_offloading_context = SimpleNamespace(inside_context=True)
-        ask("offloading", lambda: offloading(x))
-        given: Any = built(LayerCase("row", {"is_expert": True}), ours=True)
-        ask("expert bias", lambda: given(x.chunk(group.size(), -1)[group.rank()]))
-        sharded: Any = built(LayerCase("column"), ours=True)
+        ask("cpu_offloading=False", offloading, x)
+        given = built(LayerCase("row", {"is_expert": True}), ours=True)
+        ask("skip_bias_add=True", given, x.chunk(group.size(), -1)[group.rank()])
+        sharded = built(LayerCase("column"), ours=True)
         sharded.gtp_remat_size = 2
-        ask("gathered weights", lambda: sharded(x))
-        ask("output_dtype", lambda: product(x, weight, None, False, False, False, output_dtype=torch.float64))
-        ask("both", lambda: product(x, weight, None, False, True, True))
-        ask("no main_grad", lambda: product(x, weight, None, True, False, False))
-        ask("limit", lambda: product(x, weight, None, False, False, False, [], 2))
-        ask("unfused buffer", lambda: product(x, weight, None, False, False, False, []))
-        frozen = megatron_core.linear_with_frozen_weight
-        ask("frozen buffer", lambda: frozen(x, weight, None, False, False, False, None, []))
-        weight.__fsdp_param__ = True  # type: ignore[attr-defined]
-        ask("fsdp", lambda: product(x, weight, None, True, False, False))
+        ask("gtp_weight_remat_size 1, got 2", sharded, x)
+        off, plain = (False, False, False), partial(product, x, weight, None)
+        ask("torch.float32, got torch.float64", plain, *off, output_dtype=torch.float64)
+        ask("allreduce_dgrad or sequence_parallel, got both", plain, False, True, True)
+        ask("weight.main_grad", plain, True, False, False)
+        ask("wgrad_deferral_limit 0", plain, *off, [], 2)
+        ask("gradient_accumulation_fusion with a grad_output_buffer", plain, *off, [])
+        ask("no grad_output_buffer", megatron_core.linear_with_frozen_weight, x, weight, None, *off, None, [])
+        weight.__fsdp_param__ = True
+        ask("Megatron-FSDP", plain, True, False, False)
         tp_invariant(8)
         try:
-            for kind in ("column", "embedding"):
-                layer: Any = built(LayerCase(kind), ours=True)
-                ask(f"invariant {kind}", partial(layer, x if kind == "column" else torch.tensor([[1]])))
+            for kind, inputs in (("column", x), ("embedding", torch.tensor([[1]]))):
+                ask("no TP-invariance inside Megatron", built(LayerCase(kind), ours=True), inputs)
         finally:
             mode.segments, mode.used_by = 0, ""
         del sys.modules["fused_weight_gradient_mlp_cuda"]
         config = config_of()
         config.defer_embedding_wgrad_compute = True
-        ask(
-            "draining",
-            partial(
-                megatron_core.ColumnParallelLinear, IN, OUT, config=config, init_method=torch.nn.init.ones_
-            ),
-        )
+        column = partial(megatron_core.ColumnParallelLinear, IN, OUT, init_method=torch.nn.init.ones_)
+        ask("defer_embedding_wgrad_compute=False", column, config=config)
         return said
 
 
-def inside_and_after_layers() -> list[str]:
+def inside_and_after_layers():
     """Modules of what is built inside `layers()`, and after it."""
     with parallel_state_of(dist.get_world_size()):
         from megatron.core.extensions import transformer_engine
@@ -249,14 +235,14 @@ def inside_and_after_layers() -> list[str]:
 
         from tpkernels.interop import megatron_core
 
-        class Subclass(theirs.ColumnParallelLinear):  # type: ignore[misc]
+        class Subclass(theirs.ColumnParallelLinear):
             pass
 
         class TELinear(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
 
-        def built_of(kind: Any) -> str:
+        def built_of(kind):
             config = config_of()
             if kind is WrappedTorchNorm:
                 return type(kind(config, OUT)).__module__
@@ -267,7 +253,7 @@ def inside_and_after_layers() -> list[str]:
         kinds = (theirs.ColumnParallelLinear, Subclass, WrappedTorchNorm)
         inside = []
 
-        def build_and_fail() -> None:
+        def build_and_fail():
             with megatron_core.layers():
                 inside.extend(built_of(kind) for kind in kinds)
                 TELinear()
@@ -283,7 +269,7 @@ def inside_and_after_layers() -> list[str]:
         return [*inside, *(built_of(kind) for kind in kinds)]
 
 
-def named_by_spec_provider() -> list[str]:
+def named_by_spec_provider():
     with parallel_state_of(dist.get_world_size()):
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 

@@ -1,18 +1,23 @@
 """Models to save, load, rename and split, and what of them is compared."""
 
-from __future__ import annotations
+from importlib.util import find_spec
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.models.small import CONFIGS, IDS, TARGETS
 from tpkernels import GPT, ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 class Odd(nn.Module):
     """What GPT has not: strides, padding to a unit, buffers, tied and frozen parameters, a plain layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = VocabParallelEmbedding(7, 4, divisible_by=3)  # the last ranks hold nothing but padding
         self.fused = ColumnParallelLinear(4, 24, stride=3, gather_output=False)
@@ -23,18 +28,17 @@ class Odd(nn.Module):
         self.register_buffer("steps", torch.tensor(5))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        output: Tensor = self.plain(self.back(self.fused(self.table(ids))[0])[0])
-        return output
+    def forward(self, ids):
+        return self.plain(self.back(self.fused(self.table(ids))[0])[0])
 
 
-def built(kind: str, seed: int) -> nn.Module:
+def built(kind, seed):
     """The same model for every number of ranks."""
     torch.manual_seed(seed)
     return Odd() if kind == "odd" else GPT(CONFIGS[kind])
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model):
     if isinstance(model, GPT):
         return model(IDS, TARGETS)
     return model(IDS % 7).square().sum()

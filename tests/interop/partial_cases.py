@@ -1,22 +1,19 @@
 """A model with norms of queries and keys, trained on ranks in many ways and compared with one unsharded."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
-from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from tests.checks import error_of
-from tests.interop.split_cases import loss_of
+from tests.interop.refused import refused
+from tests.interop.torch_models import STACK_PLAN, Stack, loss_of, stack
 from tests.models.small import IDS, TARGETS
 from tpkernels import (
     GradientBuckets,
@@ -25,74 +22,20 @@ from tpkernels import (
     initialize_model_parallel,
     parallelize,
 )
-from tpkernels.interop.parallelize import verify as module
+from tpkernels.interop.parallelize import verify
 from tpkernels.interop.parallelize.plan import Split
 
 STEPS = 5
-
-
-class Attention(nn.Module):
-    """Four heads; queries and keys are normalised, values are scaled."""
-
-    def __init__(self, scalar: bool) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
-        self.scale = nn.Parameter(torch.rand(4))
-        self.temperature = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        q = self.q_norm(q) * self.temperature
-        heads = F.scaled_dot_product_attention(q, self.k_norm(k), v * self.scale, is_causal=True)
-        y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
-        return y
-
-
-class Normed(nn.Module):
-    checkpointing: bool | None = None  # with use_reentrant
-
-    def __init__(self, scalar: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(37, 16)
-        self.norms = nn.ModuleList(nn.RMSNorm(16) for _ in range(2))
-        self.attentions = nn.ModuleList(Attention(scalar) for _ in range(2))
-        self.head = nn.Linear(16, 37, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for norm, attention in zip(self.norms, self.attentions, strict=True):
-            if self.checkpointing is None:
-                x = x + attention(norm(x))
-            else:
-                x = x + checkpoint(attention, norm(x), use_reentrant=self.checkpointing)
-        y: Tensor = self.head(x)
-        return y
-
-
-PLAN: dict[str, Any] = {
-    "embed": "embedding",
-    "attentions.*.[qkv]": Split("column", unit=4),
-    "attentions.*.out": Split("row", unit=4),
-    "head": "head",
-}
 PARTIAL = ("q_norm.weight", "k_norm.weight", "scale", "temperature")
 
 
-def normed(scalar: bool = True) -> Normed:
-    torch.manual_seed(5)
-    return Normed(scalar).double()
-
-
-def train(model: nn.Module, how: str, state: Any = None) -> list[float]:
+def train(model, how, state=None):
     """Losses of some steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     buckets = None
     if how == "buckets":
-        buckets = GradientBuckets(
-            model, state.process_group("dp"), tensor_parallel_group=state.process_group("tp")
-        )
+        dp, tp = (state.process_group(name) for name in ("dp", "tp"))
+        buckets = GradientBuckets(model, dp, tensor_parallel_group=tp)
     losses = []
     for step in range(STEPS):
         if how == "frozen":
@@ -114,27 +57,17 @@ def train(model: nn.Module, how: str, state: Any = None) -> list[float]:
     return losses
 
 
-WAYS = (
-    "plain",
-    "accumulated",
-    "checkpointed",
-    "reentrant",
-    "compiled",
-    "frozen",
-    "buckets",
-    "finalized",
-    "copied",
-    "pickled",
-)
+WAYS = ("plain", "accumulated", "checkpointed", "reentrant", "compiled", "frozen", "buckets", "finalized")
+WAYS += ("copied", "pickled")
 
 
-def trained_alike(how: str) -> list[str]:
+def trained_alike(how):
     """What differs from the unsharded model after some steps, and between ranks."""
     state = initialize_model_parallel(dist.get_world_size())
-    whole, split = normed(), parallelize(normed(), plan=PLAN)
-    model: Any = split
+    whole, split = stack(), parallelize(stack(), plan=STACK_PLAN)
+    model = split
     if how in ("checkpointed", "reentrant"):
-        whole.checkpointing = split.checkpointing = how == "reentrant"  # type: ignore[assignment]
+        whole.checkpointing = split.checkpointing = how == "reentrant"
     elif how == "compiled":
         split.compile(backend="aot_eager", fullgraph=True)
     elif how == "copied":
@@ -146,7 +79,7 @@ def trained_alike(how: str) -> list[str]:
     return unlike(split, whole, losses, train(whole, how if how in ("accumulated", "frozen") else "plain"))
 
 
-def unlike(split: nn.Module, whole: nn.Module, losses: list[float], expected: list[float]) -> list[str]:
+def unlike(split, whole, losses, expected):
     wrong = [f"loss {step}" for step in range(STEPS) if abs(losses[step] - expected[step]) > 1e-10]
     trained = dict(split.named_parameters())
     for name, parameter in whole.named_parameters():
@@ -158,17 +91,17 @@ def unlike(split: nn.Module, whole: nn.Module, losses: list[float], expected: li
     return wrong
 
 
-def data_parallel(wrapper: str) -> list[str]:
+def data_parallel(wrapper, sequence_parallel=False):
     """Two copies of a model that two ranks share each, on half of the batch each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole, split = normed(False), parallelize(normed(False), mesh, plan=PLAN)  # FSDP takes no scalars
+    whole, split = (stack(scalar=False) for _ in range(2))  # FSDP takes no scalars
+    parallelize(split, mesh, plan=STACK_PLAN, sequence_parallel=sequence_parallel)
     expected = train(whole, "plain")
     if wrapper == "ddp":
-        model: nn.Module = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
+        model = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
     else:
-        fully_shard(split.attentions[0].q_norm, mesh=mesh["dp"])  # type: ignore[union-attr, index]
-        fully_shard(split.attentions[0], mesh=mesh["dp"])  # type: ignore[index]
-        model = fully_shard(split, mesh=mesh["dp"])
+        for module in (split.layers[0].attention.q_norm, *split.layers, split):
+            model = fully_shard(module, mesh=mesh["dp"])
     own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -183,36 +116,38 @@ def data_parallel(wrapper: str) -> list[str]:
     return unlike(split, whole, losses, expected)
 
 
-def declared() -> dict[str, Any]:
-    """What is summed when a plan says so, when a forward says so, and when nobody can."""
+def declared():
+    """What is summed when a plan says so; and what is said when it is wrong, or nobody can tell."""
     initialize_model_parallel(2)
-    found: dict[str, Any] = {}
-    halves = {"attentions.*.?_norm": "partial", "attentions.?": "partial", "norms": "replicated"}
-    split = parallelize(normed(), plan=PLAN | halves, verify=False)
-    whole = normed()
-    found["declared"] = unlike(split, whole, train(split, "plain"), train(whole, "plain"))
-    found["untold"] = error_of(parallelize, normed(), plan=PLAN, verify=False)
-    found["wrong"] = error_of(parallelize, normed(), plan=PLAN | {"attentions.*.q_norm": "replicated"})
-    found["whole one"] = error_of(parallelize, normed(), plan=PLAN | {"norms.*": "partial"})
-    reentrant = normed()
+    halves = dict.fromkeys(("layers.?.attention", "layers.*.?_norm"), "partial")
+    halves |= {"layers.?.norm?": "replicated"}
+    split = parallelize(stack(), plan=STACK_PLAN | halves, verify=False)
+    whole, reentrant = stack(), stack()
     reentrant.checkpointing = True
-    found["reentrant"] = error_of(parallelize, reentrant, plan=PLAN)
-    return found
+    untold = "'layers.0.attention.scale' stands beside layers that are split"
+    of_queries, of_all = {"layers.*.attention.q_norm": "replicated"}, {"layers.*.norm1": "partial"}
+    return [
+        unlike(split, whole, train(split, "plain"), train(whole, "plain")),
+        refused("ValueError", f"{untold}, and", parallelize, stack(), plan=STACK_PLAN, verify=False),
+        refused("ValueError", "q_norm.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_queries),
+        refused("ValueError", "norm1.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_all),
+        refused("ValueError", untold, parallelize, reentrant, plan=STACK_PLAN),
+    ]
 
 
-class AllHeads(Normed):
+class AllHeads(Stack):
     """Queries are normalised over all heads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        for attention in self.attentions:
-            attention.q = nn.Sequential(attention.q, nn.RMSNorm(16))  # type: ignore[assignment, arg-type]
+        for layer in self.layers:
+            layer.attention.q = nn.Sequential(layer.attention.q, nn.RMSNorm(16))
 
 
 class Plain(nn.Module):
     """Two layers, and between them what a function does with parameters of the model."""
 
-    def __init__(self, between: str) -> None:
+    def __init__(self, between):
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -220,37 +155,32 @@ class Plain(nn.Module):
             self.gate = nn.Linear(8, 1)
         self.between = between
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         h = self.up(x)
         if self.between == "gate":  # its gradient with respect to x would be partial
             h = h * self.gate(x).sigmoid()
         elif self.between == "norm":  # over all features, without a weight
             h = F.rms_norm(h, h.shape[-1:])
-        y: Tensor = self.down(h)
-        return y
+        return self.down(h)
 
 
-def refused() -> dict[str, Any]:
+def refusals():
+    """What is said where features are not those that a function takes, or gradients are not summed."""
     initialize_model_parallel(2)
-    plan: dict[str, Any] = {"up": "column", "down": "row"}
-    every = PLAN | {"attentions.*.q.0": Split("column", unit=4)}
-    del every["attentions.*.[qkv]"]
-    every |= {"attentions.*.[kv]": Split("column", unit=4)}
+    plan = {"up": "column", "down": "row"}
+    in_sequence = {name: said for name, said in STACK_PLAN.items() if "[qkv]" not in name}
+    in_sequence |= dict.fromkeys(("layers.*.q.0", "layers.*.[kv]"), Split("column", unit=4))
+    full = "'layers.0.attention.q.1' does not take this rank's features, though it takes all of them"
+    both = "reaches both full features and, past no column, those that ranks split"
+    differs = "the first module whose output differs is 'down', and the last before it that agrees is 'up'"
     torch.manual_seed(0)
-    return {
-        "all heads": error_of(parallelize, AllHeads().double(), plan=every),
-        "gate": error_of(parallelize, Plain("gate"), plan=plan),
-        "norm": error_of(parallelize, Plain("norm"), plan=plan),
-    }
-
-
-def without_sums() -> tuple[str, str]:
-    """The comparison sees gradients that are not summed."""
-    initialize_model_parallel(2)
-    kept = module.sum_gradients
-    module.sum_gradients = lambda *_: None
-    try:
-        return error_of(parallelize, normed(), plan=PLAN)
-    finally:
-        module.sum_gradients = kept
+    said = [
+        refused("ValueError", full, parallelize, AllHeads().double(), plan=in_sequence),
+        refused("ValueError", both, parallelize, Plain("gate"), plan=plan),
+        refused("ValueError", differs, parallelize, Plain("norm"), plan=plan),
+    ]
+    with patch.object(verify, "sum_gradients", lambda *_: None):
+        said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))
+    assert "is off by" in said[-1]
+    return said

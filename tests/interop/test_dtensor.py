@@ -1,7 +1,5 @@
 """What ranks hold, as DTensors: torch puts the whole together from them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from tpkernels.interop.dtensor import as_dtensors
 from tpkernels.interop.shards import shards_of
 
 
-def wholes(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str], bool]:
+def wholes(kind):
     """The whole of each tensor that torch can put together, all placements, and whether memory is shared."""
     initialize_model_parallel(4)
     model = built(kind, 1)

@@ -1,45 +1,52 @@
 """Models of `transformers` and ours compute the same with the same weights, whichever way they came."""
 
-from __future__ import annotations
-
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.interop.huggingface_cases import logits_of_folder, write_folder
-from tests.interop.models import built
+from tests.interop.models import built, needs_transformers
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS
-from tpkernels import GPT
-from tpkernels.interop import huggingface
+from tpkernels import GPT, initialize_model_parallel
+from tpkernels.interop import huggingface, safetensors
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-try:
-    import transformers
-except ModuleNotFoundError:
-    transformers = None
-needs_transformers = pytest.mark.skipif(transformers is None, reason="transformers is not installed")
 
-LLAMA = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+
+def logits_of_folder(folder):
+    """Of a model that ranks load from what `save_pretrained` wrote."""
+    initialize_model_parallel(dist.get_world_size())
+    config = huggingface.gpt_config(json.loads(Path(folder, "config.json").read_text()))
+    model = GPT(config, sequence_parallel=True)
+    load_full_state_dict(model, huggingface.from_huggingface(safetensors.read(folder)))
+    return model(IDS).detach()
+
+
+def write_folder(folder, kind):
+    initialize_model_parallel(dist.get_world_size())
+    model = built(kind, 7)
+    whole = huggingface.to_huggingface(full_state_dict(model))
+    safetensors.write(Path(folder, "model.safetensors"), whole)
+    return model(IDS).detach()
+
+
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}
+LLAMA = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, **NO_IDS}
 GPT2 = {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
-GPT2 |= {"bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **NO_IDS}
 KINDS = ["llama", "gpt2"]
 
 
 def theirs(kind, **options):
     """A tiny model with random weights, biases among them."""
+    import transformers
+
     torch.manual_seed(5)
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **options))
@@ -91,7 +98,9 @@ def test_they_load_what_ranks_wrote(kind, ranks2, tmp_path):
     pytest.importorskip("safetensors")
     theirs(kind).config.save_pretrained(tmp_path)
     (logits, again) = ranks2.run(write_folder, str(tmp_path), kind)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(model.eval()(IDS).logits, logits, rtol=0, atol=1e-5)
     assert torch.equal(logits, again)
 

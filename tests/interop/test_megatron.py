@@ -1,7 +1,5 @@
 """Megatron-Core's names and layouts, against the formula written out, and there and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,26 +1,22 @@
 """Megatron-Core's layers and GPTModel, and ours in their place, compute the same: `make check-megatron`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.interop import megatron_layer_cases as layer_cases
-from tests.interop.megatron_gpt import STEPS, Case, Comparison, compare
-from tests.interop.megatron_layer_cases import Given, LayerCase
+from tests.interop.megatron_gpt import STEPS, Case, compare
+from tests.interop.megatron_layer_cases import LayerCase
 from tests.ranks import RankPool
 
 needs_megatron = pytest.mark.skipif(
-    find_spec("megatron") is None, reason="megatron-core is not installed (make check-megatron installs it)"
-)
-needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Megatron runs with stand-ins for CUDA, on a machine without"
+    find_spec("megatron") is None or torch.cuda.is_available(),
+    reason="megatron-core is not installed (make check-megatron installs it), or there is a GPU: this runs "
+    "with stand-ins for CUDA",
 )
 
 SEQUENCE, FUSED = {"sequence_parallel": True}, {"gradient_accumulation_fusion": True}
@@ -95,25 +91,24 @@ ROUNDED = {
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
+def two():
     with RankPool(2) as pool:  # of its own: Megatron and the stand-ins for CUDA stay in a process
         yield pool
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
+def four():
     with RankPool(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def by_rank(two: RankPool) -> list[dict[str, tuple[Given, Given]]]:
+def by_rank(two):
     answers = two.run(layer_cases.both, list(LAYERS.values()))
     return [dict(zip(LAYERS, answer, strict=True)) for answer in answers]
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_gives_what_megatrons_does(by_rank, name):
     for rank in by_rank:
@@ -135,7 +130,6 @@ def test_layer_gives_what_megatrons_does(by_rank, name):
 
 
 @needs_megatron
-@needs_no_gpu
 def test_frozen_column_leaves_its_bias_a_gradient(two):
     """Megatron's does not: its function for a frozen weight forgets the bias."""
     cases = [LayerCase("column", frozen=True), LayerCase("column")]
@@ -146,7 +140,6 @@ def test_frozen_column_leaves_its_bias_a_gradient(two):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("limit", [0, 2])
 def test_deferred_gradients_are_those_of_megatrons_drain(two, limit):
     for later, at_once in two.run(layer_cases.deferred, limit):
@@ -155,34 +148,15 @@ def test_deferred_gradients_are_those_of_megatrons_drain(two, limit):
 
 
 @needs_megatron
-@needs_no_gpu
 def test_what_is_not_supported_is_refused_by_name():
     with RankPool(2) as own:
         first, second = own.run(layer_cases.refusals)
     assert first == second
-    expected = {
-        "zero_centered": "layernorm_zero_centered_gamma=False",
-        "memory_efficient": "memory_efficient_layer_norm=False",
-        "L2Norm": "LayerNorm or RMSNorm, got 'L2Norm'",
-        "offloading": "cpu_offloading=False",
-        "expert bias": "skip_bias_add=True",
-        "gathered weights": "gtp_weight_remat_size 1, got 2",
-        "output_dtype": "torch.float32, got torch.float64",
-        "both": "allreduce_dgrad or sequence_parallel, got both",
-        "no main_grad": "weight.main_grad",
-        "limit": "wgrad_deferral_limit 0",
-        "unfused buffer": "gradient_accumulation_fusion with a grad_output_buffer",
-        "frozen buffer": "no grad_output_buffer",
-        "fsdp": "Megatron-FSDP",
-        "invariant column": "no TP-invariance inside Megatron",
-        "invariant embedding": "no TP-invariance inside Megatron",
-        "draining": "defer_embedding_wgrad_compute=False",
-    }
-    assert {name: expected[name] in said for name, said in first.items()} == dict.fromkeys(expected, True)
+    assert [part for part, said in first if part not in said] == []
+    assert len(first) == 16
 
 
 @needs_megatron
-@needs_no_gpu
 def test_layers_replaces_inside_and_only_there(two):
     ours, theirs = "tpkernels.interop.megatron_core", "megatron.core.tensor_parallel.layers"
     subclass = layer_cases.__name__
@@ -192,7 +166,6 @@ def test_layers_replaces_inside_and_only_there(two):
 
 
 @needs_megatron
-@needs_no_gpu
 def test_spec_provider_names_ours(two):
     column, row = "column.ColumnParallelLinear", "row.RowParallelLinear"
     named = [column, row, "norm.build_norm", column, row]
@@ -200,7 +173,7 @@ def test_spec_provider_names_ours(two):
     assert two.run(layer_cases.named_by_spec_provider) == [expected] * 2
 
 
-def losses(results: list[Comparison]) -> list[tuple[list[float], list[float]]]:
+def losses(results):
     """Megatron's and ours, of ranks of the last stage, where they fall."""
     found = [(each.theirs, each.ours) for each in results if each.theirs]
     assert found
@@ -210,13 +183,12 @@ def losses(results: list[Comparison]) -> list[tuple[list[float], list[float]]]:
     return found
 
 
-def largest(results: list[Comparison]) -> float:
+def largest(results):
     pairs = [pair for both in losses(results) for pair in zip(*both, strict=True)]
     return max(abs(theirs - ours) for theirs, ours in pairs)
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_gpt_trains_to_the_same_bits(request, name):
     results = ranks_for(request, SAME_BITS[name]).run(compare, SAME_BITS[name])
@@ -226,39 +198,37 @@ def test_gpt_trains_to_the_same_bits(request, name):
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize("name", ROUNDED)
 def test_gpt_trains_alike(request, name):
     """Where tokens are added in chunks, or by our RMSNorm."""
     assert largest(ranks_for(request, ROUNDED[name]).run(compare, ROUNDED[name])) < 1e-6
 
 
-def ranks_for(request: pytest.FixtureRequest, case: Case) -> RankPool:
+def ranks_for(request, case):
     wants_four = case.pp > 1 or (case.ddp or {}).get("use_distributed_optimizer")
-    pool: RankPool = request.getfixturevalue("four" if wants_four else "two")
-    return pool
+    return request.getfixturevalue("four" if wants_four else "two")
 
 
-def add_bias_on_each_rank(model: nn.Module) -> None:
+def add_bias_on_each_rank(model):
     for layer in model.modules():
         if type(layer).__name__ == "RowParallelLinear":
             layer.register_forward_hook(lambda _, __, output: (output[0], 2 * output[1]))
 
 
-def leave_norms_partial(model: nn.Module) -> None:
+def leave_norms_partial(model):
     for layer in model.modules():
         if type(layer).__name__ == "LayerNorm":
             for parameter in layer.parameters():
                 parameter.sequence_parallel = False
 
 
-def leave_dgrad_partial(model: nn.Module) -> None:
+def leave_dgrad_partial(model):
     for layer in model.modules():
         if type(layer).__name__ == "ColumnParallelLinear":
             layer.allreduce_dgrad, layer.disable_grad_reduce = False, True
 
 
-def count_norms_twice(model: nn.Module) -> None:
+def count_norms_twice(model):
     for layer in model.modules():
         if type(layer).__name__ == "LayerNorm":
             for parameter in layer.parameters():
@@ -266,7 +236,6 @@ def count_norms_twice(model: nn.Module) -> None:
 
 
 @needs_megatron
-@needs_no_gpu
 @pytest.mark.parametrize(
     ("plant", "config"),
     [

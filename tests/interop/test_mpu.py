@@ -60,12 +60,12 @@ def test_mpu_before_torch_distributed_says_what_to_do():
         mpu.initialize_model_parallel(8)
 
 
-def at_stage(stage: int, stages: int, split: int | None):
+def at_stage(stage, stages, split):
     plan = plan_groups(world_size=stages, pipeline=stages, split_rank=split)
     return use(ParallelState(rank=stage, plan=plan, process_groups={}))
 
 
-def arguments(layers: int, stages: int, split: int | None, standalone: bool) -> SimpleNamespace:
+def arguments(layers, stages, split, standalone):
     return SimpleNamespace(
         num_layers=layers,
         num_layers_decoder=2 * layers,
@@ -75,7 +75,7 @@ def arguments(layers: int, stages: int, split: int | None, standalone: bool) -> 
     )
 
 
-def dealt(layers: int, stages: int, split: int | None, standalone: bool) -> list[int] | None:
+def dealt(layers, stages, split, standalone):
     """Layers of each stage, dealt out one by one: an independent count. None: they don't come out even."""
     counts = [0] * stages
     encoder = [s for s in range(stages) if not (standalone and s == 0)]

@@ -1,7 +1,5 @@
 """What docs/trainers.md says of Lightning Fabric, accelerate and Trainer, where they are installed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -16,7 +14,6 @@ FABRIC, ACCELERATE, TRAINER = (
     block.text for block in blocks_of(PAGE, (ROOT / "docs" / PAGE).read_text()) if block.language == "py"
 )
 HIDING = TRAINER[TRAINER.index("for name in") : TRAINER.index("from transformers")]
-CLIPPING = "tpkernels.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)"
 
 
 def ran(text, tmp_path):
@@ -44,54 +41,18 @@ def unsharded(batch, accumulated):
     return losses
 
 
-def losses_of_both_ranks(found):
+@pytest.mark.parametrize(
+    ("package", "program", "batch", "accumulated"),
+    [("lightning", FABRIC, 8, 1), ("accelerate", ACCELERATE, 4, 2)],
+    ids=["fabric", "accelerate"],
+)
+def test_it_trains_as_a_plain_loop(package, program, batch, accumulated, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    found = ran(program, tmp_path)
     assert found.returncode == 0, found.stderr
     said = [float(loss) for loss in re.findall(r"loss ([\d.]+)", found.stdout)]
-    return sorted(said, reverse=True)
-
-
-def both(losses):
-    return pytest.approx(sorted([*losses, *losses], reverse=True), abs=2e-5)
-
-
-def test_fabric_trains_as_a_plain_loop(tmp_path):
-    pytest.importorskip("lightning", reason="lightning is not installed")
-    assert losses_of_both_ranks(ran(FABRIC, tmp_path)) == both(unsharded(8, 1))
-
-
-def test_fabric_that_wraps_the_model_is_refused(tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="lightning is not installed")
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)  # as under torchrun: Fabric starts no processes
-    made = 'Fabric(strategy=SingleDeviceStrategy(torch.device("cpu")), precision="32-true")'
-    assert made in FABRIC
-    text = FABRIC.replace(made, 'Fabric(accelerator="cpu", devices=2, strategy="ddp")\nfabric.launch()')
-    found = ran(text, tmp_path)
-    assert found.returncode == 1
-    assert "ValueError: DistributedDataParallel over ranks 0, 1 would average different" in found.stderr
-
-
-def test_fabric_that_clips_by_itself_is_told(tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="lightning is not installed")
-    monkeypatch.setenv("TPKERNELS_CHECK_REPLICAS", "1")
-    right = "norm = tpkernels.clip_grad_norm_(model.parameters(), 1.0)"
-    assert right in FABRIC
-    text = FABRIC.replace(right, "norm = fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)")
-    found = ran(text, tmp_path)
-    assert found.returncode == 1
-    assert found.stderr.count("RuntimeError: check_replicas: 'model.layers.0.input_layernorm.weight'") == 2
-
-
-def test_accelerate_trains_as_a_plain_loop(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    assert losses_of_both_ranks(ran(ACCELERATE, tmp_path)) == both(unsharded(4, 2))
-
-
-def test_accelerate_that_wraps_the_model_is_refused(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    found = ran(ACCELERATE.replace("buckets = ", "accelerator.prepare(model)\nbuckets = "), tmp_path)
-    assert found.returncode == 1
-    assert found.stderr.count("DistributedDataParallel over ranks 0, 1 would average different") >= 1
+    expected = unsharded(batch, accumulated)
+    assert sorted(said) == pytest.approx(sorted([*expected, *expected]), abs=2e-5)
 
 
 def test_trainer_trains(tmp_path):
@@ -101,23 +62,39 @@ def test_trainer_trains(tmp_path):
     assert found.stdout.count("train_loss") == 2
 
 
-def test_a_trainer_that_wraps_the_model_is_refused(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    found = ran(TRAINER.replace(HIDING, ""), tmp_path)
-    assert found.returncode == 1
-    assert (
-        found.stderr.count("ValueError: DistributedDataParallel over ranks 0, 1 would average different") == 2
-    )
+AS_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}  # which starts ranks
+MADE = 'Fabric(strategy=SingleDeviceStrategy(torch.device("cpu")), precision="32-true")'
+WRAPS = 'Fabric(accelerator="cpu", devices=2, strategy="ddp")\nfabric.launch()'
+OURS = "norm = tpkernels.clip_grad_norm_(model.parameters(), 1.0)"
+ITS_OWN = "norm = fabric.clip_gradients(wrapped, optimizer, max_norm=0.1)"
+CLIPPING = "tpkernels.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)"
+WRAPPED = "ValueError: DistributedDataParallel over ranks 0, 1 would average different"
+DIFFERS = "RuntimeError: check_replicas: 'model.layers.0.input_layernorm.weight'"
+SHORT, CLIPS = "max_steps=4", "max_steps=4, max_grad_norm=0.1"
+WRONG = {  # package, environment, program, what is replaced in it, what is said, on how many ranks
+    "fabric_wraps": ("lightning", AS_TORCHRUN, FABRIC, {MADE: WRAPS}, WRAPPED, 1),
+    "fabric_clips": ("lightning", {"TPKERNELS_CHECK_REPLICAS": "1"}, FABRIC, {OURS: ITS_OWN}, DIFFERS, 2),
+    "accelerate_wraps": (
+        *("accelerate", {}, ACCELERATE, {"buckets = ": "accelerator.prepare(model)\nbuckets = "}),
+        *(WRAPPED.removeprefix("ValueError: "), 1),
+    ),
+    "trainer_wraps": ("accelerate", {}, TRAINER, {HIDING: ""}, WRAPPED, 2),
+    "trainer_clips": (
+        *("accelerate", {"TPKERNELS_CHECK_REPLICAS": "2"}, TRAINER),
+        *({CLIPPING: "super()._clip_grad_norm(model)", SHORT: CLIPS}, f"{DIFFERS} differs", 2),
+    ),
+}
 
 
-def test_a_trainer_that_clips_by_itself_is_told(tmp_path, monkeypatch):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    monkeypatch.setenv("TPKERNELS_CHECK_REPLICAS", "2")
-    assert CLIPPING in TRAINER
-    text = TRAINER.replace(CLIPPING, "super()._clip_grad_norm(model)")
-    found = ran(text.replace("max_steps=4", "max_steps=4, max_grad_norm=0.1"), tmp_path)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_wraps_or_clips_by_itself_is_told(case, tmp_path, monkeypatch):
+    package, environment, text, replaced, said, ranks = WRONG[case]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    found = ran(text, tmp_path)
     assert found.returncode == 1
-    assert (
-        found.stderr.count("RuntimeError: check_replicas: 'model.layers.0.input_layernorm.weight' differs")
-        == 2
-    )
+    assert found.stderr.count(said) >= ranks

@@ -3,8 +3,6 @@
 LAYERS=no: without our layers
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -15,11 +13,11 @@ from tests.fake_world import fake_rank
 from tpkernels.interop.megatron_core import import_hook as hook
 
 
-def home(function: object) -> str:
+def home(function):
     return str(getattr(function, "__module__", "")).removeprefix("tpkernels.interop.megatron_core.")
 
 
-def found() -> dict[str, object]:
+def found():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import layers, mappings, random
@@ -48,12 +46,12 @@ def found() -> dict[str, object]:
     }
 
 
-def main() -> None:
+def main():
     warnings.simplefilter("ignore")
     if os.environ.get("LAYERS") == "no":
         of_layers = hook.SERVED["megatron.core.tensor_parallel.layers"]
         for name in [name for name in of_layers if name != "utilities"]:
-            del of_layers[name]  # type: ignore[attr-defined]
+            del of_layers[name]
     with hook.installed():
         inside = found()
     left = [name for name in sys.modules if name.startswith("megatron.core")]

@@ -1,89 +1,54 @@
 """Every group of a parallel state by Megatron's getters: of Megatron's own module, or of ours."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
-
 import torch.distributed as dist
 
-GETTERS: list[tuple[str, dict[str, Any]]] = [
-    ("get_model_parallel_group", {}),
-    ("get_tensor_model_parallel_group", {}),
-    ("get_pipeline_model_parallel_group", {}),
-    ("get_data_parallel_group", {}),
-    ("get_data_parallel_group", {"with_context_parallel": True}),
-    ("get_data_parallel_group", {"with_context_parallel": True, "partial_data_parallel": True}),
-    ("get_context_parallel_group", {}),
-    ("get_embedding_group", {"check_initialized": False}),
-    ("get_position_embedding_group", {"check_initialized": False}),
-    ("get_amax_reduction_group", {}),
-    ("get_amax_reduction_group", {"with_context_parallel": True}),
-    ("get_amax_reduction_group", {"tp_only_amax_red": True}),
-    ("get_amax_reduction_group", {"with_context_parallel": True, "tp_only_amax_red": True}),
-    ("get_tensor_and_data_parallel_group", {}),
-    ("get_tensor_and_data_parallel_group", {"with_context_parallel": True}),
-    ("get_tensor_and_context_parallel_group", {}),
-    ("get_expert_model_parallel_group", {}),
-    ("get_expert_tensor_parallel_group", {}),
-    ("get_expert_tensor_and_model_parallel_group", {}),
-    ("get_expert_tensor_model_pipeline_parallel_group", {}),
-    ("get_expert_data_parallel_group", {}),
-    ("get_expert_data_parallel_group", {"partial_expert_data_parallel": True}),
-    ("get_intra_distributed_optimizer_instance_group", {}),
-    ("get_inter_distributed_optimizer_instance_group", {"check_initialized": False}),
-]
-MEASURES = [  # without arguments
-    "model_parallel_is_initialized",
-    "get_tensor_model_parallel_world_size",
-    "get_pipeline_model_parallel_world_size",
-    "get_tensor_model_parallel_rank",
-    "get_pipeline_model_parallel_rank",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "get_tensor_model_parallel_src_rank",
-    "get_model_parallel_src_rank",
-    "get_data_parallel_src_rank",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_data_parallel_world_size",
-    "get_data_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_context_parallel_rank",
-    "get_context_parallel_global_ranks",
-    "get_tensor_and_context_parallel_world_size",
-    "get_tensor_and_context_parallel_rank",
-    "get_expert_model_parallel_src_rank",
-    "get_expert_model_parallel_world_size",
-    "get_expert_model_parallel_rank",
-    "get_expert_tensor_parallel_world_size",
-    "get_expert_tensor_parallel_rank",
-    "get_expert_tensor_and_model_parallel_world_size",
-    "get_expert_tensor_and_model_parallel_rank",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size",
-    "has_separate_all_gather_group",
-    "get_all_ranks",
-]
+_GROUPS = (
+    "model_parallel tensor_model_parallel pipeline_model_parallel data_parallel context_parallel "
+    "amax_reduction tensor_and_data_parallel tensor_and_context_parallel expert_model_parallel "
+    "expert_tensor_parallel expert_tensor_and_model_parallel expert_tensor_model_pipeline_parallel "
+    "expert_data_parallel intra_distributed_optimizer_instance"
+)
+GETTERS = [(f"get_{name}_group", {}) for name in _GROUPS.split()]
+for name in ("embedding", "position_embedding", "inter_distributed_optimizer_instance"):
+    GETTERS.append((f"get_{name}_group", {"check_initialized": False}))
+for name, *options in (
+    ("data_parallel", "with_context_parallel"),
+    ("data_parallel", "with_context_parallel", "partial_data_parallel"),
+    ("amax_reduction", "with_context_parallel"),
+    ("amax_reduction", "tp_only_amax_red"),
+    ("amax_reduction", "with_context_parallel", "tp_only_amax_red"),
+    ("tensor_and_data_parallel", "with_context_parallel"),
+    ("expert_data_parallel", "partial_expert_data_parallel"),
+):
+    GETTERS.append((f"get_{name}_group", dict.fromkeys(options, True)))
+_MEASURES = (  # without arguments
+    "model_parallel_is_initialized get_tensor_model_parallel_world_size "
+    "get_pipeline_model_parallel_world_size get_tensor_model_parallel_rank "
+    "get_pipeline_model_parallel_rank is_pipeline_first_stage is_pipeline_last_stage "
+    "is_rank_in_embedding_group is_rank_in_position_embedding_group get_virtual_pipeline_model_parallel_rank "
+    "get_virtual_pipeline_model_parallel_world_size get_tensor_model_parallel_src_rank "
+    "get_model_parallel_src_rank get_data_parallel_src_rank get_pipeline_model_parallel_first_rank "
+    "get_pipeline_model_parallel_last_rank get_pipeline_model_parallel_next_rank "
+    "get_pipeline_model_parallel_prev_rank get_data_parallel_world_size get_data_parallel_rank "
+    "get_context_parallel_world_size get_context_parallel_rank get_context_parallel_global_ranks "
+    "get_tensor_and_context_parallel_world_size get_tensor_and_context_parallel_rank "
+    "get_expert_model_parallel_src_rank get_expert_model_parallel_world_size "
+    "get_expert_model_parallel_rank get_expert_tensor_parallel_world_size get_expert_tensor_parallel_rank "
+    "get_expert_tensor_and_model_parallel_world_size get_expert_tensor_and_model_parallel_rank "
+    "get_expert_data_parallel_rank get_expert_data_parallel_world_size has_separate_all_gather_group "
+    "get_all_ranks"
+)
+MEASURES = _MEASURES.split()
 
 
-def answers(module: ModuleType, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def answers(module, sizes):
     """All that `module` says after initialize_model_parallel(**sizes) on this rank, or that it refuses."""
     try:
         module.initialize_model_parallel(**sizes)
-        found: dict[str, Any] = {name: getattr(module, name)() for name in MEASURES}
+        found = {name: getattr(module, name)() for name in MEASURES}
         for name, arguments in GETTERS:
             found[f"{name}({arguments})"] = ranks_of(getattr(module, name)(**arguments))
-        if (
-            "hierarchical_context_parallel_sizes" in sizes
-        ):  # else Megatron answers with those of an earlier state
+        if "hierarchical_context_parallel_sizes" in sizes:  # else Megatron answers with an earlier state's
             found["hierarchical"] = ranks_of(module.get_hierarchical_context_parallel_groups())
         if sizes.get("hybrid_context_parallel"):
             ranks = module.get_data_parallel_world_size(with_context_parallel=True)
@@ -97,9 +62,7 @@ def answers(module: ModuleType, sizes: Mapping[str, Any]) -> dict[str, Any]:
         module.destroy_model_parallel()
 
 
-def ranks_of(group: Any) -> Any:
-    if group is None:
-        return None
-    return (
-        [ranks_of(each) for each in group] if isinstance(group, list) else dist.get_process_group_ranks(group)
-    )
+def ranks_of(group):
+    if isinstance(group, list):
+        return [ranks_of(each) for each in group]
+    return None if group is None else dist.get_process_group_ranks(group)

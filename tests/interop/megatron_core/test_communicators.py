@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fake_world import each_rank, fake_rank
-from tests.interop.megatron_core import group_cases as cases
+from tests.interop.megatron_core import test_groups as cases
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.interop.megatron_core.groups import ProcessGroupCollection
 from tpkernels.interop.shards import require_one_stage
@@ -58,7 +58,7 @@ def test_groups_that_gloo_does_not_serve_have_twins(made):
 
 
 class Options(SimpleNamespace):
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
+    def __init__(self, is_high_priority_stream=False):
         super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
 
@@ -93,7 +93,7 @@ def test_settings_of_communicators_reach_their_groups(made, monkeypatch, tmp_pat
 
 
 def test_ranks_outside_stand_aside_where_a_communicator_is_split(monkeypatch):
-    took_part: list[str] = []
+    took_part = []
     monkeypatch.setattr(c10d, "splits_the_world", lambda backend: backend != "gloo")
     monkeypatch.setattr(c10d, "stand_aside", lambda: took_part.append("aside"))
     monkeypatch.setattr(c10d, "default_timeout", lambda: timedelta(seconds=1))
@@ -107,7 +107,7 @@ def test_ranks_outside_stand_aside_where_a_communicator_is_split(monkeypatch):
     assert found == [["a", "aside", "c"], ["a", "b", "c"], ["aside", "b"], ["aside", "aside"]]
 
 
-def time_outs() -> list[float]:
+def time_outs():
     ps.initialize_model_parallel(2)
     group = ps.get_tensor_model_parallel_group()
     dense, experts = ps.create_all_gather_groups(for_expert_parallelism=True)

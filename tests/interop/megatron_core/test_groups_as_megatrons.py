@@ -2,7 +2,6 @@
 
 from itertools import product
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +16,11 @@ from tpkernels.topology.sizes import InvalidSizes
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "cp-tp-dp-ep-pp", "tp-ep-dp-pp")
 
 
-def sizes_of(
-    tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int, order: str, **more: Any
-) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline,
-        "context_parallel_size": context,
-        "expert_model_parallel_size": expert,
-        "expert_tensor_parallel_size": expert_tensor,
-        "order": order,
-        "create_gloo_process_groups": False,
-        **more,
-    }
+def sizes_of(*sizes_and_order, **more):
+    *sizes, order = sizes_and_order
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    named = {f"{name}_parallel_size": size for name, size in zip(names, sizes, strict=True)}
+    return {**named, "order": order, "create_gloo_process_groups": False, **more}
 
 
 CASES = [
@@ -49,7 +40,7 @@ CASES = [
 ]
 
 
-def said(sizes: dict[str, Any]) -> str:
+def said(sizes):
     return "-".join(
         str(value if isinstance(value, int | str) else name)
         for name, value in sizes.items()
@@ -76,7 +67,7 @@ def test_answers_are_megatrons(sizes):
 # Without Megatron: ranks of a grid by listing its places, as an independent way.
 
 
-def listed(rank: int, axes: list[tuple[str, int]], along: str) -> list[int]:
+def listed(rank, axes, along):
     """axes: (name, size), the fastest first"""
     places = [
         dict(zip([name for name, _ in reversed(axes)], at, strict=True))
@@ -86,7 +77,7 @@ def listed(rank: int, axes: list[tuple[str, int]], along: str) -> list[int]:
     return [other for other, at in enumerate(places) if all(at[a] == places[rank][a] for a in fixed)]
 
 
-def named(group: Any) -> list[int]:
+def named(group):
     return dist.get_process_group_ranks(group)
 
 

@@ -19,7 +19,7 @@ OURS = {
 LISTED = Path(__file__).with_name("megatrons_names.txt").read_text().splitlines()
 
 
-def call(name: str, function: object) -> str:
+def call(name, function):
     """Name, arguments and defaults, but for keyword-only arguments: those of newer Megatrons."""
     said = [
         parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"

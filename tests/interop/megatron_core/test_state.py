@@ -1,10 +1,13 @@
 """Random streams, recomputation, utilities and mappings under Megatron's names."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.checks import error_of
 from tests.fake_world import fake_rank
-from tests.interop.megatron_core import state_cases as cases
 from tpkernels.interop.megatron_core import mappings, rng, utilities
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.runtime.random import get_rng_tracker, manual_seed
@@ -20,32 +23,113 @@ def _streams_as_before():
     rng.initialize_rng_tracker(force_reset=True)
 
 
+def streams():
+    """A number of each stream, and whether the CPU's generator is where the caller left it."""
+    ps.initialize_model_parallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    torch.manual_seed(100 + dist.get_rank())
+    before = torch.get_rng_state()
+    rng.model_parallel_cuda_manual_seed(7)
+    drawn = []
+    for name in ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng"):
+        with rng.get_cuda_rng_tracker().fork(name):
+            drawn.append(float(torch.rand(1)))
+    return drawn, torch.equal(before, torch.get_rng_state())
+
+
 def test_streams_have_megatrons_seeds_and_the_callers_generator_stays(ranks4):
-    assert ranks4.run(cases.streams) == cases.expected_streams()
+    """tensor rank = expert rank = rank % 2, and one rank to an expert"""
+    seeds = [(7 + 2718 + rank % 2, 7 + 1024 + 100 * (rank % 2), 7) for rank in range(4)]
+    drawn = [
+        [float(torch.rand(1, generator=torch.Generator().manual_seed(s))) for s in each] for each in seeds
+    ]
+    assert ranks4.run(streams) == [(each, True) for each in drawn]
+
+
+def recomputed():
+    """Gradients with and without recomputation, and with shards saved; dropout draws alike."""
+    ps.initialize_model_parallel(2)
+    torch.manual_seed(3)
+    rng.model_parallel_cuda_manual_seed(11)
+    weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+    asked = []
+
+    def function(x, scale):
+        asked.append(rng.is_checkpointing())
+        with rng.get_cuda_rng_tracker().fork():
+            dropped = torch.nn.functional.dropout(x @ weight, 0.5)
+        return torch.nn.functional.dropout(dropped, 0.5) * (2.0 if scale is None else scale)
+
+    moment = get_rng_tracker().snapshot()
+    gradients = []
+    for distribute in (None, False, True, "without"):
+        get_rng_tracker().return_to(moment)
+        weight.grad = None
+        x = torch.linspace(0, 1, 32).view(4, 8).requires_grad_()
+        y = function(x, None) if distribute == "without" else rng.checkpoint(function, distribute, x, None)
+        after = torch.get_rng_state()
+        y.square().sum().backward()
+        gradients.append([y.detach(), x.grad, weight.grad, after])
+        found = [x.grad is not None, torch.equal(after, torch.get_rng_state())]
+    same = [all(torch.equal(a, b) for a, b in zip(each, gradients[-1], strict=True)) for each in gradients]
+    return [*same, *found, asked == [True] * 6 + [False], not rng.is_checkpointing()]
 
 
 def test_recomputation_draws_alike_and_gives_the_same_gradients(ranks2):
-    assert ranks2.run(cases.recomputed) == [[True] * 8] * 2
+    assert ranks2.run(recomputed) == [[True] * 8] * 2
+
+
+def utilities_of_ranks():
+    ps.initialize_model_parallel(2)
+    rank = dist.get_rank()
+    x = torch.arange(12.0).view(3, 4)
+    chunk = utilities.split_tensor_into_1d_equal_chunks(x)
+    copy = utilities.split_tensor_into_1d_equal_chunks(x, new_buffer=True)
+    data = {"a": torch.full((2, 3), rank), "b": torch.tensor(rank), "c": torch.empty(0, 4, dtype=torch.int64)}
+    own = utilities.broadcast_data(["a", "b", "c"], data if rank % 2 == 0 else {}, torch.int64)
+    # by a group that is passed, of other ranks and sizes than the tensor group
+    numbers = {"a": torch.arange(rank + 5)}
+    groups = (ps.get_model_parallel_group(), ps.get_data_parallel_group())
+    sent = [utilities.broadcast_data(["a"], numbers, torch.int64, tp_group=group) for group in groups]
+    return [
+        chunk.tolist(),
+        chunk.data_ptr() == x[rank % 2 * 1 :].data_ptr() or rank % 2 == 1,
+        copy.data_ptr() != chunk.data_ptr(),
+        torch.equal(utilities.gather_split_1d_tensor(chunk), x.view(-1)),
+        own["a"].tolist(),
+        [own["b"].item(), list(own["c"].shape), own["a"].dtype == torch.int64],
+        [each["a"].numel() for each in sent],
+        utilities.param_is_not_tensor_parallel_duplicate(torch.zeros(1)),
+        utilities.param_is_not_tensor_parallel_duplicate(torch.zeros(1), ps.get_data_parallel_group()),
+    ]
 
 
 def test_utilities_of_a_tensor_group(ranks4):
-    for rank, found in enumerate(ranks4.run(cases.utilities_of_ranks)):
-        first = rank // 2 * 2
+    for rank, found in enumerate(ranks4.run(utilities_of_ranks)):
+        first, place = rank // 2 * 2, rank % 2
         assert found == [
-            [float(i) for i in range(6 * (rank % 2), 6 * (rank % 2) + 6)],
+            [float(i) for i in range(6 * place, 6 * place + 6)],
             True,
             True,
             True,
             [[first] * 3] * 2,
             [first, [0, 4], True],
-            [first + 5, rank % 2 + 5],
-            rank % 2 == 0,
+            [first + 5, place + 5],
+            place == 0,
             rank < 2,
         ]
 
 
+def broadcasts_that_fail():
+    """All ranks are told of the first rank's mistake; one with other keys is told alone, and none waits."""
+    ps.initialize_model_parallel(2)
+    data = {"a": torch.zeros(2, dtype=torch.float64)}
+    keys = ["a"] if dist.get_rank() == 0 else ["b"]
+    calls = ((["a"], torch.float32), (["b"], torch.float32), (keys, torch.float64))
+    return [error_of(utilities.broadcast_data, each, data, dtype) for each, dtype in calls]
+
+
 def test_broadcasts_that_fail_leave_no_rank_waiting(ranks2):
-    first, second = ranks2.run(cases.broadcasts_that_fail)
+    first, second = ranks2.run(broadcasts_that_fail)
     assert first[0] == second[0]
     assert "expected data['a'] of torch.float32, got torch.float64" in first[0][1]
     assert "expected 'b' in data of the first rank" in second[1][1]
@@ -53,21 +137,73 @@ def test_broadcasts_that_fail_leave_no_rank_waiting(ranks2):
     assert "expected the first rank's keys ['a'], got ['b']" in second[2][1]
 
 
-def test_regions_of_unequal_rows(ranks2):
-    assert ranks2.run(cases.uneven_regions) == [[0.0] * 4] * 2
+UNEVEN, HALVES = [slice(0, 3), slice(3, 4)], [(slice(None), slice(0, 2)), (slice(None), slice(2, 4))]
+REGIONS = {  # what gathers, what scatters sums, and each rank's of 4 by 4 numbers
+    "uneven_rows": (
+        partial(mappings.gather_from_sequence_parallel_region, output_split_sizes=[3, 1]),
+        partial(mappings.reduce_scatter_to_sequence_parallel_region, input_split_sizes=[3, 1]),
+        UNEVEN,
+    ),
+    "last_dimension": (
+        mappings.all_gather_last_dim_from_tensor_parallel_region,
+        mappings.reduce_scatter_last_dim_to_tensor_parallel_region,
+        HALVES,
+    ),
+}
 
 
-def test_regions_of_the_last_dimension(ranks2):
-    assert ranks2.run(cases.last_dimension) == [[0.0] * 4] * 2
+def regions(name):
+    """Forward and backward, the ranks' weights being 1 and 2; largest differences."""
+    ps.initialize_model_parallel(2)
+    rank, (gather, reduce_scatter, places) = dist.get_rank(), REGIONS[name]
+    full = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+    weights = torch.linspace(1, 2, 16, dtype=torch.float64).view(4, 4)
+    x, z = full[places[rank]].clone().requires_grad_(), (full * (rank + 1)).requires_grad_()
+    gathered, scattered = gather(x), reduce_scatter(z)
+    (gathered * weights * (rank + 1)).sum().backward()
+    (scattered * (rank + 1)).sum().backward()
+    owner = torch.ones_like(full)
+    owner[places[1]] = 2
+    found = [
+        gathered - full,
+        x.grad - 3 * weights[places[rank]],
+        scattered - 3 * full[places[rank]],
+        z.grad - owner,
+    ]
+    return [float(each.detach().abs().max()) for each in found]
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_are_gathered_and_their_sums_scattered(name, ranks2):
+    assert ranks2.run(regions, name) == [[0.0] * 4] * 2
+
+
+def exchanged():
+    """Rows by uneven sizes and back again; tokens for features and back again; gradients."""
+    ps.initialize_model_parallel(2)
+    group, rank = ps.get_tensor_model_parallel_group(), dist.get_rank() % 2
+    sent = [[1, 2], [3, 0]]  # rows from rank i to rank j
+    received = [sent[other][rank] for other in range(2)]
+    x = (torch.arange(6.0).view(3, 2) + 10 * rank).requires_grad_()
+    there = mappings.all_to_all(group, x, received, sent[rank])
+    back = mappings.all_to_all(group, there, sent[rank], received)
+    (back * torch.arange(3.0).view(3, 1)).sum().backward()
+    assert torch.equal(back, x)
+    assert x.grad.tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    tokens = torch.arange(8.0).view(2, 4) + 100 * rank
+    features = mappings.all_to_all_sp2hp(tokens)
+    assert torch.equal(mappings.all_to_all_hp2sp(features), tokens)
+    return [there.tolist(), features.tolist()]
 
 
 def test_rows_are_exchanged(ranks2):
-    first, second = ranks2.run(cases.exchanged)
-    assert first[0] == [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0], [14.0, 15.0]]
-    assert second[0] == [[2.0, 3.0], [4.0, 5.0]]
-    assert first[1:3] == second[1:3] == [True, [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]]
-    assert first[3:] == [[[0.0, 1.0], [4.0, 5.0], [100.0, 101.0], [104.0, 105.0]], True]
-    assert second[3:] == [[[2.0, 3.0], [6.0, 7.0], [102.0, 103.0], [106.0, 107.0]], True]
+    assert ranks2.run(exchanged) == [
+        [
+            [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0], [14.0, 15.0]],
+            [[0.0, 1.0], [4.0, 5.0], [100.0, 101.0], [104.0, 105.0]],
+        ],
+        [[[2.0, 3.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0], [102.0, 103.0], [106.0, 107.0]]],
+    ]
 
 
 # Streams, without ranks.
@@ -217,7 +353,7 @@ def test_splits_that_do_not_divide_are_refused():
 
 
 class Ranked:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank = lambda: rank
 
 
