@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.compiled import Compiler
     from tests.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is imported
@@ -61,3 +62,13 @@ def _first(world_size: int, pool: RankPool) -> RankPool:
     from tests.ranks import RankPool
 
     return RankPool(world_size, within=pool)
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    """See `tests.compiled`."""
+    from tests.compiled import compiling
+
+    base = tmp_path_factory.getbasetemp()  # of a worker of xdist it lies in that of the run
+    with compiling((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled") as process:
+        yield process

@@ -7,7 +7,6 @@ import pytest
 
 from bench.clock.published import measured
 from bench.clock.validation import Judged, judged, pairs_in_order, summary, table
-from tests.gate.clock.edits import compiling
 
 PAGE = Path(__file__).parents[2] / "docs" / "clock.md"
 NAMES = ("awaited, 2 buffers, 128x128x64, 4 warps", "rotated, depth 512", "rotated, depth 16384")
@@ -18,9 +17,8 @@ def judge(names: tuple[str, ...]) -> list[Judged]:
 
 
 @pytest.fixture(scope="module")
-def found():
-    with compiling() as process:
-        return process.submit(judge, NAMES).result()
+def found(compiler):
+    return compiler.run(judge, NAMES)
 
 
 @pytest.mark.sweep  # compiles

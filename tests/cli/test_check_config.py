@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +68,14 @@ def checking() -> list[str]:
     return checking[4:]
 
 
-def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    environment["TPKERNELS_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, "-m", "tpkernels", "check", *arguments]
-    ran = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert "Traceback" not in ran.stderr, ran.stderr
-    return ran
+@pytest.fixture
+def check(compiler, folder):
+    def checked(*arguments: str) -> subprocess.CompletedProcess[str]:
+        ran = compiler.command(folder, "check", *arguments, PYTHONPATH=str(ROOT))
+        assert "Traceback" not in ran.stderr, ran.stderr
+        return ran
+
+    return checked
 
 
 def planted(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -100,12 +96,12 @@ def planted(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     return sound, faulty
 
 
-def test_each_planted_fault_turns_the_workflow_red(folder):
+def test_each_planted_fault_turns_the_workflow_red(check, folder):
     options = checking()
     sound, faulty = planted(folder)
     for name, text in sound.items():
         (folder / name).write_text(text)
-    ran = check(folder, *options, "--update")
+    ran = check(*options, "--update")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "all well: 4 compilations and 6 computations" in ran.stdout
     rows = read(folder / "gate-budgets.json")[minor_version(triton.__version__)].keys()
@@ -113,7 +109,7 @@ def test_each_planted_fault_turns_the_workflow_red(folder):
 
     for name, text in faulty.items():
         (folder / name).write_text(text)
-    ran = check(folder, *options)
+    ran = check(*options)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     for fault, (_, _, finding) in PLANTED.items():
         assert re.search(f"^{finding}$", ran.stdout, re.MULTILINE), f"{fault} not in {ran.stdout}"
@@ -123,9 +119,9 @@ def test_each_planted_fault_turns_the_workflow_red(folder):
     assert all("formula" in failure for failure in wrong), "the others compute what they should"
 
 
-def test_what_is_wrong_beyond_the_file_is_one_line(folder):
+def test_what_is_wrong_beyond_the_file_is_one_line(check, folder):
     (folder / "oracles.py").write_text("def softmax(x_ptr):\n    return x_ptr\n\nmatmul = 3\n")
-    ran = check(folder, "--config", "gate.toml", "--skip", "compile")
+    ran = check("--config", "gate.toml", "--skip", "compile")
     assert ran.returncode == 2
     told = r"error: .*gate\.toml: kernels\.matmul: oracle: expected a function, oracles:matmul is a int"
     assert re.fullmatch(f"python -m tpkernels check: {told}\n", ran.stderr)

@@ -1,11 +1,7 @@
 """`python -m tpkernels clock`: what it says of kernels, and that it refuses bad input in one line."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +16,6 @@ from tpkernels.gate.clock.timeline import Run, Span
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = Prediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
-SMALL = "linear/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+bias+z"
 SPANS = (
     Span(0, 0, "products", 100.0, 300.0, "64x256x16"),
     Span(0, 4, "products", 200.0, 400.0, "64x256x16"),
@@ -171,22 +166,11 @@ def test_a_missing_matplotlib_is_told_before_the_work(monkeypatch, capsys):
     assert "expected matplotlib" in capsys.readouterr().err
 
 
-def test_a_kernel_is_clocked_from_end_to_end(tmp_path):
-    """In a process of its own, whose kernels are compiled."""
-    report = tmp_path / "clock.json"
-    command = [sys.executable, "-m", "tpkernels", "clock", SMALL, "--json", str(report)]
-    ran = subprocess.run(
-        [*command, "--shape", "4096x2048x1024"],
-        cwd=Path(clock.__file__).parents[2],
-        env=os.environ | {"TPKERNELS_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+def test_a_kernel_is_clocked_from_end_to_end(compiler, tmp_path):
+    ran = compiler.command(tmp_path, "clock", NAME, "--shape", "4096x2048x1024", "--json", "report.json")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    (one,) = json.loads(report.read_text())["kernels"]
-    assert one["entry"] == SMALL
+    (one,) = json.loads((tmp_path / "report.json").read_text())["kernels"]
+    assert one["entry"] == NAME
     assert one["steps"] == 16  # 1024 by 64
     assert 0 < one["model"]["seconds"] < 1e-2
     assert 0 < one["model"]["tflops"] < clock_kernel.PEAK

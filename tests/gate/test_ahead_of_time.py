@@ -1,9 +1,5 @@
-"""What the compiler tells of sound kernels, and that each planted fault breaks a rule.
+"""What the compiler tells of sound kernels, and that each planted fault breaks a rule."""
 
-Kernels of this process are interpreted, so that what compiles runs in a process of its own, once for all.
-"""
-
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Entry, Facts, compile_entry
+from tpkernels.gate.ahead_of_time import (
+    ARCHITECTURES,
+    SHARED_LIMIT,
+    Entry,
+    Facts,
+    Job,
+    compile_entry,
+    compile_key,
+    facts_or_error,
+)
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
 from tpkernels.kernels.tiles import KERNELS
@@ -47,57 +52,25 @@ FAULTS = {  # name -> (entry with a fault planted, architecture)
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
     "unknown_constant": (replace(LINEAR, constants=LINEAR.constants | {"ACTIVATION": "elu"}), "sm_90"),
 }
-JOBS = SOUND | FAULTS
-PROGRAM = """
-import json, sys
-from tests.gate.test_ahead_of_time import JOBS
-from tpkernels.gate.ahead_of_time import CompileError, compile_entry, compile_key
-for name in sys.argv[1:]:
-    entry, architecture = JOBS[name]
-    try:
-        told = compile_entry(entry, architecture).as_json()
-    except CompileError as error:
-        told = str(error)
-    print(json.dumps([name, told, compile_key(entry, architecture)]))
-"""
+JOBS = {name: Job(*job) for name, job in (SOUND | FAULTS).items()}
 KEYS = """
-from tests.gate.test_ahead_of_time import JOBS
-from tpkernels.gate.ahead_of_time import compile_key
-print(*(compile_key(*job) for job in JOBS.values()))
+from tests.gate.test_ahead_of_time import keys
+print(*keys())
 """
 
 
-def compiling(program: str, *arguments: str, **variables: str) -> subprocess.Popen:
-    """A program where kernels are compiled, not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", program, *arguments]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment | variables, **streams)
-
-
-def printed(process: subprocess.Popen) -> str:
-    output, errors = process.communicate(timeout=550)  # on a busy machine
-    assert process.returncode == 0, errors
-    return output
+def keys() -> list[str]:
+    return [compile_key(job.entry, job.architecture) for job in JOBS.values()]
 
 
 @pytest.fixture(scope="module")
-def told_with_keys() -> dict[str, tuple[object, str]]:
-    """What the compiler told of each of JOBS, and its key: from two processes, on a core each."""
-    names = list(JOBS)
-    halves = [compiling(PROGRAM, *names[half::2], PYTHONHASHSEED=str(half)) for half in range(2)]
-    lines = [json.loads(line) for half in halves for line in printed(half).splitlines()]
-    return {name: (what, key) for name, what, key in lines}
-
-
-@pytest.fixture
-def told(told_with_keys) -> dict:
-    return {name: what for name, (what, _) in told_with_keys.items()}
+def told(compiler) -> dict[str, Facts | str]:
+    """What the compiler told of each of JOBS."""
+    return {name: compiler.run(facts_or_error, job) for name, job in JOBS.items()}
 
 
 def broken(told: dict, name: str) -> list[str]:
-    entry, architecture = JOBS[name]
-    return [*violations(entry, architecture, Facts.from_json(told[name]))]
+    return [*violations(JOBS[name].entry, JOBS[name].architecture, told[name])]
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -106,7 +79,7 @@ def test_rules_are_kept_by_what_is_sound(told, name):
 
 
 def test_facts_of_a_descriptor_kernel(told):
-    facts = Facts.from_json(told["linear_descriptor"])
+    facts = told["linear_descriptor"]
     assert 0 < facts.registers <= 255
     assert facts.stack == facts.spills == 0
     assert 128 * 256 * 2 < facts.shared <= SHARED_LIMIT["sm_90"]
@@ -118,22 +91,22 @@ def test_facts_of_a_descriptor_kernel(told):
 
 
 def test_facts_of_epilogues_that_load_and_store_in_turn(told):
-    dglu = Facts.from_json(told["dglu_descriptor"])
+    dglu = told["dglu_descriptor"]
     assert (dglu.exposed_waits, dglu.serial_stores) == (8, 11)  # of 8 loads and 12 stores
     assert (dglu.products_during_stores, dglu.loads_during_stores) == (False, False)
-    assert Facts.from_json(told["dgrad_descriptor"]).exposed_waits == 4
-    assert Facts.from_json(told["linear_descriptor"]).exposed_waits == 0
-    assert Facts.from_json(told["linear_pointer"]).exposed_waits is None  # on sm_80
+    assert told["dgrad_descriptor"].exposed_waits == 4
+    assert told["linear_descriptor"].exposed_waits == 0
+    assert told["linear_pointer"].exposed_waits is None  # on sm_80
 
 
 def test_blocks_of_an_sm_are_known_of_nvidia(told):
-    assert Facts.from_json(told["linear_descriptor"]).blocks == 1
-    assert Facts.from_json(told["linear_pointer"]).blocks == 1
-    assert Facts.from_json(told["amd"]).blocks is None
+    assert told["linear_descriptor"].blocks == 1
+    assert told["linear_pointer"].blocks == 1
+    assert told["amd"].blocks is None
 
 
 def test_facts_of_an_amd_kernel(told):
-    facts = Facts.from_json(told["amd"])
+    facts = told["amd"]
     assert 0 < facts.registers <= 512
     assert facts.count("global_load")
 
@@ -163,7 +136,7 @@ def test_rules_see_serialised_wgmma(told):
 
 def test_wgrad_accumulates_by_the_copy_engine(told):
     assert SOUND["wgrad_descriptor"][0].name.endswith("+=fp32")
-    assert Facts.from_json(told["wgrad_descriptor"]).count("UTMAREDG") > 0
+    assert told["wgrad_descriptor"].count("UTMAREDG") > 0
 
 
 def test_what_holds_flags_is_not_flattened(told):
@@ -175,10 +148,17 @@ def test_failed_compilation_names_its_cause(told):
     assert "unknown activation" in told["unknown_constant"]
 
 
-def test_key_is_the_same_in_every_process_and_differs_between_entries(told_with_keys):
-    elsewhere = printed(compiling(KEYS, PYTHONHASHSEED="2")).split()
-    assert elsewhere == [told_with_keys[name][1] for name in JOBS]
-    assert len(set(elsewhere)) == len(JOBS)
+def test_key_is_the_same_in_every_process_and_differs_between_entries(compiler):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", KEYS],
+        env=environment | {"PYTHONHASHSEED": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert found == compiler.run(keys)
+    assert len(set(found)) == len(JOBS)
 
 
 def test_compiling_is_refused_where_kernels_are_interpreted():

@@ -1,17 +1,18 @@
 """What the gate sees of warp-specialised kernels, by the example of a small one. Gluon needs Triton 3.7."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
-from tests.gate.test_ahead_of_time import compiling, printed
+from tests.compiled import assembly_of
 from tests.gate.test_expectations import FACTS
 from tpkernels.gate import budgets
-from tpkernels.gate.ahead_of_time import Entry, Facts
+from tpkernels.gate.ahead_of_time import Entry, Facts, facts_of
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx_flow import PRODUCT, TENSOR_LOAD, Flow
@@ -30,6 +31,8 @@ from tpkernels.gate.roles import (
     unordered_roles,
 )
 from tpkernels.kernels import launch
+from tpkernels.kernels.dglu import dglu
+from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import H100
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="Gluon is of another form before Triton 3.7")
@@ -56,23 +59,6 @@ def ring(name: str = "ring", **options: int) -> Entry:
     return recorded(name, call, of, H100, ("sm_90",))
 
 
-PROGRAM = """
-import json
-from tests.gate.test_gluon import ring
-from tpkernels.gate.ahead_of_time import ast_source, compile_entry, gpu_target
-import triton
-print(json.dumps(compile_entry(ring(), "sm_90").as_json()))
-entry = ring()
-print(triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options).asm["ptx"])
-"""
-DGLU = """
-import json
-from tests.gate.test_gluon import in_roles
-from tpkernels.gate.ahead_of_time import compile_entry
-print(json.dumps([compile_entry(entry, "sm_90").as_json() for entry in in_roles("dglu")]))
-"""
-
-
 def in_roles(kernel: str) -> list[Entry]:
     """The entry with the costliest epilogue of each tile that is in roles."""
     named = [entry for entry in catalog() if re.match(rf"{kernel}/.*-c\d/", entry.name)]
@@ -80,14 +66,13 @@ def in_roles(kernel: str) -> list[Entry]:
 
 
 @pytest.fixture(scope="module")
-def told() -> tuple[Facts, str]:
-    first, ptx = printed(compiling(PROGRAM)).split("\n", 1)
-    return Facts.from_json(json.loads(first)), ptx
+def facts(compiler) -> Facts:
+    return compiler.run(facts_of, ring(), "sm_90")
 
 
 @pytest.fixture(scope="module")
-def facts(told) -> Facts:
-    return told[0]
+def ptx(compiler) -> str:
+    return compiler.run(assembly_of, ring()).ptx
 
 
 def test_gluon_kernel_is_recorded_and_compiled(facts):
@@ -116,16 +101,16 @@ def test_what_another_role_loads_is_not_exposed(facts):
     assert facts.unordered_roles == ()
 
 
-def test_dglu_in_roles_waits_for_nothing_that_it_loads():
+def test_dglu_in_roles_waits_for_nothing_that_it_loads(compiler):
     assert len(in_roles("dglu")) == 2
-    for value in json.loads(printed(compiling(DGLU))):
-        facts = Facts.from_json(value)
+    for entry in in_roles("dglu"):
+        facts = compiler.run(facts_of, entry, "sm_90")
         assert (facts.exposed_waits, facts.serial_stores, facts.unordered_roles) == (0, 0, ())
         assert facts.loads_during_stores
 
 
-def test_roles_are_told_apart(told):
-    roles = Flow.of(told[1]).roles
+def test_roles_are_told_apart(ptx):
+    roles = Flow.of(ptx).roles
     assert [role.threads for role in roles] == [256, 32]
     assert [len(role.matching(PRODUCT)) for role in roles] == [4, 0]
     assert [len(role.matching(TENSOR_LOAD)) for role in roles] == [0, 4]  # u is two boxes wide
@@ -170,48 +155,43 @@ FAULTS = {  # pattern, what stands there instead, which of the places, what is f
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_step_between_warps_is_needed(told, fault):
+def test_each_step_between_warps_is_needed(ptx, fault):
     pattern, instead, which, found = FAULTS[fault]
-    places = [*re.finditer(pattern, told[1])]
-    chosen = places if which is ... else [places[which]]
-    ptx = told[1]
-    for place in reversed(chosen):
+    places = [*re.finditer(pattern, ptx)]
+    for place in reversed(places if which is ... else [places[which]]):
         ptx = ptx[: place.start()] + place.expand(instead) + ptx[place.end() :]
     assert unordered_roles(Flow.of(ptx)) == (found,)
 
 
-LAUNCHED = """
-import json
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from tpkernels.kernels import launch
-from tpkernels.kernels.dglu import dglu
-from tpkernels.kernels.matmul_tile import MatmulTile
-from tpkernels.kernels.target import H100
-
 class Driver:
+    """Of a GPU that is not there."""
+
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda device: 0)
 
-driver.set_active(Driver())
-compiled = []
 
-def start(kernel, grid):
-    return lambda *of, **more: compiled.append(kernel.warmup(*of, grid=grid, **more))
+def launched_twice() -> tuple[bool, int]:
+    """Whether the second launch compiles nothing, and the bytes of shared memory. For `Compiler.run`."""
+    compiled = []
 
-dy, w, g = (torch.randn(*size).bfloat16() for size in ((256, 512), (512, 128), (256, 128)))
-with launch.emulation(H100, start):
-    for _ in range(2):
-        dglu(dy, w, g, g, emit_h=True, tile=MatmulTile.named("128x128x64-w4-s4-p4-c2"))
-print(json.dumps([compiled[0] is compiled[1], compiled[0].metadata.shared]))
-"""
+    def start(kernel, grid):
+        return lambda *of, **more: compiled.append(kernel.warmup(*of, grid=grid, **more))
+
+    dy, w, g = (torch.randn(*size).bfloat16() for size in ((256, 512), (512, 128), (256, 128)))
+    driver.set_active(Driver())
+    try:
+        with launch.emulation(H100, start):
+            for _ in range(2):
+                dglu(dy, w, g, g, emit_h=True, tile=MatmulTile.named("128x128x64-w4-s4-p4-c2"))
+    finally:
+        driver.reset_active()
+    return compiled[0] is compiled[1], compiled[0].metadata.shared
 
 
-def test_launcher_s_arguments_are_what_triton_compiles_for_once():
+def test_launcher_s_arguments_are_what_triton_compiles_for_once(compiler):
     """By Triton's own way from a call to a kernel, up to where a driver would launch it."""
-    again, shared = json.loads(printed(compiling(LAUNCHED)))
+    again, shared = compiler.run(launched_twice)
     assert again
     budget = budgets.read()["3.7"].of("sm_90", "dglu/descriptor/bf16/128x128x64-w4-s4-p4-c2/swiglu+h")
     assert budget

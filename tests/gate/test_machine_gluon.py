@@ -1,4 +1,4 @@
-"""The warp-specialised products, searched and broken: their own source, in the machine."""
+"""The warp-specialised products in the machine: under its schedules, searched in all orders, and broken."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,9 @@ import torch
 from tpkernels.gate import machine, numerics
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.calls import product
-from tpkernels.gate.numerics import Case, RandomOperands, examine
+from tpkernels.gate.machine import interleavings, program
+from tpkernels.gate.machine.steps import Steps
+from tpkernels.gate.numerics import Case, RandomOperands, examine, part_of_bound
 from tpkernels.kernels.matmul_tile import MatmulTile, compiles
 
 # the same rows a warp as what is shipped, fewer columns
@@ -62,23 +64,98 @@ def test_one_stage_is_refused():
         launched("linear", "cooperative", 1, 2, 2)
 
 
+CAUGHT_AS = {
+    "arrive dropped": {"Deadlock"},
+    "wait dropped": {"Race", "Misuse"},
+    "parity of the first wait wrong": {"Race", "Deadlock"},
+    "parity of the last wait wrong": {"Race", "Misuse", "Deadlock"},
+    "expects too little": {"Deadlock"},
+    "expects too much": {"Deadlock"},
+    "expect dropped": {"Deadlock"},
+    "copy dropped": {"Deadlock"},
+    "store_wait dropped": {"Race", "Undrained"},
+    "fence dropped": {"Race"},
+    "wait for products dropped": {"Race"},
+    "one more arrival at init": {"Deadlock"},
+    "released a step early": {"Race"},
+}
+
+
+def faults_of(trace, names=None):
+    """Of each mutant of a trace: the kind of fault that the search finds."""
+    expected, found = machine.expectations(trace), {}
+    for mutant in machine.mutants(trace):
+        if names is None or mutant.name in names:
+            try:
+                machine.search(mutant.trace, expected)
+                found[mutant.name] = "none"
+            except machine.Fault as fault:
+                found[mutant.name] = type(fault).__name__
+    return found
+
+
 @ROLES
 @pytest.mark.parametrize("name", ["linear", "dglu"])
 def test_every_mutant_is_caught(name, roles):
-    missed = None
+    missed, seen = None, set()
     for stages, steps in ((2, 1), (3, 2), (2, 3)):  # an edit may change nothing where another wait holds, too
         (trace,) = launched(name, roles, stages, steps, tiles=5).traces()
-        expected = machine.expectations(trace)
-        survived = set()
-        for mutant in machine.mutants(trace):
-            if missed is None or mutant.name in missed:
-                try:
-                    machine.search(mutant.trace, expected)
-                    survived.add(mutant.name)
-                except machine.Fault:
-                    pass
-        missed = survived
+        found = faults_of(trace, missed)
+        missed = {mutant for mutant, fault in found.items() if fault == "none"}
+        seen |= {(mutant.partition(" (")[0], fault) for mutant, fault in found.items() if fault != "none"}
     assert missed == set()
+    assert {(kind, fault) for kind, fault in seen if fault not in CAUGHT_AS[kind]} == set()
+    assert {kind for kind, _ in seen} == set(CAUGHT_AS)
+
+
+def test_search_by_steps_finds_what_a_search_by_events_finds(monkeypatch):
+    """The latter lets any role do any one event, and any copy land, at any time."""
+    (trace,) = launched("linear", "pingpong", stages=2, steps=1, tiles=3).traces()
+    by_steps, states = faults_of(trace), machine.search(trace)
+    monkeypatch.setattr(program, "_steps", lambda events: [(at, at + 1) for at in range(len(events))])
+    monkeypatch.setattr(Steps, "landing_matters", Steps.landing)
+    monkeypatch.setattr(Steps, "private", lambda steps, state: None)
+    assert faults_of(trace) == by_steps
+    assert machine.search(trace) > 5 * states
+
+
+def test_search_that_takes_too_long_says_so(monkeypatch):
+    monkeypatch.setattr(interleavings, "MAX_STATES", 100)
+    with pytest.raises(ValueError, match="more than 100 states: search smaller sizes"):
+        launched("dglu", "pingpong", stages=3, steps=3, tiles=3).explore()
+
+
+@ROLES
+@pytest.mark.parametrize("schedule", machine.SCHEDULES.values(), ids=machine.SCHEDULES.keys())
+def test_every_schedule_computes_the_product(schedule, roles):
+    torch.manual_seed(0)
+    of = RandomOperands(torch.bfloat16, 136, 136, 72, chunks=1, form="descriptor", tile=TILES[roles])
+    with machine.emulating(schedule, processors=2) as launches:
+        results = product(of, "linear", activation="silu")
+    assert [each.grid for each in launches] == [(2,)]
+    assert {name: part_of_bound(*pair) < 1 for name, pair in results.items()} == {"y": True, "z": True}
+
+
+def test_emulator_catches_what_its_schedule_meets():
+    from tpkernels.kernels.gluon import roles
+
+    of = RandomOperands(torch.bfloat16, 64, 320, 64, chunks=1, form="descriptor", tile=TILES["pingpong"])
+    with (
+        machine.edited(roles, *SLIPS["phase of the wrong ring"][1:]),
+        machine.emulating(machine.SCHEDULES["late loads"], processors=1),
+        pytest.raises(machine.Race, match=r"after\n  .*goes on at"),
+    ):
+        product(of, "linear")
+
+
+def test_edit_of_what_is_not_there_is_refused():
+    from tpkernels.kernels.gluon import roles
+
+    refused = pytest.raises(
+        ValueError, match=r"expected 'no such line' once in tpkernels\.kernels\.gluon\.roles"
+    )
+    with refused, machine.edited(roles, "no such line", ""):
+        pass
 
 
 SLIPS = {  # module, what stands there, what does not belong there

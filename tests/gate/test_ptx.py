@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.gate.test_ahead_of_time import compiling, printed
+from tests.compiled import assembly_of
+from tpkernels.gate.catalog import recipes
 from tpkernels.gate.ptx import NO_FLAG, unordered_flags, unordered_reads
 
 LOOK = "@%p1 ld.global.sys.acquire.b32 %r1, [ %rd1 + 0 ];"
@@ -80,20 +81,14 @@ KERNELS = {
     "waits": "gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/depth_first",
     "pushes": "scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first",
 }
-COMPILE = """
-import sys, triton
-from tpkernels.gate.ahead_of_time import ast_source, gpu_target
-from tpkernels.gate.catalog import catalog
-entry = next(entry for entry in catalog() if entry.name == sys.argv[1])
-print(triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options).asm["ptx"])
-"""
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, str]:
+def compiled(compiler) -> dict[str, str]:
     """The PTX of both kernels."""
-    processes = {kernel: compiling(COMPILE, name) for kernel, name in KERNELS.items()}
-    return {kernel: printed(process) for kernel, process in processes.items()}
+    return {
+        kernel: compiler.run(assembly_of, recipes()[name].entry()).ptx for kernel, name in KERNELS.items()
+    }
 
 
 def edited(ptx: str, pattern: str, instead: str, count: int = 0) -> str:

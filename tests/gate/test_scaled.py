@@ -1,6 +1,5 @@
 """The gate on fp8: rules broken one by one, and faults planted in kernels that are compiled."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -8,10 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from tests.gate.test_ahead_of_time import compiling, printed
 from tpkernels.gate import scaled
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.ahead_of_time import Entry, Facts
+from tpkernels.gate.ahead_of_time import Entry, Facts, facts_of
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.machine_code import FP8_PRODUCTS
@@ -155,20 +153,12 @@ JOBS = {
     "exposed": (replace(DESCRIPTOR, num_stages=1), "sm_90"),
     "not_promoted": (constants(ADA, IN_PLACE=True), "sm_89"),
 }
-PROGRAM = """
-import json
-from tests.gate.test_scaled import JOBS
-from tpkernels.gate.ahead_of_time import compile_entry
-for name, (entry, architecture) in JOBS.items():
-    print(json.dumps([name, compile_entry(entry, architecture).as_json()]))
-"""
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[str]]:
+def told(compiler) -> dict[str, list[str]]:
     """What is wrong with each of JOBS, as it is compiled."""
-    found = (json.loads(line) for line in printed(compiling(PROGRAM)).splitlines())
-    return {name: [*violations(*JOBS[name], Facts.from_json(facts))] for name, facts in found}
+    return {name: [*violations(*job, compiler.run(facts_of, *job))] for name, job in JOBS.items()}
 
 
 def test_what_is_sound_keeps_the_rules(told):

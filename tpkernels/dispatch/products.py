@@ -268,7 +268,8 @@ def _addmm_dtype_out_fits(problem: Problem, target: Target) -> bool:
 
 
 def _wgrad_accumulate_sample(layer: Layer) -> tuple[Any, ...]:
-    return torch.empty_like(layer.weight(), dtype=torch.float32), layer.dy(), layer.x()
+    weight = layer.weight()
+    return weight.new_empty(weight.shape, dtype=torch.float32), layer.dy(), layer.x()
 
 
 wgrad_accumulate_ = Primitive(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import re
-import subprocess
 import sys
 import time
 import zlib
@@ -21,7 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tpkernels.gate import epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
+from tpkernels.gate import disassembly, epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
+from tpkernels.gate.disassembly import disassemble
 from tpkernels.gate.ptx_flow import Flow
 from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
@@ -145,10 +145,19 @@ def facts_or_error(job: Job) -> Facts | str:
 def facts_of(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
     key = compile_key(entry, architecture)
+    return _facts_kept(key) or _compiled_and_kept(entry, architecture, key)[0]
+
+
+def facts_kept(entry: Entry, architecture: str) -> Facts | None:
+    """The facts of one entry on one architecture, if they are in the user's cache."""
+    return _facts_kept(compile_key(entry, architecture))
+
+
+def _facts_kept(key: str) -> Facts | None:
     try:
         return Facts.from_json(DiskCache.of_user("facts").get(key))
     except TypeError:  # nothing there
-        return _compiled_and_kept(entry, architecture, key)[0]
+        return None
 
 
 def machine_code_of(entry: Entry, architecture: str) -> bytes:
@@ -187,7 +196,7 @@ def _compiled(entry: Entry, architecture: str) -> tuple[Facts, bytes]:
         seconds = time.perf_counter() - start
         if target.backend == "hip":
             return _amd(compiled, seconds), compiled.asm["hsaco"]
-        return _nvidia(compiled, seconds, architecture, Path(folder)), compiled.asm["cubin"]
+        return _nvidia(compiled, seconds, architecture), compiled.asm["cubin"]
 
 
 def compile_key(entry: Entry, architecture: str) -> str:
@@ -201,7 +210,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir)
+    readers = (disassembly, epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -258,14 +267,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[-1] if words else 'without a message'}"
 
 
-def _nvidia(compiled: Any, seconds: float, architecture: str, folder: Path) -> Facts:
-    binary = folder / "kernel.cubin"
+def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
     code = compiled.asm["cubin"]
-    binary.write_bytes(code)
-    # one call for both: "REG:200 STACK:0 SHARED:1024 LOCAL:0 ...", then the instructions
-    listing = subprocess.run(
-        [_cuobjdump(), "-res-usage", "-sass", str(binary)], capture_output=True, text=True, check=True
-    ).stdout
+    listing = disassemble(code)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert usage, "cuobjdump without a line of resource usage"
     mix = machine_code.sass_mix(listing)
@@ -327,9 +331,3 @@ def _amd(compiled: Any, seconds: float) -> Facts:
 
 def _threads(compiled: Any) -> int:
     return int(compiled.metadata.num_warps * compiled.metadata.warp_size)
-
-
-def _cuobjdump() -> str:
-    import triton
-
-    return str(triton.knobs.nvidia.cuobjdump.path)  # as brought along, or TRITON_CUOBJDUMP_PATH

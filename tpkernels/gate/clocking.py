@@ -8,6 +8,7 @@ a kernel clocks that kernel alone.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tpkernels.gate import clock
-from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_or_error, machine_code_of
+from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_kept, facts_or_error, machine_code_of
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
@@ -70,8 +71,27 @@ class Examined:
 
 
 def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], None]) -> list[Examined]:
-    """What came of each task; `report` hears of each as it is done."""
-    return results_of(examine, tasks, processes, report, Examined(DIED))
+    """What came of each task; `report` hears of each as it is done. Without any to do, no process starts."""
+    known = [remembered(task) for task in tasks]
+    for task, found in zip(tasks, known, strict=True):
+        if found is not None:
+            report(task)
+    todo = [task for task, found in zip(tasks, known, strict=True) if found is None]
+    new = iter(results_of(examine, todo, processes, report, Examined(DIED)))
+    return [next(new) if found is None else found for found in known]
+
+
+def remembered(task: Task) -> Examined | None:
+    """What the user's caches have of a task."""
+    entry, launching = task.job.entry, task.launching
+    if entry.folder or entry.module not in sys.modules:  # one that is not ours may do anything on import
+        return None
+    try:
+        facts = facts_kept(entry, task.job.architecture)
+        cost = _cost_kept(_cost_key(facts, launching)) if facts and launching else None
+    except Exception:  # kernels are interpreted here, or the entry cannot be compiled: `examine` says why
+        return None
+    return Examined(facts, cost) if facts and (cost or not launching) else None
 
 
 def examine(task: Task) -> Examined:
@@ -87,14 +107,23 @@ def examine(task: Task) -> Examined:
 
 def clocked(job: Job, facts: Facts, launching: Launching) -> Cost:
     """The cost of an entry: from the user's cache, or by the clock and put there."""
-    kept = DiskCache.of_user(CYCLES)
-    key = f"{facts.cubin} {launching.text()} {_clock()}"
-    try:
-        return Cost.from_json(kept.get(key))
-    except TypeError:  # nothing there
+    key = _cost_key(facts, launching)
+    cost = _cost_kept(key)
+    if cost is None:
         cost = cost_of(built(job.entry, job.architecture, facts), launching.workload())
-        kept.put(key, cost.as_json())
-        return cost
+        DiskCache.of_user(CYCLES).put(key, cost.as_json())
+    return cost
+
+
+def _cost_key(facts: Facts, launching: Launching) -> str:
+    return f"{facts.cubin} {launching.text()} {_clock()}"
+
+
+def _cost_kept(key: str) -> Cost | None:
+    try:
+        return Cost.from_json(DiskCache.of_user(CYCLES).get(key))
+    except TypeError:  # nothing there
+        return None
 
 
 def built(entry: Entry, architecture: str, facts: Facts) -> Built:

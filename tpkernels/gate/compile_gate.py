@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -12,7 +12,7 @@ import triton
 from tpkernels.gate import budgets, cycles
 from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, Job
 from tpkernels.gate.budgets import Budget, Budgets
-from tpkernels.gate.catalog import catalog, has_parts
+from tpkernels.gate.catalog import has_parts, recipes
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all
 from tpkernels.gate.expectations import violations
@@ -41,7 +41,8 @@ class Suite:
     """Entries that are checked together."""
 
     name: str
-    entries: tuple[Entry, ...]
+    architectures: Mapping[str, tuple[str, ...]]  # name of an entry -> those that it is compiled for
+    entry: Callable[[str], Entry]  # by its name: only what is asked for is made
     budgets: Path
     rules: Rules
     launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
@@ -49,7 +50,11 @@ class Suite:
 
 def ours() -> Suite:
     """The kernels of this package."""
-    return Suite("the catalog", catalog(), TABLE, violations, FromCatalog)
+    named = recipes()
+    architectures = {name: recipe.architectures for name, recipe in named.items()}
+    return Suite(
+        "the catalog", architectures, lambda name: named[name].entry(), TABLE, violations, FromCatalog
+    )
 
 
 def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
@@ -59,7 +64,11 @@ def jobs_of(suite: Suite, architectures: Sequence[str], only: str) -> list[Job]:
         raise UsageError(
             f"expected --arch of {', '.join(ARCHITECTURES)}; got {', '.join(map(repr, unknown))}"
         )
-    chosen = [entry for entry in suite.entries if has_parts(entry.name, only)]
+    chosen = [
+        suite.entry(name)
+        for name, compiled_for in suite.architectures.items()
+        if has_parts(name, only) and not set(architectures).isdisjoint(compiled_for)
+    ]
     return [
         Job(entry, architecture)
         for architecture in dict.fromkeys(architectures)
@@ -85,7 +94,7 @@ def check(
     minor, notes = budgets.minor_version(triton.__version__), []
     if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
         notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
-    current = {(gpu, entry.name) for entry in suite.entries for gpu in entry.architectures}
+    current = {(gpu, name) for name, compiled_for in suite.architectures.items() for gpu in compiled_for}
     if update:
         new = {
             (job.architecture, job.entry.name): Budget.of(result.facts, _known(result))

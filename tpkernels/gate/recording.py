@@ -55,6 +55,26 @@ class MetaOperands(Operands):
         return flat[self.ragged :][: prod(shape)].view(shape)
 
 
+class _Found(Exception):
+    """Ends a recording: what is computed after the launch, such as what is exact, is not asked for."""
+
+    def __init__(self, launch: launch.Launch) -> None:
+        super().__init__()
+        self.launch = launch
+
+
+class _Wanted(list[launch.Launch]):
+    """Launches up to the one that is looked for, of a kernel of this name; "": the first."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self.function = function
+
+    def append(self, one: launch.Launch) -> None:
+        if self.function in ("", one.kernel.__name__):
+            raise _Found(one)
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How an entry's launch is recorded."""
@@ -69,9 +89,13 @@ class Recipe:
 
     def launch(self) -> launch.Launch:
         """What the kernel is launched with."""
-        with _launching_with(self.of, self.precision), launch.recording(self.target) as launches:
-            self.call(self.of)
-        return next(one for one in launches if self.function in ("", one.kernel.__name__))
+        wanted = _Wanted(self.function)
+        try:
+            with _launching_with(self.of, self.precision), launch.recording(self.target, wanted):
+                self.call(self.of)
+        except _Found as found:
+            return found.launch
+        raise LookupError(f"{self.name}: {self.function} was not launched")
 
     def entry(self) -> Entry:
         """What is compiled of it."""

@@ -1,9 +1,14 @@
-"""Work in processes of its own, where a compiler that dies takes nothing but its own item along."""
+"""Work in processes of its own, where a compiler that dies takes nothing but its own item along.
+
+They are forks where they can be: to import torch and Triton again takes longer than to compile an entry.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +32,8 @@ def results_of(
     report: hears of each item as it is done
     of_the_dead: the result of an item whose process died
     """
+    if not items:
+        return []
     results: dict[int, Result] = {}
     lost: list[int] = []
     with _pool(processes) as pool:
@@ -56,8 +63,15 @@ def results_of(
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
-    # spawned, not forked: Triton reads TRITON_INTERPRET on import, and threads do not survive a fork
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_compile_here)
+    return ProcessPoolExecutor(processes, mp_context=get_context(_start()), initializer=_compile_here)
+
+
+def _start() -> str:
+    """Spawned where kernels are interpreted, which Triton reads on import; threads do not survive a fork."""
+    interpreted = "TRITON_INTERPRET" in os.environ
+    return (
+        "fork" if sys.platform == "linux" and not interpreted and threading.active_count() == 1 else "spawn"
+    )
 
 
 def _compile_here() -> None:

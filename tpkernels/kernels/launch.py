@@ -38,9 +38,9 @@ _emulated: ContextVar[Start | None] = ContextVar("emulated", default=None)
 
 
 @contextmanager
-def recording(target: Target) -> Iterator[list[Launch]]:
+def recording(target: Target, launches: list[Launch] | None = None) -> Iterator[list[Launch]]:
     """Launchers on the meta device launch nothing: what they would launch on `target` is listed."""
-    launches: list[Launch] = []
+    launches = [] if launches is None else launches
     tokens = _recorded.set(launches), recorded_target.set(target)
     try:
         yield launches

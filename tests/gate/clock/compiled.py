@@ -1,41 +1,28 @@
-"""Cubins of catalog entries and of small kernels, compiled in a process whose kernels are not interpreted."""
+"""Compiled kernels, translated to be run without time."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
+from tests.compiled import Assembly
 from tests.gate.clock.functional import Ran, run_block
 from tpkernels.gate.clock.cubin import Cubin, read
 from tpkernels.gate.clock.semantics import Step, translate
 from tpkernels.gate.clock.values import Argument
 
-_COMPILE = """
-import base64, json, sys, triton
-from tpkernels.gate.ahead_of_time import ast_source, gpu_target
-from tpkernels.gate.catalog import catalog
-name = sys.argv[1]
-entry = next(one for one in catalog() if one.name == name and "sm_90" in one.architectures)
-compiled = triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options)
-threads = compiled.metadata.num_warps
-print(json.dumps([base64.b64encode(compiled.asm["cubin"]).decode(), threads, dict(entry.arguments)]))
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    name: str
     cubin: Cubin
     program: list[Step]
     warps: int  # of a block
     types: Mapping[str, str]  # of run-time arguments
+
+    @staticmethod
+    def of(assembly: Assembly, types: Mapping[str, str]) -> Kernel:
+        cubin = read(assembly.cubin)
+        return Kernel(cubin, translate(cubin), assembly.warps, types)
 
     def run(self, numbers: Mapping[str, int], *, blocks: int, block: int = 0) -> Ran:
         """numbers: of the integer arguments; pointers lie far apart, descriptors are unknown."""
@@ -60,26 +47,3 @@ class Kernel:
             else:
                 given.append(1e-5 if kind == "fp32" else numbers[name])
         return [*given, 0, 0]  # scratch memory, of which nothing is used
-
-
-@cache
-def kernel(name: str) -> Kernel:
-    """An entry of the catalog."""
-    content, warps, types = json.loads(_without_interpreter(_COMPILE, name))
-    cubin = read(b64decode(content))
-    return Kernel(name, cubin, translate(cubin), warps, types)
-
-
-def cubin_of(script: str, folder: Path, *arguments: str) -> bytes:
-    """What a script, which Triton wants in a file, prints as base64."""
-    path = folder / "kernel.py"
-    path.write_text(script)
-    return b64decode(_without_interpreter(None, str(path), *arguments))
-
-
-def _without_interpreter(code: str | None, *arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, *(["-c", code] if code else []), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

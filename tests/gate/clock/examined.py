@@ -1,20 +1,28 @@
-"""What tests of costs ask of a compiled entry, in a process that compiles."""
+"""What tests ask of a compiled entry, for `Compiler.run`; and of one that was edited."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import triton
-
-from tpkernels.gate.ahead_of_time import Entry, ast_source, gpu_target
+from tests.compiled import assembly_of
+from tpkernels import kernels
+from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost, cost_of
+from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.launch import Built, Launch, box_bytes, launch_of
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.workload import EntryWorkload, Product, of_entry
+
+Edit = tuple[str, str, str]  # module of tpkernels.kernels, what stands there, what shall
+SOURCES = Path(str(kernels.__file__)).parent
 
 
 @dataclass(frozen=True)
@@ -31,58 +39,39 @@ class Examined:
     faults: dict[str, str]  # what was planted -> the error
 
 
-class Deeper(EntryWorkload):
-    """Says twice the depth of a step that is compiled."""
+@dataclass(frozen=True)
+class Mistaken(EntryWorkload):
+    """Says something else of its steps than what is compiled."""
+
+    lie: Callable[[Product], Product] = lambda product: product
 
     @property
     def product(self) -> Product | None:  # type: ignore[override]
         found = super().product
-        return found and replace(found, depth=2 * found.depth)
+        return found and self.lie(found)
 
 
-class Richer(EntryWorkload):
-    """Says that a step has two weights."""
-
-    @property
-    def product(self) -> Product | None:  # type: ignore[override]
-        found = super().product
-        return found and replace(found, weights=2)
-
-
-class WithoutScales(EntryWorkload):
-    """Says that a step loads its operands alone."""
-
-    @property
-    def product(self) -> Product | None:  # type: ignore[override]
-        found = super().product
-        return found and replace(found, beside=0)
+def deeper(found: Product) -> Product:
+    return replace(found, depth=2 * found.depth)
 
 
 def in_fp8(name: str) -> tuple[Cost, dict[str, str]]:
     """The cost of an entry whose scales are loaded step by step; what was planted -> the error."""
     entry = recipes()[name].entry()
-    built = Built.of(_compiled(entry))
+    built = _built(entry)
     return cost_of(built, of_entry(entry)), {
-        "scales that nobody knows of": _error(lambda: cost_of(built, WithoutScales(entry))),
-        "a step half as deep as the launch says": _error(lambda: cost_of(built, Deeper(entry))),
+        "scales that nobody knows of": _mistaken(built, entry, lambda found: replace(found, beside=0)),
+        "a step half as deep as the launch says": _mistaken(built, entry, deeper),
     }
 
 
-def _compiled(entry: Entry) -> Any:
-    with TemporaryDirectory(prefix="tpkernels-") as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        return triton.compile(ast_source(entry), target=gpu_target("sm_90"), options=entry.options)
-
-
 def examined(name: str) -> Examined:
-    entry = recipes()[name].entry()
-    compiled = _compiled(entry)
-    built, work = Built.of(compiled), of_entry(entry)
+    recipe = recipes()[name]
+    entry = recipe.entry()
+    built, work = _built(entry), of_entry(entry)
     launch = work.on_one(built, 4, 6)
     ran = run(translate(built.code), launch)
-    recorded = recipes()[name].launch()
-    described = [value for value in recorded.arguments if hasattr(value, "block_shape")]
-    metas = compiled.metadata.tensordesc_meta or ()
+    described = [value for value in recipe.launch().arguments if hasattr(value, "block_shape")]
     return Examined(
         cost_of(built, work),
         launch.grid,
@@ -92,21 +81,66 @@ def examined(name: str) -> Examined:
         ran.tensor,
         sum(mark.opcode == "EXIT" for mark in ran.marks),
         tuple(box_bytes(one) for one in described),
-        tuple(_bytes_of(meta) for meta in metas),
+        tuple(_bytes_of(box) for box in assembly_of(entry).boxes),
         {
-            "a step half as deep as the launch says": _error(lambda: cost_of(built, Deeper(entry))),
-            "one weight of two": _error(lambda: cost_of(built, Richer(entry))),
+            "a step half as deep as the launch says": _mistaken(built, entry, deeper),
+            "one weight of two": _mistaken(built, entry, lambda found: replace(found, weights=2)),
             "an argument too many": _error(lambda: _one_more(built, launch)),
             "no room for a block": _error(lambda: replace(built, shared=2**20).fitting()),
         },
     )
 
 
+def clocked(name: str, edits: Sequence[Edit] = (), changes: Mapping[str, Any] | None = None) -> Cost:
+    """The cost of an entry after edits of its sources, with other options or constants."""
+    original = recipes()[name].entry()
+    with TemporaryDirectory(prefix="tpkernels-") as folder:
+        return cost_of(_built(_edited(original, Path(folder), edits, changes or {})), of_entry(original))
+
+
+def _edited(entry: Entry, folder: Path, edits: Sequence[Edit], changes: Mapping[str, Any]) -> Entry:
+    """The entry after edits of its module and of what that imports, in copies of the files."""
+    constants = {**entry.constants, **{k: v for k, v in changes.items() if k in entry.constants}}
+    fields = {name: value for name, value in changes.items() if name not in constants}
+    changed = replace(entry, constants=constants, **fields)
+    if not edits:
+        return changed
+    own = entry.module.removeprefix("tpkernels.kernels.")
+    texts = {own: (SOURCES / f"{own}.py").read_text()}
+    for module, old, new in edits:
+        text = texts.get(module) or (SOURCES / f"{module}.py").read_text()
+        assert text.count(old) == 1, f"{module} has {text.count(old)} times: {old}"
+        texts[module] = text.replace(old, new)
+    stem = folder.name.replace("-", "_")
+    for module in sorted(texts, key=lambda one: one == own):  # what imports the others comes last
+        text = texts[module]
+        for other in texts:
+            text = text.replace(f"tpkernels.kernels.{other} ", f"tpkernels.kernels.{stem}_{other} ")
+        path = folder / f"{module}.py"
+        path.write_text(text)
+        name = f"tpkernels.kernels.{stem}_{module}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return replace(changed, module=f"tpkernels.kernels.{stem}_{own}")
+
+
+def _built(entry: Entry) -> Built:
+    made = assembly_of(entry)
+    return Built(read(made.cubin), made.warps, made.shared)
+
+
+def _mistaken(built: Built, entry: Entry, lie: Callable[[Product], Product]) -> str:
+    return _error(lambda: cost_of(built, Mistaken(entry, lie=lie)))
+
+
 def _one_more(built: Built, launch: Launch) -> None:
     launch_of(built, [1] * (len(built.code.parameters) + 1), launch.grid)
 
 
-def _error(call: Any) -> str:
+def _error(call: Callable[[], object]) -> str:
     try:
         call()
     except Exception as error:  # the test says which
@@ -114,7 +148,7 @@ def _error(call: Any) -> str:
     return "nothing"
 
 
-def _bytes_of(meta: dict[str, Any]) -> int:
+def _bytes_of(meta: Mapping[str, Any]) -> int:
     size: int = meta["elem_size"]
     for side in meta["block_size"]:
         size *= side

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.gate.clock.edits import clocked, compiling
-from tests.gate.clock.examined import examined, in_fp8
+from tests.gate.clock.examined import clocked, examined, in_fp8
 from tpkernels.gate.clock.cost import Cost
 
 TWO_BLOCKS = "linear/descriptor/bf16/64x128x64-w4-s4-p2-x2/gelu_tanh+bias+z"
@@ -16,15 +15,8 @@ ALONE = "publish/pointer/bf16/one"  # a grid of one block
 
 
 @pytest.fixture(scope="module")
-def process():
-    with compiling() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def found(process):
-    results = {name: process.submit(examined, name) for name in (TWO_BLOCKS, ROLES)}
-    return {name: result.result() for name, result in results.items()}
+def found(compiler):
+    return {name: compiler.run(examined, name) for name in (TWO_BLOCKS, ROLES)}
 
 
 def test_two_blocks_of_an_sm_share_it(found):
@@ -70,8 +62,8 @@ def test_what_does_not_fit_the_launch_is_refused(found, name):
     }
 
 
-def test_products_of_fp8_take_half_the_cycles_and_their_scales_are_known_of(process):
-    cost, faults = process.submit(in_fp8, BLOCKS).result()
+def test_products_of_fp8_take_half_the_cycles_and_their_scales_are_known_of(compiler):
+    cost, faults = compiler.run(in_fp8, BLOCKS)
     assert (cost.ideal, cost.resident) == (2 * 64 * 128 * 128 / 8192, 2)
     operands = (64 + 128) * 128
     told = faults["scales that nobody knows of"]
@@ -87,8 +79,8 @@ def test_costs_survive_json(found):
         Cost.from_json({"edge": 1})
 
 
-def test_rows_are_costed_by_the_block_whoever_computes_it(process):
-    shared, alone = process.submit(clocked, SHARED).result(), process.submit(clocked, ALONE).result()
+def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):
+    shared, alone = compiler.run(clocked, SHARED), compiler.run(clocked, ALONE)
     three_slots_and_the_sum, bias = 4 * 16 * 128 * 2, 128 * 2
     assert (shared.step, shared.resident, shared.bytes) == (None, 8, three_slots_and_the_sum + bias)
     assert next(iter(shared.edge.waits)) == "scoreboard: LDG"

@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from tests.gate.clock.compiled import kernel
-from tpkernels.gate.clock import cubin
-from tpkernels.gate.clock.cubin import NoDisassembler, Parameter, WrongArchitecture, disassemble, read
+from tpkernels.gate import disassembly
+from tpkernels.gate.clock.cubin import Parameter, WrongArchitecture, read
 from tpkernels.gate.clock.values import Constants
+from tpkernels.gate.disassembly import NoDisassembler, disassemble
 
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
@@ -39,7 +39,7 @@ def test_cubin_of_another_architecture_is_refused(content: bytes, told: str):
 
 
 def test_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cubin, "_cuobjdump", lambda: "/nowhere/cuobjdump")
+    monkeypatch.setattr(disassembly, "_cuobjdump", lambda: "/nowhere/cuobjdump")
     with pytest.raises(NoDisassembler, match="cuobjdump, which Triton brings along, is missing"):
         disassemble(b"")
 
@@ -49,24 +49,24 @@ def test_what_the_disassembler_says_of_nonsense_is_passed_on():
         disassemble(elf(190, 0x5A005A))
 
 
-def test_parameters_have_their_places_in_the_constant_bank():
+def test_parameters_have_their_places_in_the_constant_bank(kernel):
     code = kernel(FLAT).cubin
     assert code.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
     assert (code.parameters_at, len(code.parameters), code.registers) == (0x210, 28, 200)
 
 
-def test_jumps_of_roles_are_in_a_constant_bank():
+def test_jumps_of_roles_are_in_a_constant_bank(kernel):
     code = kernel(ROLES).cubin
     targets = struct.unpack("<4I", code.banks[2])
     assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
 
 
-def test_wrong_number_of_arguments_is_refused():
+def test_wrong_number_of_arguments_is_refused(kernel):
     with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
         Constants.of(kernel(FLAT).cubin, [0], (1, 1, 1), 256)
 
 
-def test_control_fields_hold_together():
+def test_control_fields_hold_together(kernel):
     """Facts that only hold if fields are read from the right bits."""
     for name in (FLAT, ROLES):
         code = kernel(name).cubin.instructions

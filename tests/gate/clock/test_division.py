@@ -4,57 +4,62 @@ from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
-from tests.gate.clock.compiled import cubin_of
-from tpkernels.gate.clock.cubin import Cubin, read
+from tpkernels.gate.clock.cubin import read
 from tpkernels.gate.clock.effects import Exit, Jump
 from tpkernels.gate.clock.semantics import translate
 from tpkernels.gate.clock.values import Block, Constants, WarpState, initial_values
 
-_SCRIPT = """
-import base64, sys, triton, triton.language as tl
-from triton.compiler import ASTSource
-from triton.backends.compiler import GPUTarget
 
 @triton.jit
 def divide(x, y, out_ptr):
     tl.store(out_ptr, x // y)
+
 
 @triton.jit
 def divide_lanes(x, y, out_ptr):
     lanes = tl.arange(0, 32)
     tl.store(out_ptr + lanes, (x + lanes) // y)
 
-kernel = {"one": divide, "lanes": divide_lanes}[sys.argv[1]]
-kind = sys.argv[2]
-source = ASTSource(fn=kernel, signature={"x": kind, "y": kind, "out_ptr": "*" + kind}, constexprs={})
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
-print(base64.b64encode(compiled.asm["cubin"]).decode())
-"""
+
+def cubin_of(name: str, kind: str) -> bytes:
+    """For `Compiler.run`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        globals()[name], signature={"x": kind, "y": kind, "out_ptr": "*" + kind}, constexprs={}
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]
 
 
-def stored(cubin: Cubin, x: int, y: int) -> list[object]:
-    """The words that the first store writes."""
-    store = next(one for one in cubin.instructions if one.opcode == "STG")
-    number = int(re.fullmatch(r"R(\d+)", store.operands[1])[1])  # type: ignore[index]
-    names = [f"R{number + more}" for more in range(2 if "64" in store.modifiers else 1)]
-    constants = Constants.of(cubin, [x, y, 1 << 40, 0, 0], (1, 1, 1), 32)
-    state = WarpState(0, Block((0, 0, 0), constants, initial_values(cubin, constants)))
-    program = translate(cubin, wanted=names)
-    for _ in range(2000):
-        step = program[state.at]
-        if step.instruction is store:
-            return [state.registers[name] for name in names]
-        state.at += 1
-        effect = step.execute(state) if step.execute else None
-        assert not isinstance(effect, Exit)
-        if isinstance(effect, Jump):
-            state.at = effect.index
-    raise AssertionError("does not end")
+class Division:
+    def __init__(self, content: bytes) -> None:
+        self.cubin = read(content)
+        self.store = next(one for one in self.cubin.instructions if one.opcode == "STG")
+        number = int(re.fullmatch(r"R(\d+)", self.store.operands[1])[1])  # type: ignore[index]
+        self.names = [f"R{number + more}" for more in range(2 if "64" in self.store.modifiers else 1)]
+        self.program = translate(self.cubin, wanted=self.names)
+
+    def stored(self, x: int, y: int) -> list[object]:
+        """The words that the first store writes."""
+        constants = Constants.of(self.cubin, [x, y, 1 << 40, 0, 0], (1, 1, 1), 32)
+        state = WarpState(0, Block((0, 0, 0), constants, initial_values(self.cubin, constants)))
+        for _ in range(2000):
+            step = self.program[state.at]
+            if step.instruction is self.store:
+                return [state.registers[name] for name in self.names]
+            state.at += 1
+            effect = step.execute(state) if step.execute else None
+            assert not isinstance(effect, Exit)
+            if isinstance(effect, Jump):
+                state.at = effect.index
+        raise AssertionError("does not end")
 
 
 def pairs(bits: int, count: int, lowest: int) -> list[tuple[int, int]]:
@@ -76,24 +81,21 @@ def truncated(x: int, y: int) -> int:
 
 
 @pytest.mark.parametrize(("kind", "bits", "count"), [("u32", 32, 200), ("i32", 31, 120), ("i64", 63, 40)])
-def test_quotient_is_exact(kind: str, bits: int, count: int, tmp_path: Path):
-    cubin = read(cubin_of(_SCRIPT, tmp_path, "one", kind))
+def test_quotient_is_exact(compiler, kind: str, bits: int, count: int):
+    division = Division(compiler.run(cubin_of, "divide", kind))
     mask = (1 << (64 if kind == "i64" else 32)) - 1
     wrong = []
     for x, y in pairs(bits, count, kind != "u32"):
-        words = stored(cubin, x, y)
-        found = (
-            None
-            if any(word is None for word in words)
-            else sum(int(np.max(word)) << 32 * at for at, word in enumerate(words))
-        )
+        words = division.stored(x, y)
+        unknown = any(word is None for word in words)
+        found = None if unknown else sum(int(np.max(word)) << 32 * at for at, word in enumerate(words))
         if found != truncated(x, y) & mask:
             wrong.append((x, y, found, truncated(x, y) & mask))
     assert wrong == []
 
 
-def test_quotients_of_lanes_are_exact(tmp_path: Path):
-    cubin = read(cubin_of(_SCRIPT, tmp_path, "lanes", "i32"))
+def test_quotients_of_lanes_are_exact(compiler):
+    division = Division(compiler.run(cubin_of, "divide_lanes", "i32"))
     for x, y in [(0, 3), (1000, 7), (-17, 5), (2**31 - 40, 13), (96, 32)]:
-        (words,) = stored(cubin, x, y)
+        (words,) = division.stored(x, y)
         assert words.tolist() == [truncated(x + lane, y) & 0xFFFFFFFF for lane in range(32)]  # type: ignore[attr-defined]

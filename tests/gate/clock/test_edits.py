@@ -3,9 +3,11 @@
 All figures are of the model, none is measured; docs/clock.md has the table.
 """
 
+from functools import cache
+
 import pytest
 
-from tests.gate.clock.edits import Edit, clocked, compiling
+from tests.gate.clock.examined import Edit, clocked
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.model import predict
 from tpkernels.gate.clock.workload import of_entry
@@ -34,37 +36,45 @@ COMMUTED: Edit = ("epilogues", "return 0.5 + half_tanh", "return half_tanh + 0.5
 
 
 @pytest.fixture(scope="module")
-def costs():
-    with compiling() as process:
-        known = {}
-
-        def of(name, edits=(), changes=None):
-            key = name, tuple(edits), repr(changes)
-            if key not in known:
-                known[key] = process.submit(clocked, name, edits, changes).result()
-            return known[key]
-
-        yield of
+def sound(compiler):
+    """The cost of an entry as it is."""
+    return cache(lambda name: compiler.run(clocked, name))
 
 
 @pytest.mark.parametrize(
     ("name", "edits", "changes", "least", "most"),
     [
         pytest.param(LINEAR, [], {"num_stages": 2}, 30, 60, id="two_stages"),
-        pytest.param(LINEAR, [], {"num_stages": 1}, 70, 130, id="one_stage"),
+        pytest.param(LINEAR, [], {"num_stages": 1}, 70, 130, id="one_stage", marks=pytest.mark.sweep),
         pytest.param(LINEAR, [], {"num_warps": 4}, 50, 200, id="four_warps_spill"),
         pytest.param(LINEAR, [], {"FLATTEN": False}, 2, 8, id="not_flattened"),
         pytest.param(LINEAR, [SCALED], {}, 10, 40, id="accumulator_scaled_in_the_loop"),
         pytest.param(LINEAR, [ACT], {}, 3, 12, id="two_exact_exponentials"),
-        pytest.param(WGRAD, [], {"REDUCE": False, "num_stages": 3}, 1, 15, id="wgrad_adds_through_registers"),
+        pytest.param(
+            WGRAD,
+            [],
+            {"REDUCE": False, "num_stages": 3},
+            1,
+            15,
+            id="wgrad_adds_through_registers",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(POINTER, [], {"num_stages": 1}, 80, 300, id="pointers_one_stage"),
-        pytest.param(POINTER, [], {"aligned": frozenset()}, 100, 2000, id="pointers_alignment_forgotten"),
+        pytest.param(
+            POINTER,
+            [],
+            {"aligned": frozenset()},
+            100,
+            2000,
+            id="pointers_alignment_forgotten",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(LINEAR, [ORDER], {}, -0.05, 0.05, id="neutral_order_of_coordinates"),
         pytest.param(LINEAR, [COMMUTED], {}, -0.05, 0.05, id="neutral_sum_commuted"),
     ],
 )
-def test_an_edit_costs_what_it_should(costs, name, edits, changes, least, most):
-    before, after = costs(name), costs(name, edits, changes)
+def test_an_edit_costs_what_it_should(compiler, sound, name, edits, changes, least, most):
+    before, after = sound(name), compiler.run(clocked, name, edits, changes)
     work = of_entry(recipes()[name].entry(), LAYER)
     percent = 100 * (predict(after, work).seconds / predict(before, work).seconds - 1)
     steps, edges = (

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.gate.clock.assembler import Launch
-from tests.gate.clock.compiled import kernel
 from tpkernels.gate.clock.processor import run
 from tpkernels.gate.clock.values import Block, Constants, WarpState, initial_values
 
@@ -13,8 +12,8 @@ STEP = (128 + 256) * 64 * 2  # bytes of operands
 
 
 class Real(Launch):
-    def of(self, name, tiles, steps, warps):
-        self.kernel, self.warps = kernel(name), warps
+    def of(self, kernel, tiles, steps, warps):
+        self.kernel, self.warps = kernel, warps
         rows, cols, depth = 128, 256 * tiles, 64 * steps
         numbers = {"T": rows, "N": cols, "K": depth, "rows": rows, "cols": cols, "depth": depth, "depth2": 0}
         numbers |= {"stride_xt": depth, "stride_wn": depth, "stride_vector": 1}
@@ -34,9 +33,9 @@ class Real(Launch):
 
 
 @pytest.mark.parametrize(("name", "warps"), [(FLAT, 8), (ONE_CONSUMER, 12)], ids=["flat", "roles"])
-def test_a_step_takes_what_its_copies_take_from_l2(name, warps):
+def test_a_step_takes_what_its_copies_take_from_l2(kernel, name, warps):
     """1024 cycles of products, 49,152 bytes at 40 a cycle."""
-    short, long = (Real().of(name, 2, steps, warps) for steps in (16, 32))
+    short, long = (Real().of(kernel(name), 2, steps, warps) for steps in (16, 32))
     assert (long.cycles - short.cycles) / 32 == pytest.approx(STEP / 40, rel=0.01)
     assert long.tensor == 2 * 32 * 1024
     assert long.guessed == 0

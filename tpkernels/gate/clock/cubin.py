@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import struct
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from tpkernels.gate.clock.instructions import Instruction, parse
+from tpkernels.gate.disassembly import disassemble
 
 _CUDA_MACHINE = 190
 _PARAM_CBANK, _KPARAM_INFO = 0x0A, 0x17  # attributes of .nv.info.<kernel>
@@ -19,10 +17,6 @@ _HALFWORD, _SIZED = 3, 4  # forms of an attribute: two bytes in place; a size an
 
 class WrongArchitecture(ValueError):
     """Not a kernel for sm_90, whose instructions alone are known here."""
-
-
-class NoDisassembler(RuntimeError):
-    """cuobjdump is not where Triton says, or does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +69,6 @@ def read(cubin: bytes) -> Cubin:
         parameters_at=begin,
         banks={int(m[1]): one.content for one in sections if (m := banks.match(one.name)) and m[1] != "0"},
     )
-
-
-def disassemble(cubin: bytes) -> str:
-    """The listing that Triton's cuobjdump prints, with control fields and a line of resource usage."""
-    try:
-        tool = _cuobjdump()
-        with NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(cubin)
-            command = [tool, "-res-usage", "-sass", file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        raise NoDisassembler(f"{tool} failed: {error.stderr.strip()}") from error
-    except (OSError, RuntimeError) as error:
-        raise NoDisassembler(f"cuobjdump, which Triton brings along, is missing: {error}") from error
-
-
-def _cuobjdump() -> str:
-    import triton
-
-    return str(triton.knobs.nvidia.cuobjdump.path)  # as brought along, or TRITON_CUOBJDUMP_PATH
 
 
 def _check_architecture(cubin: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import count
 
 from tpkernels.gate.clock.blocks import Warp
 from tpkernels.gate.clock.mbarriers import Mbarrier
@@ -24,11 +25,10 @@ class Events:
     def __init__(self, recorder: Recorder) -> None:
         self.heap: list[tuple[float, int, Warp | Landing]] = []
         self.recorder = recorder
-        self._count = 0  # orders what happens at the same time
+        self.order = count().__next__  # of what happens at the same time
 
     def push(self, when: float, event: Warp | Landing) -> None:
-        self._count += 1
-        heapq.heappush(self.heap, (when, self._count, event))
+        heapq.heappush(self.heap, (when, self.order(), event))
 
     def park(self, warp: Warp, operation: Operation, now: float, cause: str, awaits: object) -> float:
         """The warp is in no queue until somebody wakes it."""

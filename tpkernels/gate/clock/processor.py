@@ -13,7 +13,7 @@ from typing import Protocol
 from tpkernels.gate.clock import effects
 from tpkernels.gate.clock.bandwidth import Bandwidth
 from tpkernels.gate.clock.blocks import Block, Warp
-from tpkernels.gate.clock.events import NOBODY_KNOWS, Events
+from tpkernels.gate.clock.events import NOBODY_KNOWS, Events, Landing
 from tpkernels.gate.clock.faults import ClockFault, Deadlock, NeverEnds, ScoreboardNeverSet
 from tpkernels.gate.clock.machine import Machine
 from tpkernels.gate.clock.operations import PIPES, Kind, Operation, active, operations
@@ -26,6 +26,7 @@ from tpkernels.gate.clock.values import WarpState
 SCHEDULERS = 4
 BUDGET = 4_000_000  # instructions of a run, many times what the longest launch that we look at takes
 LOADS = {"LDG", "LD", "ATOM", "ATOMG"}
+GLOBAL = int(Kind.GLOBAL)
 INACTIVE = 12.0  # latency of an instruction without an active lane
 
 
@@ -85,13 +86,7 @@ class _Processor:
     def run(self) -> Run:
         for slot in range(self.launch.resident):
             self._start(slot, self.machine.first_block * slot)
-        heap = self.events.heap
-        while heap:
-            now, _, event = heapq.heappop(heap)
-            if isinstance(event, Warp):
-                self._go(event, now)
-            else:
-                self.reactions.land(event, now)
+        self._play()
         if any(block.running for block in self.blocks):
             raise Deadlock(self._stuck())
         return Run(
@@ -144,85 +139,107 @@ class _Processor:
         ]
         return "nobody can go on: " + "; ".join(waiting)
 
-    def _go(self, warp: Warp, now: float) -> None:
-        """Issues a warp's instructions until another event comes first, or until it waits for one."""
-        events, table, scheduler = self.events, self.operations, warp.scheduler
-        heap, units, reactions = events.heap, self.units, self.reactions.of
-        issue_free, pipes, done_at, state = self.issue_free, self.pipe_free[scheduler], warp.done, warp.state
-        while True:
-            try:
-                operation = table[warp.at]
-            except IndexError:
-                raise NeverEnds(f"{warp} runs past the last instruction without EXIT") from None
-            due, cause, slow = now, "", -1
-            for board in operation.waits:
-                done = done_at[board]
-                if done > due:
-                    due, slow = done, board
-                elif done < 0.0 and board not in self.boards:
-                    raise ScoreboardNeverSet(self._at(warp, operation, f"nothing sets scoreboard {board}"))
-            here = not operation.guard or active(operation.guard, state.registers)
-            kind, pipe = operation.kind, operation.pipe
-            if here:
-                if kind:
-                    limit, why = units.limit(warp, operation, now)
-                    if limit > due:
-                        if limit == NOBODY_KNOWS:
-                            return
-                        due, cause, slow = limit, why, -1
-                if pipe and pipes[pipe] > due:
-                    due, cause, slow = pipes[pipe], PIPES[pipe], -1
-            if issue_free[scheduler] > due:
-                due, cause, slow = issue_free[scheduler], "issue slots", -1
-            if due > now:
-                if slow >= 0:
-                    cause = f"scoreboard: {warp.causes[slow]}"
-                    if warp.causes[slow] in LOADS:
-                        events.loaded(warp, now, due, warp.causes[slow], warp.at, warp.issued[slow])
-                events.stalled(warp, now, due, cause)
-                if heap and heap[0][0] <= due:
-                    events.push(due, warp)
-                    return
-                now = due
-            # Issue.
-            self.issued += 1
-            if self.issued > self.budget:
-                raise NeverEnds(self._at(warp, operation, f"no end after {self.budget} instructions"))
-            issue_free[scheduler] = now + 1.0
-            warp.ready = now + operation.stall
-            warp.issuing += operation.stall
-            done = now + INACTIVE
-            if here:
-                if pipe:
-                    pipes[pipe] = now + operation.busy
-                done = now + operation.latency
-                if kind:
-                    done = units.issue(warp, operation, now)
-            effect = None if operation.execute is None else operation.execute(state)
-            warp.at += 1
-            if effect is None:
-                if kind == Kind.GLOBAL:
-                    done = now + INACTIVE
-            else:
-                if effect.__class__ is effects.Exit:
-                    events.mark(warp, "EXIT", now, warp.at - 1)
-                    self._exit(warp, now)
-                    return
+    def _play(self) -> None:
+        """Until nothing happens any more.
+
+        A warp's instructions are issued until another event comes first, or until the warp waits for one. All
+        in one loop, which is where the clock spends its time: what it looks up is bound to local names.
+        """
+        events, table, boards = self.events, self.operations, self.boards
+        heap, order, drawing = events.heap, events.order, self.recorder.drawing
+        limits, issues, reactions = self.units.limits, self.units.issues, self.reactions.of
+        issue_free, pipe_free = self.issue_free, self.pipe_free
+        nothing = (0.0, 0, None)
+        now, _, event = heapq.heappop(heap) if heap else nothing
+        while event is not None:
+            if isinstance(event, Landing):
+                self.reactions.land(event, now)
+                now, _, event = heapq.heappop(heap) if heap else nothing
+                continue
+            warp, scheduler = event, event.scheduler
+            pipes, done_at, state, stalls = pipe_free[scheduler], warp.done, warp.state, warp.stalls
+            registers = state.registers
+            while True:
                 try:
-                    done = reactions[effect.__class__](warp, operation, effect, now)
-                except ClockFault as fault:
-                    raise type(fault)(self._at(warp, operation, str(fault))) from None
-                if done == NOBODY_KNOWS:
-                    return
-            if operation.writes is not None:
-                warp.hold(operation.writes, done, operation.opcode, now)
-            if operation.reads is not None:
-                read = min(done, max(now + 12.0, done - operation.latency + 6.0))
-                warp.hold(operation.reads, read, operation.opcode, now)
-            now = warp.ready
-            if heap and heap[0][0] <= now:
-                events.push(now, warp)
-                return
+                    operation = table[warp.at]
+                except IndexError:
+                    raise NeverEnds(f"{warp} runs past the last instruction without EXIT") from None
+                due, cause, slow = now, "", -1
+                for board in operation.waits:
+                    done = done_at[board]
+                    if done > due:
+                        due, slow = done, board
+                    elif done < 0.0 and board not in boards:
+                        raise ScoreboardNeverSet(
+                            self._at(warp, operation, f"nothing sets scoreboard {board}")
+                        )
+                here = not operation.guard or active(operation.guard, registers)
+                kind, pipe = operation.kind, operation.pipe
+                if here:
+                    if kind:
+                        limit, why = limits[kind](warp, operation, now)
+                        if limit > due:
+                            if limit == NOBODY_KNOWS:
+                                now, _, event = heapq.heappop(heap) if heap else nothing
+                                break
+                            due, cause, slow = limit, why, -1
+                    if pipe and pipes[pipe] > due:
+                        due, cause, slow = pipes[pipe], PIPES[pipe], -1
+                if issue_free[scheduler] > due:
+                    due, cause, slow = issue_free[scheduler], "issue slots", -1
+                if due > now:
+                    if slow >= 0:
+                        opcode = warp.causes[slow]
+                        cause = f"scoreboard: {opcode}"
+                        if opcode in LOADS:
+                            events.loaded(warp, now, due, opcode, warp.at, warp.issued[slow])
+                    if drawing:
+                        events.stalled(warp, now, due, cause)
+                    else:
+                        stalls[cause] = stalls.get(cause, 0.0) + due - now
+                    if heap and heap[0][0] <= due:
+                        now, _, event = heapq.heappushpop(heap, (due, order(), warp))
+                        break
+                    now = due
+                # Issue.
+                self.issued += 1
+                if self.issued > self.budget:
+                    raise NeverEnds(self._at(warp, operation, f"no end after {self.budget} instructions"))
+                issue_free[scheduler] = now + 1.0
+                warp.ready = now + operation.stall
+                warp.issuing += operation.stall
+                done = now + INACTIVE
+                if here:
+                    if pipe:
+                        pipes[pipe] = now + operation.busy
+                    done = issues[kind](warp, operation, now) if kind else now + operation.latency
+                effect = None if operation.execute is None else operation.execute(state)
+                warp.at += 1
+                if effect is None:
+                    if kind == GLOBAL:
+                        done = now + INACTIVE
+                else:
+                    if effect.__class__ is effects.Exit:
+                        events.mark(warp, "EXIT", now, warp.at - 1)
+                        self._exit(warp, now)
+                        done = NOBODY_KNOWS
+                    else:
+                        try:
+                            done = reactions[effect.__class__](warp, operation, effect, now)
+                        except ClockFault as fault:
+                            raise type(fault)(self._at(warp, operation, str(fault))) from None
+                    if done == NOBODY_KNOWS:
+                        now, _, event = heapq.heappop(heap) if heap else nothing
+                        break
+                if operation.writes is not None:
+                    warp.hold(operation.writes, done, operation.opcode, now)
+                if operation.reads is not None:
+                    read = min(done, max(now + 12.0, done - operation.latency + 6.0))
+                    warp.hold(operation.reads, read, operation.opcode, now)
+                now = warp.ready
+                if heap and heap[0][0] <= now:
+                    now, _, event = heapq.heappushpop(heap, (now, order(), warp))
+                    break
 
     def _at(self, warp: Warp, operation: Operation, fault: str) -> str:
         return f"{warp}, {operation.opcode} at {operation.step.instruction.address:#x}: {fault}"

@@ -28,7 +28,8 @@ class Compute(Protocol):
 def read(path: Path) -> tuple[Suite, Compute]:
     """ConfigError names file and key of what is wrong, in the config or in what it names."""
     chosen = config.read(path)
-    entries = tuple(_entries(chosen))
+    entries = {entry.name: entry for entry in _entries(chosen)}
+    architectures = {name: entry.architectures for name, entry in entries.items()}
     kernels = {own.name: own for own in chosen.kernels}
 
     def rules(entry: Entry, architecture: str, facts: Facts) -> Iterable[str]:
@@ -38,7 +39,8 @@ def read(path: Path) -> tuple[Suite, Compute]:
         own = kernels[entry.name]
         return OwnLaunching(own, tuple(entry.arguments)) if own.sizes else None
 
-    return Suite(chosen.path.name, entries, chosen.budgets, rules, launching), partial(_compute, chosen)
+    suite = Suite(chosen.path.name, architectures, entries.__getitem__, chosen.budgets, rules, launching)
+    return suite, partial(_compute, chosen)
 
 
 def _entries(chosen: Config) -> Iterable[Entry]:
