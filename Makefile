@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same sources
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test test-profile sweep check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected test-profile sweep mutants check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ groups: $(READY) ## ranks on this machine form every kind of group and use it
 
 test: $(READY) ## the test suite, on WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+affected: $(READY) ## the tests that your change reaches, and why each; BASE=REV for a change since that
+	@WORKERS=$(WORKERS) $(BIN)/python -m tests.affected $(if $(BASE),--base $(BASE))
 
 sweep: $(READY) ## what the test suite leaves out: the rest of its products, and long schedules
 	TPKERNELS_SWEEP=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -1,0 +1,217 @@
+"""`make affected`: runs the tests that what you changed can reach, and says why each.
+
+Which tests a file reaches follows from imports (`tests.imports`), from who names a file that is read, not
+imported, and from the tables below. Of these tests, those of the room of the file and those near to it run;
+what is left out is said, and `--all` runs it, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.imports import Graph, module_of
+
+ROOT = Path(__file__).parents[1]
+MOST_IMPORTS = (9, 3, 2)  # between a test and a change: of the test of that file, of its room's, of others
+
+# Files that are read, not imported -> the tests and modules that read them; beside those that name the file.
+READ_BY = {
+    "*.md": ["tests/test_docs.py"],
+    ".ci/run": ["tests/test_docs.py"],
+    "csrc/*.*": ["tpkernels/comm/_ext.py", "tests/test_troubleshooting.py"],
+    "csrc/cxx_flags": ["tpkernels/buckets/first_use.py"],
+    "docs/reference.py": ["tests/test_reference.py"],
+    "examples/*.py": ["tests/test_docs.py"],
+    "tpkernels/dispatch/shipped/*.json": ["tpkernels/dispatch/cache.py"],
+    "tests/conftest.py": ["tests/*"],  # fixtures and settings of every test
+    "pyproject.toml": ["tests/*"],  # settings of pytest
+    "constraints.txt": ["tests/*"],  # the versions that all run on
+    "setup.py": ["tests/test_package.py"],
+    "MANIFEST.in": ["tests/test_package.py"],
+    "LICENSE": ["tests/test_package.py"],
+    "tpkernels/py.typed": ["tests/test_package.py"],
+    "tpkernels/_renamed.py": ["tests/test_package.py"],
+}
+READ_BY_NONE = {
+    "docs/ci-workflow.yml": "for CI alone",
+    ".clang-format": "`make lint` uses it",
+    ".pre-commit-config.yaml": "for pre-commit, which tests do not run",
+    "csrc/tests/*": "`make asan` and `make tsan` run them",
+    "bench/test_*.py": "benchmarks: `make bench` runs them",
+    "bench/conftest.py": "of benchmarks: `make bench` uses it",
+    "docs/*.svg": "a picture on a page",
+}
+OF_ALL_SOURCES = {  # fast tests that read sources, for files like these
+    "tests/test_architecture.py": ("*.py", "reads all sources"),
+    "tests/test_troubleshooting.py": ("tpkernels/*.py", "reads all sources"),
+    "tests/kernels/test_atomics.py": ("tpkernels/kernels/*.py", "reads all kernels"),
+    "tests/kernels/test_coverage.py": ("tpkernels/kernels/*.py", "reads all kernels"),
+}
+OF_THE_WHOLE_PACKAGE = {  # slow ones: with --all
+    "tests/test_docs.py": ("tpkernels/*", "runs the programs on all pages"),
+    "tests/test_package.py": ("tpkernels/*", "builds, installs and type-checks the package"),
+    "tests/test_reference.py": ("tpkernels/*.py", "makes pages of all docstrings"),
+}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A test that a change reaches."""
+
+    near: int  # 0: the test of that file; 1: a test of its room; 2: another
+    chain: tuple[str, ...]  # files from the test to the one that was changed, each needed by the one before
+    why: str = ""  # where it is not imports
+    is_dear: bool = False
+
+    @property
+    def test(self) -> str:
+        return self.chain[0]
+
+    @property
+    def is_chosen(self) -> bool:
+        return not self.is_dear and len(self.chain) - 1 <= MOST_IMPORTS[self.near]
+
+    def __lt__(self, other: Reached) -> bool:
+        return (self.near, len(self.chain), self.test) < (other.near, len(other.chain), other.test)
+
+    def __str__(self) -> str:
+        return f"{self.test}  {self.why or ' > '.join(self.chain[1:]) or 'changed'}"
+
+
+def nearness(test: str, changed: str) -> int:
+    parts, tested = Path(changed).parts, Path(test)
+    room = parts[1] if parts[0] in ("tpkernels", "tests") and len(parts) > 2 else None
+    if test == changed:
+        return 0
+    if parts[0] == "csrc":
+        room = "buckets"
+    if room is None:
+        return 0 if tested.stem == f"test_{Path(changed).stem}" else 2
+    if room not in (tested.parts[1], tested.stem.removeprefix("test_")):
+        return 2
+    return 0 if tested.stem == f"test_{Path(changed).stem}" else 1
+
+
+def tests_of(graph: Graph) -> dict[str, str]:
+    """Test files, and modules whose doctests are run -> their module."""
+    settings = (graph.root / "pyproject.toml").read_text()
+    with_doctests = tuple(re.findall(r'^ +"(tpkernels/[\w/.]+)",', settings, re.MULTILINE))
+    return {
+        str(path): name
+        for name, path in graph.paths.items()
+        if re.match(r"tests/(.*/)?test_\w+\.py$", str(path)) or str(path).startswith(with_doctests or " ")
+    }
+
+
+def reached(graph: Graph, changed: str) -> list[Reached]:
+    """The tests that a change of one file reaches, each by its shortest chain; the nearest first.
+
+    changed: below the root
+    """
+    tests, module = tests_of(graph), module_of(Path(changed))
+    read_by = [path for pattern, paths in READ_BY.items() if fnmatch(changed, pattern) for path in paths]
+    if "tests/*" in read_by:
+        return sorted(Reached(nearness(test, changed), (test, changed), "as all do") for test in tests)
+    begin = {module_of(Path(path)) for path in read_by if not nobody_reads(changed)}
+    if str(graph.paths.get(module)) == changed:
+        begin.add(module)
+    if not changed.startswith("tpkernels/") or not changed.endswith(".py"):
+        begin |= graph.readers(Path(changed)) - {__name__, "tests.test_affected"}  # which name all kinds
+    before = dict.fromkeys(sorted(begin), "")
+    if module in graph.packages:
+        before |= dict.fromkeys(sorted(graph.users(module) - begin), module)
+    waiting = list(before)
+    for name in waiting:  # breadth first: the first chain that is found is a shortest one
+        for other in sorted(graph.needed_by[name] - before.keys()):
+            before[other] = name
+            waiting.append(other)
+    found = {}
+    for test, name in tests.items():
+        if name in before:
+            chain = [test]
+            while name := before[name]:
+                chain.append(str(graph.paths[name]))
+            found[test] = Reached(nearness(test, changed), tuple(dict.fromkeys([*chain, changed])))
+    for table, is_dear in ((OF_ALL_SOURCES, False), (OF_THE_WHOLE_PACKAGE, True)):
+        for test, (pattern, why) in table.items():
+            if test in tests and test != changed and fnmatch(changed, pattern):
+                found[test] = Reached(2, (test, changed), why, is_dear)
+    return sorted(found.values())
+
+
+def nobody_reads(changed: str) -> str | None:
+    """Why no test reaches a file."""
+    return next((why for pattern, why in READ_BY_NONE.items() if fnmatch(changed, pattern)), None)
+
+
+def selected(graph: Graph, changed: Iterable[str]) -> tuple[list[Reached], list[Reached]]:
+    """The tests to run after a change of these files, and the others that it reaches; the nearest first."""
+    found = [reached(graph, path) for path in changed]
+    chosen: dict[str, Reached] = {}
+    for ones in found:
+        for one in [*(one for one in ones if one.is_chosen), *ones[:1]]:
+            chosen[one.test] = min(one, chosen.get(one.test, one))
+    far = {one.test: one for ones in found for one in ones if one.test not in chosen}
+    return sorted(chosen.values()), sorted(far.values())
+
+
+def changed_since(root: Path, base: str | None) -> list[str]:
+    """Files that differ from `base`, committed or not. Without a base: from where this branch left main; on
+    main, from its last commit, or from the one before if nothing has changed since."""
+    uncommitted = _git(root, "status", "--porcelain", "--untracked-files=all", "--no-renames")
+    if base is None and _git(root, "branch", "--show-current") == ["main"]:
+        base = "HEAD" if uncommitted else "HEAD~1"
+    since = base or _git(root, "merge-base", "HEAD", "main")[0]
+    committed = _git(root, "diff", "--name-only", "--no-renames", since)
+    return sorted({*committed, *(line[3:] for line in uncommitted)})
+
+
+def _git(root: Path, *arguments: str) -> list[str]:
+    ran = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        sys.exit(f"git {' '.join(arguments)}: {ran.stderr.strip()}; name a commit: make affected BASE=...")
+    return [line for line in ran.stdout.split("\n") if line]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(prog="python -m tests.affected", description="Other options go to pytest.")
+    parser.add_argument("--base", help="a commit; default: where this branch left main")
+    parser.add_argument("--list", action="store_true", help="say what would run, and why")
+    parser.add_argument("--all", action="store_true", help="also tests that are far from the change")
+    given, for_pytest = parser.parse_known_args(argv)
+    graph = Graph(ROOT)
+    changed = changed_since(ROOT, given.base)
+    chosen, far = selected(graph, changed)
+    if given.all:
+        chosen, far = [*chosen, *far], []
+    print(f"changed: {' '.join(changed) or 'nothing'}")
+    for path in changed:
+        if not reached(graph, path):
+            gone = "it is gone" if not (ROOT / path).exists() else "nothing reads it"
+            print(f"no test for {path}: {nobody_reads(path) or gone}")
+    for one in chosen:
+        print(one)
+    if far:
+        names = " ".join(one.test.removeprefix("tests/") for one in far)
+        print(
+            f"left out, of {len(far)} files that are farther away or try the whole package (--all): {names}"
+        )
+    if given.list or not chosen:
+        return 0
+    sys.stdout.flush()
+    workers = ["-n", os.environ.get("WORKERS", "2"), "--dist", "worksteal"] if find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", *workers, *for_pytest, *(one.test for one in chosen)]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
