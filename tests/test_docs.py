@@ -71,6 +71,10 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         return ran(program, cwd=folder)
     if block.page == "README.md":  # which names torchrun
         return ran(*TORCHRUN, program, cwd=folder)
+    return run_on_two_ranks(program, folder)
+
+
+def run_on_two_ranks(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return ran("-c", ON_TWO_RANKS, program, cwd=folder)
 
 
