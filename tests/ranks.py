@@ -302,7 +302,6 @@ def _serve(
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name need not resolve
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported: `parallelize` looks at all other objects, for wrappers and optimizers
     patience = timedelta(seconds=COLLECTIVE_SECONDS)
     store: dist.Store = (
         dist.FileStore(str(meeting), world_size)
@@ -350,6 +349,8 @@ def _without_lifeline(stacks: str) -> str:
 
 def _called(call: bytes) -> Any:
     function, args = pickle.loads(call)
+    gc.collect()
+    gc.freeze()  # what is imported: `parallelize` looks at all other objects, for wrappers and optimizers
     return function(*args)
 
 
