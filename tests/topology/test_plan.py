@@ -148,7 +148,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[str(arguments)[5:-1] for arguments, _ in BAD])
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[str(arguments) for arguments, _ in BAD])
 def test_plan_refuses_bad_sizes(arguments, message):
     with pytest.raises(InvalidSizes, match=message):
         plan_groups(**arguments)
