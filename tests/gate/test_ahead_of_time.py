@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -64,13 +66,13 @@ def keys() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def told(compiler) -> dict[str, Facts | str]:
+def told(compiler) -> Callable[[str], Facts | str]:
     """What the compiler told of each of JOBS."""
-    return {name: compiler.run(facts_or_error, job) for name, job in JOBS.items()}
+    return cache(lambda name: compiler.run(facts_or_error, JOBS[name]))
 
 
-def broken(told: dict, name: str) -> list[str]:
-    return [*violations(JOBS[name].entry, JOBS[name].architecture, told[name])]
+def broken(told: Callable[[str], Facts | str], name: str) -> list[str]:
+    return [*violations(JOBS[name].entry, JOBS[name].architecture, told(name))]
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -79,7 +81,7 @@ def test_rules_are_kept_by_what_is_sound(told, name):
 
 
 def test_facts_of_a_descriptor_kernel(told):
-    facts = told["linear_descriptor"]
+    facts = told("linear_descriptor")
     assert 0 < facts.registers <= 255
     assert facts.stack == facts.spills == 0
     assert 128 * 256 * 2 < facts.shared <= SHARED_LIMIT["sm_90"]
@@ -91,22 +93,22 @@ def test_facts_of_a_descriptor_kernel(told):
 
 
 def test_facts_of_epilogues_that_load_and_store_in_turn(told):
-    dglu = told["dglu_descriptor"]
+    dglu = told("dglu_descriptor")
     assert (dglu.exposed_waits, dglu.serial_stores) == (8, 11)  # of 8 loads and 12 stores
     assert (dglu.products_during_stores, dglu.loads_during_stores) == (False, False)
-    assert told["dgrad_descriptor"].exposed_waits == 4
-    assert told["linear_descriptor"].exposed_waits == 0
-    assert told["linear_pointer"].exposed_waits is None  # on sm_80
+    assert told("dgrad_descriptor").exposed_waits == 4
+    assert told("linear_descriptor").exposed_waits == 0
+    assert told("linear_pointer").exposed_waits is None  # on sm_80
 
 
 def test_blocks_of_an_sm_are_known_of_nvidia(told):
-    assert told["linear_descriptor"].blocks == 1
-    assert told["linear_pointer"].blocks == 1
-    assert told["amd"].blocks is None
+    assert told("linear_descriptor").blocks == 1
+    assert told("linear_pointer").blocks == 1
+    assert told("amd").blocks is None
 
 
 def test_facts_of_an_amd_kernel(told):
-    facts = told["amd"]
+    facts = told("amd")
     assert 0 < facts.registers <= 512
     assert facts.count("global_load")
 
@@ -136,16 +138,16 @@ def test_rules_see_serialised_wgmma(told):
 
 def test_wgrad_accumulates_by_the_copy_engine(told):
     assert SOUND["wgrad_descriptor"][0].name.endswith("+=fp32")
-    assert told["wgrad_descriptor"].count("UTMAREDG") > 0
+    assert told("wgrad_descriptor").count("UTMAREDG") > 0
 
 
 def test_what_holds_flags_is_not_flattened(told):
-    assert "a flattened loop loads rows before they are there" in told["gather_that_loads_ahead"]
-    assert "a flattened loop waits for each load" in told["scatter_that_loads_ahead"]
+    assert "a flattened loop loads rows before they are there" in told("gather_that_loads_ahead")
+    assert "a flattened loop waits for each load" in told("scatter_that_loads_ahead")
 
 
 def test_failed_compilation_names_its_cause(told):
-    assert "unknown activation" in told["unknown_constant"]
+    assert "unknown activation" in told("unknown_constant")
 
 
 def test_key_is_the_same_in_every_process_and_differs_between_entries(compiler):

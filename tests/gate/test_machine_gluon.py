@@ -139,9 +139,9 @@ def test_every_schedule_computes_the_product(schedule, roles):
 def test_emulator_catches_what_its_schedule_meets():
     from tpkernels.kernels.gluon import roles
 
-    of = RandomOperands(torch.bfloat16, 64, 320, 64, chunks=1, form="descriptor", tile=TILES["pingpong"])
+    of = RandomOperands(torch.bfloat16, 128, 320, 128, chunks=1, form="descriptor", tile=TILES["cooperative"])
     with (
-        machine.edited(roles, *SLIPS["phase of the wrong ring"][1:]),
+        machine.edited(roles, *SLIPS["a product is not waited for"][1:]),
         machine.emulating(machine.SCHEDULES["late loads"], processors=1),
         pytest.raises(machine.Race, match=r"after\n  .*goes on at"),
     ):

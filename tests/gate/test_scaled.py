@@ -1,5 +1,6 @@
 """The gate on fp8: rules broken one by one, and faults planted in kernels that are compiled."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -155,18 +156,15 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def told(compiler) -> dict[str, list[str]]:
+@pytest.fixture
+def told(compiler) -> Callable[[str], list[str]]:
     """What is wrong with each of JOBS, as it is compiled."""
-    return {name: [*violations(*job, compiler.run(facts_of, *job))] for name, job in JOBS.items()}
+    return lambda name: [*violations(*JOBS[name], compiler.run(facts_of, *JOBS[name]))]
 
 
-def test_what_is_sound_keeps_the_rules(told):
-    assert {name: told[name] for name in JOBS if name.startswith("sound")} == {
-        "sound": [],
-        "sound_blackwell": [],
-        "sound_ada": [],
-    }
+@pytest.mark.parametrize("name", ["sound", "sound_blackwell", "sound_ada"])
+def test_what_is_sound_keeps_the_rules(told, name):
+    assert told(name) == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,8 @@ def test_what_is_sound_keeps_the_rules(told):
     ],
 )
 def test_planted_faults_are_found(told, name, expected):
-    assert any(one.startswith(expected) for one in told[name]), told[name]
+    found = told(name)
+    assert any(one.startswith(expected) for one in found), found
 
 
 def test_every_tile_of_fp8_is_compiled_for_every_gpu_that_may_be_given_it():

@@ -76,9 +76,11 @@ def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], 
     for task, found in zip(tasks, known, strict=True):
         if found is not None:
             report(task)
-    todo = [task for task, found in zip(tasks, known, strict=True) if found is None]
-    new = iter(results_of(examine, todo, processes, report, Examined(DIED)))
-    return [next(new) if found is None else found for found in known]
+    todo = [number for number, found in enumerate(known) if found is None]
+    todo.sort(key=lambda number: tasks[number].launching is None)  # what takes longest comes first
+    new = results_of(examine, [tasks[number] for number in todo], processes, report, Examined(DIED))
+    results = dict(enumerate(known)) | dict(zip(todo, new, strict=True))
+    return [found for found in results.values() if found is not None]
 
 
 def remembered(task: Task) -> Examined | None:

@@ -2,7 +2,8 @@
 
 `python -m tpkernels.gate.numerics NAME` computes the cases that NAME names (see `has_parts`), with
 TRITON_INTERPRET=1, and prints one JSON line a case: its name, its largest error as a part of what is allowed,
-and in words what is wrong. `check` runs that program, and remembers a run without a finding.
+and in words what is wrong. `check` runs that program, each process a part of the cases, and remembers a run
+without a finding.
 
 Operands lie in NaN, so that reading outside one shows; sizes straddle the interpreter's tiles.
 
@@ -18,11 +19,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from itertools import cycle
+from itertools import cycle, zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import get_args
@@ -57,6 +59,8 @@ IN_FP8: Mapping[Form, tuple[int, int, int]] = {"descriptor": (72, 272, 144), "po
 NAN_OF_FP8 = 0x7F7F_7F7F  # in either format; a scale, it is near the largest number of fp32
 WITH_CONSUMERS = 264, 200, 328  # two or three tiles for each of two programs, four steps of depth
 LAUNCHERS = {"linear": "linear_fwd", "glu": "glu_fwd"}  # of other names than their primitives
+PROCESSES = 2
+WORTH_A_PROCESS = 10  # cases: to start one takes as long
 WAYS: tuple[tuple[Form, torch.dtype], ...] = (("descriptor", BF16), ("pointer", FP16), ("pointer", FP32))
 
 
@@ -82,9 +86,19 @@ def check(only: str, report: Callable[[str], None]) -> list[Computed]:
 
 
 def _run(only: str, report: Callable[[str], None]) -> list[Computed]:
+    """By one process, or by as many as there is work for; cases come in their order."""
+    count = sum(has_parts(case.name, only) for case in cases())
+    parts = max(1, min(PROCESSES, count // WORTH_A_PROCESS))
+    with ThreadPoolExecutor(parts) as threads:
+        found = threads.map(lambda part: _part(only, part, parts, report), range(parts))
+        return [case for one in zip_longest(*found) for case in one if case is not None]
+
+
+def _part(only: str, part: int, parts: int, report: Callable[[str], None]) -> list[Computed]:
+    """Each case whose number leaves the rest `part`, by a process of its own."""
     computed = []
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tpkernels.gate.numerics", only]
+    command = [sys.executable, "-m", "tpkernels.gate.numerics", only, str(part), str(parts)]
     with (
         TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -290,13 +304,13 @@ def examine(case: Case, frames: Frames) -> Computed:
     return Computed(case.name, largest, "; ".join(failures))
 
 
-def main(only: str = "") -> None:
-    torch.manual_seed(20261121)
+def main(only: str = "", part: str = "0", parts: str = "1") -> None:
     frames = Frames()
     launch.empty = frames.empty
-    for case in cases():
-        if has_parts(case.name, only):
-            print(json.dumps(asdict(examine(case, frames))), flush=True)
+    named = [case for case in cases() if has_parts(case.name, only)]
+    for case in named[int(part) :: int(parts)]:
+        torch.manual_seed(20261121)  # the same operands, whatever else is computed
+        print(json.dumps(asdict(examine(case, frames))), flush=True)
 
 
 if __name__ == "__main__":

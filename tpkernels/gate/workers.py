@@ -5,6 +5,7 @@ They are forks where they can be: to import torch and Triton again takes longer 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -75,5 +76,7 @@ def _start() -> str:
 
 
 def _compile_here() -> None:
+    gc.freeze()  # what was imported, which is most, is looked through no more
+    gc.set_threshold(100_000, 20, 100)
     os.environ.pop("TRITON_INTERPRET", None)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: end without a word, one speaks for all
