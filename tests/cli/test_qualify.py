@@ -229,7 +229,7 @@ def test_a_late_rank_is_a_line_of_each_transport(tmp_path):
 
 
 def a_rank_dies():
-    if os.environ.get("RANK") == "1":
+    if os.environ.get("RANK") == "0":
         qualify_kernels.cases = lambda sizes: os._exit(7)
 
 
@@ -243,7 +243,7 @@ def test_a_rank_that_dies_is_named_and_leaves_no_process(tmp_path):
     (check,) = checks_of(report, 1).values()
     assert check["status"] == "wrong"
     assert re.fullmatch(
-        "rank 1 ended with exit code 7; the other ranks were ended, during (the start|kernels)", check["text"]
+        "rank 0 ended with exit code 7; the other ranks were ended, during (the start|kernels)", check["text"]
     )
     assert run.stdout.endswith("not qualified: ranks 2 ranks\n")
     assert [is_running(rank) for rank in ranks] == [False, False]
