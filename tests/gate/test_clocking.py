@@ -6,9 +6,9 @@ import pytest
 
 from tests.gate.test_budgets import COST, FACTS
 from tpkernels.gate import ahead_of_time, clocking
-from tpkernels.gate.ahead_of_time import CompileError, Job, machine_code_of
+from tpkernels.gate.ahead_of_time import DIED, CompileError, Job, machine_code_of
 from tpkernels.gate.catalog import catalog
-from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine
+from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine, examine_all
 
 ENTRY = next(entry for entry in catalog() if entry.name.startswith("linear/descriptor"))
 TASK = Task(Job(ENTRY, "sm_90"), FromCatalog(ENTRY))
@@ -21,16 +21,23 @@ def counted(monkeypatch, tmp_path):
     counts = {"compiled": 0, "clocked": 0}
     sources = {"kernel": "kernel", "clock": "clock", "launch": "launch"}
 
-    def compiled(entry, architecture):
+    class Made(ahead_of_time._Made):
+        code = property(lambda made: sources["kernel"].encode())
+
+        def facts(self):
+            return replace(FACTS, cubin=sources["kernel"])
+
+    def made(job):
         counts["compiled"] += 1
-        return replace(FACTS, cubin=sources["kernel"]), sources["kernel"].encode()
+        return Made(job, None, 1.0)
 
     def cost_of(cubin, workload):
         assert cubin == sources["kernel"].encode()
         counts["clocked"] += 1
         return COST
 
-    monkeypatch.setattr(ahead_of_time, "_compiled", compiled)
+    monkeypatch.setattr(ahead_of_time, "_made", made)
+    monkeypatch.setattr(ahead_of_time, "disassemble_ahead", lambda cubins: None)
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: sources["kernel"])
     monkeypatch.setattr(clocking, "built", lambda *_: machine_code_of(ENTRY, "sm_90"))
     monkeypatch.setattr(FromCatalog, "text", lambda _: sources["launch"])
@@ -45,6 +52,38 @@ def test_nothing_is_done_twice(counted):
     for _ in range(2):
         assert examine(TASK) == Examined(facts, COST)
     assert counts == {"compiled": 1, "clocked": 1}
+
+
+def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_together(counted, monkeypatch):
+    examine(TASK)
+    started, told = [], []
+
+    def here(work, items, processes, report, of_the_dead):
+        started.extend(items)
+        for item in items:
+            report(item)
+        return [work(item) for item in items]
+
+    monkeypatch.setattr(clocking, "results_of", here)
+    assert examine_all([TASK], 2, told.append) == [examine(TASK)]
+    assert (started, told) == ([], [TASK])
+    monkeypatch.setattr(ahead_of_time, "compile_key", lambda entry, architecture: architecture)
+    others = [Task(Job(ENTRY, gpu), None) for gpu in ("sm_80", "sm_100") for _ in range(20)]
+    found = examine_all([*others, TASK], 2, told.append)
+    assert [len(some) for some in started] == [1, 8, 8, 4, 8, 8, 4]
+    assert {len({task.job.architecture for task in some}) for some in started} == {1}
+    assert [one.cost for one in found] == [None] * 40 + [COST]
+    assert sorted(map(str, told[1:])) == sorted(map(str, [*others, TASK]))
+
+
+def test_tasks_beside_one_whose_process_died_are_done_alone(counted, monkeypatch):
+    def here(work, items, processes, report, of_the_dead):
+        dies = 0 if work is clocking.examine_together else 3
+        return [of_the_dead if number == dies else work(item) for number, item in enumerate(items)]
+
+    monkeypatch.setattr(clocking, "results_of", here)
+    found = examine_all([Task(Job(ENTRY, "sm_80"), None)] * 32, 2, lambda task: None)
+    assert [number for number, one in enumerate(found) if one == Examined(DIED)] == [3]
 
 
 def test_an_edit_of_the_clock_compiles_nothing(counted):
@@ -98,9 +137,9 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
     monkeypatch.setattr(clocking, "cost_of", sound)
     assert examine(TASK).cost == COST
 
-    def refuses(entry, architecture):
+    def refuses(job):
         raise CompileError("no")
 
-    monkeypatch.setattr(ahead_of_time, "_compiled", refuses)
+    monkeypatch.setattr(ahead_of_time, "_made", refuses)
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "new")
     assert examine(TASK) == Examined("no")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tpkernels.gate.ahead_of_time import Facts
+from tests.gate.test_budgets import FACTS as budgeted
 from tpkernels.gate.catalog import catalog
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx import NO_FLAG
@@ -13,19 +13,8 @@ ENTRIES = {entry.name: entry for entry in catalog()}
 LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
 TRUE_FP32 = ENTRIES["linear/pointer/fp32/64x64x16-w8-s3-p1/gelu_tanh+bias+z"]
 POINTER = ENTRIES["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
-FACTS = Facts(
-    registers=163,
-    stack=0,
-    spills=0,
-    shared=1000,
-    in_flight=1,
-    instructions={"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
-    aligned=LINEAR.aligned,
-    narrow_offsets=(),
-    unordered_reads=(),
-    unordered_flags=(),
-    seconds=1.0,
-)
+SOUND = {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}
+FACTS = replace(budgeted, instructions=SOUND, aligned=LINEAR.aligned, narrow_offsets=())
 
 
 @pytest.mark.parametrize(

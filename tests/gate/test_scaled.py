@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.gate.test_budgets import FACTS as budgeted
 from tpkernels.gate import scaled
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Entry, Facts, facts_of
@@ -28,18 +29,12 @@ BLOCKS = ENTRIES[f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z+bloc
 POINTER = ENTRIES["scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"]
 ADA = ENTRIES["sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"]
 HOPPER = {"QGMMA": 4, "QGMMA.RZ": 1, "QGMMA.gsb0": 1, "UTMALDG": 2, "UTMASTG": 2}
-FACTS = Facts(
-    registers=160,
-    stack=0,
-    spills=0,
-    shared=1000,
+FACTS = replace(
+    budgeted,
     in_flight=0,
     instructions=HOPPER,
     aligned=frozenset.union(*(one.aligned for one in (DESCRIPTOR, POINTER, ADA, BLACKWELL))),
     narrow_offsets=(),
-    unordered_reads=(),
-    unordered_flags=(),
-    seconds=1.0,
     exposed_waits=0,
 )
 

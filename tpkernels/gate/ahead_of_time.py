@@ -15,13 +15,15 @@ import time
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpkernels.gate import disassembly, epilogue, machine_code, occupancy, ptx, ptx_flow, roles, triton_ir
-from tpkernels.gate.disassembly import disassemble
+from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.ptx_flow import Flow
 from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
@@ -30,6 +32,8 @@ from tpkernels.kernels.operands import Form
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+Result = TypeVar("Result")
 
 Constant = int | bool | str | float | None  # or a dtype of Triton's
 # architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
@@ -134,58 +138,87 @@ def compile_all(jobs: Sequence[Job], processes: int, report: Callable[[Job], Non
 
 def facts_or_error(job: Job) -> Facts | str:
     """Work for one of the processes."""
-    try:
-        return facts_of(job.entry, job.architecture)
-    except CompileError as error:
-        return str(error)
-    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
-        return f"{type(error).__name__}: {error}"
+    return facts_together([job])[0]
+
+
+def facts_together(jobs: Sequence[Job]) -> list[Facts | str]:
+    """Of jobs on one architecture: compiled one by one, and disassembled at once."""
+    begun = [_or_error(partial(_begun, job)) for job in jobs]
+    with suppress(NoDisassembler):  # of which each hears below
+        disassemble_ahead([one.code for one in begun if isinstance(one, _Made) and not one.is_amd])
+    return [_or_error(one.kept) if isinstance(one, _Made) else one for one in begun]
 
 
 def facts_of(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture: from the user's cache, or compiled and put there."""
-    key = compile_key(entry, architecture)
-    return _facts_kept(key) or _compiled_and_kept(entry, architecture, key)[0]
+    begun = _begun(Job(entry, architecture))
+    return begun.kept() if isinstance(begun, _Made) else begun
 
 
 def facts_kept(entry: Entry, architecture: str) -> Facts | None:
     """The facts of one entry on one architecture, if they are in the user's cache."""
-    return _facts_kept(compile_key(entry, architecture))
-
-
-def _facts_kept(key: str) -> Facts | None:
     try:
-        return Facts.from_json(DiskCache.of_user("facts").get(key))
+        return Facts.from_json(DiskCache.of_user("facts").get(compile_key(entry, architecture)))
     except TypeError:  # nothing there
         return None
 
 
 def machine_code_of(entry: Entry, architecture: str) -> bytes:
     """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
-    key = compile_key(entry, architecture)
-    kept = DiskCache.of_user(CUBINS).get(key)
+    job = Job(entry, architecture)
+    kept = DiskCache.of_user(CUBINS).get(compile_key(entry, architecture))
     if isinstance(kept, str):
         return zlib.decompress(b64decode(kept))
-    return _compiled_and_kept(entry, architecture, key)[1]
+    made = _made(job)
+    made.kept()
+    return made.code
 
 
 def compile_entry(entry: Entry, architecture: str) -> Facts:
     """The facts of one entry on one architecture, compiled afresh: Triton's own cache is left out."""
-    return _compiled(entry, architecture)[0]
+    return _made(Job(entry, architecture)).facts()
 
 
-def _compiled_and_kept(entry: Entry, architecture: str, key: str) -> tuple[Facts, bytes]:
-    facts, code = _compiled(entry, architecture)
-    if architecture in CLOCKED:  # some tens of kilobytes each
-        DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(code)).decode())
-    DiskCache.of_user("facts").put(key, facts.as_json())
-    return facts, code
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What Triton compiled."""
+
+    job: Job
+    compiled: Any
+    seconds: float
+
+    @property
+    def is_amd(self) -> bool:
+        return self.job.architecture.startswith("gfx")
+
+    @property
+    def code(self) -> bytes:
+        code: bytes = self.compiled.asm["hsaco" if self.is_amd else "cubin"]
+        return code
+
+    def facts(self) -> Facts:
+        if self.is_amd:
+            return _amd(self.compiled, self.seconds)
+        return _nvidia(self.compiled, self.seconds, self.job.architecture)
+
+    def kept(self) -> Facts:
+        """The facts, put into the user's cache; so is the machine code of what is clocked."""
+        facts, key = self.facts(), compile_key(self.job.entry, self.job.architecture)
+        if self.job.architecture in CLOCKED:  # some tens of kilobytes each
+            DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(self.code)).decode())
+        DiskCache.of_user("facts").put(key, facts.as_json())
+        return facts
 
 
-def _compiled(entry: Entry, architecture: str) -> tuple[Facts, bytes]:
+def _begun(job: Job) -> Facts | _Made:
+    """The facts from the user's cache, or what was compiled."""
+    return facts_kept(job.entry, job.architecture) or _made(job)
+
+
+def _made(job: Job) -> _Made:
     import triton
 
-    target = gpu_target(architecture)
+    entry, target = job.entry, gpu_target(job.architecture)
     start = time.perf_counter()
     with TemporaryDirectory(prefix="tpkernels-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
@@ -193,10 +226,16 @@ def _compiled(entry: Entry, architecture: str) -> tuple[Facts, bytes]:
             compiled = triton.compile(ast_source(entry), target=target, options=entry.options)
         except Exception as error:  # whatever the compiler raises is a finding about this entry
             raise CompileError(_reason(error)) from error
-        seconds = time.perf_counter() - start
-        if target.backend == "hip":
-            return _amd(compiled, seconds), compiled.asm["hsaco"]
-        return _nvidia(compiled, seconds, architecture), compiled.asm["cubin"]
+    return _Made(job, compiled, time.perf_counter() - start)
+
+
+def _or_error(work: Callable[[], Result]) -> Result | str:
+    try:
+        return work()
+    except CompileError as error:
+        return str(error)
+    except Exception as error:  # an entry that names no kernel, and the like: a finding about this entry too
+        return f"{type(error).__name__}: {error}"
 
 
 def compile_key(entry: Entry, architecture: str) -> str:

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
 from tpkernels.gate import clock
-from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_kept, facts_or_error, machine_code_of
+from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_kept, facts_together, machine_code_of
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost, cost_of
 from tpkernels.gate.clock.cubin import read
@@ -26,6 +27,7 @@ from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 
 CYCLES = "cycles"  # of the user's caches
+TOGETHER = 8  # tasks, whose machine code is disassembled at once
 
 
 class Launching(Protocol):
@@ -78,9 +80,29 @@ def examine_all(tasks: Sequence[Task], processes: int, report: Callable[[Task], 
             report(task)
     todo = [number for number, found in enumerate(known) if found is None]
     todo.sort(key=lambda number: tasks[number].launching is None)  # what takes longest comes first
-    new = results_of(examine, [tasks[number] for number in todo], processes, report, Examined(DIED))
+    new = _examined([tasks[number] for number in todo], processes, report)
     results = dict(enumerate(known)) | dict(zip(todo, new, strict=True))
     return [found for found in results.values() if found is not None]
+
+
+def _examined(tasks: Sequence[Task], processes: int, report: Callable[[Task], None]) -> list[Examined]:
+    """Some at a time, where there are many; those of a process that died one by one."""
+    size = max(1, min(TOGETHER, len(tasks) // (2 * processes)))
+    runs = [[*run] for _, run in groupby(tasks, lambda task: task.job.architecture)]
+    together = [run[at : at + size] for run in runs for at in range(0, len(run), size)]
+
+    def done(some: Sequence[Task]) -> None:
+        for task in some:
+            report(task)
+
+    found: list[list[Examined] | None] = results_of(examine_together, together, processes, done, None)
+    lost = [task for some, results in zip(together, found, strict=True) if results is None for task in some]
+    alone = iter(results_of(examine, lost, processes, lambda task: None, Examined(DIED)))
+    return [
+        next(alone) if results is None else results[number]
+        for some, results in zip(together, found, strict=True)
+        for number in range(len(some))
+    ]
 
 
 def remembered(task: Task) -> Examined | None:
@@ -96,9 +118,17 @@ def remembered(task: Task) -> Examined | None:
     return Examined(facts, cost) if facts and (cost or not launching) else None
 
 
+def examine_together(tasks: Sequence[Task]) -> list[Examined]:
+    """Work for one of the processes: tasks of one architecture."""
+    facts = facts_together([task.job for task in tasks])
+    return [_with_cost(*pair) for pair in zip(tasks, facts, strict=True)]
+
+
 def examine(task: Task) -> Examined:
-    """Work for one of the processes."""
-    facts = facts_or_error(task.job)
+    return examine_together([task])[0]
+
+
+def _with_cost(task: Task, facts: Facts | str) -> Examined:
     if isinstance(facts, str) or task.launching is None:
         return Examined(facts)
     try:

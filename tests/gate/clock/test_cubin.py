@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import pytest
 
+from tests.compiled import assembly_of
 from tpkernels.gate import disassembly
+from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cubin import Parameter, WrongArchitecture, read
+from tpkernels.gate.clock.instructions import parse
 from tpkernels.gate.clock.values import Constants
-from tpkernels.gate.disassembly import NoDisassembler, disassemble
+from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
+from tpkernels.gate.machine_code import sass_mix
 
 FLAT = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
+NORM = "norm_fwd/pointer/bf16/8192/rms+residual"
 ROLES = "linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z"
 
 
@@ -39,7 +45,7 @@ def test_cubin_of_another_architecture_is_refused(content: bytes, told: str):
 
 
 def test_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(disassembly, "_cuobjdump", lambda: "/nowhere/cuobjdump")
+    monkeypatch.setattr(disassembly, "_tool", lambda name: f"/nowhere/{name}")
     with pytest.raises(NoDisassembler, match="cuobjdump, which Triton brings along, is missing"):
         disassemble(b"")
 
@@ -47,6 +53,18 @@ def test_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_what_the_disassembler_says_of_nonsense_is_passed_on():
     with pytest.raises(NoDisassembler, match="cuobjdump"):
         disassemble(elf(190, 0x5A005A))
+
+
+def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
+    """Jumps, calls, returns, roles and loops among them."""
+    cubins = [compiler.run(assembly_of, recipes()[name].entry()).cubin for name in (NORM, FLAT, ROLES, NORM)]
+    alone = [disassemble(cubin) for cubin in cubins]
+    disassemble_ahead(cubins)
+    assert set(disassembly._listings) == set(cubins)
+    for cubin, listing in zip(cubins, alone, strict=True):
+        assert parse(disassemble(cubin)) == parse(listing)
+        assert sass_mix(disassemble(cubin)) == sass_mix(listing)
+        assert read(cubin).registers == int(re.search(r"REG:(\d+)", listing)[1])
 
 
 def test_parameters_have_their_places_in_the_constant_bank(kernel):

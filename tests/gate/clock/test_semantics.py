@@ -153,10 +153,11 @@ def test_integer_instruction_computes(text: str):
     assert both(text, ("R0",)) == (expected, expected)
 
 
-@pytest.mark.parametrize("table", range(256))
-def test_logic_is_what_its_table_says_of_each_bit(table: int):
-    found = execute(f"LOP3.LUT R0, R4, R5, R6, {table:#x}, !PT", R4=0xF0, R5=0xCC, R6=0xAA)["R0"]
-    assert found & 0xFF == table
+def test_logic_is_what_its_table_says_of_each_bit():
+    def of(table: int) -> object:
+        return execute(f"LOP3.LUT R0, R4, R5, R6, {table:#x}, !PT", R4=0xF0, R5=0xCC, R6=0xAA)["R0"] & 0xFF
+
+    assert [of(table) for table in range(256)] == [*range(256)]
 
 
 @pytest.mark.parametrize("text", PAIRS)

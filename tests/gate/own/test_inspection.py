@@ -48,12 +48,12 @@ NAMED = {  # changes of the table -> what is told
     "sound": ({}, None),
     "no_module": ({"kernel": "nowhere:scale"}, "kernel: importing 'nowhere': ModuleNotFoundError: No module"),
     "failing": ({"kernel": "failing:scale"}, "kernel: importing 'failing': ValueError: today"),
-    "dying": ({"kernel": "dying:scale"}, "kernel: importing 'dying' ended its process with exit code 9"),
     "leaving": ({"kernel": "leaving:scale"}, "kernel: importing 'leaving': SystemExit: 4"),
     "no_kernel": ({"kernel": "kernels:scale"}, r"kernel: module 'kernels' \(.*kernels.py\) has no 'scale'"),
     "no_jit": ({"kernel": "kernels:helper"}, "kernel: expected a function under triton.jit, .* a function"),
     "no_oracle": ({"oracle": "kernels:ref"} | ORACLE, "oracle: module 'kernels' .* has no 'ref'"),
     "number": ({"oracle": "kernels:number"} | ORACLE, "oracle: expected a function, .* is a int"),
+    "dying": ({"kernel": "dying:scale"}, "kernel: importing 'dying' ended its process with exit code 9"),
 }
 
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tpkernels.gate.clock.instructions import Instruction, parse
-from tpkernels.gate.disassembly import disassemble
+from tpkernels.gate.disassembly import CUDA_MACHINE, capability_of, disassemble, sections
 
-_CUDA_MACHINE = 190
 _PARAM_CBANK, _KPARAM_INFO = 0x0A, 0x17  # attributes of .nv.info.<kernel>
 _HALFWORD, _SIZED = 3, 4  # forms of an attribute: two bytes in place; a size and as many bytes
 
@@ -40,21 +39,15 @@ class Cubin:
         return max((one.offset + one.size for one in self.parameters), default=self.parameters_at)
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    name: str
-    content: bytes
-
-
 def read(cubin: bytes) -> Cubin:
     """WrongArchitecture for anything but an sm_90 kernel; NoDisassembler without cuobjdump."""
     _check_architecture(cubin)
-    sections = list(_sections(cubin))
-    kernels = [one.name.removeprefix(".text.") for one in sections if one.name.startswith(".text.")]
+    found = list(sections(cubin))
+    kernels = [one.name.removeprefix(".text.") for one in found if one.name.startswith(".text.")]
     if len(kernels) != 1:
         raise ValueError(f"expected a cubin with one kernel, got {kernels}")
     (kernel,) = kernels
-    contents = {one.name: one.content for one in sections}
+    contents = {one.name: one.content for one in found}
     info = contents.get(f".nv.info.{kernel}", b"")
     begin, parameters = _parameters(info)
     listing = disassemble(cubin)
@@ -67,7 +60,7 @@ def read(cubin: bytes) -> Cubin:
         registers=int(usage[1]),
         parameters=parameters,
         parameters_at=begin,
-        banks={int(m[1]): one.content for one in sections if (m := banks.match(one.name)) and m[1] != "0"},
+        banks={int(m[1]): one.content for one in found if (m := banks.match(one.name)) and m[1] != "0"},
     )
 
 
@@ -75,26 +68,10 @@ def _check_architecture(cubin: bytes) -> None:
     if cubin[:4] != b"\x7fELF" or len(cubin) < 64:
         raise WrongArchitecture("expected the cubin of an sm_90 kernel, got no ELF file")
     (machine,) = struct.unpack_from("<H", cubin, 18)
-    if machine != _CUDA_MACHINE:
+    if machine != CUDA_MACHINE:
         raise WrongArchitecture(f"expected the cubin of an sm_90 kernel, got code for ELF machine {machine}")
-    (flags,) = struct.unpack_from("<I", cubin, 48)
-    # CUDA 13 moved the number one byte up, and says so by another ABI
-    architecture = (flags >> 8 if cubin[7] == 0x41 else flags) & 0xFF
-    if architecture != 90:
-        raise WrongArchitecture(f"expected the cubin of an sm_90 kernel, got one of sm_{architecture}")
-
-
-def _sections(elf: bytes) -> Iterator[_Section]:
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    size, count, names_at = struct.unpack_from("<HHH", elf, 58)
-    headers = [struct.unpack_from("<IIQQQQ", elf, table + number * size) for number in range(count)]
-    names = headers[names_at][4]
-    for name, kind, _flags, _address, offset, length in headers:
-        start = names + name
-        text = elf[start : elf.index(b"\0", start)].decode()
-        yield _Section(
-            text, b"" if kind == 8 else elf[offset : offset + length]
-        )  # 8: takes no room in the file
+    if (capability := capability_of(cubin)) != 90:
+        raise WrongArchitecture(f"expected the cubin of an sm_90 kernel, got one of sm_{capability}")
 
 
 def _parameters(info: bytes) -> tuple[int, tuple[Parameter, ...]]:
