@@ -10,7 +10,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1 # several ranks share the cores of one machine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test affected sweep check lint types docs reference plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
+.PHONY: help setup demo groups test affected sweep check lint types docs reference plan doctor bench bench-gate invariance mutants bench-overlap gpu asan tsan compile gate check-triton-3.6 check-transformers check-megatron wheel sdist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ bench-gate: $(READY) ## compare a small set of benchmarks with this device's bas
 
 invariance: $(READY) ## train at tensor-parallel sizes 1 to 8 under TP-invariance, and compare all bits
 	$(BIN)/python -m bench invariance
+
+mutants: $(READY) ## plant faults of one line, and see which of them the tests notice; SEED=N for others (an hour)
+	$(BIN)/python -m bench.mutants $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
 
 bench-overlap: $(READY) ## what communication hides behind computation, on a throttled link; needs root
 	$(BIN)/python -m pytest -s bench/test_overlap.py
