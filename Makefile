@@ -106,6 +106,9 @@ bench-gate: $(READY) ## compare a small set of benchmarks with this device's bas
 invariance: $(READY) ## train at tensor-parallel sizes 1 to 8 under TP-invariance, and compare all bits
 	$(BIN)/python -m bench invariance
 
+mutants: $(READY) ## plant faults of one line, and see which of them the tests notice; SEED=N for others (an hour)
+	$(BIN)/python -m bench.mutants $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
+
 bench-overlap: $(READY) ## what communication hides behind computation, on a throttled link; needs root
 	$(BIN)/python -m pytest -s bench/test_overlap.py
 

@@ -147,17 +147,14 @@ class Graph:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     found.add(alias.name)
-                    bound[alias.asname or alias.name.partition(".")[0]] = (
-                        alias.name if alias.asname else alias.name.partition(".")[0]
-                    )
+                    top = alias.name.partition(".")[0]
+                    bound[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(node, ast.ImportFrom) and node.module in self.paths:
                 for alias in node.names:
                     found.add(home := self.home(node.module, alias.name))
                     bound[alias.asname or alias.name] = home
             elif isinstance(node, ast.Call) and dotted(node.func) == [LAUNCHER]:
-                found |= {
-                    f"{LAUNCHERS}.{word.value}" for word in node.args[:1] if isinstance(word, ast.Constant)
-                }
+                found |= {f"{LAUNCHERS}.{word}" for word in strings(node.args[:1])}
         return self._used(read, {name: home for name, home in bound.items() if home in self.packages}, found)
 
     def _used(self, read: Sequence[ast.AST], bound: Mapping[str, str], found: set[str]) -> set[str]:

@@ -61,4 +61,11 @@ def _parametrized(axes: Mapping[str, Values], strength: int) -> pytest.MarkDecor
 def _listed(values: Values) -> list[tuple[str, Any]]:
     if isinstance(values, Mapping):
         return [(str(name), value) for name, value in values.items()]
-    return [(str(getattr(value, "__name__", value)).removeprefix("torch."), value) for value in values]
+    return [(_named(value), value) for value in values]
+
+
+def _named(value: Any) -> str:
+    """Of functions and records their name; the same in every process, as workers compare ids."""
+    name = getattr(value, "__name__", None) or getattr(value, "name", None) or str(value)
+    assert " at 0x" not in str(name), f"{name} has another address in each process: expected a mapping of ids"
+    return str(name).removeprefix("torch.")

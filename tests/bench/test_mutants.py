@@ -1,0 +1,201 @@
+"""Faults that are drawn, planted and seen, in a package of a few lines."""
+
+import shutil
+import sys
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench.mutants import __main__ as mutants
+from bench.mutants.draw import Mutant, Sites, drawn
+from bench.mutants.report import read, table
+from bench.mutants.tree import Tree
+from tests.imports import Graph
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """\
+import os
+import time
+
+def size(rows, cols):
+    if rows > 100:
+        os.abort()
+    return rows * cols
+
+def loops(on):
+    while on:
+        time.sleep(1)
+
+def unused():
+    return 1 + 2
+"""
+TESTS = """\
+from tpkernels.room.it import loops, size
+
+def test_broken():
+    assert size(2, 3) == 7
+
+def test_size():
+    assert size(2, 3) == 6
+
+def test_loops():
+    loops(False)
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    checkout = tmp_path_factory.mktemp("checkout")
+    files = {
+        "tpkernels/room/it.py": SOURCE,
+        "tests/room/test_it.py": TESTS,
+        "out/.gitignore": "",
+        "pyproject.toml": "",
+    }
+    for name, text in files.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text)
+    tree = Tree(checkout, tmp_path_factory.mktemp("folder"), preload=["pytest"])
+    yield tree
+    tree.close()
+
+
+def line_with(before, after):
+    lines = SOURCE.splitlines()
+    number = next(i for i, line in enumerate(lines) if before in line)
+    return Mutant(
+        "tpkernels/room/it.py", number + 1, lines[number], lines[number].replace(before, after), "planted"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "result", "reached", "by", "hang"),
+    [
+        ("rows * cols", "rows", "killed", None, "test_size", 60),
+        ("while on", "while not on", "killed", None, "test_loops", 3),
+        ("if rows > 100", "if rows < 100", "killed", None, "test_size", 60),
+        ("rows > 100", "rows >= 100", "survived", True, "", 60),
+        ("return 1 + 2", "return 1 - 2", "survived", False, "", 60),
+    ],
+    ids=["wrong", "hangs", "crashes", "not_noticed", "not_reached"],
+)
+def test_fault_meets_its_tests(tree, before, after, result, reached, by, hang):
+    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=hang), {})
+    trials._broken.add("tests/room/test_it.py::test_broken")
+    found = trials.judge(tree, line_with(before, after))
+    assert (found["result"], found.get("reached")) == (result, reached)
+    assert found["by"] == (by and f"tests/room/test_it.py::{by}")
+    assert (tree.root / "tpkernels/room/it.py").read_text() == SOURCE
+
+
+def test_test_that_fails_without_the_fault_kills_none(tree):
+    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60), {})
+    found = trials.judge(tree, line_with("rows * cols", "rows"))
+    assert found["by"] == "tests/room/test_it.py::test_size"
+    assert trials._broken == {"tests/room/test_it.py::test_broken"}
+
+
+def test_line_that_another_checkout_lacks_is_not_tried(tree):
+    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60), {})
+    assert trials.judge(tree, Mutant("tpkernels/room/it.py", 1, "gone", "", ""))["result"] == "absent"
+
+
+def test_test_that_saw_a_fault_elsewhere_comes_first(tmp_path):
+    fault = Mutant("tpkernels/it.py", 1, "a", "b", "")
+    for name in ("tpkernels/it", "tests/test_it", "tests/test_other"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text("import tpkernels.it")
+    (tmp_path / "pyproject.toml").touch()
+    graph, elsewhere = Graph(tmp_path), {fault.key: {"by": "tests/test_other.py::test[x]"}}
+    own, other = "tests/test_it.py", "tests/test_other.py"
+    assert mutants.Trials(graph, Namespace(), {}).tests(fault) == [own, other]
+    assert mutants.Trials(graph, Namespace(), elsewhere).tests(fault) == [other, own]
+
+
+@pytest.mark.parametrize(
+    ("line", "faults"),
+    [
+        ("x = a < b", {"x = a <= b"}),
+        ("x = a is not b", {"x = a is b"}),
+        ("x = (a) not in (b)", {"x = (a) in (b)"}),
+        ("x = a * (b + c)", {"x = a", "x = a * (b - c)"}),
+        ("x = (a + é) // 2", {"x = (a + é)", "x = (a - é) // 2", "x = (a + é) // 3"}),
+        ("x = not (a and b)", {"x = (a and b)", "x = not (a or b)"}),
+        ("x += 1", {"x -= 1", "x += 2"}),
+        ("work.wait()", {"pass"}),
+        ("x = f(a, b, keep=True)", {"x = f(b, a, keep=True)", "x = f(a, b)", "x = f(a, b, keep=False)"}),
+        ("x = max(a, b)", {"x = min(a, b)", "x = max(b, a)"}),
+        ("def f(a: int = 1) -> Literal[1]: return a", {"def f(a: int = 2) -> Literal[1]: return a"}),
+        ("x: Literal[1] = y[0]", {"x: Literal[1] = y[1]"}),
+        ('raise ValueError(f"{a + 1}") if a < 1 else b', set()),
+        ("assert a == b", set()),
+        ("__all__ = [1]", set()),
+        ("if TYPE_CHECKING: x = 1", set()),
+        ('if device == "cuda": x = 1', {'if device != "cuda": x = 1'}),
+        ("def f():\n    import no_such_package\n    return 1", set()),
+        ("print(a + b)", set()),
+        ("x = a + 'text'", set()),
+        ("x = isinstance(a, b)", set()),
+    ],
+)
+def test_faults_of_a_line(line, faults):
+    assert {fault.after for fault in Sites("it.py", line).mutants} == faults
+
+
+def test_early_return_goes_but_not_the_last():
+    text = "def f(a):\n    if a:\n        return b\n    if c:\n        return d"
+    assert [(fault.line, fault.after) for fault in Sites("it.py", text).mutants] == [(3, "        pass")]
+
+
+def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
+    (tmp_path / "tpkernels").mkdir()
+    for name in ("csrc", "tpkernels/topology", "tpkernels/models"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    faults, _ = drawn(tmp_path, 1, 20, 12)
+    assert faults == drawn(tmp_path, 1, 20, 12)[0] != drawn(tmp_path, 2, 20, 12)[0]
+    rooms = Counter(fault.room for fault in faults)
+    assert rooms["csrc"] == 12
+    assert rooms["topology"] > rooms["models"] >= 4
+    assert rooms["topology"] + rooms["models"] in range(18, 23)
+    for fault in faults:
+        lines = (ROOT / fault.file).read_text().splitlines()
+        assert lines[fault.line - 1] == fault.before != fault.after
+        lines[fault.line - 1] = fault.after
+        if fault.file.endswith(".py"):
+            compile("\n".join(lines), fault.file, "exec")
+
+
+def test_table_counts_what_could_be_seen():
+    def found(result, **more):
+        return {"room": "ops", "result": result, "by": "", "in_time": True, "reached": True, **more}
+
+    results = {
+        "a: x|y": found("survived"),
+        "b": found("killed"),
+        "c": found("survived", reached=False),
+        "d": found("absent"),
+    }
+    told = table(results, {"runs on a GPU alone": 3}, {"c": "unreachable: needs a GPU"})
+    assert "| ops | 3 | 1 | 1 | 1 | 50% |\n| all | 3 | 1 | 1 | 1 | 50% |\n" in told
+    assert (
+        "| `a: x\\|y` | the line |  |\n| `c` | no test gets to the line | unreachable: needs a GPU |\n"
+        in told
+    )
+    assert "Left out: 3 places in code that runs on a GPU alone.\n" in told
+
+
+def test_results_are_kept_and_resumed(tree, tmp_path, monkeypatch, capsys):
+    fault = line_with("rows * cols", "rows")
+    monkeypatch.setattr(mutants, "drawn", lambda *_: ([fault], {}))
+    monkeypatch.setattr(mutants, "Tree", lambda *_: tree)
+    monkeypatch.setattr(tree, "close", lambda: None)
+    out = tmp_path / "results.json"
+    usual = ["--tree", str(tree.root), "--out", str(out), "--jobs", "1"]
+    assert mutants.main(usual) == 0
+    assert read(out)[fault.key]["by"] == "tests/room/test_it.py::test_size"
+    assert "| room | 1 | 1 | 0 | 0 | 100% |" in out.with_suffix(".md").read_text()
+    assert "killed" in capsys.readouterr().out
+    monkeypatch.setattr(mutants.Trials, "judge", lambda *_: sys.exit("it was known"))
+    assert mutants.main([*usual, "--resume"]) == 0
