@@ -178,19 +178,8 @@ ENTRY = "gfx942/linear/pointer/bf16/128x128x32/gelu_tanh+bias+z"
 
 
 def test_parts_in_a_row_are_named_and_half_a_part_is_not():
-    wanted = [
-        "",
-        "/",
-        "linear",
-        "linear/",
-        "/linear",
-        "linear/pointer",
-        "gfx942",
-        "gfx942/*",
-        "*bias*",
-        "l*r",
-    ]
-    assert [one for one in (*wanted, "*+z", ENTRY) if not has_parts(ENTRY, one)] == []
+    wanted = ["", "/", "linear", "linear/", "/linear", "linear/pointer", "gfx942", "gfx942/*", "*bias*"]
+    assert [one for one in (*wanted, "l*r", "*+z", ENTRY) if not has_parts(ENTRY, one)] == []
     other = ["line", "inear", "linear/bf16", "pointer/linear", "gelu_tanh", "LINEAR"]
     assert [one for one in other if has_parts(ENTRY, one)] == []
     assert not has_parts("gather_linear/pointer/bf16", "linear/pointer")
