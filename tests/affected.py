@@ -124,7 +124,7 @@ def reached(graph: Graph, changed: str) -> list[Reached]:
     begin = {module_of(Path(path)) for path in read_by if not nobody_reads(changed)}
     if str(graph.paths.get(module)) == changed:
         begin.add(module)
-    if not changed.startswith("tpkernels/") or not changed.endswith(".py"):
+    if not fnmatch(changed, "tpkernels/*.py") and not changed.endswith("__init__.py"):
         begin |= graph.readers(Path(changed)) - {__name__, "tests.test_affected"}  # which name all kinds
     before = dict.fromkeys(sorted(begin), "")
     if module in graph.packages:

@@ -55,16 +55,11 @@ class Tree:
         self, tests: Sequence[str], seconds: float, hang: float, without: Sequence[str] = ()
     ) -> dict[str, Any]:
         """How tests ended; see `server`."""
-        request = {
-            "tests": [*tests],
-            "without": [*without],
-            "seconds": seconds,
-            "hang": hang,
-            "log": str(self._log),
-        }
+        limits = {"seconds": seconds, "hang": hang, "log": str(self._log)}
+        request = json.dumps({"tests": [*tests], "without": [*without], **limits})
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(json.dumps(request | {"log": str(self._log)}), file=self._server.stdin, flush=True)
+        print(request, file=self._server.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self._server.stdout.readline())
         return answer
 
@@ -110,7 +105,7 @@ class Tree:
 
     def _build(self) -> None:
         command = ["nice", sys.executable, "setup.py", "build_ext", "--inplace", "--force"]
-        environment = self._environment | {"TPKERNELS_REQUIRE_EXT": "1"}
+        environment = self._environment | {"TPKERNELS_REQUIRE_EXT": "1", "TPKERNELS_CXXFLAGS": "-O1"}
         ran = subprocess.run(
             command, cwd=self.root, env=environment, capture_output=True, text=True, check=False
         )
