@@ -31,7 +31,7 @@ from tpkernels.ops.tensor_parallel.flag_waits import KERNEL_WAITS
 K, N = 24, 40
 TILE = MatmulTile(16, 32, 32, num_warps=4, num_stages=1, group=2)
 CALLS = 4  # each slot is written twice
-FAULTS = ("early_flag", "skipped_flag", "swapped_rank", "stale_slot")
+FAULTS = ("flag_without_rows", "skipped_flag", "swapped_rank", "stale_slot")
 
 
 def shard_of(rank: int, call: int, rows: int) -> Tensor:
@@ -65,10 +65,8 @@ class Faulty(HostExchange):
             return
         landing, chunks = self.landing(delivery.slot, peer), self.chunks_of_ours(there)
         flags = landing.flags[chunks.start : chunks.stop]
-        if self.fault == "early_flag":
+        if self.fault == "flag_without_rows":
             flags.fill_(delivery.flag)
-            time.sleep(0.1)
-            super().put(peer, there, rows, delivery)
         elif self.fault == "skipped_flag":
             landing.rows_of(chunks).copy_(rows)
         elif self.fault == "stale_slot":  # writes the other buffer

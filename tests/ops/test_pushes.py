@@ -160,7 +160,8 @@ def faulty_sums(fault: str) -> tuple[list[bool], str]:
                     ctypes.c_int32.from_address(int(departures.flags[owner]) + 4 * chunk).value = int(
                         departures.awaited
                     )
-            time.sleep(0.2)
+            while int(exchange.mailbox(0).released) < delivery.number:  # until rank 0 has read too early
+                time.sleep(0.001)
         elif fault == "swapped_chunks":  # the flag of the other chunk, which is one word further
             departures = departures._replace(flags=departures.flags + 4)
         else:
