@@ -23,6 +23,9 @@ from tests.products import SWEEP
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A worker's sign to itself: pytest-benchmark, in what tests start, would take it for its own, and not measure.
+os.environ.pop("PYTEST_XDIST_WORKER", None)
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # read where a kernel is decorated: for a whole process, or not at all
@@ -40,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ranks4() -> Iterator[RankPool]:
+def rank_processes() -> Iterator[RankPool]:
     from tests.ranks import SPAWNED, RankPool
 
     with RankPool(4, SPAWNED) as pool:
@@ -48,27 +51,32 @@ def ranks4() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def ranks2(ranks4: RankPool) -> RankPool:
-    return _first(2, ranks4)
+def ranks4(rank_processes: RankPool) -> RankPool:
+    return _first(4, rank_processes)
 
 
 @pytest.fixture(scope="session")
-def ranks1(ranks4: RankPool) -> RankPool:
-    return _first(1, ranks4)
+def ranks2(rank_processes: RankPool) -> RankPool:
+    return _first(2, rank_processes)
 
 
-def _first(world_size: int, pool: RankPool) -> RankPool:
+@pytest.fixture(scope="session")
+def ranks1(rank_processes: RankPool) -> RankPool:
+    return _first(1, rank_processes)
+
+
+def _first(world_size: int, processes: RankPool) -> RankPool:
     """A process costs seconds to start: fewer ranks are some of those that more have."""
     from tests.ranks import RankPool
 
-    return RankPool(world_size, within=pool)
+    return RankPool(world_size, within=processes)
 
 
 @pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+def compiler(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Compiler]:
     """See `tests.compiled`."""
     from tests.compiled import compiling
 
     base = tmp_path_factory.getbasetemp()  # of a worker of xdist it lies in that of the run
-    with compiling((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled") as process:
+    with compiling((base.parent if hasattr(pytestconfig, "workerinput") else base) / "compiled") as process:
         yield process

@@ -42,9 +42,12 @@ import torch.distributed as dist
 from tests.patience import patient
 from tests.rank_answers import Answer, Died, Raised, Returned, all_alive, attempt, failure
 from tests.rank_answers import RankFailure as RankFailure
+from tpkernels.comm import schedule
 from tpkernels.training.launch import loopback_store
 
 T = TypeVar("T")
+
+LEAST_BYTES = schedule.LEAST_BYTES
 
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
 COLLECTIVE_SECONDS = patient(30.0)  # below the time-out of a call: a lone collective fails with a traceback
@@ -155,6 +158,7 @@ def leave_world() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        schedule.LEAST_BYTES = LEAST_BYTES  # tests set it, so that even tiny shards are cut
         if "torch.distributed.tensor.debug" in sys.modules:  # DTensor remembers meshes, with their groups
             sys.modules["torch.distributed.tensor.debug"]._clear_sharding_prop_cache()
 

@@ -65,7 +65,7 @@ def excess(setting: Setting, results: Results) -> dict[str, float]:
 
 
 def prepare(setting: Setting) -> None:
-    schedule.LEAST_BYTES = 64 if setting.small_pieces else LEAST_BYTES  # ranks live longer than a case
+    schedule.LEAST_BYTES = 64 if setting.small_pieces else LEAST_BYTES
     if setting.delay:
         time.sleep(setting.delay * dist.get_rank() / dist.get_world_size())
 
