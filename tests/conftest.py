@@ -23,7 +23,7 @@ from tests.products import SWEEP
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A worker's sign to itself: pytest-benchmark, in what tests start, would take it for its own, and not measure.
+# A worker of xdist by its environment: what tests start would take itself for one, and measure nothing.
 os.environ.pop("PYTEST_XDIST_WORKER", None)
 
 HAS_GPU = torch.cuda.is_available()

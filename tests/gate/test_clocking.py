@@ -55,6 +55,7 @@ def test_nothing_is_done_twice(counted):
 
 
 def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_together(counted, monkeypatch):
+    _, sources = counted
     examine(TASK)
     started, told = [], []
 
@@ -67,13 +68,18 @@ def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_toget
     monkeypatch.setattr(clocking, "results_of", here)
     assert examine_all([TASK], 2, told.append) == [examine(TASK)]
     assert (started, told) == ([], [TASK])
+    sources["clock"] = "other clock"
+    assert examine_all([TASK], 2, told.append) == [examine(TASK)]
+    assert started == [[TASK]]
+    started.clear()
+    told.clear()
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda entry, architecture: architecture)
     others = [Task(Job(ENTRY, gpu), None) for gpu in ("sm_80", "sm_100") for _ in range(20)]
     found = examine_all([*others, TASK], 2, told.append)
     assert [len(some) for some in started] == [1, 8, 8, 4, 8, 8, 4]
     assert {len({task.job.architecture for task in some}) for some in started} == {1}
     assert [one.cost for one in found] == [None] * 40 + [COST]
-    assert sorted(map(str, told[1:])) == sorted(map(str, [*others, TASK]))
+    assert sorted(map(str, told)) == sorted(map(str, [*others, TASK]))
 
 
 def test_tasks_beside_one_whose_process_died_are_done_alone(counted, monkeypatch):

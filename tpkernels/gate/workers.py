@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -35,6 +35,7 @@ def results_of(
     """
     if not items:
         return []
+    others = set(active_children())
     results: dict[int, Result] = {}
     lost: list[int] = []
     with _pool(processes) as pool:
@@ -47,8 +48,10 @@ def results_of(
                     report(items[number])
                 except BrokenProcessPool:
                     lost.append(number)
-        except BaseException:  # leaving the pool would first do all the rest
+        except BaseException:  # leaving the pool would first do all the rest, or what is under way
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.kill()
             raise
     while lost:  # one died and took the others with it: one at a time shows which
         with _pool(1) as pool:
