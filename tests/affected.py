@@ -52,6 +52,7 @@ READ_BY_NONE = {
 }
 OF_ALL_SOURCES = {  # fast tests that read sources, for files like these
     "tests/test_architecture.py": ("*.py", "reads all sources"),
+    "tests/test_doctests.py": ("tpkernels/*.py", "runs the examples of all docstrings"),
     "tests/test_troubleshooting.py": ("tpkernels/*.py", "reads all sources"),
     "tests/kernels/test_atomics.py": ("tpkernels/kernels/*.py", "reads all kernels"),
     "tests/kernels/test_coverage.py": ("tpkernels/kernels/*.py", "reads all kernels"),
@@ -102,13 +103,11 @@ def nearness(test: str, changed: str) -> int:
 
 
 def tests_of(graph: Graph) -> dict[str, str]:
-    """Test files, and modules whose doctests are run -> their module."""
-    settings = (graph.root / "pyproject.toml").read_text()
-    with_doctests = tuple(re.findall(r'^ +"(tpkernels/[\w/.]+)",', settings, re.MULTILINE))
+    """Test files -> their module."""
     return {
         str(path): name
         for name, path in graph.paths.items()
-        if re.match(r"tests/(.*/)?test_\w+\.py$", str(path)) or str(path).startswith(with_doctests or " ")
+        if re.match(r"tests/(.*/)?test_\w+\.py$", str(path))
     }
 
 

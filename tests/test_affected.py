@@ -26,7 +26,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "kernels": ("tiles.py", "return (_INTERPRETED,)", "return ()", "kernels/test_tiles.py"),
     "dispatch": ("problem.py", "tokens, self.in", "tokens, self.out", "dispatch/test_problem.py"),
     "gate": ("accuracy.py", "- exact", "+ exact", "gate/test_catalog.py"),
-    "ops": ("norm.py", "return dx if needs_dx", "return dx if not needs_dx", "ops/test_norm.py"),
+    "ops": ("norm.py", "return dx if needs_dx", "return dx if not needs_dx", "ops/test_behaviour.py"),
     "layers": ("init.py", "return master", "return -master", "layers/test_init.py"),
     "models": ("gpt.py", "first + count,", "first + count - 1,", "models/test_gpt.py"),
     "interop": ("safetensors.py", "return full", "return {}", "interop/test_safetensors.py"),
@@ -61,7 +61,7 @@ def failed_with_faults(rooms, folder):
         path = folder / faulty(room)
         path.write_text(path.read_text().replace(line, fault))
     tests = [f"tests/{FAULTS[room][-1]}" for room in rooms]
-    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--maxfail={len(rooms)}"]
+    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-x"] if len(rooms) == 1 else [])]
     command = [sys.executable, "-m", "pytest", *plain, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "TPKERNELS_SWEEP": "0"}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -205,6 +205,6 @@ def test_listing_says_why_each_test_runs_and_what_is_left_out(monkeypatch, capsy
     assert affected.main(["--list"]) == 0
     told = capsys.readouterr().out
     assert "no test for .clang-format: `make lint` uses it\n" in told
-    assert "\ntests/ops/test_norm.py  tpkernels/ops/norm.py\n" in told
+    assert "\ntests/ops/test_behaviour.py  tpkernels/ops/norm.py\n" in told
     assert "\ntests/test_architecture.py  reads all sources\n" in told
     assert "test_docs.py" in told.partition("left out")[2]
