@@ -33,6 +33,10 @@ STARTED = {
 }
 COLLECTION, OTHERWISE = "collection, imports", "tests themselves"
 TIMES = "tests | seconds | processor seconds"
+HEAD = """# Where the time of `make test` goes
+
+Written by `make test-profile`; what it means stands with [the tests](testing.md).
+"""
 TICKS = os.sysconf("SC_CLK_TCK")
 Took = dict[str, dict[str, float]]
 
@@ -168,16 +172,17 @@ def page_of(tests: Iterable[tuple[str, Took]]) -> str:
     places.sort(key=lambda row: -row[2])
     return "\n".join(
         [
+            HEAD,
             _table("cause | seconds, of all workers", sorted(clock.items(), key=lambda row: -row[1])),
             _table("started | number", sorted(started.items())),
             _table(f"folder | {TIMES}", [row for row in places if not row[0].endswith(".py")]),
-            _table(f"file | {TIMES}", [row for row in places if row[0].endswith(".py")]),
+            _table(f"slowest files | {TIMES}", [row for row in places if row[0].endswith(".py")][:40]),
         ]
     )
 
 
 def _table(head: str, rows: Iterable[tuple[str | float, ...]]) -> str:
-    lines = [head, "|".join("---" for _ in head.split("|"))]
+    lines = [head, " | ".join("---" for _ in head.split("|"))]
     for row in rows:
         lines.append(" | ".join(f"{cell:.0f}" if isinstance(cell, float) else str(cell) for cell in row))
     return "".join(f"| {line} |\n" for line in lines)
