@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bench.cases.groups import loop_groups
 from tests.fake_world import each_rank, fake_rank
+from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels import parallel_state as ps
 from tpkernels.runtime import c10d
 from tpkernels.runtime.initialize import (
