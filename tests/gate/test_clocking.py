@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.test_budgets import COST, FACTS
-from tpkernels.gate import ahead_of_time, clocking
-from tpkernels.gate.ahead_of_time import DIED, CompileError, Job, machine_code_of
-from tpkernels.gate.catalog import catalog
+from tpkernels.gate import ahead_of_time, budgets, clocking, cycles
+from tpkernels.gate.ahead_of_time import DIED, CompileError, Job, facts_of, machine_code_of
+from tpkernels.gate.budgets import Budget
+from tpkernels.gate.catalog import catalog, recipes
+from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine, examine_all
 
 ENTRY = next(entry for entry in catalog() if entry.name.startswith("linear/descriptor"))
@@ -17,7 +19,9 @@ TASK = Task(Job(ENTRY, "sm_90"), FromCatalog(ENTRY))
 @pytest.fixture
 def counted(monkeypatch, tmp_path):
     """How often a compiler and a clock that take no time were asked; `edit` changes what they depend on."""
-    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(clocking, "SHIPPED", tmp_path / "clocked.json")
+    clocking.shipped.cache_clear()
     counts = {"compiled": 0, "clocked": 0}
     sources = {"kernel": "kernel", "clock": "clock", "launch": "launch"}
 
@@ -43,14 +47,22 @@ def counted(monkeypatch, tmp_path):
     monkeypatch.setattr(FromCatalog, "text", lambda _: sources["launch"])
     monkeypatch.setattr(clocking, "cost_of", cost_of)
     monkeypatch.setattr(clocking, "_clock", lambda: sources["clock"])
-    return counts, sources
+    yield counts, sources
+    clocking.shipped.cache_clear()
+
+
+def cost_of_task():
+    """Without the hash of the program."""
+    cost = examine(TASK).cost
+    return replace(cost, program="") if isinstance(cost, Cost) else cost
 
 
 def test_nothing_is_done_twice(counted):
     counts, _ = counted
     facts = replace(FACTS, cubin="kernel")
     for _ in range(2):
-        assert examine(TASK) == Examined(facts, COST)
+        assert examine(TASK).facts == facts
+        assert cost_of_task() == COST
     assert counts == {"compiled": 1, "clocked": 1}
 
 
@@ -78,7 +90,7 @@ def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_toget
     found = examine_all([*others, TASK], 2, told.append)
     assert [len(some) for some in started] == [1, 8, 8, 4, 8, 8, 4]
     assert {len({task.job.architecture for task in some}) for some in started} == {1}
-    assert [one.cost for one in found] == [None] * 40 + [COST]
+    assert [one.cost for one in found] == [None] * 40 + [examine(TASK).cost]
     assert sorted(map(str, told)) == sorted(map(str, [*others, TASK]))
 
 
@@ -119,7 +131,7 @@ def test_machine_code_that_was_lost_is_compiled_again(counted, tmp_path):
     examine(TASK)
     assert machine_code_of(ENTRY, "sm_90") == b"kernel"
     assert counts["compiled"] == 1
-    for path in (tmp_path / "cubins").iterdir():
+    for path in (tmp_path / "cache" / "cubins").iterdir():
         path.write_text("{}")
     assert machine_code_of(ENTRY, "sm_90") == b"kernel"
     assert counts["compiled"] == 2
@@ -127,7 +139,7 @@ def test_machine_code_that_was_lost_is_compiled_again(counted, tmp_path):
 
 def test_what_is_not_clocked_keeps_no_machine_code(counted, tmp_path):
     assert examine(Task(Job(ENTRY, "sm_100"), None)).cost is None
-    assert not (tmp_path / "cubins").exists()
+    assert not (tmp_path / "cache" / "cubins").exists()
 
 
 def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
@@ -141,7 +153,7 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
     monkeypatch.setattr(clocking, "cost_of", fails)
     assert examine(TASK).cost == "UnknownInstruction: FROB at 0x40"
     monkeypatch.setattr(clocking, "cost_of", sound)
-    assert examine(TASK).cost == COST
+    assert cost_of_task() == COST
 
     def refuses(job):
         raise CompileError("no")
@@ -149,3 +161,53 @@ def test_errors_are_findings_and_are_not_kept(counted, monkeypatch):
     monkeypatch.setattr(ahead_of_time, "_made", refuses)
     monkeypatch.setattr(ahead_of_time, "compile_key", lambda *_: "new")
     assert examine(TASK) == Examined("no")
+
+
+def test_a_shipped_program_is_not_clocked_on_another_machine(counted, monkeypatch, tmp_path):
+    counts, sources = counted
+    cost = examine(TASK).cost
+    clocking.ship({ENTRY.name: cost}, "3.7", {ENTRY.name})
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path / "another machine"))
+    assert examine(TASK).cost == cost
+    assert counts == {"compiled": 2, "clocked": 1}
+    for number, name in enumerate(sources):
+        sources[name] = f"another {name}"
+        examine(TASK)
+        assert counts["clocked"] == 2 + number, name
+
+
+def test_shipping_replaces_costs_and_drops_those_of_kernels_that_are_gone(counted):
+    slow, fast = (replace(COST, program=name) for name in ("slow", "fast"))
+    clocking.ship({"a": slow, "gone": slow}, "3.7", {"a", "gone"})
+    clocking.ship({"a": slow}, "3.6", {"a"})
+    clocking.ship({"a": fast, "b": fast}, "3.7", {"a", "b"})
+    assert clocking._shipped_rows() == {
+        "3.6": {"a": slow.as_json()},
+        "3.7": {"a": fast.as_json(), "b": fast.as_json()},
+    }
+    assert clocking.shipped() == {"slow": slow, "fast": fast}
+
+
+def test_shipped_costs_are_those_of_the_budgets():
+    for minor, rows in clocking._shipped_rows().items():
+        known = budgets.read()[minor].rows["sm_90"]
+        assert rows.keys() <= known.keys()
+        for name, row in rows.items():
+            kept = Budget.of(FACTS, Cost.from_json(row)).as_json()
+            assert {part: kept.get(part) for part in cycles.NAMES} == {
+                part: known[name].as_json().get(part) for part in cycles.NAMES
+            }, name
+
+
+def clocked_anew(name: str) -> Cost:
+    """To be run where kernels are compiled."""
+    entry = recipes()[name].entry()
+    compiled = clocking.built(entry, "sm_90", facts_of(entry, "sm_90"))
+    return clocking.cost_of(compiled, FromCatalog(entry).workload())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*clocking._shipped_rows()["3.7"]][::12])
+def test_shipped_costs_are_those_of_the_clock(name, compiler):
+    shipped = Cost.from_json(clocking._shipped_rows()["3.7"][name])
+    assert compiler.run(clocked_anew, name) == replace(shipped, program="")

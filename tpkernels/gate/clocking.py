@@ -3,19 +3,25 @@
 Compiling and clocking are kept apart in the user's caches: facts and machine code by what is compiled, cycles
 by machine code, launch and the clock's own sources. So an edit of the clock compiles nothing, and an edit of
 a kernel clocks that kernel alone.
+
+The clock takes longer than the compiler, and gives the same cycles for the same program. So the cycles of our
+own kernels are also kept beside this file, by a hash of the program: what compiles to the same instructions
+and is launched alike is not clocked again on any machine. `check --update` writes them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
+from tpkernels.files import parsed, read_text
 from tpkernels.gate import clock
 from tpkernels.gate.ahead_of_time import DIED, Entry, Facts, Job, facts_kept, facts_together, machine_code_of
 from tpkernels.gate.catalog import recipes
@@ -27,6 +33,7 @@ from tpkernels.gate.workers import results_of
 from tpkernels.kernels.disk_cache import DiskCache
 
 CYCLES = "cycles"  # of the user's caches
+SHIPPED = Path(__file__).with_name("clocked.json")  # minor version of Triton -> entry -> its cost
 TOGETHER = 8  # tasks, whose machine code is disassembled at once
 
 
@@ -142,9 +149,37 @@ def clocked(job: Job, facts: Facts, launching: Launching) -> Cost:
     key = _cost_key(facts, launching)
     cost = _cost_kept(key)
     if cost is None:
-        cost = cost_of(built(job.entry, job.architecture, facts), launching.workload())
+        compiled = built(job.entry, job.architecture, facts)
+        program = hashlib.sha256(f"{compiled!r} {launching.text()} {_clock()}".encode()).hexdigest()
+        cost = shipped().get(program) or replace(cost_of(compiled, launching.workload()), program=program)
         DiskCache.of_user(CYCLES).put(key, cost.as_json())
     return cost
+
+
+@cache
+def shipped() -> Mapping[str, Cost]:
+    """The costs that were kept beside this file, by program."""
+    costs = [Cost.from_json(row) for rows in _shipped_rows().values() for row in rows.values()]
+    return {cost.program: cost for cost in costs}
+
+
+def ship(costs: Mapping[str, Cost], minor: str, current: Container[str]) -> None:
+    """Keep the costs of entries for a minor version of Triton, and drop those that are no longer current."""
+    table = _shipped_rows()
+    rows = {name: row for name, row in table.get(minor, {}).items() if name in current}
+    table[minor] = rows | {name: cost.as_json() for name, cost in costs.items()}
+    lines = [f"{json.dumps(minor)}: {{\n{_rows_as_text(rows)}\n}}" for minor, rows in sorted(table.items())]
+    SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    shipped.cache_clear()
+
+
+def _rows_as_text(rows: Mapping[str, object]) -> str:
+    """A line an entry."""
+    return ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
+
+
+def _shipped_rows() -> dict[str, dict[str, object]]:
+    return parsed(read_text(SHIPPED)) if SHIPPED.exists() else {}
 
 
 def _cost_key(facts: Facts, launching: Launching) -> str:

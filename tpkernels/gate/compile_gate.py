@@ -14,7 +14,7 @@ from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, Entry, Facts, J
 from tpkernels.gate.budgets import Budget, Budgets
 from tpkernels.gate.catalog import has_parts, recipes
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all
+from tpkernels.gate.clocking import Examined, FromCatalog, Launching, Task, examine_all, ship, shipped
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.recording import HAS_GLUON
 from tpkernels.kernels.footprints import TABLE
@@ -91,6 +91,7 @@ def check(
         raise UsageError(str(error)) from error
     tasks = [Task(job, suite.launching(job.entry) if job.architecture in CLOCKED else None) for job in jobs]
     results = examine_all(tasks, processes, report)
+    costs = [(job, cost) for job, result in zip(jobs, results, strict=True) if (cost := _known(result))]
     minor, notes = budgets.minor_version(triton.__version__), []
     if not HAS_GLUON and suite.budgets == TABLE and any(job.architecture == "sm_90" for job in jobs):
         notes.append(f"kernels in Gluon are left out: they need Triton 3.7, this is {triton.__version__}")
@@ -105,6 +106,8 @@ def check(
         table[minor] = budgets.updated(table.get(minor), new, current, provenance)
         try:
             budgets.write(table, suite.budgets)
+            if suite.budgets == TABLE:
+                ship({job.entry.name: cost for job, cost in costs}, minor, suite.architectures)
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
@@ -113,6 +116,8 @@ def check(
         notes.append(f"no budgets for Triton {minor} (there are for {known}): rules only; see --update")
     elif gone := table[minor].keys() - current:
         notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
+    if suite.budgets == TABLE and (anew := sum(cost.program not in shipped() for _, cost in costs)):
+        notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
     judged = (
         judge(*pair, found, triton.__version__, suite.rules) for pair in zip(jobs, results, strict=True)

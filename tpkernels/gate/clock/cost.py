@@ -46,6 +46,7 @@ class Cost:
     resident: int  # blocks on an SM
     bytes: int  # from and to global memory: of a tile beyond its steps, or of a block
     guessed: int  # branches on data
+    program: str = ""  # a hash of all that the clock read
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
