@@ -96,6 +96,7 @@ def test_picture_shows_engines_and_groups_of_warps(answer, tmp_path, capsys):
     svg = (tmp_path / "tile.svg").read_text()
     for words in (
         "tensor cores, products: 300 cycles of 300",  # of both groups, counted once
+        "30% of the time",
         "warps 0-3, waits: 140 cycles of 1,000",
         "warps 0-3, epilogue: 400 cycles",
         "waits 14%: copies",

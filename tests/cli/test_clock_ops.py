@@ -1,6 +1,7 @@
 """`python -m tpkernels clock column_linear`, as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -74,3 +75,12 @@ def test_no_torch_is_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code, *USUAL], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_columns_end_where_their_headings_do(capsys):
+    assert main(USUAL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("forward "))
+    ends = [found.end() for found in re.finditer(r"\S+", lines[at].partition("   against")[0])][1:]
+    for row in lines[at + 1 : at + 1 + len(WAYS)]:
+        assert [found.end() for found in re.finditer(r"\S+", row)][1 : 1 + len(ends)] == ends, row

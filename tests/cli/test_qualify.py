@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -335,3 +336,16 @@ def test_nothing_tried_is_not_right():
 
 def test_report_of_this_process_is_of_the_cpu():
     assert qualified.versions_here().gpu == "cpu"
+
+
+def test_the_worst_case_of_all_ranks_is_told():
+    found = [(set(), [("linear/a", 0.25, ""), ("linear/b", 0.5, "")]), (set(), [("linear/a", 0.125, "")])]
+    world = SimpleNamespace(all_do=lambda step: ([], found))
+    (check,) = qualify_kernels.check_kernels(world)
+    assert check.text == "3 cases, at most 0.50 of what is allowed against float64"
+
+
+def test_texts_of_a_table_begin_in_one_column():
+    checks = [Check("calls", name, "right", "as it should be", 0.0) for name in ("c10d", "symmetric")]
+    lines = Report(qualified.versions_here(), 2, 7, checks, "c10d").table().splitlines()
+    assert len({line.index("as it should be") for line in lines}) == 1

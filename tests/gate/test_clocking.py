@@ -92,6 +92,9 @@ def test_no_process_starts_where_all_is_known_and_else_tasks_of_one_gpu_go_toget
     assert {len({task.job.architecture for task in some}) for some in started} == {1}
     assert [one.cost for one in found] == [None] * 40 + [examine(TASK).cost]
     assert sorted(map(str, told)) == sorted(map(str, [*others, TASK]))
+    started.clear()
+    examine_all([Task(Job(ENTRY, "sm_89"), None)] * 12, 2, told.append)
+    assert [len(some) for some in started] == [3] * 4, "two rounds for each process, where there are few"
 
 
 def test_tasks_beside_one_whose_process_died_are_done_alone(counted, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpkernels.gate.accuracy import Frames
-from tpkernels.gate.numerics import Case, examine
+from tpkernels.gate.numerics import Case, cases, examine
 
 EXACT = torch.linspace(1, 2, 12, dtype=torch.float64).view(3, 4)
 RESULTS = {
@@ -44,3 +44,18 @@ def test_store_outside_an_output_is_a_finding_of_its_case_alone():
     assert examine(Case("case", careless), frames).failure == "written outside an output"
     sound = Case("case", lambda: {"y": (EXACT.float(), EXACT)})
     assert examine(sound, frames).failure == ""
+
+
+def case_of(name):
+    return next(one for one in cases() if one.name == name)
+
+
+def test_a_product_in_fp32_stays_in_fp32():
+    results = case_of("scaled_linear_fwd/pointer/fp8/rows/=fp32").run()
+    assert {found.dtype for found, _ in results.values()} == {torch.float32}
+
+
+def test_cases_of_a_split_depth_launch_a_tile_that_splits_it():
+    names = {case.name: case.run.args[0].tile for case in cases() if case.name.endswith("/split")}
+    assert len(names) == 9
+    assert {tile.splits for tile in names.values()} == {3}

@@ -111,3 +111,9 @@ ROLES = """
 def test_narrow_offsets_are_followed_into_roles_of_warps(handed, added, narrow):
     text = ROLES.replace("HANDED", handed).replace("ADDED", added)
     assert triton_ir.narrow_offsets(text) == (("%bad = arith.muli %n, %n : i32",) if narrow else ())
+
+
+def test_a_role_ends_where_its_braces_do():
+    after = "    %late = tt.addptr %x, %bad : !tt.ptr<bf16>, i32 loc(#loc1)\n    tt.return"
+    text = ROLES.replace("HANDED", "%zero").replace("ADDED", "%arg1").replace("    tt.return", after)
+    assert triton_ir.narrow_offsets(text) == ("%bad = arith.muli %n, %n : i32",)

@@ -10,7 +10,7 @@ import pytest
 from tests.compiled import assembly_of
 from tpkernels.gate import disassembly
 from tpkernels.gate.catalog import recipes
-from tpkernels.gate.clock.cubin import Parameter, WrongArchitecture, read
+from tpkernels.gate.clock.cubin import Cubin, Parameter, WrongArchitecture, read
 from tpkernels.gate.clock.instructions import parse
 from tpkernels.gate.clock.values import Constants
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
@@ -96,3 +96,9 @@ def test_control_fields_hold_together(kernel):
         assert all(one.writes is None for one in fixed)
         assert sum(one.writes is not None for one in loads) > len(loads) / 2
         assert all(one.writes != 6 and one.reads != 6 for one in code)
+
+
+def test_words_of_an_unknown_argument_are_unknown():
+    code = Cubin("kernel", (), 32, (Parameter(0x210, 8), Parameter(0x218, 4)), 0x210, {})
+    constants = Constants.of(code, [None, 7], (1, 1, 1), 32)
+    assert [constants.word(0, offset) for offset in (0x210, 0x214, 0x218)] == [None, None, 7]
