@@ -1,5 +1,6 @@
 """A change of cycles is told with its reason, and nothing else is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Compiled, judge
 from tpkernels.gate.cycles import as_text, from_text, kept
+from tpkernels.gate.numerics import Computed
 
 JOB = Job(catalog()[0], "sm_90")
 ROW = replace(COST, step=None, ideal=0.0)  # a kernel without products
@@ -141,3 +143,11 @@ def test_report_has_cycles_in_table_and_json(capsys, tmp_path):
     written = report._as_json({}, rows, [], [])["compiled"]
     assert Cost.from_json(written[0]["cost"]) == COST
     assert written[2]["cost"] is None
+
+
+def test_report_has_the_worst_case_of_each_launcher(capsys):
+    cases = [
+        Computed(f"linear_fwd/{name}", error, "") for name, error in (("a", 0.25), ("b", 0.5), ("c", 0.125))
+    ]
+    report.tell({}, [], cases, [], 1.0, None)
+    assert re.search(r"^ok +linear_fwd +3 cases +0\.50$", capsys.readouterr().out, re.MULTILINE)

@@ -74,6 +74,18 @@ def test_rows_are_bound_by_memory_or_by_what_their_blocks_wait_for():
 
 
 @pytest.mark.parametrize(
+    ("down", "rows_and_cols"),
+    [(12, 1536 + 2816), (24, 2 * (8 * 128 + 2816))],
+    ids=["once_where_a_wave_has_all", "once_a_wave"],
+)
+def test_products_read_rows_and_columns(down, rows_and_cols):
+    work = replace(Work(), shape=(128 * down, 256 * 11, 1024), tiles=11 * down)
+    found = predict(COST, work, replace(BOARD, memory=1e9))
+    assert found.bound == "memory"
+    assert found.seconds == pytest.approx((rows_and_cols * 1024 * 2 + 11 * down * COST.bytes) / 1e9)
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "tiles"),
     [
         ("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/none", (8192, 4096, 3584), 64 * 16),
