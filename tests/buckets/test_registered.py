@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tests.buckets.nccl_stand_in import standing_in
+from tests.buckets.nccl_stand_in import left_held, standing_in
 from tests.buckets.ways import on_ranks
 from tests.ops.auto_cases import heard
-from tpkernels.buckets import nccl_memory, registered
+from tpkernels import GradientBuckets
+from tpkernels.buckets import nccl_memory, reduction_times, registered
+from tpkernels.buckets.memory import BucketMemory
+from tpkernels.buckets.reduction_times import ROUNDS, WARM_UPS, milliseconds
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.groups import start_all_reduce
@@ -279,3 +283,127 @@ def test_who_wants_it_and_who_can_have_it(backend, environment, deterministic, w
     assert nccl_memory.why_not(None, CPU) == why
     monkeypatch.setattr(nccl_memory.mode, "segments", 8)
     assert nccl_memory.why_not(None, CPU).startswith("a choice by time")
+
+
+HAD = ["pool", "register"]
+TRIED = [*HAD, "synchronize", "deregister", "freed"]  # one byte
+
+
+def train(reduce, wire_dtype, wanted):
+    """Registered at the end, what happened, registered after the model's gradients have gone."""
+    group = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+    used = [3, 0, 1, 2]  # so that the first guess of the order is wrong
+    with (
+        standing_in(group) as world,
+        patch.object(BucketMemory, "_why_apart", lambda memory: "they are on cuda"),
+    ):
+        buckets = GradientBuckets(
+            layers, group, reduce=reduce, bucket_bytes=2**15, average=False, wire_dtype=wire_dtype
+        )
+        for _ in range(3):
+            x = torch.randn(2, 64)
+            expected = [torch.zeros_like(parameter) for parameter in layers.parameters()]
+            for rank in range(2):
+                parts = torch.autograd.grad(loss(layers, used, x, rank), list(layers.parameters()))
+                expected = [total + part for total, part in zip(expected, parts, strict=True)]
+            buckets.zero()
+            loss(layers, used, x, dist.get_rank()).backward()
+            buckets.finish()
+            if reduce == "all_reduce":
+                grads = [parameter.grad for parameter in layers.parameters()]
+                torch.testing.assert_close(grads, expected, rtol=2e-2, atol=2e-2)
+        held, said = left_held(wanted), world.said.copy()
+        buckets.detach()
+        grads = None
+        del buckets
+        layers.zero_grad()
+        left = left_held(0)
+        assert not world.broken, world.broken
+        return held, said, left
+
+
+def loss(layers, used, x, rank):
+    for index in used:
+        x = layers[index](x)
+    return (x * (rank + 1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "wire_dtype", "held", "said"),
+    [
+        # laid out anew after the first step, in memory of its own; the first is given back
+        ("all_reduce", None, 1, [*TRIED, *HAD, "time all_reduce", *HAD, *TRIED[2:]]),
+        ("all_reduce", torch.bfloat16, 0, []),  # copies are sent
+        ("reduce_scatter", None, 1, [*TRIED, *HAD, "time reduce_scatter"]),
+    ],
+    ids=["all_reduce", "copies", "reduce_scatter"],
+)
+def test_gradient_buckets_hold_registered_memory_while_they_need_it(ranks2, reduce, wire_dtype, held, said):
+    assert ranks2.run(train, reduce, wire_dtype, held) == [(held, said, 0)] * 2
+
+
+class _Clock:
+    """Each reduction takes what the test says."""
+
+    def __init__(self, durations):
+        self.now, self.durations, self.reduced = 0.0, durations, []
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return _Event(self)
+
+    def reduce(self, group, flat, reduction):
+        if not torch.equal(flat, torch.zeros_like(flat)):
+            raise AssertionError("a tensor of zeros was to be reduced")
+        self.reduced.append(flat.dtype)
+        self.now += self.durations[flat.dtype][self.reduced.count(flat.dtype) - 1]
+        _reduce(group, flat, reduction)
+
+
+class _Event:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.at = self.clock.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+_reduce = reduction_times.reduce
+
+
+def time_two(reduction):
+    not_counted = [0.5] * WARM_UPS
+    durations = {
+        torch.float32: [*not_counted, 9.0, 1.0, 50.0, 2.0, 3.0, 70.0, 80.0, 90.0],
+        torch.float64: [*not_counted, *[5.0] * ROUNDS],
+    }
+    clock = _Clock(durations)
+    flats = [torch.zeros(64), torch.zeros(64, dtype=torch.float64)]
+    with (
+        patch.object(torch.cuda, "Event", clock.event),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        patch.object(torch.cuda, "synchronize", lambda: None),
+        patch.object(reduction_times, "reduce", clock.reduce),
+    ):
+        found = milliseconds(dist.group.WORLD, flats, reduction)
+    assert clock.reduced == [torch.float32, torch.float64] * (WARM_UPS + ROUNDS)  # in turn
+    return found, [flat.any().item() for flat in flats]
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
+def test_the_lower_quartile_of_rounds_without_the_first(ranks2, reduction):
+    assert ranks2.run(time_two, reduction) == [([3.0, 5.0], [False, False])] * 2
+
+
+@on_ranks(2)
+def test_buckets_are_reduced_in_place():
+    own = [slice(0, 2), slice(2, 4)][dist.get_rank()]
+    for reduction, received in (("all_reduce", slice(None)), ("reduce_scatter", own)):
+        flat = torch.arange(4.0) * (dist.get_rank() + 1)
+        _reduce(dist.group.WORLD, flat, reduction)
+        assert flat[received].tolist() == [0.0, 3.0, 6.0, 9.0][received]

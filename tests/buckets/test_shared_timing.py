@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.buckets.given import Given, whole
-from tests.buckets.golden import Fail, two_by_two
+from tests.buckets.golden import Fail, Given, two_by_two, whole
 from tests.checks import error_of
 from tpkernels import GradientBuckets
 from tpkernels.buckets import neighbours
