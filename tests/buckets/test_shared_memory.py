@@ -31,7 +31,7 @@ from tests.buckets.golden import (
     wild,
     wrap,
 )
-from tests.buckets.ways import WAYS, on_ranks, under
+from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
 from tests.forks import forked
 from tests.ops.auto_cases import heard
