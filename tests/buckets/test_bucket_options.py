@@ -26,7 +26,7 @@ from tests.buckets.golden import (
 from tests.buckets.ways import both_ways, on_ranks
 from tests.checks import error_of
 from tests.patience import patient
-from tests.products import once
+from tests.products import pairwise
 from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
 
@@ -255,50 +255,32 @@ def test_profiler_shows_a_range_for_each_bucket():
 
 
 @both_ways
-@once(failing_ranks={"all": (0, 1), "one": (1,)}, reduce=["all_reduce", "reduce_scatter"])
+@pairwise(
+    steps={"first": (0,), "later": (1, 3, 5)},
+    failing_ranks={"all": (0, 1), "one": (1,)},
+    reduce=["all_reduce", "reduce_scatter"],
+)
 @on_ranks(2)
-def test_zero_recovers_from_an_exception_in_backward(failing_ranks, reduce):
+def test_zero_recovers_from_an_exception_in_backward(steps, failing_ranks, reduce):
     """Some ranks fail in the middle of backward. All go on with the next step."""
     module = chain()
     buckets = wrap(module, reduce=reduce)
-    fails = dist.get_rank() in failing_ranks
-    for number in range(6):
-        if fails and number % 2:
+    for number in range(7):
+        if number in steps and dist.get_rank() in failing_ranks:
             buckets.zero()
             with pytest.raises(ValueError, match="no gradient today"):
                 failing(module, number).backward()
             continue
         step(module, buckets, number)
+        # where not all failed: a sum that lacks a part must not pass for a sum
+        assert any(shard.isnan().any() for shard in buckets.gradient_shards()) == (number in steps)
+        if number in steps:
+            continue
         expected = expected_gradients(module, (number,))
-        owned = [own_elements(buckets, parameter) for parameter in module.parameters()]
-        own = slice(None)
-        for parameter, gradient, elements in zip(module.parameters(), expected, owned, strict=True):
-            own = elements if reduce == "reduce_scatter" else own
-            if number % 2 == 0:
-                torch.testing.assert_close(parameter.grad.flatten()[own], gradient.flatten()[own])
-        if number % 2:  # not all failed: a sum that lacks a part must not pass for a sum
-            assert any(shard.isnan().any() for shard in buckets.gradient_shards())
-        else:
-            assert not any(shard.isnan().any() for shard in buckets.gradient_shards())
-    buckets.zero()
-
-
-@both_ways
-@pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)], ids=["all", "one"])
-@on_ranks(2)
-def test_half_a_first_step_teaches_nothing(failing_ranks):
-    module = chain()
-    buckets = wrap(module)
-    if dist.get_rank() in failing_ranks:
-        with pytest.raises(ValueError, match="no gradient today"):
-            failing(module).backward()
-    else:
-        step(module, buckets)
-        assert any(parameter.grad.isnan().any() for parameter in module.parameters())
-    for number in range(1, 4):
-        step(module, buckets, number)
-        assert_gradients(module, expected_gradients(module, (number,)))
-    assert buckets.launched_in_backward == 4
+        for parameter, gradient in zip(module.parameters(), expected, strict=True):
+            own = own_elements(buckets, parameter) if reduce == "reduce_scatter" else slice(None)
+            torch.testing.assert_close(parameter.grad.flatten()[own], gradient.flatten()[own])
+    assert buckets.launched_in_backward == 4  # half a first step teaches nothing
 
 
 @on_ranks(1)

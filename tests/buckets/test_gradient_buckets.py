@@ -271,7 +271,7 @@ def test_parameters_are_under_one_of_them():
     wrap(model).detach()
 
 
-@both_ways
+@pytest.mark.way("c10d")
 @once(dtype=[torch.bfloat16, torch.float16], reduce=["all_reduce", "reduce_scatter"])
 @on_ranks(4)
 def test_halves_are_added_in_float32(dtype, reduce):
