@@ -1,6 +1,8 @@
 """What bucket tests share: small models in float64, and the gradients that one process would get."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 
 from tests.checks import error_of
 from tpkernels import GradientBuckets
+
+T = TypeVar("T")
 
 WIDTH = 8
 SMALL = 1200  # bytes: a layer of `chain` in a bucket
@@ -111,20 +115,96 @@ def two_by_two() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return tensor_groups[rank // 2], data_groups[rank % 2]
 
 
-def wrongly_told(found: Mapping[str, Told], expected: Mapping[str, Told]) -> dict[str, Told]:
-    """The cases whose error is of another type, or lacks words that it was to hold."""
-    assert found.keys() == expected.keys()
-    return {
-        case: (kind, text)
-        for case, (kind, text) in found.items()
-        if kind != expected[case][0] or expected[case][1] not in text
-    }
+def equal_on_all(value: T) -> T:
+    """A value that all ranks are to have."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert values == [value] * len(values)
+    return value
 
 
 def refused_on_rank_1(function: Callable[..., object], *args: object, **options: object) -> Told:
     """What all are told of a call that rank 1 alone gets wrong; the group is as good as before."""
-    told = error_of(function, *args, **options)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
-    return told
+    return equal_on_all(error_of(function, *args, **options))
+
+
+SIZES = [(5, 3), (7,), (0, 4), (), (129, 65), (1,), (33,)]  # one of 8385 elements: several blocks of a shard
+
+
+class Given(nn.Module):
+    """Parameters `p0`, `p1`, ... of these sizes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, sizes: Sequence[tuple[int, ...]] = SIZES) -> None:
+        super().__init__()
+        for number, size in enumerate(sizes):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
+
+    def receive(
+        self, gradients: Sequence[Tensor | None], through: Callable[[Tensor], Tensor] = torch.clone
+    ) -> None:
+        """Exactly these, by a backward: None for a parameter that is not used.
+
+        through: what the first parameter goes through, whose gradient comes last
+        """
+        pairs = zip(self.parameters(), gradients, strict=True)
+        products = [
+            ((through(parameter) if number == 0 else parameter) * gradient).sum()
+            for number, (parameter, gradient) in enumerate(pairs)
+            if gradient is not None
+        ]
+        if products:
+            torch.stack(products).sum().backward()
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters()]
+
+
+def wild(module: nn.Module, rank: int, step: int) -> list[Tensor]:
+    """Gradients whose sums are rounded, and depend on the order."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+
+    def like(parameter: Tensor) -> Tensor:
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        return values * 10 ** (4 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64) - 2)
+
+    return [like(parameter).to(parameter.dtype) for parameter in module.parameters()]
+
+
+def whole(module: nn.Module, rank: int, step: int) -> list[Tensor]:
+    """Whole numbers below 2**19, which add up exactly, and which no other rank or step has."""
+    return [
+        (torch.arange(parameter.numel()) % 8 + 8 * (number + 16 * (rank + 8 * step)))
+        .view(parameter.shape)
+        .to(parameter.dtype)
+        for number, parameter in enumerate(module.parameters())
+    ]
+
+
+def added_up(
+    of_ranks: Sequence[Sequence[Tensor]], result: torch.dtype, wide: torch.dtype, *, average: bool
+) -> list[Tensor]:
+    """In the order of ranks, then divided, then rounded: each once."""
+    sums = []
+    for first, *others in zip(*of_ranks, strict=True):
+        total = first.to(wide)
+        for other in others:
+            total = total + other.to(wide)
+        sums.append((total / len(of_ranks) if average else total).to(result))
+    return sums
+
+
+def bits(tensors: Sequence[Tensor]) -> list[bytes]:
+    return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def shared_maps() -> int:
+    """How often memory that ranks share for buckets is mapped in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:tpkernels gradient buckets")
+
+
+def lies_in_shared_memory(tensor: Tensor) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(address, 16) for address in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return "memfd:tpkernels gradient buckets" in line
+    return False

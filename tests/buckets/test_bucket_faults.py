@@ -4,8 +4,10 @@ import copy
 import io
 import os
 import pickle
+import re
 import signal
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -17,15 +19,15 @@ from tests.buckets.golden import (
     assert_gradients,
     backward,
     chain,
+    equal_on_all,
     loss_of,
     own_batch,
     refused_on_rank_1,
     step,
     two_by_two,
     wrap,
-    wrongly_told,
 )
-from tests.buckets.ways import WAYS, both_ways, on_ranks, under
+from tests.buckets.ways import both_ways, on_ranks, under
 from tests.checks import error_of
 from tests.forks import forked
 from tests.patience import patient
@@ -78,59 +80,37 @@ DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
 TYPE_ERRORS = {"fp8", "sparse", "no pairs", "no module", "number", "timeout", "grad_dtype"}
 
 
-def disagreeing():
-    """Rank 1 brings something else; what this rank is told."""
-    told = {}
-    for case, (named, options, _) in DISAGREEMENTS.items():
-        bad = dist.get_rank() == 1
-        brought, options = (named, options) if bad else (GOOD, {})
-        told[case] = refused_on_rank_1(GradientBuckets, brought, dist.group.WORLD, **options)
-    return told
+@on_ranks(2)
+def test_disagreement_is_the_same_error_on_every_rank():
+    """Rank 1 brings something else."""
+    for case, (named, options, words) in DISAGREEMENTS.items():
+        brought, given = (named, options) if dist.get_rank() == 1 else (GOOD, {})
+        kind, text = refused_on_rank_1(GradientBuckets, brought, dist.group.WORLD, **given)
+        assert kind == ("TypeError" if case in TYPE_ERRORS else "ValueError"), case
+        assert words in text, case
 
 
-def test_disagreement_is_the_same_error_on_every_rank(ranks2):
-    first, second = ranks2.run(disagreeing)
-    assert first == second
-    kinds = {case: "TypeError" if case in TYPE_ERRORS else "ValueError" for case in DISAGREEMENTS}
-    expected = {case: (kinds[case], words) for case, (*_, words) in DISAGREEMENTS.items()}
-    assert wrongly_told(first, expected) == {}
-
-
-def minority():
+@on_ranks(4)
+def test_disagreement_names_all_ranks_and_reaches_other_data_parallel_groups():
     """Rank 2 has another parameter: in the group of all, and in its data-parallel one."""
     tensor_group, data_group = two_by_two()
     named = [("w", parameter(3 + (dist.get_rank() == 2)))]
-    in_groups = error_of(GradientBuckets, named, data_group, tensor_parallel_group=tensor_group)
-    return error_of(wrap, named), in_groups
+    words = r"ranks 0, 1, 3 has 'w' \(3,\).* rank 2 has 'w' \(4,\) float32"
+    assert re.search(words, equal_on_all(error_of(wrap, named))[1])
+    with pytest.raises(ValueError, match=r"rank 2 has 'w' \(4,\) float32"):
+        GradientBuckets(named, data_group, tensor_parallel_group=tensor_group)
 
 
-def test_disagreement_names_all_ranks_and_reaches_other_data_parallel_groups(ranks4):
-    of_world, of_groups = zip(*ranks4.run(minority), strict=True)
-    assert len({*of_world}) == 1
-    assert "ranks 0, 1, 3 has 'w' (3,)" in of_world[0][1]
-    assert "rank 2 has 'w' (4,)" in of_world[0][1]
-    for kind, text in (*of_world, *of_groups):
-        assert kind == "ValueError"
-        assert "rank 2 has 'w' (4,) float32" in text
-
-
-def without_group():
-    lonely = dist.new_group([0])
-    module = chain(1)
-    return [
-        error_of(GradientBuckets, module, None),
-        error_of(GradientBuckets, module, lonely),
-        error_of(GradientBuckets, module, dist.group.WORLD, tensor_parallel_group=7),
-    ]
-
-
-def test_none_and_non_member_groups_are_refused(ranks2):
-    member, outsider = ranks2.run(without_group)
-    assert member[0][0] == outsider[0][0] == outsider[1][0] == "ValueError"
-    assert "group: expected a process group that rank 0 is a member of, got None" in member[0][1]
-    assert "that rank 1 is a member of, got not a member's group" in outsider[1][1]
-    assert member[1][0] == "nothing"
-    assert "tensor_parallel_group: expected a process group" in member[2][1]
+@on_ranks(2)
+def test_none_and_non_member_groups_are_refused():
+    rank, module, lonely = dist.get_rank(), chain(1), dist.new_group([0])
+    words = f"group: expected a process group that rank {rank} is a member of, got "
+    with pytest.raises(ValueError, match=f"{words}None"):
+        GradientBuckets(module, None)
+    with pytest.raises(ValueError, match=f"{words}not a member's group") if rank else nullcontext():
+        GradientBuckets(module, lonely).detach()
+    with pytest.raises(ValueError, match="tensor_parallel_group: expected a process group"):
+        GradientBuckets(module, dist.group.WORLD, tensor_parallel_group=7)
 
 
 def test_default_group_is_needed():
@@ -139,7 +119,7 @@ def test_default_group_is_needed():
     assert "call init_process_group first" in text
 
 
-def lost_in_a_step(how, seconds):
+def lost_in_a_step(dies, seconds):
     """Rank 1 is not there in the third step. What rank 0 is told."""
     module = chain()
     buckets = wrap(module, timeout=timedelta(seconds=seconds))
@@ -148,11 +128,10 @@ def lost_in_a_step(how, seconds):
         buckets.zero()
         dist.barrier()
         if number == 2 and dist.get_rank() == 1:
-            if how == "dies":
+            if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "comes late":
-                store.wait(["rank 0 gave up"])
-            return None  # it stays away, alive: the pool lets no rank leave before the others
+            store.wait(["rank 0 gave up"])
+            return None
         backward(module, number)
         kind, text = error_of(buckets.finish)
         assert kind == ("RuntimeError" if number == 2 else "nothing"), text
@@ -165,19 +144,14 @@ def lost_in_a_step(how, seconds):
 
 @both_ways
 def test_late_rank_is_an_error_within_the_time_out(ranks2):
-    text, _ = ranks2.run(lost_in_a_step, "comes late", patient(1.0))  # the group's own is 30 s
+    text, _ = ranks2.run(lost_in_a_step, False, patient(1.0))  # the group's own is 30 s
     assert "timeout" in text.lower() or "timed out" in text.lower()
 
 
-def test_rank_that_lets_go_is_an_error(ranks2):
-    text, _ = ranks2.run(lost_in_a_step, "lets go", patient(1.5))
-    assert text.endswith("Cause: rank 1 of it has let go of its GradientBuckets")
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_dead_rank_is_an_error(how):
+def test_dead_rank_is_an_error():
+    """Over c10d; in shared memory `test_dead_rank_is_named_with_the_bucket_that_it_lacks`."""
     with RankPool(2) as ranks, pytest.raises(RankFailure, match="killed by signal 9") as caught:
-        ranks.run(under, how, lost_in_a_step, "dies", patient(1.5))
+        ranks.run(under, "c10d", lost_in_a_step, True, patient(1.5))
     assert [*caught.value.exceptions] == [1], caught.value  # rank 0 saw what it was to see
 
 
@@ -248,14 +222,16 @@ def test_deepcopy_of_a_wrapped_module_raises():
     copy.deepcopy(module)
 
 
-def wrong_backwards():
+@on_ranks(2)
+def test_wrong_backwards_are_told():
     """Each mistake is told, and the next step is right."""
-    module = chain()
-    buckets = wrap(module)
     embedding = nn.Embedding(4, 2, sparse=True)
     sparse = wrap(embedding)
-    errors = {"sparse": error_of(lambda: embedding(torch.tensor([1])).sum().backward())}
+    with pytest.raises(TypeError, match="the gradient of 'weight' is sparse; expected a dense one"):
+        embedding(torch.tensor([1])).sum().backward()
     sparse.detach()
+    module = chain()
+    buckets = wrap(module)
 
     def backwards(times=1, create_graph=False):
         output = loss_of(module(own_batch()))
@@ -266,25 +242,16 @@ def wrong_backwards():
         step(module, buckets)
     right = [p.grad.clone() for p in module.parameters()]
     buckets.zero()
-    errors["second"] = error_of(backwards, times=2)
+    kind, text = equal_on_all(error_of(backwards, times=2))
+    assert kind == "RuntimeError"
+    assert "' received gradient 2 of this step, but 1 had been expected" in text
+    assert "run all backwards but the last under no_sync()" in text
     buckets.zero()
-    with warnings.catch_warnings(action="ignore"):
-        errors["graph"] = error_of(backwards, create_graph=True)
+    words = r"backward\(create_graph=True\) is not supported, use torch\.autograd\.grad"
+    with warnings.catch_warnings(action="ignore"), pytest.raises(RuntimeError, match=words):
+        backwards(create_graph=True)
     step(module, buckets)
     assert_gradients(module, right)
-    return errors
-
-
-def test_wrong_backwards_are_told(ranks2):
-    first, second = ranks2.run(wrong_backwards)
-    assert first == second
-    expected = {
-        "sparse": ("TypeError", "the gradient of 'weight' is sparse; expected a dense one"),
-        "second": ("RuntimeError", "' received gradient 2 of this step, but 1 had been expected"),
-        "graph": ("RuntimeError", "backward(create_graph=True) is not supported, use torch.autograd.grad"),
-    }
-    assert wrongly_told(first, expected) == {}
-    assert "run all backwards but the last under no_sync()" in first["second"][1]
 
 
 @pytest.mark.parametrize("options", [{"average": False}, {"reduce": "reduce_scatter"}], ids=["sum", "shards"])

@@ -1,5 +1,6 @@
 """Options of `GradientBuckets`: dtypes, main_grad, tensor-parallel sums, NaN, profiler, overlap."""
 
+import math
 import time
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ from tests.buckets.golden import (
     SMALL,
     WIDTH,
     assert_gradients,
+    backward,
     chain,
     expected_gradients,
     failing,
@@ -22,8 +24,10 @@ from tests.buckets.golden import (
     wrap,
 )
 from tests.buckets.ways import both_ways, on_ranks
+from tests.checks import error_of
 from tests.patience import patient
-from tests.products import once
+from tests.products import pairwise
+from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
 
 on_reductions = pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
@@ -251,50 +255,32 @@ def test_profiler_shows_a_range_for_each_bucket():
 
 
 @both_ways
-@once(failing_ranks={"all": (0, 1), "one": (1,)}, reduce=["all_reduce", "reduce_scatter"])
+@pairwise(
+    steps={"first": (0,), "later": (1, 3, 5)},
+    failing_ranks={"all": (0, 1), "one": (1,)},
+    reduce=["all_reduce", "reduce_scatter"],
+)
 @on_ranks(2)
-def test_zero_recovers_from_an_exception_in_backward(failing_ranks, reduce):
+def test_zero_recovers_from_an_exception_in_backward(steps, failing_ranks, reduce):
     """Some ranks fail in the middle of backward. All go on with the next step."""
     module = chain()
     buckets = wrap(module, reduce=reduce)
-    fails = dist.get_rank() in failing_ranks
-    for number in range(6):
-        if fails and number % 2:
+    for number in range(7):
+        if number in steps and dist.get_rank() in failing_ranks:
             buckets.zero()
             with pytest.raises(ValueError, match="no gradient today"):
                 failing(module, number).backward()
             continue
         step(module, buckets, number)
+        # where not all failed: a sum that lacks a part must not pass for a sum
+        assert any(shard.isnan().any() for shard in buckets.gradient_shards()) == (number in steps)
+        if number in steps:
+            continue
         expected = expected_gradients(module, (number,))
-        owned = [own_elements(buckets, parameter) for parameter in module.parameters()]
-        own = slice(None)
-        for parameter, gradient, elements in zip(module.parameters(), expected, owned, strict=True):
-            own = elements if reduce == "reduce_scatter" else own
-            if number % 2 == 0:
-                torch.testing.assert_close(parameter.grad.flatten()[own], gradient.flatten()[own])
-        if number % 2:  # not all failed: a sum that lacks a part must not pass for a sum
-            assert any(shard.isnan().any() for shard in buckets.gradient_shards())
-        else:
-            assert not any(shard.isnan().any() for shard in buckets.gradient_shards())
-    buckets.zero()
-
-
-@both_ways
-@pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)], ids=["all", "one"])
-@on_ranks(2)
-def test_half_a_first_step_teaches_nothing(failing_ranks):
-    module = chain()
-    buckets = wrap(module)
-    if dist.get_rank() in failing_ranks:
-        with pytest.raises(ValueError, match="no gradient today"):
-            failing(module).backward()
-    else:
-        step(module, buckets)
-        assert any(parameter.grad.isnan().any() for parameter in module.parameters())
-    for number in range(1, 4):
-        step(module, buckets, number)
-        assert_gradients(module, expected_gradients(module, (number,)))
-    assert buckets.launched_in_backward == 4
+        for parameter, gradient in zip(module.parameters(), expected, strict=True):
+            own = own_elements(buckets, parameter) if reduce == "reduce_scatter" else slice(None)
+            torch.testing.assert_close(parameter.grad.flatten()[own], gradient.flatten()[own])
+    assert buckets.launched_in_backward == 4  # half a first step teaches nothing
 
 
 @on_ranks(1)
@@ -303,3 +289,156 @@ def test_timeout_that_no_clock_counts_is_refused():
         words = f"timeout: expected more than zero and less than a year, got {timeout}"
         with pytest.raises(ValueError, match=words):
             wrap(chain(1), timeout=timeout)
+
+
+@pytest.mark.way("c10d")
+@on_ranks(4)
+def test_marked_buckets_go_on_to_the_second_group_in_backward():
+    """How many collectives of each group backward starts, where every bucket needs one of each."""
+    groups = tensor_group, data_group = two_by_two()
+    module = nn.Sequential(*[nn.LayerNorm(WIDTH).double() for _ in range(6)])
+    for parameter in module.parameters():
+        parameter.sequence_parallel = True
+    buckets = GradientBuckets(module, data_group, bucket_bytes=256, tensor_parallel_group=tensor_group)
+    for number in range(3):
+        buckets.zero()
+        before = [group._get_sequence_number_for_group() for group in groups]
+        backward(module, number)
+        after = [group._get_sequence_number_for_group() for group in groups]
+        buckets.finish()
+        assert_gradients(module, [gradient * 2 for gradient in expected_gradients(module, (number,))])
+    count = len(buckets.buckets)
+    assert count > 3
+    # the last has no launch after it, and goes on to the second group in finish()
+    assert [last - first for first, last in zip(before, after, strict=True)] == [count, count - 1]
+
+
+def given_up_under_check(when):
+    """Rank 1 fails in the middle of backward, while the other looks for NaN in what both should send."""
+    module = chain()
+    buckets = wrap(module, check_nan=True)
+    message = ""
+    for number in range(4):
+        if number == when and dist.get_rank() == 1:
+            buckets.zero()
+            assert error_of(failing(module, number).backward)[0] == "ValueError"
+        elif number == when:
+            _, message = error_of(step, module, buckets, number)
+            if number:  # told in backward, so the step is still open
+                assert error_of(buckets.finish)[1].endswith("this step has been refused; call zero()")
+        else:
+            step(module, buckets, number)
+            assert_gradients(module, expected_gradients(module, (number,)))
+    GradientBuckets(chain(1), dist.group.WORLD).detach()  # the next call has one number on all ranks
+    return message
+
+
+@both_ways
+@pytest.mark.parametrize("when", [0, 1], ids=["first_step", "later"])
+def test_rank_that_gave_up_is_named_where_all_look_for_nan(ranks2, when):
+    other, failed = ranks2.run(given_up_under_check, when)
+    assert failed == ""
+    assert other.startswith(
+        "GradientBuckets: rank 1 has given up this step, by an exception in backward, say; bucket"
+    )
+    assert other.endswith("was not sent")
+
+
+@both_ways
+@on_ranks(2)
+def test_step_that_failed_passes_for_no_other():
+    """Nothing is reduced by a finish() that is refused; the next step is right."""
+    module = chain()
+    buckets = wrap(module, check_nan=True)
+    spoilt = own_batch() * (float("nan") if dist.get_rank() == 1 else 1.0)
+    loss_of(module(spoilt)).backward()
+    with pytest.raises(RuntimeError, match="holds NaN"):
+        buckets.finish()
+    for call in (buckets.finish, lambda: backward(module)):
+        words = r"this step has failed, and part of it is not reduced; call zero\(\)$"
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    step(module, buckets)
+    assert_gradients(module, expected_gradients(module))
+
+
+@both_ways
+@on_ranks(2)
+def test_step_that_failed_on_one_rank_is_not_mixed_with_its_next():
+    """Rank 0's finish() is refused, so it gives the step up; its next one is not taken for this one."""
+    weights = [nn.Parameter(torch.zeros(8)) for _ in range(2)]
+    named = [(str(number), weight) for number, weight in enumerate(weights)]
+    buckets = GradientBuckets(named, dist.group.WORLD, average=False, bucket_bytes=1)
+    told, found = [], []
+    for number in range(3):
+        buckets.zero()
+        fails = number == 1 and dist.get_rank() == 0
+        for weight in weights[: 1 if fails else 2]:
+            (weight * 10.0 ** (2 * number)).sum().backward()
+        if fails:
+            weights[1].data = weights[1].grad = torch.ones(4)
+        told.append(error_of(buckets.finish)[1])
+        weights[1].data = torch.zeros(8)
+        found.append([{*view.tolist()} for view in buckets.buckets])
+    assert found[0] == [{2.0, 0.0}] * 2  # and what lies between gradients
+    assert found[2] == [{20000.0, 0.0}] * 2
+    if dist.get_rank() == 0:
+        assert "'1' is of shape [4]; expected [8]" in told[1]
+    else:
+        assert any(math.isnan(value) for values in found[1] for value in values)  # what did not come
+
+
+ELEMENTS = 7 * 600
+
+
+def reduced(reduce):
+    """The same seven gradients of each rank, over and over: how many results each has."""
+    weight = nn.Parameter(torch.zeros(ELEMENTS))
+    buckets = GradientBuckets([("weight", weight)], dist.group.WORLD, average=False, reduce=reduce)
+    values = torch.randn(7, generator=torch.Generator().manual_seed(dist.get_rank()))
+    (weight * values.repeat(ELEMENTS // 7)).sum().backward()
+    buckets.finish()
+    shards = [torch.empty_like(shard) for shard in buckets.gradient_shards() * dist.get_world_size()]
+    dist.all_gather(shards, buckets.gradient_shards()[0].contiguous())
+    full = torch.cat(shards)[:ELEMENTS] if reduce == "reduce_scatter" else weight.grad
+    return max(len(full[first::7].unique()) for first in range(7))
+
+
+@both_ways
+@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
+def test_sums_of_two_ranks_do_not_depend_on_places(reduce, ranks2):
+    assert ranks2.run(reduced, reduce) == [1, 1]
+
+
+@both_ways
+@pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
+def test_sums_of_more_do_where_gloo_adds(reduce, ranks4):
+    """Why they are refused. Should this ever fail, gloo adds in one order, and they need not be."""
+    places = min(ranks4.run(reduced, reduce))
+    assert places > 1 if ranks4.way == "c10d" else places == 1
+
+
+def refused(marked):
+    weight = nn.Parameter(torch.zeros(8))
+    weight.sequence_parallel = marked
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    group, tensor_group = (alone, dist.group.WORLD) if marked else (dist.group.WORLD, alone)
+    with tp_invariance(4):
+        return error_of(GradientBuckets, [("weight", weight)], group, tensor_parallel_group=tensor_group)
+
+
+@both_ways
+def test_more_than_two_data_ranks_are_refused_where_backends_add(ranks2, ranks4):
+    assert ranks2.run(refused, False) == [("nothing", "")] * 2
+    for kind, message in ranks4.run(refused, False):
+        if ranks4.way == "shared":  # added up in the order of ranks
+            assert kind == "nothing", message
+            continue
+        assert kind == "ValueError"
+        assert "1 or 2 data-parallel ranks with TP-invariance, got 4 (TPKERNELS_TRANSPORT=c10d)" in message
+
+
+def test_marked_parameters_are_refused(ranks2):
+    for kind, message in ranks2.run(refused, True):
+        assert kind == "ValueError"
+        assert "'weight' is marked sequence_parallel: its gradient would be added over tensor-" in message

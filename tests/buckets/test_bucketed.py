@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.buckets.golden import refused_on_rank_1, wrongly_told
+from tests.buckets.golden import refused_on_rank_1
 from tests.buckets.ways import on_ranks
 from tests.checks import error_of
 from tpkernels import (
@@ -104,24 +104,22 @@ def test_others_equal_loops(bucket_bytes):
     reduce_scatters(bucket_bytes, "avg")
 
 
-def in_a_subgroup():
-    group = dist.new_group([1, 3])
-    if dist.get_rank() not in (1, 3):
-        return error_of(bucketed_all_reduce_, [torch.ones(1)], group)
-    tensor = torch.tensor([float(dist.get_rank())])
+@on_ranks(4)
+def test_subgroups():
+    rank, group = dist.get_rank(), dist.new_group([1, 3])
+    if rank not in (1, 3):
+        words = f"expected a process group that rank {rank} is a member of"
+        with pytest.raises(ValueError, match=words):
+            bucketed_all_reduce_([torch.ones(1)], group)
+        return
+    tensor = torch.tensor([float(rank)])
     bucketed_broadcast_([tensor], 3, group)
     assert tensor.item() == 3.0
     bucketed_all_reduce_([tensor], group)
     assert tensor.item() == 6.0
-    return error_of(bucketed_broadcast_, [tensor], 0, group)
-
-
-def test_subgroups(ranks4):
-    outsider, member, *_ = ranks4.run(in_a_subgroup)
-    assert outsider[0] == "ValueError"
-    assert "expected a process group that rank 0 is a member of" in outsider[1]
-    assert member[0] == "ValueError"
-    assert "on ranks 1, 3: src: expected a rank of the group [1, 3], got 0" in member[1]
+    words = r"on ranks 1, 3: src: expected a rank of the group \[1, 3\], got 0"
+    with pytest.raises(ValueError, match=words):
+        bucketed_broadcast_([tensor], 0, group)
 
 
 @on_ranks(2)
@@ -160,41 +158,29 @@ WRONG = {  # what rank 1 brings, and what all are told
 }
 
 
-def refuse():
-    """Calls that rank 1 alone gets wrong; what this rank is told."""
-    told = {}
-    for case, (bad, options, _, _) in WRONG.items():
+@on_ranks(2)
+def test_what_one_rank_gets_wrong_all_are_told():
+    for case, (bad, options, kind, words) in WRONG.items():
         good = [torch.ones(4), torch.ones(2, 2)]
         call = (bad, options) if dist.get_rank() == 1 else (good, {})
-        told[case] = refused_on_rank_1(bucketed_all_reduce_, call[0], **call[1])
+        told = refused_on_rank_1(bucketed_all_reduce_, call[0], **call[1])
+        assert told[0] == kind, case
+        assert words in told[1], case
         assert all(bool((tensor == 1).all()) for tensor in good)  # nothing was sent
-    return told
 
 
-def test_what_one_rank_gets_wrong_all_are_told(ranks2):
-    first, second = ranks2.run(refuse)
-    assert first == second
-    assert wrongly_told(first, {case: (kind, words) for case, (_, _, kind, words) in WRONG.items()}) == {}
-
-
-def refuse_everywhere():
-    return [
-        error_of(bucketed_reduce_scatter, [torch.ones(3)]),
-        error_of(bucketed_reduce_scatter, [torch.tensor(1.0)]),
-        error_of(bucketed_all_reduce_, [torch.ones(3, dtype=torch.int64)], op="avg"),
-        error_of(bucketed_all_reduce_, [torch.ones(3, dtype=torch.int16)], check=False),
-        error_of(bucketed_all_reduce_, [torch.ones(1)], "world"),
-    ]
-
-
-def test_refusals(ranks2):
-    uneven, scalar, whole, unchecked, group = ranks2.run(refuse_everywhere)[0]
-    assert "'0' has shape (3,); expected a first dimension that 2 ranks can share evenly" in uneven[1]
-    assert "'0' has shape (); expected a first dimension" in scalar[1]
-    assert "'0' is torch.int64; expected one of float64, float32, float16, bfloat16" in whole[1]
-    assert "on rank 0: '0' is torch.int16" in unchecked[1]
-    assert "got 'world'" in group[1]
-    assert group[0] == "ValueError"
+@on_ranks(2)
+def test_what_every_rank_gets_wrong_is_told():
+    dtypes, first = "'0' is torch.int64; expected one of float64, float32, float16, bfloat16", "'0' has shape"
+    for error, words in (
+        (error_of(bucketed_reduce_scatter, [torch.ones(3)]), f"{first} (3,); expected a first dimension"),
+        (error_of(bucketed_reduce_scatter, [torch.ones(3)]), "dimension that 2 ranks can share evenly"),
+        (error_of(bucketed_reduce_scatter, [torch.tensor(1.0)]), f"{first} (); expected a first dimension"),
+        (error_of(bucketed_all_reduce_, [torch.ones(3).long()], op="avg"), dtypes),
+        (error_of(bucketed_all_reduce_, [torch.ones(3).short()], check=False), "'0' is torch.int16"),
+        (error_of(bucketed_all_reduce_, [torch.ones(1)], "world"), "got 'world'"),
+    ):
+        assert words in error[1]
 
 
 class _Coalescing:

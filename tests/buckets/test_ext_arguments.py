@@ -12,8 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.buckets.hostile import GOOD, LAYOUT, PROGRAMS, Calling, parameters, run_programs
-from tests.buckets.hostile_memory import buckets, memory_of
+from tests.buckets.hostile import (
+    GOOD,
+    LAYOUT,
+    PROGRAMS,
+    Calling,
+    buckets,
+    memory_of,
+    parameters,
+    run_programs,
+)
+from tests.buckets.ways import on_ranks
 from tests.checks import error_of
 from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
@@ -190,33 +199,24 @@ CALLS: dict[tuple[str, str], Callable[[], object]] = {
 }
 
 
-def errors_of_all() -> dict[tuple[str, str], tuple[str, str]]:
-    found = {words: error_of(engine, **changes()) for words, changes in CONSTRUCTIONS.items()}
-    found |= {words: error_of(arranged, *layout) for words, layout in ARRANGEMENTS.items()}
-    found |= {words: error_of(meeting, *memory) for words, memory in MEETINGS.items()}
-    return found | {words: error_of(call) for words, call in CALLS.items()}
+@on_ranks(1)
+def test_refusal_says_what_was_expected():
+    found = [(words, error_of(engine, **changes())) for words, changes in CONSTRUCTIONS.items()]
+    found += [(words, error_of(arranged, *layout)) for words, layout in ARRANGEMENTS.items()]
+    found += [(words, error_of(meeting, *memory)) for words, memory in MEETINGS.items()]
+    found += [(words, error_of(call)) for words, call in CALLS.items()]
+    assert [it for it in found if it[1][0] != it[0][0] or it[0][1] not in it[1][1]] == []
 
 
-def test_refusal_says_what_was_expected(ranks1):
-    (found,) = ranks1.run(errors_of_all)
-    assert len(found) == sum(map(len, (CONSTRUCTIONS, ARRANGEMENTS, MEETINGS, CALLS)))
-    wrong = {words: it for words, it in found.items() if it[0] != words[0] or words[1] not in it[1]}
-    assert wrong == {}
-
-
-def calls_out_of_turn() -> tuple[tuple[str, str], set[tuple[str, str]]]:
+@on_ranks(1)
+def test_calls_before_arrange_and_after_detach_are_refused():
+    with pytest.raises(RuntimeError, match=r"expected arrange\(\) before the first gradient"):
+        engine().finish()
     made = arranged()
     made.detach()
-    calls = (made.zero, made.finish, lambda: made.arrange(*LAYOUT, []))
-    return error_of(engine().finish), {error_of(call) for call in calls}
-
-
-def test_calls_before_arrange_and_after_detach_are_refused(ranks1):
-    (((kind, text), after),) = ranks1.run(calls_out_of_turn)
-    assert kind == "RuntimeError"
-    assert "expected arrange() before the first gradient" in text
-    assert [kind for kind, _ in after] == ["RuntimeError"] * len(after)
-    assert all("expected a call before detach()" in text for _, text in after)
+    for call in (made.zero, made.finish, lambda: made.arrange(*LAYOUT, [])):
+        with pytest.raises(RuntimeError, match=r"expected a call before detach\(\)"):
+            call()
 
 
 def ended_at_once() -> list[bool]:
@@ -234,20 +234,18 @@ def test_group_is_ended_once(ranks1):
         assert ranks1.run(ended_at_once) == [[True, True]]
 
 
-def gone_before_backward() -> list[float]:
+@on_ranks(1)
+def test_backward_outlives_its_engine():
     tensors = parameters()
     made = arranged(parameters=tensors)
     loss = torch.stack([tensor.sum() for tensor in tensors]).sum()
     del made
     loss.backward()
-    return [tensor.grad.sum().item() for tensor in tensors]
+    assert [tensor.grad.sum().item() for tensor in tensors] == [12.0, 5.0, 1.0]
 
 
-def test_backward_outlives_its_engine(ranks1):
-    assert ranks1.run(gone_before_backward) == [[12.0, 5.0, 1.0]]
-
-
-def dropped_in_flight() -> None:
+@on_ranks(1)
+def test_engine_dropped_in_flight_waits_for_nobody():
     """By who has Python's lock, which gloo's threads take to let go of what they have sent."""
     group = dist.group.WORLD
     for _ in range(100):
@@ -259,10 +257,6 @@ def dropped_in_flight() -> None:
             group.allreduce([torch.ones(1)])
         loss.backward()
         del made
-
-
-def test_engine_dropped_in_flight_waits_for_nobody(ranks1):
-    ranks1.run(dropped_in_flight, timeout=60)
 
 
 def test_every_entry_point_is_tried():

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tests.buckets.nccl_stand_in import standing_in
+from tests.buckets.nccl_stand_in import left_held, standing_in
 from tests.buckets.ways import on_ranks
 from tests.ops.auto_cases import heard
-from tpkernels.buckets import nccl_memory, registered
+from tpkernels import GradientBuckets
+from tpkernels.buckets import nccl_memory, reduction_times, registered
+from tpkernels.buckets.memory import BucketMemory
+from tpkernels.buckets.reduction_times import ROUNDS, WARM_UPS, milliseconds
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.groups import start_all_reduce
@@ -39,17 +43,6 @@ def outcome(world, flats):
     return "registered"
 
 
-def choose(times_of_rank):
-    group = dist.group.WORLD
-    with (
-        standing_in(group, times=times_of_rank[dist.get_rank()]) as world,
-        heard("tpkernels.choices") as lines,
-    ):
-        flats = zeros(group)
-        said = world.said.copy()
-        return outcome(world, flats), lines, said, len(world.pools)
-
-
 @pytest.mark.parametrize(
     ("times", "chosen", "told"),
     [
@@ -59,87 +52,79 @@ def choose(times_of_rank):
     ],
     ids=["faster", "as_fast", "slower_on_one_rank"],
 )
-def test_the_slowest_rank_of_each_memory_decides(ranks2, times, chosen, told):
-    for found, lines, said, left in ranks2.run(choose, times):
-        assert found == chosen
-        (line,) = lines
-        assert line.startswith("gradient buckets of up to 0.00781 MiB bfloat16, all_reduce, process group '")
-        assert line.endswith(f"' of 2 ranks: {chosen} memory ({told})")
-        assert said.count("time all_reduce") == 1
-        assert left == (1 if chosen == "registered" else 0)
-
-
-def choose_again(times):
+@on_ranks(2)
+def test_the_slowest_rank_of_each_memory_decides(times, chosen, told):
     group = dist.group.WORLD
+    with (
+        standing_in(group, times=times[dist.get_rank()]) as world,
+        heard("tpkernels.choices") as lines,
+    ):
+        flats = zeros(group)
+        assert world.said.count("time all_reduce") == 1
+        assert outcome(world, flats) == chosen
+        assert len(world.pools) == (1 if chosen == "registered" else 0)
+    (line,) = lines
+    assert line.startswith("gradient buckets of up to 0.00781 MiB bfloat16, all_reduce, process group '")
+    assert line.endswith(f"' of 2 ranks: {chosen} memory ({told})")
+
+
+CLASSES = [  # elements, reduction, how often it is timed, and how many calls a registered memory takes
+    ((1000, 3000), "all_reduce", 1, 4),  # who wants it, a small pool, the buckets, times
+    ((1000, 3333), "all_reduce", 0, 1),  # of the same size class
+    ((1000, 3000), "reduce_scatter", 1, 2),
+    ((1000, 9000), "all_reduce", 1, 2),
+]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+@on_ranks(2)
+def test_each_class_and_reduction_is_timed_once_and_what_was_slower_is_not_asked_for_again(faster):
+    group = dist.group.WORLD
+    times = (1.0, 2.0) if faster else (2.0, 1.0)
     with standing_in(group, times=times) as world, heard("tpkernels.choices") as lines:
-        found = []
-        for elements, reduction in [
-            ((1000, 3000), "all_reduce"),
-            ((1000, 3333), "all_reduce"),  # of the same size class
-            ((1000, 3000), "reduce_scatter"),
-            ((1000, 9000), "all_reduce"),
-        ]:
-            said, calls = len(world.said), calls_of(group)._number
-            is_registered = zeros(group, elements, reduction) is not None
-            timed = [word for word in world.said[said:] if word.startswith("time")]
-            found.append((is_registered, timed, calls_of(group)._number - calls))
+        for elements, reduction, timed, calls in CLASSES:
+            said, before = len(world.said), calls_of(group)._number
+            assert (zeros(group, elements, reduction) is not None) == faster
+            assert world.said[said:].count(f"time {reduction}") == timed
+            assert calls_of(group)._number - before == (calls if faster or timed else 0)
         assert not world.broken, world.broken
-        return found, len(lines)
+    assert len(lines) == 3
 
 
-def test_each_class_and_reduction_is_timed_once(ranks2):
-    (found, lines), other = ranks2.run(choose_again, (1.0, 2.0))
-    assert (found, lines) == other
-    assert found == [
-        (True, ["time all_reduce"], 4),  # who wants it, a small pool, the buckets, times
-        (True, [], 1),
-        (True, ["time reduce_scatter"], 2),
-        (True, ["time all_reduce"], 2),
-    ]
-    assert lines == 3
+LACKS = {  # of rank 1: what is planted, its transport, what is said, and what stays
+    "unwanted": ({}, "c10d", "TPKERNELS_TRANSPORT=c10d", 0),
+    "other_backend": ({"backend": "gloo"}, "auto", "the backend for cpu is gloo", 0),
+    "refused": ({"fails_at": "register"}, "auto", "RuntimeError: planted: cannot register", 1),
+    "refused_later": (
+        {"fails_at": "register the buckets"},
+        "auto",
+        "RuntimeError: planted: cannot register",
+        1,
+    ),
+    "out_of_memory": ({"fails_at": "zeros"}, "auto", "OutOfMemoryError: planted: no memory", 0),
+}
 
 
-def test_what_was_slower_is_not_asked_for_again(ranks2):
-    (found, lines), other = ranks2.run(choose_again, (2.0, 1.0))
-    assert (found, lines) == other
-    assert [(kept, numbers) for kept, _, numbers in found] == [(False, 4), (False, 0), (False, 2), (False, 2)]
-
-
-def lack_on_one(planted, transport):
+@pytest.mark.parametrize(("planted", "transport", "why", "stays"), LACKS.values(), ids=LACKS)
+@on_ranks(2)
+def test_if_one_rank_lacks_it_none_has_it_and_none_hangs(planted, transport, why, stays):
     group, rank = dist.group.WORLD, dist.get_rank()
     with (
         standing_in(group, **(planted if rank == 1 else {})) as world,
         patch.object(select, "requested_transport", transport if rank == 1 else "auto"),
         heard("tpkernels.choices") as lines,
     ):
-        found = outcome(world, zeros(group)), outcome(world, zeros(group))
-        timed = [word for word in world.said if word.startswith("time")]
+        for _ in range(2):
+            assert outcome(world, zeros(group)) == "plain"
+        assert not any(word.startswith("time") for word in world.said)
         give_back_unused()
-        left = len(world.pools), len(registered._held)
+        # segments that may be registered keep their addresses
+        assert (len(world.pools), len(registered._held)) == (0, stays if rank == 1 else 0)
+    (line,) = lines
+    assert line.endswith(f"rank 1 cannot take part: {why})")
     total = torch.ones(1)
     start_all_reduce(group, total, ReduceOp.SUM, None).wait()
-    return found, lines, timed, left, total.item()
-
-
-@pytest.mark.parametrize(
-    ("planted", "transport", "why", "stays"),
-    [
-        ({}, "c10d", "TPKERNELS_TRANSPORT=c10d", 0),
-        ({"backend": "gloo"}, "auto", "the backend for cpu is gloo", 0),
-        ({"fails_at": "register"}, "auto", "RuntimeError: planted: cannot register", 1),
-        ({"fails_at": "register the buckets"}, "auto", "RuntimeError: planted: cannot register", 1),
-        ({"fails_at": "zeros"}, "auto", "OutOfMemoryError: planted: no memory", 0),
-    ],
-    ids=["unwanted", "other_backend", "refused", "refused_later", "out_of_memory"],
-)
-def test_if_one_rank_lacks_it_none_has_it_and_none_hangs(ranks2, planted, transport, why, stays):
-    results = ranks2.run(lack_on_one, planted, transport)
-    for rank, (found, (line,), timed, left, total) in enumerate(results):
-        assert found == ("plain", "plain")
-        assert line.endswith(f"rank 1 cannot take part: {why})")
-        assert not timed
-        assert left == (0, stays if rank == 1 else 0)  # segments that may be registered keep their addresses
-        assert total == 2.0
+    assert total == 2
 
 
 @on_ranks(2)
@@ -171,7 +156,27 @@ def test_other_sizes_on_a_rank_are_an_error_of_all():
         zeros(dist.group.WORLD, (1000, 3000 + dist.get_rank()))
 
 
-def outlive(order):
+MEANWHILE = {
+    "forked": (os, "getpid", lambda: -1),
+    "capturing": (nccl_memory, "is_capturing", lambda device: True),
+}
+
+
+GIVEN_BACK = ["synchronize", "deregister", "freed"]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("memory_first", [[], GIVEN_BACK, []]),
+        ("group_first", [[], ["freed"]]),
+        ("refused", [["synchronize", "deregister"], ["freed"]]),
+        ("forked", [[], GIVEN_BACK]),
+        ("capturing", [[], GIVEN_BACK]),
+    ],
+)
+@on_ranks(2)
+def test_memory_ends_once_in_every_order(order, expected):
     """Events after the buckets have been made, by step."""
     group = dist.new_group(list(range(dist.get_world_size())))  # which may be destroyed
     with standing_in(group) as world:
@@ -184,9 +189,6 @@ def outlive(order):
             steps.append(world.said.copy())
             world.said.clear()
 
-        def destroy():
-            dist.destroy_process_group(group)
-
         world.said.clear()
         view = flats[1][5:7]
         if order == "memory_first":
@@ -194,9 +196,9 @@ def outlive(order):
             step()
             del view
             step()
-            destroy()
+            dist.destroy_process_group(group)
         elif order == "group_first":
-            destroy()
+            dist.destroy_process_group(group)
             step()
             view.fill_(1)
             del flats, view
@@ -204,35 +206,14 @@ def outlive(order):
             world.fails_at = "deregister"
             del flats, view
             step()
-            destroy()
+            dist.destroy_process_group(group)
         else:
             del flats, view
             with patch.object(*MEANWHILE[order]):
                 step()
         step()
         assert not world.broken, world.broken
-        return steps
-
-
-MEANWHILE = {
-    "forked": (os, "getpid", lambda: -1),
-    "capturing": (nccl_memory, "is_capturing", lambda device: True),
-}
-GIVEN_BACK = ["synchronize", "deregister", "freed"]
-
-
-@pytest.mark.parametrize(
-    ("order", "steps"),
-    [
-        ("memory_first", [[], GIVEN_BACK, []]),
-        ("group_first", [[], ["freed"]]),
-        ("refused", [["synchronize", "deregister"], ["freed"]]),
-        ("forked", [[], GIVEN_BACK]),
-        ("capturing", [[], GIVEN_BACK]),
-    ],
-)
-def test_memory_ends_once_in_every_order(ranks2, order, steps):
-    assert ranks2.run(outlive, order) == [steps, steps]
+        assert steps == expected
 
 
 @on_ranks(2)
@@ -279,3 +260,124 @@ def test_who_wants_it_and_who_can_have_it(backend, environment, deterministic, w
     assert nccl_memory.why_not(None, CPU) == why
     monkeypatch.setattr(nccl_memory.mode, "segments", 8)
     assert nccl_memory.why_not(None, CPU).startswith("a choice by time")
+
+
+HAD = ["pool", "register"]
+TRIED = [*HAD, "synchronize", "deregister", "freed"]  # one byte
+
+
+def train(reduce, wire_dtype, wanted):
+    """Registered at the end, what happened, registered after the model's gradients have gone."""
+    group = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+    used = [3, 0, 1, 2]  # so that the first guess of the order is wrong
+    with (
+        standing_in(group) as world,
+        patch.object(BucketMemory, "_why_apart", lambda memory: "they are on cuda"),
+    ):
+        buckets = GradientBuckets(
+            layers, group, reduce=reduce, bucket_bytes=2**15, average=False, wire_dtype=wire_dtype
+        )
+        for _ in range(3):
+            x = torch.randn(2, 64)
+            expected = [torch.zeros_like(parameter) for parameter in layers.parameters()]
+            for rank in range(2):
+                parts = torch.autograd.grad(loss(layers, used, x, rank), list(layers.parameters()))
+                expected = [total + part for total, part in zip(expected, parts, strict=True)]
+            buckets.zero()
+            loss(layers, used, x, dist.get_rank()).backward()
+            buckets.finish()
+            if reduce == "all_reduce":
+                grads = [parameter.grad for parameter in layers.parameters()]
+                torch.testing.assert_close(grads, expected, rtol=2e-2, atol=2e-2)
+        held, said = left_held(wanted), world.said.copy()
+        buckets.detach()
+        grads = None
+        del buckets
+        layers.zero_grad()
+        left = left_held(0)
+        assert not world.broken, world.broken
+        return held, said, left
+
+
+def loss(layers, used, x, rank):
+    for index in used:
+        x = layers[index](x)
+    return (x * (rank + 1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "wire_dtype", "held", "said"),
+    [
+        # laid out anew after the first step, in memory of its own; the first is given back
+        ("all_reduce", None, 1, [*TRIED, *HAD, "time all_reduce", *HAD, *TRIED[2:]]),
+        ("all_reduce", torch.bfloat16, 0, []),  # copies are sent
+        ("reduce_scatter", None, 1, [*TRIED, *HAD, "time reduce_scatter"]),
+    ],
+    ids=["all_reduce", "copies", "reduce_scatter"],
+)
+def test_gradient_buckets_hold_registered_memory_while_they_need_it(ranks2, reduce, wire_dtype, held, said):
+    assert ranks2.run(train, reduce, wire_dtype, held) == [(held, said, 0)] * 2
+
+
+class _Clock:
+    """Each reduction takes what the test says."""
+
+    def __init__(self, durations):
+        self.now, self.durations, self.reduced = 0.0, durations, []
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return _Event(self)
+
+    def reduce(self, group, flat, reduction):
+        if not torch.equal(flat, torch.zeros_like(flat)):
+            raise AssertionError("a tensor of zeros was to be reduced")
+        self.reduced.append(flat.dtype)
+        self.now += self.durations[flat.dtype][self.reduced.count(flat.dtype) - 1]
+        _reduce(group, flat, reduction)
+
+
+class _Event:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.at = self.clock.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+_reduce = reduction_times.reduce
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "reduce_scatter"])
+@on_ranks(2)
+def test_the_lower_quartile_of_rounds_without_the_first(reduction):
+    not_counted = [0.5] * WARM_UPS
+    durations = {
+        torch.float32: [*not_counted, 9.0, 1.0, 50.0, 2.0, 3.0, 70.0, 80.0, 90.0],
+        torch.float64: [*not_counted, *[5.0] * ROUNDS],
+    }
+    clock = _Clock(durations)
+    flats = [torch.zeros(64), torch.zeros(64, dtype=torch.float64)]
+    with (
+        patch.object(torch.cuda, "Event", clock.event),
+        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        patch.object(torch.cuda, "synchronize", lambda: None),
+        patch.object(reduction_times, "reduce", clock.reduce),
+    ):
+        assert milliseconds(dist.group.WORLD, flats, reduction) == [3.0, 5.0]
+    assert clock.reduced == [torch.float32, torch.float64] * (WARM_UPS + ROUNDS)  # in turn
+    assert not any(flat.any() for flat in flats)
+
+
+@on_ranks(2)
+def test_buckets_are_reduced_in_place():
+    own = [slice(0, 2), slice(2, 4)][dist.get_rank()]
+    for reduction, received in (("all_reduce", slice(None)), ("reduce_scatter", own)):
+        flat = torch.arange(4.0) * (dist.get_rank() + 1)
+        _reduce(dist.group.WORLD, flat, reduction)
+        assert flat[received].tolist() == [0.0, 3.0, 6.0, 9.0][received]

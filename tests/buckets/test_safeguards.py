@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import (
+    WIDTH,
     assert_gradients,
     backward,
     chain,
@@ -120,7 +121,7 @@ def test_steps_that_wait_for_nothing_are_taken():
     optimizer.step()
 
 
-def replaced(module):
+def gradient_replaced(module):
     module[2].weight.grad = module[2].weight.grad * 2
 
 
@@ -128,7 +129,7 @@ CHANGES = {
     "torch clips": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.1),
     "ours clips": lambda module: clip_grad_norm_(module.parameters(), 0.1),
     "one is scaled": lambda module: module[2].weight.grad.mul_(2),
-    "replaced": replaced,
+    "replaced": gradient_replaced,
     "cleared": lambda module: module.zero_grad(),
     "zeroed": lambda module: module.zero_grad(set_to_none=False),
     "main_grad": lambda module: module[2].weight.main_grad.mul_(2),
@@ -189,3 +190,100 @@ def test_gradients_may_be_changed_before_and_after(case):
         buckets.finish()
         factor = 2 if case == "in a hook" else 1
         assert_gradients(module, [factor * gradient for gradient in expected_gradients(module)])
+
+
+def assigned(module):
+    module.load_state_dict(chain().state_dict(), assign=True)
+
+
+def replaced(module):
+    module[2].weight = nn.Parameter(module[2].weight.detach().clone())
+
+
+def added(module):
+    module.append(nn.Linear(WIDTH, WIDTH).double())
+
+
+def unfrozen(module):
+    module[1].weight.requires_grad_(True)
+
+
+CHANGED_MODULES = {assigned: "0.weight", replaced: "2.weight", added: "4.weight", unfrozen: "1.weight"}
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@on_ranks(2)
+def test_gradients_of_others_are_told(steps):
+    """The first and the fourth finish() look: here the one after a change that comes after so many steps."""
+    for change, name in CHANGED_MODULES.items():
+        module = chain()
+        module[1].weight.requires_grad_(change is not unfrozen)
+        buckets = wrap(module)
+        for _ in range(steps):
+            step(module, buckets)
+        change(module)
+        kind, text = error_of(step, module, buckets)
+        assert kind == "RuntimeError"
+        assert f"the gradient of '{name}' is not reduced: it was added to the module" in text
+        assert "detach() them and make new ones" in text
+
+
+@on_ranks(2)
+def test_looks_grow_rare_but_do_not_end():
+    """Steps after the fourth: who is told in which."""
+    module = chain()
+    buckets = wrap(module)
+    for _ in range(4):
+        step(module, buckets)
+    replaced(module)
+    told = [error_of(step, module, buckets)[0] for _ in range(12)]
+    assert told == [*["nothing"] * 3, "RuntimeError", *["nothing"] * 7, "RuntimeError"]
+
+
+@on_ranks(2)
+def test_others_may_be_elsewhere():
+    """Parameters beside the buckets that are none of theirs: frozen, unused, or under others."""
+    module = chain()
+    module[1].weight.grad = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+    module[1].weight.requires_grad_(False)  # its gradient is of former times
+    buckets = wrap(module)
+    module.unused = nn.Parameter(torch.ones(1))
+    step(module, buckets)
+    added(module)
+    others = GradientBuckets(module[4], dist.group.WORLD)
+    for _ in range(3):
+        others.zero()
+        step(module, buckets)
+        others.finish()
+    module[1].weight.requires_grad_(True)
+    del module.unused
+    expected = expected_gradients(module)
+    expected[2] = torch.ones_like(expected[2])
+    assert_gradients(module, expected)
+
+
+class Empty(nn.Module):
+    """A module that Python takes for false."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = chain()
+
+    def __len__(self):
+        return 0
+
+
+@on_ranks(2)
+def test_module_of_no_length_is_looked_at():
+    buckets = wrap(module := Empty())
+    replaced(module.chain)
+    with pytest.raises(RuntimeError, match=r"the gradient of 'chain\.2\.weight' is not reduced"):
+        step(module.chain, buckets)
+
+
+@on_ranks(2)
+def test_module_may_go():
+    buckets = wrap(module := chain())
+    backward(module)
+    del module
+    buckets.finish()

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.buckets.golden import (
     assert_gradients,
@@ -18,17 +19,19 @@ from tests.buckets.golden import (
     chain,
     expected_gradients,
     failing,
+    lies_in_shared_memory,
     loss_of,
     own_batch,
     step,
     trained,
     wrap,
 )
+from tests.buckets.test_ext_arguments import arranged
 from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
 from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
-from tpkernels import bucketed_all_reduce_
+from tpkernels import GradientBuckets, bucketed_all_reduce_
 from tpkernels.ops import row_linear
 
 SOON = patient(6.0)  # seconds, far below the time-out of a group; about a second on an idle machine
@@ -118,51 +121,36 @@ def interrupted(seconds=0.3):
     assert time.monotonic() - started < seconds + patient(0.5)
 
 
-def interrupted_in_finish():
-    """Rank 0, while it waits for the other."""
+def failing_backward(module):
+    failing(module).backward()
+
+
+def interrupted_in(call):
+    """Rank 0, while it waits: in `finish`, or in `zero` or `detach` after half a backward."""
     module, buckets = fresh()
-    errors = []
-    if dist.get_rank() == 0:
-        backward(module)
-        with interrupted():
-            buckets.finish()
-        store().set("interrupted", "now")
-    else:
+    if dist.get_rank() == 1:
         store().wait(["interrupted"])
         backward(module)
-        errors.append(error_of(buckets.finish))
-    return errors + after_failure(buckets)
+        return [error_of(buckets.finish), *after_failure(buckets)]
+    error_of(backward if call == "finish" else failing_backward, module)
+    with interrupted():
+        getattr(buckets, call)()
+    errors = after_failure(buckets) if call == "finish" else []
+    del buckets
+    gc.collect()  # nobody is waited for again
+    store().set("interrupted", "now")
+    if call != "finish":
+        backward(module)  # its parameters are free
+    return errors
 
 
-def test_interrupt_ends_the_wait_and_reaches_the_others(ranks2):
-    own, (first, *others) = ranks2.run(interrupted_in_finish)
+@pytest.mark.parametrize("call", ["finish", "zero", "detach"])
+def test_interrupt_ends_the_wait_and_reaches_the_others(ranks2, call):
+    own, (first, *others) = ranks2.run(interrupted_in, call)
     assert "Cause: rank 0: KeyboardInterrupt" in first[1]
     for kind, text in own + others:
         assert kind == "RuntimeError"
         assert CANNOT + "rank 0: KeyboardInterrupt" in text
-
-
-def interrupted_in(call):
-    """In `zero` after half a backward, or in `detach`, while the other rank is busy with something else."""
-    module, buckets = fresh()
-    if dist.get_rank() == 0:
-        error_of(failing(module).backward)
-        with interrupted():
-            getattr(buckets, call)()
-        del buckets
-        gc.collect()  # nobody is waited for again
-        store().set("interrupted", "now")
-        backward(module)  # its parameters are free
-        return ""
-    store().wait(["interrupted"])
-    backward(module)
-    return error_of(buckets.finish)[1]
-
-
-@pytest.mark.parametrize("call", ["zero", "detach"])
-def test_interrupt_ends_other_waits(ranks2, call):
-    _, text = ranks2.run(interrupted_in, call)
-    assert "Cause: rank 0: KeyboardInterrupt" in text
 
 
 @on_ranks(2)
@@ -185,27 +173,26 @@ def test_other_threads_run_while_a_rank_waits():
     running.join()
 
 
-def elsewhere():
+@on_ranks(2)
+def test_ranks_that_part_ways_are_told_both_calls():
     """One rank in `finish`, the other in another call of the group."""
     module, buckets = fresh()
+    started = time.monotonic()
     if dist.get_rank() == 1:
         ones = torch.ones(4, 4)
-        return error_of(row_linear, ones, ones, None, dist.group.WORLD)
-    backward(module)
-    return error_of(buckets.finish)
-
-
-def test_ranks_that_part_ways_are_told_both_calls(ranks2):
-    started = time.monotonic()
-    for kind, text in ranks2.run(elsewhere):
-        assert kind == "RuntimeError"
-        assert "ranks have left the common order of calls: call " in text
-        assert "'ranks tell each other: gradients of a step, buckets of call " in text
+        kind, text = error_of(row_linear, ones, ones, None, dist.group.WORLD)
+    else:
+        backward(module)
+        kind, text = error_of(buckets.finish)
     assert time.monotonic() - started < 2 * SOON
+    assert kind == "RuntimeError"
+    assert "ranks have left the common order of calls: call " in text
+    assert "'ranks tell each other: gradients of a step, buckets of call " in text
 
 
-def refused_rounds():
-    """One rank hears of NaN in backward, the other in finish(); then one gives up. The group stays good."""
+@on_ranks(2)
+def test_group_is_well_after_rounds_that_were_refused():
+    """One rank hears of NaN in backward, the other in finish(); then one gives up."""
     module = chain()
     buckets = wrap(module, check_nan=True)
     rank, errors = dist.get_rank(), []
@@ -224,11 +211,7 @@ def refused_rounds():
         step(module, buckets)
         assert_gradients(module, expected_gradients(module))
     bucketed_all_reduce_([torch.ones(1)])
-    return errors
-
-
-def test_group_is_well_after_rounds_that_were_refused(ranks2):
-    assert ranks2.run(refused_rounds) == [["RuntimeError", "ValueError"], ["RuntimeError", "RuntimeError"]]
+    assert errors == ["RuntimeError", "RuntimeError" if rank else "ValueError"]
 
 
 @on_ranks(2)
@@ -265,3 +248,82 @@ def test_no_process_waits_long_at_its_end(leaves, longest):
     elif leaves:
         engine.detach()
     dist.barrier()
+
+
+SIZES = (60, 72, 12)  # of buckets
+
+
+def looked_at_while_it_is_done():
+    """What is awaited, again and again, while the other rank seems to finish and not to."""
+    if dist.get_rank() == 1:
+        return set()
+    parameters = [nn.Parameter(torch.ones(size)) for size in SIZES]
+    flats = [[torch.zeros(size) for size in SIZES] for _ in range(2)]
+    group = dist.group.WORLD.group_name
+    engine = arranged([0, 1, 2], [0, 0, 0], flats[0], parameters=parameters, group=group)
+    words = [torch.zeros(2 * len(SIZES), dtype=torch.int64) for _ in range(2)]
+    doorbells = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    engine.meet(False, [0, 1], doorbells, words, flats[0] + flats[1], "", [], 60_000)
+    torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+    words[1].fill_(1)
+    last, stop = words[1].numpy(), threading.Event()
+    last[-1] = 0
+    engine.launch_rest()
+    engine.settle(0.0)
+
+    def finish_and_not():
+        while not stop.is_set():
+            for _ in range(1000):
+                last[-1] = 1
+                last[-1] = 0
+
+    other = threading.Thread(target=finish_and_not)
+    other.start()
+    found, until = set(), time.process_time() + 0.5
+    while time.process_time() < until or len(found) < 2:
+        found.add(engine.awaited()[0].partition(" (")[0])
+    stop.set()
+    other.join()
+    engine.lose_others()
+    return found
+
+
+def test_what_is_awaited_may_come_meanwhile(ranks2):
+    found, _ = ranks2.run(looked_at_while_it_is_done)
+    assert found == {"", "all_reduce of bucket 2 of 3"}
+
+
+@on_ranks(2)
+def test_garbage_keeps_nobody_waiting():
+    """Buckets in flight that one rank lets go of while the other waits for it elsewhere."""
+    module, buckets = trained()
+    buckets.zero()
+    if dist.get_rank() == 0:
+        dist.barrier()  # the other has published all, and adds up nothing until it is called again
+        backward(module)
+        del buckets
+        gc.collect()
+        assert not any(lies_in_shared_memory(parameter.grad) for parameter in module.parameters())
+        dist.barrier()  # which the other one reaches, or this call hangs
+        return
+    backward(module)
+    dist.barrier()
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"Cause: rank 0 of it has let go of its GradientBuckets$"):
+        buckets.finish()
+
+
+@on_ranks(2)
+def test_ranks_that_finish_buckets_in_other_orders_are_told():
+    """Two models of the same names, in their first step, which ranks finish in turn."""
+    modules = [chain(), chain()]
+    both = [GradientBuckets(module, dist.group.WORLD) for module in modules]
+    for module in modules:
+        backward(module)
+    started = time.monotonic()
+    errors = [error_of(buckets.finish) for buckets in both[:: 1 - 2 * dist.get_rank()]]
+    assert time.monotonic() - started < patient(15.0)  # half of the group's time-out
+    kind, text = errors[0]
+    assert kind == "RuntimeError"
+    assert "ranks have left the common order of calls" in text
+    assert "gradients of a step, buckets of call " in text

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import chain
-from tests.checks import error_of
+from tests.on_ranks import on_ranks
 from tpkernels import GradientBuckets
 from tpkernels.comm.supported import problem_over
 
@@ -58,31 +58,21 @@ def test_terms_of_a_sum_are_not_averaged_nor_summed_twice():
     assert "and would sum again; pass" in problem(named(marked=True), [0, 1], [0, 1], average=False)
 
 
-def forgotten_tensor_group():
+@on_ranks(2)
+def test_a_tensor_parallel_group_on_some_ranks_is_told_on_all():
     """One rank passes a tensor-parallel group, which is the whole world here; the other none."""
     group = dist.group.WORLD
     given = group if dist.get_rank() == 0 else None
-    return error_of(GradientBuckets, chain(1), group, tensor_parallel_group=given)
+    with pytest.raises(ValueError, match=r"tensor_parallel_group=of 2 ranks.*tensor_parallel_group=None"):
+        GradientBuckets(chain(1), group, tensor_parallel_group=given)
 
 
-def test_a_tensor_parallel_group_on_some_ranks_is_told_on_all(ranks2):
-    first, second = ranks2.run(forgotten_tensor_group, timeout=20)
-    assert first == second
-    assert first[0] == "ValueError"
-    assert "tensor_parallel_group=of 2 ranks" in first[1]
-    assert "tensor_parallel_group=None" in first[1]
-
-
-def refused():
+@on_ranks(2)
+def test_all_ranks_refuse_alike():
     """Rank 0 has a model whose weight is a shard."""
     module = chain(1)
     if dist.get_rank() == 0:
         module[0].weight.tensor_model_parallel, module[0].weight.tensor_parallel_ranks = True, (0, 1)
-    return error_of(GradientBuckets, module, dist.group.WORLD)
-
-
-def test_all_ranks_refuse_alike(ranks2):
-    first, second = ranks2.run(refused)
-    assert first == second
-    assert first[0] == "ValueError"
-    assert "on rank 0: GradientBuckets over ranks 0, 1 would average different shards" in first[1]
+    words = "on rank 0: GradientBuckets over ranks 0, 1 would average different shards"
+    with pytest.raises(ValueError, match=words):
+        GradientBuckets(module, dist.group.WORLD)

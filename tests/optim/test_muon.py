@@ -14,12 +14,14 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.checks import error_of
 from tests.layers.worlds import posing
+from tests.on_ranks import on_ranks
 from tests.optim.small import LR, STEPS, Matrices, cut, set_gradients, state_of, values_for
 from tests.products import once
 from tpkernels import GPT, ColumnParallelLinear, GPTConfig, GradientBuckets, initialize_model_parallel
-from tpkernels.interop import dcp
 from tpkernels.interop.shards import TensorShard, shards_of
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, orthogonalize
+from tpkernels.optim.newton_schulz import multiplications
+from tpkernels.optim.rounds import plan_rounds
 
 POOLS = {"tp1": ("ranks1", 1), "tp2": ("ranks2", 2), "tp4": ("ranks4", 4), "tp2_dp2": ("ranks4", 2)}
 OPTIONS = {
@@ -79,8 +81,8 @@ def of_two(parts: list[Tensor], gradient: Tensor) -> Tensor:
     return torch.cat([parameter.detach() for parameter in parameters])
 
 
-def stacked(tensor: int) -> tuple[Tensor, Tensor]:
-    """Gate and up under `split_stacked`, and as torch has two parameters."""
+def assert_stacked_are_two(tensor: int) -> None:
+    """Gate and up under `split_stacked` are what torch makes of two parameters."""
     model = Matrices(tensor)
     weight = shards_of(model)["stacked.weight"]
     start, gradient = (
@@ -88,10 +90,11 @@ def stacked(tensor: int) -> tuple[Tensor, Tensor]:
     )
     weight.tensor.grad = cut(weight, gradient)
     Muon([weight.tensor], lr=LR, model=model, split_stacked=True).step()
-    return weight.tensor.detach(), cut(weight, of_two(list(start.chunk(2)), gradient))
+    assert torch.equal(weight.tensor, cut(weight, of_two(list(start.chunk(2)), gradient)))
 
 
-def stacked_unevenly() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_stacked_weights_may_have_other_sizes():
     """Weights of 16 and 8 rows on two ranks."""
     state, model = state_of(2), nn.Module()
     model.weight = nn.Parameter(torch.zeros(12, 12))
@@ -102,7 +105,8 @@ def stacked_unevenly() -> tuple[Tensor, Tensor]:
         optimizer = Muon([model.weight], lr=LR, model=model, split_stacked=True, state=state)
     model.weight.grad = cut(shard, gradient)
     optimizer.step()
-    return model.weight.detach(), cut(shard, of_two([torch.zeros(16, 12), torch.zeros(8, 12)], gradient))
+    expected = of_two([torch.zeros(16, 12), torch.zeros(8, 12)], gradient)
+    assert torch.equal(model.weight, cut(shard, expected))
 
 
 def collectives(layers: int, round_bytes: int, tensor: int) -> dict[str, int]:
@@ -143,29 +147,18 @@ def trained(tensor: int) -> list[float]:
     return losses
 
 
-def half_way(folder: str, tensor: int, resumed: bool) -> list[str]:
-    """Two steps that are saved; or two more from there: what differs from torch's after four."""
-    model = Matrices(tensor)
-    optimizer = Muon(model.parameters(), model=model, lr=0.5 if resumed else LR)
-    if resumed:
-        dcp.load(folder, model, optimizer)
-    for step in (2, 3) if resumed else (0, 1):
-        set_gradients(model, values_for(model, "gradients", step, torch.float32))
-        optimizer.step()
-    if not resumed:
-        dcp.save(folder, model, optimizer)
-        return []
-    expected = reference(model, 4, {"lr": LR}, torch.float32)
-    return [
-        name
-        for name, shard in shards_of(model).items()
-        if not torch.equal(cut(shard, expected[name]), shard.tensor)
-    ]
-
-
-def refused(case: str) -> tuple[str, str]:
-    """The error of each rank, where the second brings something else."""
-    model = Matrices(dist.get_world_size())
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("gradient", "ranks disagree"),
+        ("options", "ranks disagree: rank 0 has Muon.step with"),
+        ("dtype", "replicated.weight' (20, 12) float64"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_bring_other_things_are_told(case, said):
+    """Both, where the second brings something else."""
+    model = Matrices(2)
     optimizer = Muon(model.parameters(), model=model)
     set_gradients(model, values_for(model, "gradients", 0, torch.float32))
     if dist.get_rank() == 1:
@@ -175,13 +168,16 @@ def refused(case: str) -> tuple[str, str]:
             optimizer.param_groups[0]["momentum"] = 0.5
         else:
             vars(model.replicated.weight)["main_grad"] = torch.zeros(20, 12, dtype=torch.float64)
-    return error_of(optimizer.step)
+    kind, error = error_of(optimizer.step)
+    assert kind in ("ValueError", "RuntimeError")
+    assert said in error
 
 
-def under_fully_shard() -> tuple[str, str]:
-    """A model whose parameters are DTensors."""
-    model = fully_shard(Matrices(1), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return error_of(Muon, hidden_matrices(model)[0], model=model)
+@on_ranks(2)
+def test_parameters_under_fully_shard_are_refused():
+    model = fully_shard(Matrices(1), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(TypeError, match=r"'wide\.weight': expected a plain parameter, got a DTensor"):
+        Muon(hidden_matrices(model)[0], model=model)
 
 
 @pytest.fixture
@@ -229,9 +225,11 @@ def test_torch_s_muon_scales_a_momentum_in_bfloat16_and_ours_does_not():
     assert torch.equal(theirs, ours / 2.0)  # its norm
 
 
-def _goes_on_as_it_was(combined: bool) -> bool:
-    """After the state was loaded, with an fp32 main_grad beside a parameter in bfloat16."""
-    initialize_model_parallel(torch.distributed.get_world_size())
+@pytest.mark.parametrize("combined", [False, True])
+@on_ranks(2)
+def test_a_momentum_wider_than_its_parameter_is_loaded_as_it_was(combined):
+    """That of an fp32 main_grad beside a parameter in bfloat16."""
+    initialize_model_parallel(2)
     results = []
     for reloaded in (False, True):
         torch.manual_seed(3)
@@ -249,12 +247,8 @@ def _goes_on_as_it_was(combined: bool) -> bool:
                 saved, optimizer = optimizer.state_dict(), made()
                 optimizer.load_state_dict(saved)
         results.append([model.weight.detach(), optimizer.state[model.weight]["momentum_buffer"]])
-    return all(map(torch.equal, *results)) and results[0][1].dtype == torch.float32
-
-
-@pytest.mark.parametrize("combined", [False, True])
-def test_a_momentum_wider_than_its_parameter_is_loaded_as_it_was(combined, ranks2):
-    assert ranks2.run(_goes_on_as_it_was, combined) == [True, True]
+    assert all(map(torch.equal, *results))
+    assert results[0][1].dtype == torch.float32
 
 
 def test_a_wrong_option_would_be_seen(ranks2):
@@ -265,13 +259,7 @@ def test_a_wrong_option_would_be_seen(ranks2):
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 def test_weights_stacked_in_one_may_be_matrices_of_their_own(ranks, pool):
-    for found, expected in ranks.run(stacked, pool[1]):
-        assert torch.equal(found, expected)
-
-
-def test_stacked_weights_may_have_other_sizes(ranks2):
-    for found, expected in ranks2.run(stacked_unevenly):
-        assert torch.equal(found, expected)
+    ranks.run(assert_stacked_are_two, pool[1])
 
 
 def test_a_step_takes_two_exchanges_however_many_matrices(ranks2, ranks4):
@@ -291,27 +279,6 @@ def test_a_model_trains_alike_at_every_size(ranks1, ranks4):
     (expected,) = ranks1.run(trained, 1)
     assert ranks4.run(trained, 2) == [pytest.approx(expected, rel=0, abs=2e-3)] * 4
     assert expected[-1] < expected[0] - 0.1
-
-
-@pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 1), (1, 2)])
-def test_momentum_is_saved_whole_and_loaded_at_another_size(first, then, request, tmp_path):
-    request.getfixturevalue(f"ranks{first}").run(half_way, str(tmp_path / "saved"), first, False)
-    again = request.getfixturevalue(f"ranks{then}")
-    assert again.run(half_way, str(tmp_path / "saved"), then, True) == [[]] * then
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("gradient", "ranks disagree"),
-        ("options", "ranks disagree: rank 0 has Muon.step with"),
-        ("dtype", "replicated.weight' (20, 12) float64"),
-    ],
-)
-def test_ranks_that_bring_other_things_are_told(case, said, ranks2):
-    for kind, error in ranks2.run(refused, case):
-        assert kind in ("ValueError", "RuntimeError")
-        assert said in error
 
 
 REFUSED = {
@@ -336,12 +303,6 @@ REFUSED = {
 def test_vectors_tables_and_strangers_are_not_for_muon(build, said):
     with posing(0, 1), pytest.raises(ValueError, match=f"Muon: {said}"):
         build(nn.Linear(4, 4))
-
-
-def test_parameters_under_fully_shard_are_refused(ranks2):
-    for kind, said in ranks2.run(under_fully_shard):
-        assert kind == "TypeError"
-        assert "'wide.weight': expected a plain parameter, got a DTensor" in said
 
 
 def test_hidden_matrices_are_neither_tables_nor_heads():
@@ -369,3 +330,33 @@ def test_orthogonalize_is_torch_s_to_the_bit():
         assert torch.equal(-orthogonalize(matrix).float() * scale, weight.detach())
     with pytest.raises(ValueError, match=r"expected a matrix, got a tensor \(3,\)"):
         orthogonalize(torch.zeros(3))
+
+
+def dealt(costs, sizes, ranks, round_bytes):
+    rounds = plan_rounds(costs, sizes, ranks, round_bytes)
+    return [[(job.position, job.owner) for job in jobs] for jobs in rounds]
+
+
+def test_expensive_matrices_are_dealt_out_first():
+    assert dealt([5, 1, 1, 3], [8] * 4, 2, 100) == [[(0, 0), (3, 1), (1, 1), (2, 1)]]
+
+
+def test_rounds_are_cut_by_bytes_at_a_multiple_of_the_ranks():
+    assert dealt([5, 1, 1, 3], [8] * 4, 2, 8) == [[(0, 0), (3, 1)], [(1, 1), (2, 0)]]
+    assert [len(jobs) for jobs in dealt([1] * 7, [8] * 7, 3, 1)] == [3, 3, 1]
+    assert dealt([], [], 2, 8) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_have_equally_much_to_do_in_a_model(ranks):
+    layer = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)]
+    costs = [multiplications(shape) for shape in layer * 8]
+    work = [0] * ranks
+    for jobs in plan_rounds(costs, [2 * a * b for a, b in layer * 8], ranks, 2**24):
+        for job in jobs:
+            work[job.owner] += costs[job.position]
+    assert max(work) < 1.1 * sum(work) / ranks
+
+
+def test_a_step_multiplies_the_smaller_gram_matrix():
+    assert multiplications((2, 3)) == multiplications((3, 2)) == 2 * 2 * 3 + 2 * 2 * 2 + 2 * 2 * 3

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from tests.checks import error_of
 from tests.optim.small import LR, STEPS, Matrices, cut, set_gradients, values_for
+from tests.products import pairwise
 from tpkernels.interop import dcp
+from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.shards import shards_of
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, require_elementwise
 from tpkernels.optim.elementwise import ELEMENTWISE
@@ -82,11 +84,15 @@ def told() -> dict[str, str]:
     }
 
 
-def through_a_checkpoint(folder: str, tensor: int, resumed: bool) -> dict[str, Tensor]:
-    """Weights after two steps under one optimizer of two; saved after the first, or resumed there."""
+def through_a_checkpoint(
+    folder: str, tensor: int, resumed: bool, combined: bool
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Full weights and rates after two steps; saved after the first, or resumed there."""
     model = Matrices(tensor)
     matrices, others = hidden_matrices(model)
-    optimizer = CombinedOptimizer(Muon(matrices, lr=LR, model=model), torch.optim.AdamW(others, lr=0.01))
+    optimizer: Optimizer = Muon(model.parameters(), lr=LR, model=model)
+    if combined:
+        optimizer = CombinedOptimizer(Muon(matrices, lr=LR, model=model), torch.optim.AdamW(others, lr=0.01))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     for step in (0, 1):
         if step == 1 and resumed:
@@ -98,8 +104,8 @@ def through_a_checkpoint(folder: str, tensor: int, resumed: bool) -> dict[str, T
         if step == 1 or not resumed:
             optimizer.step()
             schedule.step()
-    weights = {name: shard.tensor.detach().clone() for name, shard in shards_of(model).items()}
-    return weights | {"rates": torch.tensor([group["lr"] for group in optimizer.param_groups])}
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return full_state_dict(model, state=model.state), rates
 
 
 WRONG = ("Adafactor", "Muon")
@@ -139,15 +145,17 @@ def test_torch_s_elementwise_optimizers_are_all_tried():
     assert ours == set(KINDS) - set(WRONG)
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 1)])
-def test_two_optimizers_are_saved_and_loaded_as_one(first, then, request, tmp_path):
-    home, abroad = (request.getfixturevalue(f"ranks{ranks}") for ranks in (first, then))
-    saved = home.run(through_a_checkpoint, str(tmp_path / "a"), first, False)
-    again = home.run(through_a_checkpoint, str(tmp_path / "a"), first, True)
-    torch.testing.assert_close(again, saved, rtol=0, atol=0)
-    other = abroad.run(through_a_checkpoint, str(tmp_path / "a"), then, True)
-    torch.testing.assert_close(other[0]["replicated.weight"], saved[0]["replicated.weight"], rtol=0, atol=0)
-    torch.testing.assert_close(other[0]["rates"], torch.tensor([0.005, 0.0025]))
+@pairwise(combined=[True, False], sizes={"2_4": (2, 4), "4_1": (4, 1), "1_2": (1, 2)})
+def test_states_are_saved_whole_and_loaded_at_another_size(combined, sizes, request, tmp_path):
+    """Of Muon, and of two optimizers as one."""
+    (first, _) = sizes
+    home, abroad = (request.getfixturevalue(f"ranks{ranks}") for ranks in sizes)
+    saved, rates = home.run(through_a_checkpoint, str(tmp_path / "a"), first, False, combined)[0]
+    for ranks in (home, abroad):
+        size = ranks.world_size
+        found, its_rates = ranks.run(through_a_checkpoint, str(tmp_path / "a"), size, True, combined)[0]
+        torch.testing.assert_close(found, saved, rtol=0, atol=0)
+        assert its_rates == rates == pytest.approx([0.005, 0.0025] if combined else [0.005])
 
 
 def test_combined_optimizers_share_no_parameter():

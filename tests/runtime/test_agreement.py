@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checks import error_of
+from tests.on_ranks import on_ranks
 from tests.patience import patient
 from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
 from tpkernels.runtime import agreement
@@ -54,24 +55,16 @@ def test_ranks_that_disagree_all_get_the_same_error(ranks4, sizes):
     assert "rank 0 asked for" in text
 
 
-def disagree_on_options() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_calls_that_differ_in_what_is_no_default_are_a_disagreement():
     odd = dist.get_rank() == 1
-    calls = [
-        lambda: initialize_model_parallel(1, 1, None, 0 if odd else None),
-        lambda: initialize_model_parallel(order="pp-dp-tp" if odd else "tp-cp-ep-dp-pp"),
+    for call in (
         lambda: initialize_model_parallel(timeout=timedelta(seconds=7 if odd else 9)),
-        lambda: initialize_model_parallel(backend="gloo" if odd else None),
-        lambda: initialize_model_parallel(group_options={"tp": None} if odd else None),
         lambda: create_parallel_state(plan_groups(world_size=2, tensor=2 if odd else 1)),
         lambda: initialize_model_parallel() if odd else create_parallel_state(plan_groups(world_size=2)),
-    ]
-    return [error_of(call) for call in calls]
-
-
-def test_ranks_must_agree_on_every_argument(ranks2):
-    first, second = ranks2.run(disagree_on_options)
-    assert first == second
-    assert [(kind, "ranks disagree" in text) for kind, text in first] == [("ParallelStateError", True)] * 7
+    ):
+        with pytest.raises(ParallelStateError, match="ranks disagree"):
+            call()
 
 
 def stay_away_or_call(absent: int, seconds: float) -> tuple[str, str]:
@@ -133,31 +126,21 @@ OTHERS = {
 }
 
 
-def differ_in_turn() -> list[tuple[str, tuple[str, str]]]:
-    """What this rank is told where rank 1 gives each of these."""
-    odd = dist.get_rank() == 1
-    return [
-        (argument, error_of(initialize_model_parallel, **({argument: value} if odd else {})))
-        for argument, values in OTHERS.items()
-        for value in values
-    ]
+@on_ranks(2)
+def test_default_and_anything_else_are_a_disagreement():
+    """Rank 1 alone gives each of these."""
+    for argument, values in OTHERS.items():
+        for value in values:
+            given = {argument: value} if dist.get_rank() == 1 else {}
+            words = rf"ranks disagree.*rank 1 asked for initialize_model_parallel\({argument}="
+            with pytest.raises(ParallelStateError, match=f"(?s){words}"):
+                initialize_model_parallel(**given)
 
 
-def test_default_and_anything_else_are_a_disagreement(ranks2):
-    first, second = ranks2.run(differ_in_turn)
-    assert first == second
-    for argument, (kind, text) in first:
-        assert kind == "ParallelStateError"
-        assert f"rank 1 asked for initialize_model_parallel({argument}=" in text
-
-
-def agree_about_equal_integers() -> int:
+@on_ranks(2)
+def test_integers_of_other_libraries_are_integers():
     size = torch.tensor(2) if dist.get_rank() == 1 else 2
-    return initialize_model_parallel(size).size("tp")
-
-
-def test_integers_of_other_libraries_are_integers(ranks2):
-    assert ranks2.run(agree_about_equal_integers) == [2, 2]
+    assert initialize_model_parallel(size).size("tp") == 2
 
 
 def come_to_a_file_store(folder: str, late: int, seconds: float) -> tuple[str, str, float]:

@@ -9,41 +9,41 @@ import torch.distributed as dist
 
 from tests.checks import error_of
 from tests.fake_world import fake_rank
+from tests.on_ranks import on_ranks
 from tpkernels import parallel_state as ps
 from tpkernels.runtime.initialize import (
     create_parallel_state,
     destroy_model_parallel,
+    destroy_parallel_state,
     initialize_model_parallel,
 )
-from tpkernels.runtime.state import ParallelStateError, current_or_none
+from tpkernels.runtime.state import ParallelStateError, current, current_or_none, use
 from tpkernels.topology.plan import KINDS, plan_groups
 from tpkernels.topology.sizes import InvalidSizes
 
 
-def sums_by_kind(tensor: int, pipeline: int, split: int | None) -> dict[str, tuple[int, int]]:
-    """For each kind: what an all-reduce of global ranks gives, and what the plan says it should."""
+def assert_groups_sum(tensor: int, pipeline: int, split: int | None) -> None:
+    """An all-reduce of global ranks in each group gives what the plan says it should."""
     state = initialize_model_parallel(tensor, pipeline, None, split)
-    sums = {}
-    for kind in KINDS:
-        if state.is_member(kind):
-            total = torch.tensor(state.rank)
-            dist.all_reduce(total, group=state.process_group(kind))
-            sums[kind] = (int(total), sum(state.ranks(kind)))
-    return sums
+    kinds = [kind for kind in KINDS if state.is_member(kind)]
+    assert len(kinds) >= (8 if dist.get_world_size() > 1 else len(KINDS))
+    for kind in kinds:
+        total = torch.tensor(state.rank)
+        dist.all_reduce(total, group=state.process_group(kind))
+        assert int(total) == sum(state.ranks(kind)), kind
 
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "split"), [(1, 1, None), (2, 2, None), (4, 1, None), (1, 4, 2), (2, 1, None)]
 )
-def test_every_group_communicates_among_its_members(ranks4, tensor, pipeline, split):
-    for rank, sums in enumerate(ranks4.run(sums_by_kind, tensor, pipeline, split)):
-        assert len(sums) >= 8
-        for kind, (total, expected) in sums.items():
-            assert total == expected, f"{kind} on rank {rank}"
+@on_ranks(4)
+def test_every_group_communicates_among_its_members(tensor, pipeline, split):
+    assert_groups_sum(tensor, pipeline, split)
 
 
-def test_one_rank_alone_is_a_world(ranks1):
-    assert ranks1.run(sums_by_kind, 1, 1, None) == [{kind: (0, 0) for kind in KINDS}]
+@on_ranks(1)
+def test_one_rank_alone_is_a_world():
+    assert_groups_sum(1, 1, None)
 
 
 BAD = [
@@ -55,33 +55,25 @@ BAD = [
 ]
 
 
-def bad_arguments() -> list[tuple[str, str]]:
-    return [error_of(initialize_model_parallel, *sizes, **options) for sizes, options, *_ in BAD]
-
-
-def test_bad_arguments_are_refused_on_every_rank_alike(ranks2):
-    first, second = ranks2.run(bad_arguments)
-    assert first == second
-    for (kind, text), (*_, name, words) in zip(first, BAD, strict=True):
+@on_ranks(2)
+def test_bad_arguments_are_refused_on_every_rank_alike():
+    for sizes, options, name, words in BAD:
+        kind, text = error_of(initialize_model_parallel, *sizes, **options)
         assert kind == name
         assert words in text
 
 
-def initialize_twice() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_initializing_twice_is_an_error_on_all_ranks_that_says_what_to_do():
     """On all ranks, then on rank 0 alone."""
     initialize_model_parallel(2)
-    errors = [error_of(initialize_model_parallel, 2)]
+    words = r"already initialized: call destroy_model_parallel\(\) first"
+    with pytest.raises(ParallelStateError, match=words):
+        initialize_model_parallel(2)
     if dist.get_rank() == 1:
         destroy_model_parallel()
-    return [*errors, error_of(initialize_model_parallel, 2)]
-
-
-def test_initializing_twice_is_an_error_on_all_ranks_that_says_what_to_do(ranks2):
-    (on_all, on_one), (on_all_too, on_one_too) = ranks2.run(initialize_twice)
-    assert (on_all, on_one) == (on_all_too, on_one_too)
-    assert on_all[0] == on_one[0] == "ParallelStateError"
-    assert "already initialized: call destroy_model_parallel() first" in on_all[1]
-    assert "already initialized" in on_one[1]
+    with pytest.raises(ParallelStateError, match="already initialized"):
+        initialize_model_parallel(2)
 
 
 def test_initializing_before_torch_distributed_says_what_to_do():
@@ -90,13 +82,13 @@ def test_initializing_before_torch_distributed_says_what_to_do():
         initialize_model_parallel(1)
 
 
-def again_and_again(rounds: int) -> tuple[int, int, int, str]:
-    """Known groups before and after, growth of open files, and what using a destroyed group says."""
+@on_ranks(4)
+def test_destroy_leaves_nothing_behind_however_often():
     initialize_model_parallel(2, 2)
     destroy_model_parallel()
-    known, files = len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
-    group = None
-    for i in range(rounds):
+    assert len(dist.distributed_c10d._world.pg_map) == 1  # the default group alone
+    files, group = len(os.listdir("/proc/self/fd")), None
+    for i in range(12):
         # the same groups time and again, alternating with others
         initialize_model_parallel(*((2, 2), (4, 1), (1, 2))[i % 3])
         group = ps.get_pipeline_model_parallel_group()
@@ -105,31 +97,21 @@ def again_and_again(rounds: int) -> tuple[int, int, int, str]:
         assert total.item() == ps.get_tensor_model_parallel_world_size()
         destroy_model_parallel()
     dist.barrier()
-    error = error_of(dist.get_rank, group)[0]
+    assert error_of(dist.get_rank, group)[0] == "ValueError"
     del group  # it holds its sockets as long as somebody holds it
-    growth = len(os.listdir("/proc/self/fd")) - files
-    return known, len(dist.distributed_c10d._world.pg_map), growth, error
+    assert len(os.listdir("/proc/self/fd")) - files <= 2  # sockets of 12 rounds would be fifty and more
+    assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-def test_destroy_leaves_nothing_behind_however_often(ranks4):
-    for known_before, known_after, growth, error in ranks4.run(again_and_again, 12):
-        assert known_before == known_after == 1  # the default group alone
-        assert growth <= 2  # sockets of 12 rounds would be fifty and more
-        assert error == "ValueError"
-
-
-def initialize_after_own_groups() -> int:
+@on_ranks(4)
+def test_ranks_may_have_made_other_groups_before():
     """Ranks with different histories: torch's own local synchronization would wait for ever here."""
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
     state = initialize_model_parallel(2, timeout=timedelta(seconds=60))
     total = torch.tensor(state.rank)
     dist.all_reduce(total, group=state.process_group("tp"))
-    return int(total)
-
-
-def test_ranks_may_have_made_other_groups_before(ranks4):
-    assert ranks4.run(initialize_after_own_groups) == [1, 1, 5, 5]
+    assert int(total) == (1 if state.rank < 2 else 5)
 
 
 def test_plan_for_another_world_and_what_is_no_plan_are_refused():
@@ -140,16 +122,13 @@ def test_plan_for_another_world_and_what_is_no_plan_are_refused():
             create_parallel_state(4)
 
 
-def destroy_after_the_default_group() -> bool:
+@on_ranks(2)
+def test_destroy_after_the_default_group_is_harmless():
     initialize_model_parallel(2)
     dist.destroy_process_group()
     destroy_model_parallel()
     destroy_model_parallel()  # without a state, too
-    return ps.model_parallel_is_initialized()
-
-
-def test_destroy_after_the_default_group_is_harmless(ranks2):
-    assert ranks2.run(destroy_after_the_default_group) == [False, False]
+    assert not ps.model_parallel_is_initialized()
 
 
 def test_bad_sizes_do_not_leave_a_state_behind():
@@ -158,3 +137,57 @@ def test_bad_sizes_do_not_leave_a_state_behind():
             initialize_model_parallel(3)
         assert current_or_none() is None
         initialize_model_parallel(2)
+
+
+def test_current_state_before_initialization_says_what_to_do():
+    with pytest.raises(ParallelStateError, match=r"call tpkernels.initialize_model_parallel"):
+        current()
+
+
+@on_ranks(2)
+def test_two_states_live_in_one_process():
+    first = initialize_model_parallel(2)
+    second = create_parallel_state(plan_groups(world_size=2))
+    total = torch.ones(1)
+    assert current().size("tp") == 2
+    with use(second):
+        assert ps.get_tensor_model_parallel_world_size() == 1
+        dist.all_reduce(total, group=ps.get_data_parallel_group())
+        assert total == 2
+    assert ps.get_tensor_model_parallel_world_size() == 2
+    destroy_parallel_state(second)
+    dist.all_reduce(total, group=first.process_group("tp"))
+    assert total == 4
+
+
+def test_use_restores_state_and_changes_on_exceptions():
+    with fake_rank(0, 4):
+        outer = initialize_model_parallel(2)
+        inner = create_parallel_state(plan_groups(world_size=4, pipeline=4, virtual_pipeline=2))
+        ps.set_tensor_model_parallel_rank(1)
+        with use(inner):
+            assert current() is inner
+            assert ps.get_tensor_model_parallel_rank() == 0
+            assert ps.get_virtual_pipeline_model_parallel_rank() == 0
+        assert current() is outer
+        with pytest.raises(KeyError), use(inner):
+            raise KeyError
+        assert current() is outer
+        assert ps.get_tensor_model_parallel_rank() == 1
+        assert ps.get_virtual_pipeline_model_parallel_rank() is None
+        destroy_parallel_state(inner)
+
+
+def test_what_is_no_state_leaves_the_current_one():
+    with fake_rank(0, 2):
+        state = initialize_model_parallel(2)
+        with pytest.raises(TypeError, match="state: expected a ParallelState, got None"), use(None):
+            pass
+        assert current() is state
+
+
+def test_state_cannot_be_changed():
+    with fake_rank(0, 2):
+        state = initialize_model_parallel(2)
+        with pytest.raises(AttributeError):
+            state.rank = 1

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from bench.cases.groups import loop_groups
 from tests.fake_world import each_rank, fake_rank
+from tests.on_ranks import on_ranks
 from tests.ranks import COLLECTIVE_SECONDS
 from tpkernels import parallel_state as ps
 from tpkernels.runtime import c10d
@@ -24,23 +26,19 @@ from tpkernels.runtime.state import ParallelStateError, current_or_none
 from tpkernels.topology.plan import COMBINED_KINDS, KINDS, plan_groups
 
 
-def timeouts_of_groups() -> list[float]:
-    seconds = []
-    for timeout in (None, timedelta(seconds=11)):
+@on_ranks(2)
+def test_groups_have_the_given_timeout_or_the_default_groups() -> None:
+    assert c10d.default_timeout().total_seconds() == COLLECTIVE_SECONDS
+    for timeout, expected in ((None, COLLECTIVE_SECONDS), (timedelta(seconds=11), 11)):
         initialize_model_parallel(2, timeout=timeout)
         backend = ps.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
-        seconds.append(backend.options._timeout.total_seconds())
+        assert backend.options._timeout.total_seconds() == expected
         destroy_model_parallel()
-    return [COLLECTIVE_SECONDS, c10d.default_timeout().total_seconds(), *seconds]
 
 
-def test_groups_have_the_given_timeout_or_the_default_groups(ranks2):
-    for joined_with, default, unset, given in ranks2.run(timeouts_of_groups):
-        assert (default, unset, given) == (joined_with, joined_with, 11)
-
-
-def returns_after_the_slowest() -> bool:
-    """Whether this rank came back no earlier than the last one had made its groups."""
+@on_ranks(2)
+def test_nobody_goes_on_while_others_still_connect() -> None:
+    """Each rank comes back no earlier than the last one has made its groups."""
     made = torch.zeros(1, dtype=torch.float64)
     original = c10d.new_group
 
@@ -54,15 +52,11 @@ def returns_after_the_slowest() -> bool:
         initialize_model_parallel(2, timeout=timedelta(seconds=60))
     returned = time.monotonic()
     dist.all_reduce(made, dist.ReduceOp.MAX)
-    destroy_model_parallel()
-    return returned >= float(made)
+    assert returned >= float(made)
 
 
-def test_nobody_goes_on_while_others_still_connect(ranks2):
-    assert ranks2.run(returns_after_the_slowest) == [True, True]
-
-
-def fails_on_rank_1() -> tuple[str, bool, int]:
+@on_ranks(2)
+def test_a_rank_that_cannot_make_its_groups_is_an_error_on_all() -> None:
     original = c10d.new_group
     groups = len(dist.distributed_c10d._world.pg_map)
 
@@ -73,15 +67,11 @@ def fails_on_rank_1() -> tuple[str, bool, int]:
             raise RuntimeError("no more sockets")
         return group
 
-    with patch.object(c10d, "new_group", failing), pytest.raises(ParallelStateError) as failure:
+    words = r"^rank 1 could not create the tp group \[0, 1\]: no more sockets$"
+    with patch.object(c10d, "new_group", failing), pytest.raises(ParallelStateError, match=words):
         initialize_model_parallel(2, timeout=timedelta(seconds=60))
-    left = len(dist.distributed_c10d._world.pg_map) - groups
-    return str(failure.value), current_or_none() is None, left
-
-
-def test_a_rank_that_cannot_make_its_groups_is_an_error_on_all(ranks2):
-    message = "rank 1 could not create the tp group [0, 1]: no more sockets"
-    assert ranks2.run(fails_on_rank_1) == [(message, True, 0)] * 2
+    assert current_or_none() is None
+    assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
 def test_equal_rank_lists_share_one_group_and_options_part_them():
@@ -225,30 +215,20 @@ def test_group_of_one_rank_is_made_when_it_is_asked_for(monkeypatch):
         assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-def ask_from_threads() -> list[int]:
-    """Distinct groups that eight threads get which ask at once for a group not made yet."""
-    counts = []
+@on_ranks(2)
+def test_threads_that_ask_at_once_get_one_group() -> None:
+    """Eight, for a group not made yet."""
     for _ in range(10):
         initialize_model_parallel(2)
         start = threading.Barrier(8)
 
-        def ask(got: list, start: threading.Barrier = start) -> None:
+        def ask(_: int, start: threading.Barrier = start) -> dist.ProcessGroup:
             start.wait()
-            got.append(ps.get_data_parallel_group())
+            return ps.get_data_parallel_group()
 
-        got: list = []
-        threads = [threading.Thread(target=ask, args=(got,)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        counts.append(len(set(got)) if len(got) == 8 else -1)
+        with ThreadPoolExecutor(8) as threads:
+            assert len(set(threads.map(ask, range(8)))) == 1
         destroy_model_parallel()
-    return counts
-
-
-def test_threads_that_ask_at_once_get_one_group(ranks2):
-    assert ranks2.run(ask_from_threads) == [[1] * 10] * 2
 
 
 def test_group_that_could_not_be_made_may_be_asked_for_again(monkeypatch):

@@ -1,11 +1,46 @@
-"""NCCL's own memory, on a GPU: a rank alone registers it, reduces in it and gives it back, in each order."""
+"""A rank alone: its buckets train, and NCCL's own memory is registered and given back, in each order."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
-PROGRAM = """
+from tpkernels import GradientBuckets, bucketed_all_reduce_
+
+
+def trains(device):
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).to(device)
+    buckets = GradientBuckets(module, dist.group.WORLD, bucket_bytes=2**15)
+    for _ in range(4):  # from the second on buckets leave during backward
+        x = torch.randn(8, 64, device=device)
+        expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+        buckets.zero()
+        module(x).square().sum().backward()
+        buckets.finish()
+        torch.testing.assert_close([parameter.grad for parameter in module.parameters()], list(expected))
+    assert buckets.launched_in_backward
+    tensors = [torch.full((n,), float(n), device=device) for n in (1, 1000, 7)]
+    bucketed_all_reduce_(tensors, dist.group.WORLD)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [1000.0], [7.0]]
+
+
+def test_buckets_in_a_world_of_one(ranks1):
+    ranks1.run(trains, "cpu")
+
+
+TRAINS = """
+import torch.distributed as dist
+from tests.buckets.test_nccl import trains
+
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+trains("cuda")
+dist.destroy_process_group()
+"""
+
+REGISTERS = """
 import torch
 import torch.distributed as dist
 from tpkernels.buckets import registered
@@ -59,7 +94,10 @@ print("all given back")
 
 
 @pytest.mark.gpu
-def test_memory_is_registered_reduced_and_given_back():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize(
+    ("program", "said"), [(TRAINS, ""), (REGISTERS, "all given back\n")], ids=["trains", "registers"]
+)
+def test_a_rank_alone_on_a_gpu(program, said):
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "all given back\n"
+    assert run.stdout == said
