@@ -42,7 +42,7 @@ from tpkernels.buckets.memory import BucketMemory
 from tpkernels.buckets.memory_map import Bucket
 from tpkernels.buckets.neighbours import FAREWELL_SECONDS
 from tpkernels.buckets.order import problem_of_order
-from tpkernels.buckets.parameters import trainable
+from tpkernels.buckets.parameters import given_parameters
 from tpkernels.buckets.registered import give_back_unused
 from tpkernels.buckets.safeguards import refuse_early_steps, require_equal_weights
 from tpkernels.comm.agreement import Claim, agree, describe
@@ -111,10 +111,11 @@ class GradientBuckets:
             wire_dtype=wire_dtype,
             timeout=timeout,
         )
-        named, problem = trainable(module_or_named_parameters)
+        given, problem = given_parameters(module_or_named_parameters)
+        named = [(name, parameter) for name, parameter in given if parameter.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._module = Members(module_or_named_parameters, named)
+        self._module = Members(module_or_named_parameters, given)
         self._marked = [
             tensor_parallel_group is not None and bool(getattr(parameter, "sequence_parallel", False))
             for parameter in self._parameters

@@ -15,8 +15,8 @@ from tpkernels.comm.supported import Problem
 Named = list[tuple[str, nn.Parameter]]
 
 
-def trainable(module_or_named_parameters: object) -> tuple[Named, Problem | None]:
-    """Names and parameters that require gradients, tied ones once, and why they cannot be used, if so."""
+def given_parameters(module_or_named_parameters: object) -> tuple[Named, Problem | None]:
+    """Names and parameters, tied ones once, frozen ones too, and why they cannot be used, if so."""
     if isinstance(module_or_named_parameters, nn.Module):
         pairs: Iterable[object] = module_or_named_parameters.named_parameters()
     elif isinstance(module_or_named_parameters, Iterable):
@@ -42,10 +42,10 @@ def trainable(module_or_named_parameters: object) -> tuple[Named, Problem | None
                 "ValueError",
                 f"'{name}' is under other GradientBuckets already; call detach() on these first",
             )
-        if parameter.requires_grad and id(parameter) not in known:
+        if id(parameter) not in known:
             known.add(id(parameter))
             named.append((name, parameter))
-    name, count = Counter(name for name, _ in named).most_common(1)[0] if named else ("", 0)
+    name, count = Counter(["", *(name for name, p in named if p.requires_grad)]).most_common(1)[0]
     if count > 1:
         return [], ("ValueError", f"{count} parameters are called '{name}'; names must differ")
     return named, None
