@@ -226,7 +226,7 @@ bool BucketEngine::zero() {
   const bool interrupted = std::exchange(interrupted_, false);
   for (Slot& slot : slots_) {
     slot.reduced = false;
-    if (!options_.main_grad) slot.parameter.mutable_grad().reset();
+    slot.parameter.mutable_grad().reset();  // with main_grad it is what a backward that failed has left
   }
   if (options_.main_grad || interrupted) {
     for (Bucket& bucket : buckets_) bucket.flat.zero_();

@@ -165,6 +165,7 @@ class BucketEngine : public torch::CustomClassHolder {
   void refuse_resized(const Slot& slot, const at::Tensor& grad) const;
   void refuse_late(const Slot& slot) const;
   void refuse_reduced(const Slot& slot) const;
+  void refuse_uncleared(const Slot& slot) const;
   void refuse_changed(const Slot& slot) const;
   std::optional<uint32_t> version_of(const Slot& slot) const;
 

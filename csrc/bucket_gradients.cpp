@@ -9,6 +9,7 @@ namespace tpkernels {
 // A gradient of a backward into its place in the bucket.
 void BucketEngine::take_in(Slot& slot) {
   at::Tensor& grad = slot.parameter.mutable_grad();
+  if (options_.main_grad) refuse_uncleared(slot);
   if (!grad.defined()) return;  // nothing came, or a fused kernel has added it to the bucket already
   TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "GradientBuckets: the gradient of '", slot.name,
                    "' is sparse; expected a dense one: make its embedding with sparse=False");
@@ -17,7 +18,6 @@ void BucketEngine::take_in(Slot& slot) {
       "' has a graph of its own; backward(create_graph=True) is not supported, use torch.autograd.grad");
   refuse_resized(slot, grad);
   if (options_.main_grad) {
-    refuse_reduced(slot);
     slot.view.add_(grad);
     grad.reset();
   } else if (is_in_place(grad, slot.view)) {
@@ -80,6 +80,14 @@ void BucketEngine::refuse_late(const Slot& slot) const {
 void BucketEngine::refuse_reduced(const Slot& slot) const {
   TORCH_CHECK(!slot.reduced || keeps_average(), "GradientBuckets: the gradient of '", slot.name,
               "' is reduced already, and more cannot be added to it; call zero() first");
+}
+
+// What clears `grad` leaves `main_grad` as it is, and the last step's would be trained on once more.
+void BucketEngine::refuse_uncleared(const Slot& slot) const {
+  TORCH_CHECK(
+      !slot.reduced, "GradientBuckets(main_grad=True): '", slot.name,
+      "' receives a gradient while main_grad holds that of the last step; call zero() before the next "
+      "backward, for optimizer.zero_grad() clears grad alone");
 }
 
 // Of what the user sees; changes of its `data` do not count.

@@ -160,6 +160,24 @@ def test_gradients_that_are_changed_on_their_way_are_told(steps):
         change(module)  # after `finish` gradients are the caller's
 
 
+@pytest.mark.parametrize("average", [True, False], ids=["average", "sum"])
+@on_ranks(2)
+def test_main_grad_that_nobody_cleared_is_told(average):
+    module = chain()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    buckets = wrap(module, main_grad=True, average=average)
+    for _ in range(3):
+        step(module, buckets)
+    optimizer.step()
+    optimizer.zero_grad()
+    kind, text = error_of(backward, module)
+    assert kind == "RuntimeError"
+    assert "receives a gradient while main_grad holds that of the last step; call zero()" in text
+    step(module, buckets)
+    found = [parameter.main_grad / (1 if average else 2) for parameter in module.parameters()]
+    torch.testing.assert_close(found, expected_gradients(module))
+
+
 def doubled(parameter):
     parameter.grad.mul_(2)
 
