@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-
-AXES = {"tp": 0, "dp": 1, "pp": 2}
-
-
-def place(rank: int, world: int, tp: int, pp: int) -> tuple[int, int, int]:
-    """(tensor, data, pipeline) position of a rank: tensor fastest, then data, then pipeline."""
-    dp = world // (tp * pp)
-    places = [(t, d, p) for p in range(pp) for d in range(dp) for t in range(tp)]
-    return places[rank]
+from itertools import product
 
 
-def peers(rank: int, world: int, tp: int, pp: int, along: tuple[str, ...]) -> list[int]:
-    """The ranks whose positions agree with `rank`'s on every axis but those `along`."""
-    fixed = [index for axis, index in AXES.items() if axis not in along]
-    own = place(rank, world, tp, pp)
-    places = [place(other, world, tp, pp) for other in range(world)]
-    return [other for other in range(world) if all(places[other][i] == own[i] for i in fixed)]
+def listed(rank: int, sizes: Mapping[str, int], along: Collection[str]) -> list[int]:
+    """The ranks that differ from `rank` along some axes only, by listing all places of a grid.
+
+    sizes: of the axes, the fastest first
+    """
+    slowest_first = list(reversed(sizes))
+    grid = product(*(range(sizes[axis]) for axis in slowest_first))
+    places = [dict(zip(slowest_first, place, strict=True)) for place in grid]
+    fixed = sizes.keys() - set(along)
+    return [other for other, at in enumerate(places) if all(at[axis] == places[rank][axis] for axis in fixed)]
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,11 @@ class Classic:
     rank: int
 
     def group(self, kind: str) -> list[int]:
-        along = ("tp", "pp") if kind == "model" else (kind,)
-        return peers(self.rank, self.world, self.tp, self.pp, along)
+        sizes = {"tp": self.tp, "dp": self.world // (self.tp * self.pp), "pp": self.pp}
+        return listed(self.rank, sizes, ("tp", "pp") if kind == "model" else (kind,))
+
+    def place(self, kind: str) -> int:
+        return self.group(kind).index(self.rank)
 
     def embedding(self) -> list[int]:
         pipeline = self.group("pp")
@@ -50,20 +49,15 @@ class Classic:
 
     def answers(self, virtual_rank: int | None) -> Iterator[tuple[str, tuple, object]]:
         """(function of parallel_state, its arguments, the answer), while at `virtual_rank`."""
-        tensor, data, stage = place(self.rank, self.world, self.tp, self.pp)
-        pipeline = self.group("pp")
-        last = self.pp - 1
+        pipeline, stage, last = self.group("pp"), self.place("pp"), self.pp - 1
         no_virtual = self.virtual is None
         first_here = stage == 0 and (no_virtual or virtual_rank == 0)
         last_here = stage == last and (no_virtual or virtual_rank == self.virtual - 1)
 
         yield "model_parallel_is_initialized", (), True
-        yield "get_tensor_model_parallel_world_size", (), self.tp
-        yield "get_tensor_model_parallel_rank", (), tensor
-        yield "get_pipeline_model_parallel_world_size", (), self.pp
-        yield "get_pipeline_model_parallel_rank", (), stage
-        yield "get_data_parallel_world_size", (), self.world // (self.tp * self.pp)
-        yield "get_data_parallel_rank", (), data
+        for axis, kind in {"tensor_model": "tp", "pipeline_model": "pp", "data": "dp"}.items():
+            yield f"get_{axis}_parallel_world_size", (), len(self.group(kind))
+            yield f"get_{axis}_parallel_rank", (), self.place(kind)
         yield "get_virtual_pipeline_model_parallel_world_size", (), self.virtual
         yield "get_virtual_pipeline_model_parallel_rank", (), virtual_rank
         yield "get_tensor_model_parallel_src_rank", (), self.group("tp")[0]
@@ -89,21 +83,16 @@ class Classic:
         no_split = self.pp == 1 or self.split is None
         before = [no_split or s < self.split for s in range(self.pp + 1)]
         after = [no_split or s >= self.split for s in range(self.pp + 1)]
-        yield "is_pipeline_stage_before_split", (), before[stage]
-        yield "is_pipeline_stage_after_split", (), after[stage]
+        for asked, of in (((), stage), *(((other,), other) for other in range(self.pp))):
+            yield "is_pipeline_stage_before_split", asked, before[of]
+            yield "is_pipeline_stage_after_split", asked, after[of]
         yield "is_pipeline_stage_at_split", (), before[stage] and after[stage + 1]
-        for other in range(self.pp):
-            yield "is_pipeline_stage_before_split", (other,), before[other]
-            yield "is_pipeline_stage_after_split", (other,), after[other]
 
 
 def all_settings(worlds: tuple[int, ...]) -> Iterator[tuple[int, int, int, int | None, int | None]]:
     """(world, tp, pp, virtual, split) for every way to split each world."""
     for world in worlds:
-        for tp in range(1, world + 1):
-            for pp in range(1, world + 1):
-                if world % (tp * pp):
-                    continue
-                for virtual in [None, 1, 2, 3] if pp > 1 else [None]:
-                    for split in [None, *range(pp)]:
-                        yield world, tp, pp, virtual, split
+        for tp, pp in product(range(1, world + 1), repeat=2):
+            if world % (tp * pp) == 0:
+                virtuals, splits = [None, 1, 2, 3] if pp > 1 else [None], [None, *range(pp)]
+                yield from product([world], [tp], [pp], virtuals, splits)

@@ -3,7 +3,6 @@
 import random
 import warnings
 from datetime import timedelta
-from itertools import product
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from tests.checks import error_of
 from tests.fake_world import each_rank, fake_rank
+from tests.oracle import listed
 from tpkernels import create_parallel_state, plan_groups
 from tpkernels import initialize_model_parallel as ours
 from tpkernels import parallel_state as ps
@@ -18,7 +18,10 @@ from tpkernels.runtime.random import get_rng_tracker, manual_seed
 from tpkernels.runtime.state import ParallelStateError, use
 
 DENSE, EXPERTS = ("tp", "cp", "dp", "pp"), ("tp", "ep", "dp", "pp")
-COMBINED = {  # getter of a group, with arguments: axes, on which grid
+GROUPS = {  # getter of a group, with arguments: axes, on which grid
+    (ps.get_context_parallel_group, ()): (DENSE, ("cp",)),
+    (ps.get_data_parallel_group, (True,)): (DENSE, ("dp", "cp")),
+    (ps.get_data_parallel_group, (True, False, True)): (DENSE, ("dp", "cp")),
     (ps.get_tensor_and_context_parallel_group, ()): (DENSE, ("tp", "cp")),
     (ps.get_tensor_and_data_parallel_group, ()): (DENSE, ("tp", "dp")),
     (ps.get_tensor_and_data_parallel_group, (True, True)): (DENSE, ("tp", "dp", "cp")),
@@ -26,8 +29,8 @@ COMBINED = {  # getter of a group, with arguments: axes, on which grid
     (ps.get_amax_reduction_group, (True,)): (DENSE, ("tp", "dp", "cp")),
     (ps.get_amax_reduction_group, (False, True)): (DENSE, ("tp",)),
     (ps.get_amax_reduction_group, (True, True)): (DENSE, ("tp", "cp")),
-    (ps.get_data_parallel_group, (True, False, True)): (DENSE, ("dp", "cp")),
     (ps.get_expert_model_parallel_group, ()): (EXPERTS, ("ep",)),
+    (ps.get_expert_data_parallel_group, ()): (EXPERTS, ("dp",)),
     (ps.get_expert_data_parallel_group, (True, False, True)): (EXPERTS, ("dp",)),
     (ps.get_expert_tensor_parallel_group, ()): (EXPERTS, ("tp",)),
     (ps.get_expert_tensor_and_model_parallel_group, ()): (EXPERTS, ("tp", "ep")),
@@ -37,16 +40,18 @@ COMBINED = {  # getter of a group, with arguments: axes, on which grid
     (ps.get_gtp_weight_remat_group, ()): (DENSE, ()),
     (ps.get_expert_gtp_weight_remat_group, ()): (DENSE, ()),
 }
-
-
-def listed(rank: int, sizes: dict[str, int], grid: tuple[str, ...], along: tuple[str, ...]) -> list[int]:
-    """The ranks that differ from `rank` along some axes only, found by listing all places of a grid."""
-    slowest_first = [axis for axis in reversed(grid)]
-    places = [
-        dict(zip(slowest_first, at, strict=True)) for at in product(*(range(sizes[a]) for a in slowest_first))
-    ]
-    fixed = [axis for axis in grid if axis not in along]
-    return [other for other, at in enumerate(places) if all(at[a] == places[rank][a] for a in fixed)]
+MEASURES = {  # get_..._world_size and get_..._rank, with arguments: axes, on which grid
+    ("context_parallel", ()): (DENSE, ("cp",)),
+    ("data_parallel", ()): (DENSE, ("dp",)),
+    ("data_parallel", (True,)): (DENSE, ("dp", "cp")),
+    ("tensor_and_context_parallel", ()): (DENSE, ("tp", "cp")),
+    ("expert_model_parallel", ()): (EXPERTS, ("ep",)),
+    ("expert_tensor_parallel", ()): (EXPERTS, ("tp",)),
+    ("expert_tensor_and_model_parallel", ()): (EXPERTS, ("tp", "ep")),
+    ("expert_data_parallel", ()): (EXPERTS, ("dp",)),
+    ("gtp_weight_remat", ()): (DENSE, ()),
+    ("expert_gtp_weight_remat", ()): (DENSE, ()),
+}
 
 
 WORLDS = [  # world, tensor, context, expert, pipeline
@@ -61,41 +66,38 @@ WORLDS = [  # world, tensor, context, expert, pipeline
 
 @pytest.mark.parametrize(("world", "tensor", "context", "expert", "pipeline"), WORLDS)
 def test_combined_groups_hold_the_listed_ranks(world, tensor, context, expert, pipeline):
-    dense = {"tp": tensor, "cp": context, "pp": pipeline, "dp": world // (tensor * context * pipeline)}
-    experts = {"tp": tensor, "ep": expert, "pp": pipeline, "dp": world // (tensor * expert * pipeline)}
+    dense = {"tp": tensor, "cp": context, "dp": world // (tensor * context * pipeline), "pp": pipeline}
+    experts = {"tp": tensor, "ep": expert, "dp": world // (tensor * expert * pipeline), "pp": pipeline}
     sizes = {DENSE: dense, EXPERTS: experts}
     for rank in each_rank(world):
         ps.initialize_model_parallel(
             tensor, pipeline, context_parallel_size=context, expert_model_parallel_size=expert
         )
-        for (getter, arguments), (grid, along) in COMBINED.items():
-            found = dist.get_process_group_ranks(getter(*arguments))
-            assert found == listed(rank, sizes[grid], grid, along), (getter, arguments)
-        expert_place = (ps.get_expert_tensor_parallel_rank(), ps.get_expert_model_parallel_rank())
-        assert ps.get_expert_tensor_and_model_parallel_rank() == expert_place[0] + tensor * expert_place[1]
-        assert ps.get_expert_tensor_and_model_parallel_world_size() == tensor * expert
-        assert ps.get_tensor_and_context_parallel_world_size() == tensor * context
-        assert ps.get_expert_tensor_parallel_world_size() == tensor
-        assert ps.get_expert_data_parallel_world_size() == experts["dp"]
-        assert ps.get_expert_data_parallel_rank() == listed(rank, experts, EXPERTS, ("dp",)).index(rank)
-        assert ps.get_expert_model_parallel_src_rank() == listed(rank, experts, EXPERTS, ("ep",))[0]
-        assert ps.get_model_parallel_src_rank() == listed(rank, dense, DENSE, ("tp", "pp"))[0]
-        assert ps.get_context_parallel_global_ranks() == listed(rank, dense, DENSE, ("cp",))
-        assert (
-            ps.get_gtp_weight_remat_global_ranks() == ps.get_expert_gtp_weight_remat_global_ranks() == [rank]
-        )
-        assert (ps.get_gtp_weight_remat_world_size(), ps.get_expert_gtp_weight_remat_world_size()) == (1, 1)
-        places = [listed(rank, dense, DENSE, (axis,)).index(rank) for axis in ("tp", "dp", "cp", "pp")]
-        tp, dp, cp, pp = places
-        assert ps.get_all_ranks() == f"{tp}_0_{dp}_{cp}_{pp}_{expert_place[1]}"
-        ps.destroy_model_parallel()
+        ranks = {
+            each: listed(rank, sizes[grid], along) for each, (grid, along) in (GROUPS | MEASURES).items()
+        }
+        for (getter, arguments), expected in ranks.items():
+            if callable(getter):
+                assert dist.get_process_group_ranks(getter(*arguments)) == expected, (getter, arguments)
+            else:
+                place = expected.index(rank)
+                assert getattr(ps, f"get_{getter}_world_size")(*arguments) == len(expected), getter
+                assert getattr(ps, f"get_{getter}_rank")(*arguments) == place, getter
+        assert ps.get_expert_model_parallel_src_rank() == listed(rank, experts, ("ep",))[0]
+        assert ps.get_data_parallel_src_rank() == listed(rank, dense, ("dp",))[0]
+        assert ps.get_model_parallel_src_rank() == listed(rank, dense, ("tp", "pp"))[0]
+        assert ps.get_context_parallel_global_ranks() == listed(rank, dense, ("cp",))
+        assert ps.get_gtp_weight_remat_global_ranks() == [rank]
+        assert ps.get_expert_gtp_weight_remat_global_ranks() == [rank]
+        tp, dp, cp, pp = (listed(rank, dense, (axis,)).index(rank) for axis in ("tp", "dp", "cp", "pp"))
+        assert ps.get_all_ranks() == f"{tp}_0_{dp}_{cp}_{pp}_{listed(rank, experts, ('ep',)).index(rank)}"
 
 
 def sums() -> list[float]:
     """Every combined group moves data."""
     ps.initialize_model_parallel(2, 2)
     found = []
-    for (getter, arguments), _ in COMBINED.items():
+    for getter, arguments in GROUPS:
         x = torch.ones(1)
         dist.all_reduce(x, group=getter(*arguments))
         found.append(float(x) - getter(*arguments).size())
@@ -105,7 +107,7 @@ def sums() -> list[float]:
 
 
 def test_combined_groups_move_data(ranks4):
-    assert ranks4.run(sums) == [[0.0] * len(COMBINED)] * 4
+    assert ranks4.run(sums) == [[0.0] * len(GROUPS)] * 4
 
 
 def test_equal_groups_are_shared_with_combined_ones():
@@ -143,10 +145,8 @@ def test_unchecked_getters_find_none_where_this_rank_is_no_member():
         ps.initialize_model_parallel(1, 4)
         assert ps.get_embedding_group(check_initialized=False) is None
         assert ps.get_position_embedding_group(False) is None
-        for missing in (
-            ps.get_inter_distributed_optimizer_instance_group,
-            ps.get_hierarchical_context_parallel_groups,
-        ):
+        for name in ("inter_distributed_optimizer_instance_group", "hierarchical_context_parallel_groups"):
+            missing = getattr(ps, f"get_{name}")
             assert missing(check_initialized=False) is None
             with pytest.raises(ParallelStateError, match="it is not supported"):
                 missing()
@@ -158,11 +158,8 @@ def test_unchecked_getters_find_none_where_this_rank_is_no_member():
 def test_part_of_the_data_ranks_needs_context():
     with fake_rank(0, 2):
         ps.initialize_model_parallel()
-        for getter in (
-            ps.get_data_parallel_group,
-            ps.get_data_parallel_world_size,
-            ps.get_data_parallel_rank,
-        ):
+        for name in ("group", "world_size", "rank"):
+            getter = getattr(ps, f"get_data_parallel_{name}")
             with pytest.raises(ValueError, match="expected with_context_parallel=True"):
                 getter(partial_data_parallel=True)
 
@@ -170,9 +167,8 @@ def test_part_of_the_data_ranks_needs_context():
 def test_a_group_without_gloo_has_no_twin_with_it():
     with fake_rank(0, 2):
         ps.initialize_model_parallel()
-        with pytest.raises(
-            ParallelStateError, match=r"does not move CPU tensors by gloo.*cpu:gloo,cuda:nccl"
-        ):
+        no_gloo = r"does not move CPU tensors by gloo.*cpu:gloo,cuda:nccl"
+        with pytest.raises(ParallelStateError, match=no_gloo):
             ps.get_data_parallel_group_gloo()
 
 

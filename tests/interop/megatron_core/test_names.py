@@ -1,12 +1,15 @@
-"""Every function that Megatron-Core 0.16 has in these modules is here, with its arguments and defaults."""
+"""Functions of Megatron-Core 0.16, and of today's `parallel_state`, are here, by argument and default."""
 
 import inspect
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tpkernels import parallel_state as todays
 from tpkernels.interop.megatron_core import mappings, parallel_state, rng, utilities
+from tpkernels.parallel_state.start import _ONLY
 
 OURS = {
     "parallel_state": parallel_state,
@@ -19,14 +22,17 @@ OURS = {
 LISTED = Path(__file__).with_name("megatrons_names.txt").read_text().splitlines()
 
 
-def call(name, function):
-    """Name, arguments and defaults, but for keyword-only arguments: those of newer Megatrons."""
-    said = [
+def arguments_of(function):
+    """Names and defaults, but for keyword-only arguments: those of newer Megatrons."""
+    return [
         parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is not parameter.KEYWORD_ONLY
     ]
-    return f"{name}({', '.join(said)})"
+
+
+def call(name, function):
+    return f"{name}({', '.join(arguments_of(function))})"
 
 
 @pytest.mark.parametrize("listed", LISTED, ids=[line.partition("(")[0] for line in LISTED])
@@ -61,3 +67,82 @@ def test_every_public_name_of_the_face_exists():
 def test_a_difference_in_arguments_is_seen():
     assert call("f", lambda a, b=1, *, c=2: None) == "f(a, b=1)"
     assert call("f", lambda a, b=2: None) != "f(a, b=1)"
+
+
+# Today's `core.parallel_state`, by what changed in it since 0.16: in `tpkernels.parallel_state`, or a row of
+# the docs says why not.
+
+GONE = """
+is_unitialized has_separate_all_gather_group get_data_modulo_expert_parallel_group
+get_global_symmetric_memory_buffer destroy_global_symmetric_memory_buffer initialize_model_parallel
+"""
+CHANGED = """
+create_all_gather_groups(for_expert_parallelism=False, timeout=None, nccl_comm_cfgs=None)
+get_gtp_weight_remat_group(check_initialized=True)
+get_gtp_weight_remat_world_size()
+get_gtp_weight_remat_rank()
+get_gtp_weight_remat_global_ranks(check_initialized=True)
+get_data_parallel_group(with_context_parallel=False, with_gtp_remat=True, partial_data_parallel=False)
+get_data_parallel_world_size(with_context_parallel=False, with_gtp_remat=True, partial_data_parallel=False)
+get_data_parallel_rank(with_context_parallel=False, with_gtp_remat=True, partial_data_parallel=False)
+get_expert_gtp_weight_remat_group(check_initialized=True)
+get_expert_gtp_weight_remat_world_size()
+get_expert_gtp_weight_remat_rank()
+get_expert_gtp_weight_remat_global_ranks(check_initialized=True)
+get_expert_tensor_model_pipeline_parallel_group(check_initialized=True, with_egtp_remat=False)
+get_expert_data_parallel_group(check_initialized=True, with_gtp_remat=True,
+    partial_expert_data_parallel=False)
+get_expert_data_parallel_rank(with_gtp_remat=True, partial_expert_data_parallel=False)
+get_expert_data_parallel_world_size(with_gtp_remat=True, partial_expert_data_parallel=False)
+"""
+INITIALIZE = """
+tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+pipeline_model_parallel_comm_backend use_sharp context_parallel_size
+hierarchical_context_parallel_sizes hybrid_context_parallel expert_model_parallel_size
+gtp_remat_size expert_gtp_remat_size num_distributed_optimizer_instances expert_tensor_parallel_size
+nccl_communicator_config_path distributed_timeout_minutes order get_embedding_ranks
+get_position_embedding_ranks create_gloo_process_groups high_priority_stream_groups
+sharp_enabled_group rank_offset local_world_size
+"""
+OWN_DEFAULT = "ignore_virtual=None"  # what is not said is looked at: early sources have another default
+
+
+def rows_of_the_docs():
+    """Names in the first column of the docs' tables, and what is said of them."""
+    docs = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
+    found = {}
+    for names, said in re.findall(r"^\| (.*?) \| (.*) \|$", docs, re.M):
+        found |= dict.fromkeys(re.findall(r"`(\w+)[`(]", names), said)
+    return found
+
+
+def todays_functions():
+    """Arguments by name."""
+    text = "\n".join(line.removeprefix("parallel_state.") for line in LISTED)
+    text += CHANGED.replace(",\n    ", ", ")
+    calls = dict(re.findall(r"^(\w+)\((.*)\)$", text, re.M))
+    return {
+        name: said.split(", ") if said else [] for name, said in calls.items() if name not in GONE.split()
+    }
+
+
+def is_here(name, arguments):
+    found = arguments_of(getattr(todays, name))[: len(arguments)]
+    return ["ignore_virtual=True" if each == OWN_DEFAULT else each for each in found] == arguments
+
+
+def test_todays_functions_are_here_with_their_arguments_or_in_the_docs():
+    functions, rows = todays_functions(), rows_of_the_docs()
+    assert len(functions) == 90
+    here = {name: arguments for name, arguments in functions.items() if name in todays.__all__}
+    assert len(here) >= 77
+    assert [name for name, arguments in here.items() if not is_here(name, arguments)] == []
+    assert [name for name in functions if name not in here and not rows.get(name)] == []
+
+
+def test_every_argument_of_todays_initialize_is_taken_by_keyword():
+    ours = inspect.signature(todays.initialize_model_parallel).parameters
+    assert set(INITIALIZE.split()) <= set(ours)
+    assert set(_ONLY) <= set(rows_of_the_docs())
+    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [*INITIALIZE.split()[:3], "pipeline_model_parallel_split_rank"]
