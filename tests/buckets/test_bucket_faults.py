@@ -55,11 +55,7 @@ DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
     "name": ([A, B, ("d", parameter(2, 4))], {}, f"tensor 2: {C_IS} 'd' (2, 4)"),
     "options": (GOOD, {"average": False}, "average=False"),
     "meta": ([A, B, ("c", META)], {}, "on rank 1: 'c' is on the meta device, without data; materialise it"),
-    "fp8": (
-        [("c", FP8)],
-        {},
-        "on rank 1: 'c' is torch.float8_e4m3fn; expected one of float64, float32",
-    ),
+    "fp8": ([("c", FP8)], {}, "on rank 1: 'c' is torch.float8_e4m3fn; expected one of float64, float32"),
     "sparse": ([("c", SPARSE)], {}, "on rank 1: 'c' is torch.sparse_coo; expected a dense tensor"),
     "expanded": ([("c", EXPANDED)], {}, "'c' has elements that share memory (expand?); expected its own"),
     "computed": ([("c", C[1] * 2)], {}, "on rank 1: 'c' is computed from other tensors; expected a param"),

@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 from tpkernels.buckets.layout import LayoutRules, lay_out_buckets
 
 
@@ -12,11 +14,28 @@ def lay_out(numels, *, kinds=None, width=4, bucket=400, smallest=400, alignment=
     return lay_out_buckets(numels, kinds, [width] * len(numels), rules)
 
 
-def test_tensors_fill_buckets_in_order():
-    layout = lay_out([60, 40, 1, 99, 1])
-    assert layout.bucket_of == [0, 0, 1, 1, 2]
-    assert layout.offset_of == [0, 60, 0, 1, 0]
-    assert layout.elements == [100, 100, 1]
+LAYOUTS = {  # of tensors of these sizes: their buckets, their offsets in them, and the buckets' sizes
+    "in_order": ([60, 40, 1, 99, 1], {}, [0, 0, 1, 1, 2], [0, 60, 0, 1, 0], [100, 100, 1]),
+    "larger_than_a_bucket": ([1, 1000, 1], {}, [0, 1, 2], [0, 0, 0], [1, 1000, 1]),
+    "aligned_and_padded": ([3, 5, 0, 1], {"alignment": 4, "padding": 32}, [0] * 4, [0, 4, 12, 12], [32]),
+    # kind 1 is opened first and filled last: were it bucket 0, it would hold back all others
+    "as_they_become_complete": (
+        [1, 100, 100, 1],
+        {"kinds": [1, 0, 0, 1]},
+        [2, 0, 1, 2],
+        [0, 0, 0, 1],
+        [100, 100, 2],
+    ),
+    "nothing": ([], {}, [], [], []),
+}
+
+
+@pytest.mark.parametrize(
+    ("numels", "options", "buckets", "offsets", "elements"), LAYOUTS.values(), ids=LAYOUTS
+)
+def test_tensors_fill_buckets(numels, options, buckets, offsets, elements):
+    layout = lay_out(numels, **options)
+    assert (layout.bucket_of, layout.offset_of, layout.elements) == (buckets, offsets, elements)
 
 
 def test_sizes_double_from_both_ends():
@@ -40,10 +59,7 @@ def test_no_small_bucket_stands_alone():
     assert lay_out([1, 1, 90, 1, 1], smallest=80).elements == [94]
     assert lay_out([30, 30, 1], smallest=80).elements == [30, 31]
     assert lay_out([30, 30, 1], smallest=80, bucket=120).elements == [30, 30, 1]
-
-
-def test_buckets_of_less_than_the_smallest_are_alike():
-    assert lay_out([10] * 5, smallest=10**9, bucket=80).bucket_of == [0, 0, 1, 1, 2]
+    assert lay_out([10] * 5, smallest=10**9, bucket=80).elements == [20, 20, 10]
 
 
 def test_ends_are_small_and_nothing_grows_beyond_its_limits():
@@ -66,28 +82,6 @@ def test_ends_are_small_and_nothing_grows_beyond_its_limits():
             before += size
         alike = lay_out(numels, bucket=bucket, smallest=bucket)
         assert len(sizes) <= len(alike.elements) + 2 * (bucket // smallest).bit_length()
-
-
-def test_tensor_larger_than_a_bucket_has_its_own():
-    assert lay_out([1, 1000, 1]).bucket_of == [0, 1, 2]
-    assert lay_out([1000, 1000]).elements == [1000, 1000]
-
-
-def test_tensors_are_aligned_and_buckets_padded():
-    layout = lay_out([3, 5, 0, 1], alignment=4, padding=32)
-    assert layout.offset_of == [0, 4, 12, 12]
-    assert layout.elements == [32]
-
-
-def test_buckets_are_numbered_as_they_become_complete():
-    # kind 1 is opened first and filled last: were it bucket 0, it would hold back all others
-    layout = lay_out([1, 100, 100, 1], kinds=[1, 0, 0, 1])
-    assert layout.bucket_of == [2, 0, 1, 2]
-
-
-def test_nothing_to_lay_out():
-    layout = lay_out([])
-    assert (layout.bucket_of, layout.offset_of, layout.elements) == ([], [], [])
 
 
 def test_no_two_tensors_overlap():

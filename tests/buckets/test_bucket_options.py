@@ -15,6 +15,7 @@ from tests.buckets.golden import (
     assert_gradients,
     backward,
     chain,
+    equal_on_all,
     expected_gradients,
     failing,
     loss_of,
@@ -29,6 +30,7 @@ from tests.patience import patient
 from tests.products import pairwise
 from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
+from tpkernels.comm.transports import select
 
 on_reductions = pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
 
@@ -209,37 +211,39 @@ def test_sequence_parallel_parameters_are_summed_over_tensor_parallel_ranks_too(
     assert of_ranks == [shapes] * 4
 
 
-def nan_on_rank_1(when):
+@both_ways
+@pytest.mark.parametrize("when", [0, 1], ids=["first_step", "later"])
+@pytest.mark.parametrize("gives_up", [False, True], ids=["nan", "gives_up"])
+@on_ranks(2)
+def test_rank_with_nan_or_that_gives_up_is_named_before_anything_is_sent(gives_up, when):
     module = chain()
     buckets = wrap(module, check_nan=True)
-    for number in range(when + 1):
-        expected = expected_gradients(module, (number,))
-        step(module, buckets, number)
-        assert_gradients(module, expected)
-    buckets.zero()
-    poison = torch.ones(WIDTH, dtype=torch.float64)
-    if dist.get_rank() == 1:
-        poison[3] = torch.nan
-    loss = loss_of(module[:3](own_batch())) + (module[3].bias * poison).sum()
-
-    def backward_and_finish():  # of which either may raise
-        loss.backward()
-        buckets.finish()
-
-    with pytest.raises(RuntimeError) as caught:
-        backward_and_finish()
-    step(module, buckets)  # good as new
-    assert_gradients(module, expected_gradients(module))
-    return str(caught.value)
-
-
-@both_ways
-@pytest.mark.parametrize("when", [0, 1], ids=["after_first_step", "later"])
-def test_nan_is_named_on_all_ranks_before_it_is_sent(ranks2, when):
-    messages = ranks2.run(nan_on_rank_1, when)
-    assert messages[0] == messages[1]
-    assert "on rank 1 the gradient of '3.bias' holds NaN; bucket " in messages[0]
-    assert messages[0].endswith("was not sent")
+    is_faulty = dist.get_rank() == 1
+    for number in range(4):
+        if number != when:
+            step(module, buckets, number)
+            assert_gradients(module, expected_gradients(module, (number,)))
+            continue
+        buckets.zero()
+        if gives_up and is_faulty:
+            with pytest.raises(ValueError, match="no gradient today"):
+                failing(module, number).backward()
+            continue
+        poison = torch.ones(WIDTH, dtype=torch.float64)
+        if is_faulty:
+            poison[3] = torch.nan
+        loss = loss_of(module(own_batch(number))) + (module[3].bias * poison).sum()
+        told = [error_of(call) for call in (loss.backward, buckets.finish)]  # of which either may raise
+        text = next(text for kind, text in told if kind == "RuntimeError")
+        assert text.endswith("was not sent")
+        if gives_up:
+            words = "rank 1 has given up this step, by an exception in backward, say; bucket"
+            assert text.startswith(f"GradientBuckets: {words}")
+            # told in backward, the step is still open
+            assert not number or told[1][1].endswith("this step has been refused; call zero()")
+        else:
+            assert "on rank 1 the gradient of '3.bias' holds NaN; bucket " in equal_on_all(text)
+    GradientBuckets(chain(1), dist.group.WORLD).detach()  # the next call has one number on all ranks
 
 
 @on_ranks(2)
@@ -311,37 +315,6 @@ def test_marked_buckets_go_on_to_the_second_group_in_backward():
     assert count > 3
     # the last has no launch after it, and goes on to the second group in finish()
     assert [last - first for first, last in zip(before, after, strict=True)] == [count, count - 1]
-
-
-def given_up_under_check(when):
-    """Rank 1 fails in the middle of backward, while the other looks for NaN in what both should send."""
-    module = chain()
-    buckets = wrap(module, check_nan=True)
-    message = ""
-    for number in range(4):
-        if number == when and dist.get_rank() == 1:
-            buckets.zero()
-            assert error_of(failing(module, number).backward)[0] == "ValueError"
-        elif number == when:
-            _, message = error_of(step, module, buckets, number)
-            if number:  # told in backward, so the step is still open
-                assert error_of(buckets.finish)[1].endswith("this step has been refused; call zero()")
-        else:
-            step(module, buckets, number)
-            assert_gradients(module, expected_gradients(module, (number,)))
-    GradientBuckets(chain(1), dist.group.WORLD).detach()  # the next call has one number on all ranks
-    return message
-
-
-@both_ways
-@pytest.mark.parametrize("when", [0, 1], ids=["first_step", "later"])
-def test_rank_that_gave_up_is_named_where_all_look_for_nan(ranks2, when):
-    other, failed = ranks2.run(given_up_under_check, when)
-    assert failed == ""
-    assert other.startswith(
-        "GradientBuckets: rank 1 has given up this step, by an exception in backward, say; bucket"
-    )
-    assert other.endswith("was not sent")
 
 
 @both_ways
@@ -428,17 +401,18 @@ def refused(marked):
 
 
 @both_ways
-def test_more_than_two_data_ranks_are_refused_where_backends_add(ranks2, ranks4):
-    assert ranks2.run(refused, False) == [("nothing", "")] * 2
-    for kind, message in ranks4.run(refused, False):
-        if ranks4.way == "shared":  # added up in the order of ranks
-            assert kind == "nothing", message
-            continue
+@on_ranks(2, 4)
+def test_more_than_two_data_ranks_are_refused_where_backends_add():
+    kind, text = refused(marked=False)
+    if dist.get_world_size() == 2 or select.requested_transport == "shared":  # the order of ranks
+        assert kind == "nothing", text
+    else:
         assert kind == "ValueError"
-        assert "1 or 2 data-parallel ranks with TP-invariance, got 4 (TPKERNELS_TRANSPORT=c10d)" in message
+        assert "1 or 2 data-parallel ranks with TP-invariance, got 4 (TPKERNELS_TRANSPORT=c10d)" in text
 
 
-def test_marked_parameters_are_refused(ranks2):
-    for kind, message in ranks2.run(refused, True):
-        assert kind == "ValueError"
-        assert "'weight' is marked sequence_parallel: its gradient would be added over tensor-" in message
+@on_ranks(2)
+def test_marked_parameters_are_refused_with_tp_invariance():
+    kind, text = refused(marked=True)
+    assert kind == "ValueError"
+    assert "'weight' is marked sequence_parallel: its gradient would be added over tensor-" in text

@@ -59,25 +59,21 @@ def test_what_is_cut_like_gradients_is_joined_again():
         buckets.unshard(shards[1:])
 
 
-def gathered_in_turns(at_once):
-    """(parameters, how many buckets went into each gather)"""
-    module = chain(3)
-    shards_of = wrap(module, reduce="reduce_scatter")
-    gather = Mock(wraps=buckets_module.bucketed_all_gather)
-    with patch.multiple(buckets_module, bucketed_all_gather=gather, GATHERED_BYTES=at_once):
-        shards_of.gather_parameters([2 * shard for shard in shards_of.parameter_shards()])
-    counts = [len(call.args[0]) for call in gather.call_args_list]
-    return [parameter.detach() for parameter in module.parameters()], counts, len(shards_of.buckets)
-
-
-def test_a_few_buckets_are_gathered_at_once(ranks2):
+@on_ranks(2)
+def test_a_few_buckets_are_gathered_at_once():
     """New weights of a whole model beside the old ones would be most of a GPU's memory."""
-    expected = [2 * parameter.detach() for parameter in chain(3).parameters()]
     for at_once in (1, 2**28):
-        for values, counts, buckets in ranks2.run(gathered_in_turns, at_once):
-            torch.testing.assert_close(values, expected)
-            assert buckets > 1
-            assert counts == ([1] * buckets if at_once == 1 else [buckets])
+        module = chain(3)
+        shards_of = wrap(module, reduce="reduce_scatter")
+        gather = Mock(wraps=buckets_module.bucketed_all_gather)
+        with patch.multiple(buckets_module, bucketed_all_gather=gather, GATHERED_BYTES=at_once):
+            shards_of.gather_parameters([2 * shard for shard in shards_of.parameter_shards()])
+        for parameter, before in zip(module.parameters(), chain(3).parameters(), strict=True):
+            torch.testing.assert_close(parameter, 2 * before)
+        count = len(shards_of.buckets)
+        assert count > 1
+        gathered = [len(call.args[0]) for call in gather.call_args_list]
+        assert gathered == ([1] * count if at_once == 1 else [count])
 
 
 def trained(reduce, smallest, bucket_bytes):

@@ -10,12 +10,7 @@ import torch.distributed as dist
 from tests.buckets.golden import refused_on_rank_1
 from tests.buckets.ways import on_ranks
 from tests.checks import error_of
-from tpkernels import (
-    bucketed_all_gather,
-    bucketed_all_reduce_,
-    bucketed_broadcast_,
-    bucketed_reduce_scatter,
-)
+from tpkernels import bucketed_all_gather, bucketed_all_reduce_, bucketed_broadcast_, bucketed_reduce_scatter
 from tpkernels.buckets import collectives
 from tpkernels.comm.groups import start_together
 
@@ -214,8 +209,8 @@ def test_one_launch_where_the_backend_can():
     assert start_together(group, torch.device("cpu"), [lambda g: math.pi] * 2) == [math.pi] * 2
 
 
-def launches_of(calls):
-    """How many collectives each call of ours starts together."""
+@on_ranks(2)
+def test_all_buckets_of_a_call_are_one_launch():
     together = []
 
     def noted(group, device, starts):
@@ -224,16 +219,8 @@ def launches_of(calls):
 
     tensors = [torch.ones(4, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int64)] * 2
     with patch.object(collectives, "start_together", noted):
-        for call, arguments in calls:
-            getattr(collectives, call)(tensors, *arguments)
-    return together
-
-
-def test_all_buckets_of_a_call_are_one_launch(ranks2):
-    calls = [
-        ("bucketed_all_reduce_", ()),
-        ("bucketed_broadcast_", (0,)),
-        ("bucketed_all_gather", ()),
-        ("bucketed_reduce_scatter", ()),
-    ]
-    assert ranks2.run(launches_of, calls) == [[3, 3, 3, 3]] * 2  # a bucket of each dtype
+        bucketed_all_reduce_(tensors)
+        bucketed_broadcast_(tensors, 0)
+        bucketed_all_gather(tensors)
+        bucketed_reduce_scatter(tensors)
+    assert together == [3, 3, 3, 3]  # a bucket of each dtype

@@ -55,10 +55,7 @@ def outcome(world, flats):
 @on_ranks(2)
 def test_the_slowest_rank_of_each_memory_decides(times, chosen, told):
     group = dist.group.WORLD
-    with (
-        standing_in(group, times=times[dist.get_rank()]) as world,
-        heard("tpkernels.choices") as lines,
-    ):
+    with standing_in(group, times=times[dist.get_rank()]) as world, heard("tpkernels.choices") as lines:
         flats = zeros(group)
         assert world.said.count("time all_reduce") == 1
         assert outcome(world, flats) == chosen

@@ -122,8 +122,7 @@ def later():
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
-    [("auto", ("nothing", ["shared", "apart"])), ("shared", ("CannotTakePart", ["shared"]))],
+    ("how", "told"), [("auto", ("nothing", ["shared", "apart"])), ("shared", ("CannotTakePart", ["shared"]))]
 )
 def test_if_memory_cannot_be_had_for_other_buckets_ranks_go_apart_or_are_told(how, told):
     with RankPool(2) as ranks:

@@ -134,14 +134,10 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize(("name", "why"), OBSTACLES.items(), ids=str)
-def test_what_cannot_be_tried_has_no_verdict(outcome, name, why):
+def test_what_cannot_be_tried_has_no_verdict_and_what_passed_before_has_its_own(outcome, name, why):
     limits = replace(LIMITS, all=5)
     assert outcome(name, "pass", limits=limits) == ({}, why)
-
-
-@pytest.mark.parametrize(("name", "why"), OBSTACLES.items(), ids=str)
-def test_what_passed_before_an_obstacle_has_its_verdict(outcome, name, why):
-    verdicts, obstacle = outcome("pass", name, "wrong", limits=replace(LIMITS, all=5))
+    verdicts, obstacle = outcome("pass", name, "wrong", limits=limits)
     assert (verdicts["pass"], obstacle) == ("passed", why)
     assert name not in verdicts
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.checks import error_of
+from tests.on_ranks import on_ranks
 from tests.optim.small import LR, STEPS, Matrices, cut, set_gradients, values_for
 from tests.products import pairwise
 from tpkernels.interop import dcp
@@ -66,22 +67,21 @@ class OfAnotherPackage(torch.optim.AdamW):
     """A name that is not known."""
 
 
-def told() -> dict[str, str]:
-    model = Matrices(dist.get_world_size())
-    sharded, replicated = model.row.weight, model.replicated.weight
+@on_ranks(2)
+def test_the_check_names_optimizers_that_are_wrong_or_unknown():
+    model = Matrices(2)
+    sharded, replicated, wide = model.row.weight, model.replicated.weight, model.wide.weight
     eight = type("AdamW", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim"})
-    optimizers: dict[str, Optimizer] = {
-        "strange": OfAnotherPackage([sharded, replicated]),
-        "replicated": OfAnotherPackage([replicated]),
-        "8 bits": eight([sharded]),
-        "combined": CombinedOptimizer(
-            torch.optim.AdamW([replicated]), Adafactor([sharded, model.wide.weight])
-        ),
-        "right": CombinedOptimizer(torch.optim.AdamW([replicated]), Muon([sharded], model=model)),
-    }
-    return {
-        name: error_of(require_elementwise, optimizer, model)[1] for name, optimizer in optimizers.items()
-    }
+    adam = torch.optim.AdamW([replicated])
+    unknown = "OfAnotherPackage has 'row.weight', of which each rank holds a shard, and is not known"
+    for optimizer, said in (
+        (OfAnotherPackage([sharded, replicated]), unknown),
+        (eight([sharded]), "blocks of elements share a scale"),
+        (CombinedOptimizer(adam, Adafactor([sharded, wide])), "Adafactor has 'row.weight' and 1 more"),
+    ):
+        assert said in error_of(require_elementwise, optimizer, model)[1]
+    require_elementwise(OfAnotherPackage([replicated]), model)
+    require_elementwise(CombinedOptimizer(adam, Muon([sharded], model=model)), model)
 
 
 def through_a_checkpoint(
@@ -122,17 +122,6 @@ def test_others_are_wrong_on_shards_and_refused(kind, ranks2):
         assert apart > 0.01
         assert f"require_elementwise: {kind} has 'wide.weight' and 5 more" in said
         assert "takes the shard for the full parameter" in said
-
-
-def test_the_check_names_optimizers_that_are_wrong_or_unknown(ranks2):
-    for said in ranks2.run(told):
-        assert (
-            "OfAnotherPackage has 'row.weight', of which each rank holds a shard, and is not known"
-            in (said["strange"])
-        )
-        assert "blocks of elements share a scale" in said["8 bits"]
-        assert "Adafactor has 'row.weight' and 1 more" in said["combined"]
-        assert said["replicated"] == said["right"] == ""
 
 
 def test_the_check_has_nothing_to_say_on_one_rank(ranks1):

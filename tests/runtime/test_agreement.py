@@ -16,10 +16,7 @@ from tests.patience import patient
 from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
 from tpkernels.runtime import agreement
 from tpkernels.runtime.agreement import World
-from tpkernels.runtime.initialize import (
-    create_parallel_state,
-    initialize_model_parallel,
-)
+from tpkernels.runtime.initialize import create_parallel_state, initialize_model_parallel
 from tpkernels.runtime.state import ParallelStateError
 from tpkernels.topology.plan import plan_groups
 

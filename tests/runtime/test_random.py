@@ -21,6 +21,11 @@ def draw(count: int = 1) -> list[float]:
     return torch.rand(count).tolist()
 
 
+def draw_of(tracker: RngTracker, name: str, count: int = 1) -> list[float]:
+    with tracker.fork(name):
+        return draw(count)
+
+
 @pytest.fixture(autouse=True)
 def _undisturbed():
     state = torch.get_rng_state()
@@ -65,8 +70,7 @@ def test_fork_comes_back_after_an_exception(tracker):
     with pytest.raises(KeyError):
         draw_and_fail()
     assert draw() == draws(1, 1)
-    with tracker.fork("b"):
-        assert draw() == draws(22, 2)[1:]
+    assert draw_of(tracker, "b") == draws(22, 2)[1:]
 
 
 def test_adding_a_stream_does_not_disturb_the_live_one(tracker):
@@ -89,20 +93,16 @@ def test_unknown_streams_and_names_or_seeds_used_twice_are_refused(tracker):
 
 
 def test_states_survive_a_checkpoint(tracker, tmp_path):
-    with tracker.fork("a"):
-        draw(3)
+    draw_of(tracker, "a", 3)
     draw(2)
     torch.save(tracker.get_states(), tmp_path / "states")
     draw(7)
-    with tracker.fork("b"):
-        draw(7)
+    draw_of(tracker, "b", 7)
     other = RngTracker()
     other.set_states(torch.load(tmp_path / "states", weights_only=True))  # no code is unpickled
     assert draw() == draws(1, 3)[2:]
-    with other.fork("a"):
-        assert draw() == draws(11, 4)[3:]
-    with other.fork("b"):
-        assert draw() == draws(22, 1)
+    assert draw_of(other, "a") == draws(11, 4)[3:]
+    assert draw_of(other, "b") == draws(22, 1)
 
 
 def test_states_taken_inside_a_fork_are_live(tracker):
@@ -127,8 +127,7 @@ def test_reset_forgets_streams_and_seeds_outside_of_forks(tracker):
         tracker.reset()
     tracker.reset()
     tracker.add("a", 22)
-    with tracker.fork("a"):
-        assert draw() == draws(22, 1)
+    assert draw_of(tracker, "a") == draws(22, 1)
 
 
 def first_draws(rank: int, **sizes: int) -> dict[str, list[float]]:
@@ -229,8 +228,7 @@ def test_streams_of_cuda_alone_need_cuda(tracker):
     for call in (tracker.reset, RngTracker):
         with pytest.raises(RuntimeError, match="cuda_only=True: expected a CUDA device"):
             call(cuda_only=True)
-    with tracker.fork("a"):
-        assert draw() == draws(11, 1)
+    assert draw_of(tracker, "a") == draws(11, 1)
 
 
 def megatrons(**seeds: int) -> dict[str, torch.Tensor]:
@@ -257,8 +255,7 @@ def test_generators_and_states_of_the_cpu_load_in_megatrons_form(tracker):
     states = {"a": torch.Generator().manual_seed(41), "b": torch.Generator().manual_seed(42).get_state()}
     tracker.set_states(states)
     for name, seed in (("a", 41), ("b", 42), ("default", 1)):
-        with tracker.fork(name):
-            assert draw() == draws(seed, 1)
+        assert draw_of(tracker, name) == draws(seed, 1)
 
 
 def test_states_of_megatrons_that_cannot_go_on_here_are_refused(tracker):
@@ -268,8 +265,7 @@ def test_states_of_megatrons_that_cannot_go_on_here_are_refused(tracker):
         tracker.set_states({"a": torch.get_rng_state()})
     with pytest.raises(ValueError, match="'a' is not one of a generator"):
         tracker.set_states({"a": torch.get_rng_state()[:-1].clone().new_zeros(5056)})
-    with tracker.fork("a"):
-        assert draw() == draws(11, 1)
+    assert draw_of(tracker, "a") == draws(11, 1)
 
 
 def test_a_stream_that_is_new_needs_a_state_of_the_cpu(cuda, tracker):
@@ -317,8 +313,7 @@ def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
     states["a"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
     with pytest.raises(ValueError, match="the state of random stream 'a' is not one of a generator"):
         tracker.set_states(states)
-    with tracker.fork("b"):
-        assert draw() == draws(22, 1)
+    assert draw_of(tracker, "b") == draws(22, 1)
 
 
 def test_tensor_rank_set_on_the_fly_is_seeded_for():

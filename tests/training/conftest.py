@@ -3,8 +3,8 @@
 import pytest
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_bytes(bytes(range(32, 120)) * 20)
     return path

@@ -20,9 +20,7 @@ from tpkernels.training.proof import TOLERANCES, allowed_by
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    text = tmp_path_factory.mktemp("data") / "text.txt"
-    text.write_bytes(bytes(range(32, 120)) * 20)
+def config(text):
     options = {"accumulate": 2, "sequence_parallel": True, "dtype": torch.bfloat16, "fp8": "rowwise"}
     return config_for(text, **options)
 

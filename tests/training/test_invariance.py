@@ -34,9 +34,7 @@ SEGMENTS = 8
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    text = tmp_path_factory.mktemp("data") / "text.txt"
-    text.write_bytes(bytes(range(32, 120)) * 20)
+def config(text):
     return TrainConfig(
         model=LLAMA,
         data=str(text),

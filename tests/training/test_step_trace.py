@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 
+from tests.on_ranks import on_ranks
+from tests.training.small import config_for, losses_of, trainer_for
+from tpkernels.training.profile import StepProfile, phase
 from tpkernels.training.step_trace import Event, seconds_at_once, spans_of, traced, union
 
 NODE = "autograd::engine::evaluate_function: MmBackward"
@@ -102,27 +109,71 @@ def step():
     return float(torch.ones(3).sum())
 
 
-def trace_a_step():
-    result, spans = traced(step)
-    return result, [(span.rank, span.doing, span.phase) for span in spans]
+@pytest.mark.parametrize("shown", [1, 2])
+@on_ranks(2)
+def test_first_rank_gets_the_spans_of_all_or_of_the_first_of_many(shown):
+    with patch("tpkernels.training.step_trace.SHOWN_RANKS", shown):
+        result, spans = traced(step)
+    assert result == 3.0
+    found = {(span.rank, span.doing, span.phase) for span in spans}
+    if dist.get_rank() == 1:
+        assert not found
+        return
+    assert {rank for rank, *_ in found} == {*range(shown)}
+    for rank in range(shown):
+        assert {(rank, "computes", phase) for phase in ("forward", "backward", "optimizer")} <= found
+        assert (rank, "transfers", "") in found
 
 
-def test_first_rank_gets_the_spans_of_all(ranks2):
-    (one, spans), (other, none) = ranks2.run(trace_a_step)
-    assert one == other == 3.0
-    assert none == []
-    for rank in (0, 1):
-        for phase in ("forward", "backward", "optimizer"):
-            assert (rank, "computes", phase) in spans
-        assert (rank, "transfers", "") in spans
+PHASES = ("forward", "backward", "clipping: norm of the gradients", "optimizer step", "bucket 0 of 1")
 
 
-def only_the_first_rank_records():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tpkernels.training.step_trace.SHOWN_RANKS", 1)
-        return trace_a_step()
+def run_twice(config, folder):
+    losses = []
+    for with_profile in (False, True):
+        trainer = trainer_for(config, 1)
+        if with_profile:
+            trainer.step_context = StepProfile(
+                folder, torch.distributed.get_rank(), done=0, steps=config.steps
+            )
+        losses.append(losses_of(trainer, config.steps))
+    return losses, trainer.step_context.outcome()
 
 
-def test_of_many_ranks_the_first_are_shown(ranks2):
-    (_, spans), _ = ranks2.run(only_the_first_rank_records)
-    assert {rank for rank, *_ in spans} == {0}
+def test_each_rank_writes_the_parts_of_one_step(text, tmp_path, ranks2):
+    folder = tmp_path / "traces"
+    (folder / "step-00000004-rank-1.json" / "in the way").mkdir(parents=True)  # where nothing can be written
+    (first, said_first), (second, said_second) = ranks2.run(run_twice, config_for(text, accumulate=2), folder)
+    for plain, profiled in (first, second):
+        assert profiled == plain
+    assert said_first == f"profile of step 4: {folder}/step-00000004-rank-*.json"
+    assert said_second.startswith("no profile: ")
+    events = json.loads((folder / "step-00000004-rank-0.json").read_text())["traceEvents"]
+    names = [event["name"].removeprefix("tpkernels: ") for event in events if "dur" in event]
+    counts = [sum(name.startswith(part) for name in names) for part in PHASES]
+    assert counts == [2, 2, 1, 1, 1]
+
+
+def test_a_step_that_never_comes_is_told(tmp_path):
+    late = StepProfile(tmp_path, 0, done=8, steps=10, step=3)
+    assert not late.comes
+    assert late.outcome() == "no profile: step 3 did not come; this run began after 8 of 10"
+    assert not StepProfile(tmp_path, 0, done=0, steps=10, step=11).comes
+    assert StepProfile(tmp_path, 0, done=8, steps=10).step == 10
+    assert StepProfile(tmp_path, 0, done=2, steps=10).step == 6
+
+
+def test_on_gpus_parts_are_ranges_of_nvtx_too(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("end"))
+
+    @phase("second")
+    def second():
+        said.append("work")
+
+    with profile() as trace, phase("first"):
+        second()
+    assert said == ["tpkernels: first", "tpkernels: second", "work", "end", "end"]
+    assert {"tpkernels: first", "tpkernels: second"} <= {event.name for event in trace.events()}
