@@ -1,7 +1,6 @@
 """What `parallel_state` has of today's Megatron beyond the early sources, and where both differ."""
 
 import random
-import warnings
 from datetime import timedelta
 
 import pytest
@@ -197,27 +196,13 @@ def test_a_virtual_stage_counts_if_it_is_said_so(stage):
     assert answers(ignore_virtual=False) == [first, False, first]  # at virtual stage 0, where all start
 
 
-def test_where_sources_differ_and_nothing_is_said_there_is_an_error(stage):
-    for function, at_first in zip(ASKED, (True, False, stage == 0), strict=True):
-        whole = function(ignore_virtual=True)
-        if whole == (whole and at_first):
-            assert function() == whole
-        else:
-            with pytest.raises(ParallelStateError, match=r"early sources .* today's True.*vp_stage"):
-                function()
-    if stage == 0:
-        with pytest.raises(ParallelStateError, match="at virtual stage 1 of 2"):
-            ps.is_pipeline_first_stage(vp_stage=1)
-
-
-def test_where_the_virtual_stage_was_set_it_counts_with_a_warning(stage):
+def test_the_virtual_stage_that_was_set_counts_where_nothing_is_said(stage):
+    """As in Megatron-Core until `vp_stage` came: `ignore_virtual` is False by default."""
+    first, last = stage == 0, stage == 3
+    assert answers() == [first, False, first]  # all start at virtual stage 0
+    assert answers(vp_stage=1) == [False, last, last]
     ps.set_virtual_pipeline_model_parallel_rank(1)
-    if stage == 0:
-        with pytest.warns(UserWarning, match="The virtual stage was set: the answer is False"):
-            assert not ps.is_pipeline_first_stage()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert ps.is_pipeline_last_stage() == (stage == 3)
+    assert answers() == [False, last, last]
 
 
 def test_a_virtual_stage_that_does_not_exist_is_refused(stage):

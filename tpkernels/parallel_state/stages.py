@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,7 +41,7 @@ def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank_or_none(rank), virtual_rank_said=True))
+    set_on_the_fly(replace(on_the_fly(), virtual_rank=rank_or_none(rank)))
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
@@ -64,29 +63,27 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return on_the_fly().virtual_size
 
 
-def is_pipeline_first_stage(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
     """Whether this is the first stage, and of a virtual pipeline also its first virtual stage.
 
-    ignore_virtual: the virtual stage does not count. Pass it if the answer depends on it: its default is True
-        in today's Megatron, False in early ones, which use `set_virtual_pipeline_model_parallel_rank`.
-    vp_stage: the virtual stage asked about; by default the one being worked on
+    ignore_virtual: the virtual stage does not count; the default is True in today's Megatron, and in
+        `tpkernels.interop.megatron_core`
+    vp_stage: the virtual stage asked about; by default the one that was set, at first 0
     """
     first = get_pipeline_model_parallel_rank() == 0
-    return _at(first, lambda stage, stages: stage == 0, ignore_virtual, vp_stage, "is_pipeline_first_stage")
+    return _at(first, lambda stage, stages: stage == 0, ignore_virtual, vp_stage)
 
 
-def is_pipeline_last_stage(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
     """Whether this is the last stage, and of a virtual pipeline also its last virtual stage.
 
     ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
     """
     last = get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
-    return _at(
-        last, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage, "is_pipeline_last_stage"
-    )
+    return _at(last, lambda stage, stages: stage == stages - 1, ignore_virtual, vp_stage)
 
 
-def is_rank_in_embedding_group(ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+def is_rank_in_embedding_group(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
     """Whether this rank holds the word embedding, and of a virtual pipeline in this virtual stage.
 
     ignore_virtual, vp_stage: as in `is_pipeline_first_stage`
@@ -102,7 +99,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool | None = None, vp_stage: int
             return get_pipeline_model_parallel_rank() == last and stage == stages - 1
         return True
 
-    return _at(state.rank in ranks, holds, ignore_virtual, vp_stage, "is_rank_in_embedding_group")
+    return _at(state.rank in ranks, holds, ignore_virtual, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -110,36 +107,15 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def _at(
-    at_stage: bool,
-    at: Callable[[int | None, int], bool],
-    ignore_virtual: bool | None,
-    vp_stage: int | None,
-    name: str,
+    at_stage: bool, at: Callable[[int | None, int], bool], ignore_virtual: bool, vp_stage: int | None
 ) -> bool:
-    """The answer for the pipeline stage, `at_stage`, or that for the virtual stage, `at(stage, stages)`.
-
-    If both differ and the caller has not said which one is wanted, Megatron's versions differ, too: an error.
-    """
+    """The answer for the pipeline stage, `at_stage`, and for the virtual stage, `at(stage, stages)`."""
     stages = get_virtual_pipeline_model_parallel_world_size()
     if vp_stage is not None and stages is not None and not 0 <= vp_stage < stages:
         raise ValueError(f"vp_stage: expected a virtual stage from 0 to {stages - 1}, got {vp_stage}")
     if not at_stage or ignore_virtual or stages is None:
         return at_stage
-    stage = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
-    answer = at(stage, stages)
-    if answer or ignore_virtual is not None:
-        return answer
-    differs = (
-        f"{name}(): with a virtual pipeline, at virtual stage {stage} of {stages}, early sources of Megatron "
-        "answer False and today's True, for ignore_virtual is False there and True here unless it is said; "
-        "pass ignore_virtual=True, or ignore_virtual=False with vp_stage=..."
-    )
-    if (
-        vp_stage is None and on_the_fly().virtual_rank_said
-    ):  # as code for early Megatrons does at each virtual stage
-        warnings.warn(f"{differs}. The virtual stage was set: the answer is False", stacklevel=3)
-        return False
-    raise ParallelStateError(differs)
+    return at(get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage, stages)
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:

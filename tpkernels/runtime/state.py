@@ -73,7 +73,6 @@ class OnTheFly:
     split_rank: int | None = None
     virtual_size: int | None = None  # None: no virtual pipeline
     virtual_rank: int | None = None  # the virtual pipeline stage being worked on
-    virtual_rank_said: bool = False  # set by a caller, not by `install`
 
 
 class _Slot:
@@ -113,7 +112,6 @@ def install(state: ParallelState) -> None:
             _Slot.on_the_fly,
             virtual_size=state.plan.virtual_pipeline,
             virtual_rank=0,
-            virtual_rank_said=False,
         )
 
 

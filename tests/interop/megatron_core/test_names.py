@@ -104,7 +104,7 @@ nccl_communicator_config_path distributed_timeout_minutes order get_embedding_ra
 get_position_embedding_ranks create_gloo_process_groups high_priority_stream_groups
 sharp_enabled_group rank_offset local_world_size
 """
-OWN_DEFAULT = "ignore_virtual=None"  # what is not said is looked at: early sources have another default
+OWN_DEFAULT = "ignore_virtual=False"  # as in early sources
 
 
 def rows_of_the_docs():
