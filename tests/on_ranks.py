@@ -4,10 +4,12 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch.distributed as dist
 
+T = TypeVar("T")
 Body = Callable[..., None]
 
 
@@ -29,6 +31,14 @@ def on_ranks(*worlds: int, fixtures: tuple[str, ...] = ()) -> Callable[[Body], B
         return pytest.mark.parametrize("world", worlds, ids=lambda world: f"ranks{world}")(test)
 
     return decorated
+
+
+def equal_on_all(value: T) -> T:
+    """A value that all ranks are to have."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert values == [value] * len(values)
+    return value
 
 
 def _body_of(module: str, test: str, arguments: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ FAULTS = {  # room -> a file of it, one line of that, the line with a fault, and
     "comm": ("schedule.py", "(part < longer)", "(part <= longer)", "comm/test_schedule.py"),
     "buckets": ("layout.py", "-(-value // multiple)", "(value // multiple)", "buckets/test_bucket_layout.py"),
     "kernels": ("tiles.py", "return (_INTERPRETED,)", "return ()", "kernels/test_tiles.py"),
-    "dispatch": ("problem.py", "tokens, self.in", "tokens, self.out", "dispatch/test_problem.py"),
+    "dispatch": ("problem.py", "tokens, self.in", "tokens, self.out", "dispatch/test_candidates.py"),
     "gate": ("accuracy.py", "- exact", "+ exact", "gate/test_catalog.py"),
     "ops": ("norm.py", "return dx if needs_dx", "return dx if not needs_dx", "ops/test_behaviour.py"),
     "layers": ("init.py", "return master", "return -master", "layers/test_init.py"),

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.checks import error_of
+from tests.on_ranks import equal_on_all
 from tpkernels import GradientBuckets
-
-T = TypeVar("T")
 
 WIDTH = 8
 SMALL = 1200  # bytes: a layer of `chain` in a bucket
@@ -113,14 +111,6 @@ def two_by_two() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     return tensor_groups[rank // 2], data_groups[rank % 2]
-
-
-def equal_on_all(value: T) -> T:
-    """A value that all ranks are to have."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    assert values == [value] * len(values)
-    return value
 
 
 def refused_on_rank_1(function: Callable[..., object], *args: object, **options: object) -> Told:

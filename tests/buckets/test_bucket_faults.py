@@ -19,7 +19,6 @@ from tests.buckets.golden import (
     assert_gradients,
     backward,
     chain,
-    equal_on_all,
     loss_of,
     own_batch,
     refused_on_rank_1,
@@ -30,6 +29,7 @@ from tests.buckets.golden import (
 from tests.buckets.ways import both_ways, on_ranks, under
 from tests.checks import error_of
 from tests.forks import forked
+from tests.on_ranks import equal_on_all
 from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
 from tpkernels import GradientBuckets, bucketed_all_reduce_

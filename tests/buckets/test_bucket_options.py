@@ -1,4 +1,4 @@
-"""Options of `GradientBuckets`: dtypes, main_grad, tensor-parallel sums, NaN, profiler, overlap."""
+"""Options of `GradientBuckets`: dtypes, main_grad, tensor-parallel sums, NaN, overlap, TP-invariance."""
 
 import math
 import time
@@ -15,7 +15,6 @@ from tests.buckets.golden import (
     assert_gradients,
     backward,
     chain,
-    equal_on_all,
     expected_gradients,
     failing,
     loss_of,
@@ -26,6 +25,7 @@ from tests.buckets.golden import (
 )
 from tests.buckets.ways import both_ways, on_ranks
 from tests.checks import error_of
+from tests.on_ranks import equal_on_all
 from tests.patience import patient
 from tests.products import pairwise
 from tests.segments import tp_invariance

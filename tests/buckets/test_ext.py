@@ -1,12 +1,26 @@
-"""`comm/_ext.py` and what it loads: the right build is used, a wrong one never runs."""
+"""The extension: the right build is loaded, a wrong one never runs, and the first use builds it once."""
 
+import fcntl
+import os
 import shutil
+import signal
+import sysconfig
+import time
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.buckets.golden import chain, wrap
+from tests.buckets.ways import on_ranks
+from tests.checks import error_of
+from tests.patience import patient
+from tests.ranks import RankPool
+from tpkernels.buckets import first_use, gradients
+from tpkernels.buckets.first_use import CannotBuild, build, problem_with_extension
 from tpkernels.comm import _ext
-from tpkernels.comm._ext import ExtensionState
+from tpkernels.comm._ext import Extension, ExtensionState
 
 
 def test_extension_is_loaded_and_says_what_it_was_built_for():
@@ -69,3 +83,173 @@ def test_each_text_of_the_sources_has_its_own_library(not_installed, monkeypatch
     assert first == _ext.library_of_first_use()
     (changed / "turn.h").write_text("// another\n")
     assert first != _ext.library_of_first_use()
+
+
+# Stand-ins for torch's build. Each notes its process in `builders`, beside the library.
+NOTE = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[-1])
+with (folder.parent / "builders").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+"""
+BUILDS = NOTE + '(folder / "tpkernels_C.so").write_text("a library")'
+FAILS = NOTE + 'print("all.cpp:1: error: no such header\\nand more of it"); sys.exit(1)'
+HANGS = NOTE + "time.sleep(600)"
+WAITS_FOR_ALL = 'while len(list(folder.parent.glob("rank*"))) < 4: time.sleep(0.01)\n'
+
+
+@pytest.fixture
+def library(tmp_path):
+    return tmp_path / "extension" / "tpkernels_C.so"
+
+
+def builders(library):
+    file = library.with_name("builders")
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+
+def left_over(library):
+    return sorted(path.name for path in library.parent.glob("building-*"))
+
+
+def built_by_many(library, program):
+    """The builder does not end before every rank waits, or holds the lock."""
+    usual = first_use._identity
+
+    def announced(file):
+        found = usual(file)
+        (library.parent / f"rank{dist.get_rank()}").touch()
+        return found
+
+    first_use._identity = announced
+    first_use._BUILD = program.replace(NOTE, NOTE + WAITS_FOR_ALL)
+    return *error_of(build, library), library.exists()
+
+
+def test_one_rank_builds_for_all(library):
+    with RankPool(4) as own:
+        answers = own.run(built_by_many, library, BUILDS)
+    assert [(kind, exists) for kind, _, exists in answers] == [("nothing", True)] * 4
+    assert len(builders(library)) == 1
+    assert left_over(library) == []
+
+
+def test_failure_is_the_error_of_all_who_waited(library):
+    with RankPool(4) as own:
+        answers = own.run(built_by_many, library, FAILS)
+    failure = library.with_name("failure.txt")
+    text = f"all.cpp:1: error: no such header (all that was said is in {failure})"
+    assert answers == [("CannotBuild", text, False)] * 4
+    assert failure.read_text() == "all.cpp:1: error: no such header\nand more of it\n"
+    assert len(builders(library)) == 1
+    assert left_over(library) == []
+
+
+def test_who_comes_after_a_failure_tries_again(library, monkeypatch, capsys):
+    monkeypatch.setattr(first_use, "_BUILD", FAILS)
+    with pytest.raises(CannotBuild, match="no such header"):
+        build(library)
+    monkeypatch.setattr(first_use, "_BUILD", BUILDS)
+    capsys.readouterr()
+    build(library)
+    assert capsys.readouterr().err == f"tpkernels: building the C++ extension once, into {library.parent}\n"
+    build(library)
+    assert capsys.readouterr().err == ""
+    assert len(builders(library)) == 2
+
+
+def test_builder_that_died_keeps_nobody_waiting(library, monkeypatch):
+    monkeypatch.setattr(first_use, "_BUILD", HANGS)
+    child = os.fork()
+    if child == 0:
+        try:
+            build(library)
+        finally:
+            os._exit(1)
+    while not builders(library):
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(left_over(library)) == 1
+    monkeypatch.setattr(first_use, "_BUILD", BUILDS)
+    monkeypatch.setattr(first_use, "WAIT_SECONDS", patient(5.0))
+    try:
+        build(library)
+    finally:
+        os.kill(builders(library)[0], signal.SIGKILL)
+    assert library.read_text() == "a library"
+    assert left_over(library) == []
+
+
+def test_lock_that_is_held_too_long_is_told(library, monkeypatch):
+    monkeypatch.setattr(first_use, "WAIT_SECONDS", 0.2)
+    library.parent.mkdir()
+    lock = library.with_name("lock")
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(
+            CannotBuild, match=f"another process has held {lock} for 0 s; if it hangs, end it"
+        ):
+            build(library)
+
+
+def test_build_that_hangs_is_ended(library, monkeypatch):
+    monkeypatch.setattr(first_use, "_BUILD", HANGS)
+    monkeypatch.setattr(first_use, "BUILD_SECONDS", seconds := round(patient(1.0)))
+    with pytest.raises(CannotBuild, match=f"error: it took longer than {seconds} s"):
+        build(library)
+    (pid,) = builders(library)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotBuild, match=r"Not a directory.*; set TPKERNELS_CACHE_DIR to a folder"):
+        build(tmp_path / "file" / "extension" / "tpkernels_C.so")
+    with pytest.raises(CannotBuild, match="there is no folder for it; set TPKERNELS_CACHE_DIR"):
+        build(None)
+
+
+@pytest.fixture
+def absent(monkeypatch, tmp_path):
+    monkeypatch.setattr(first_use, "extension", lambda: Extension(ExtensionState.ABSENT, "not built"))
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
+
+
+def test_no_compiler_says_what_to_install_and_what_to_use_meanwhile(absent, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache-of-nobody g++")
+    kind, text = problem_with_extension()
+    assert kind == "ImportError"
+    assert text == (
+        "the C++ extension is not built, and cannot be built here: there is no C++ compiler: "
+        "'ccache-of-nobody g++' is not on the PATH; install one for C++20 (apt install g++, say), or name "
+        "one in CXX; until then use torch.nn.parallel.DistributedDataParallel"
+    )
+
+
+def test_no_ninja_says_what_to_install(absent, monkeypatch, tmp_path):
+    (tmp_path / "c++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    kind, text = problem_with_extension()
+    assert kind == "ImportError"
+    assert "ninja is not on the PATH; install it: pip install ninja; until then use torch.nn.para" in text
+
+
+def test_unusable_extension_is_an_import_error(monkeypatch):
+    found = Extension(ExtensionState.UNUSABLE, "built for another")
+    monkeypatch.setattr(first_use, "extension", lambda: found)
+    expected = "ImportError", "tpkernels' C++ extension is unusable: built for another"
+    assert problem_with_extension() == expected
+
+
+@on_ranks(2)
+def test_all_ranks_raise_if_one_has_no_extension():
+    found = ("ImportError", "there is no C++ compiler") if dist.get_rank() == 1 else None
+    with (
+        patch.object(gradients, "problem_with_extension", lambda: found),
+        pytest.raises(ImportError, match=r"on rank 1: there is no C\+\+ compiler$"),
+    ):
+        wrap(chain(1))

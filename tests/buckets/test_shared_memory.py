@@ -1,4 +1,4 @@
-"""The memory that ranks share: where it cannot be had, who else has it, and what is left of it."""
+"""The memory that ranks share: who has it, what is added up there, to the bit, and what is left of it."""
 
 import gc
 import os
@@ -39,6 +39,7 @@ from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets
 from tpkernels.buckets import memory
+from tpkernels.comm.agreement import CannotTakePart
 from tpkernels.comm.transports import mailbox, shared
 
 ORDER = (2, 0, 3, 1)  # of layers: another than that of parameters, so that the first step arranges anew
@@ -66,10 +67,13 @@ def cannot(rank, owner, name):
 
 PLACES = [(shared, "_mapped"), (memory, "new_memory"), (memory, "copy_in_forks")]
 CANNOT = "rank 1 cannot take part: PermissionError: not today"
+each_place = pytest.mark.parametrize("place", range(3), ids=[name for _, name in PLACES])
 
 
-def apart_as_one_cannot(place):
-    """What the log says on each rank; all gradients are right."""
+@pytest.mark.way("auto")
+@each_place
+@on_ranks(2)
+def test_ranks_go_on_apart_if_one_cannot_map_memory(place):
     with heard("tpkernels.choices") as said, cannot(1, *PLACES[place]):
         module = chain()
         buckets = wrap(module)
@@ -78,33 +82,22 @@ def apart_as_one_cannot(place):
             assert_right(module, number)
     assert buckets.launched_in_backward > 0
     assert not any(map(lies_in_shared_memory, buckets.buckets))
-    return said
+    assert said == [
+        "gradient buckets, 0.0 MB, process group '0' of 2 ranks: apart (GradientBuckets: memory of "
+        f"gradient buckets on rank {dist.get_rank()}: {CANNOT})"
+    ]
 
 
-@pytest.mark.parametrize("place", range(3), ids=[name for _, name in PLACES])
-def test_ranks_go_on_apart_if_one_cannot_map_memory(ranks2, place):
-    for rank, said in enumerate(ranks2.pool.run(under, "auto", apart_as_one_cannot, place)):
-        assert said == [
-            "gradient buckets, 0.0 MB, process group '0' of 2 ranks: apart (GradientBuckets: memory of "
-            f"gradient buckets on rank {rank}: {CANNOT})"
-        ]
-
-
-def asked_for(place):
-    with cannot(1, *PLACES[place]):
-        refused = error_of(wrap, chain())
+@each_place
+@on_ranks(2)
+def test_memory_that_is_asked_for_and_cannot_be_had_is_an_error(place):
+    words = f"^GradientBuckets: memory of gradient buckets on rank {dist.get_rank()}: {CANNOT}$"
+    with cannot(1, *PLACES[place]), pytest.raises(CannotTakePart, match=words):
+        wrap(chain())
     module = chain()
     buckets = wrap(module)  # the group is as good as before
     step(module, buckets)
     assert_right(module, 0)
-    return refused
-
-
-@pytest.mark.parametrize("place", range(3), ids=[name for _, name in PLACES])
-def test_memory_that_is_asked_for_and_cannot_be_had_is_an_error(ranks2, place):
-    words = "GradientBuckets: memory of gradient buckets on rank"
-    found = ranks2.run(asked_for, place)
-    assert found == [("CannotTakePart", f"{words} {rank}: {CANNOT}") for rank in range(2)]
 
 
 def later():
@@ -129,7 +122,10 @@ def test_if_memory_cannot_be_had_for_other_buckets_ranks_go_apart_or_are_told(ho
         assert ranks.run(under, how, later) == [told] * 2
 
 
-def one_of_four_cannot(marked):
+@pytest.mark.way("auto")
+@pytest.mark.parametrize(("marked", "share"), [(True, [False] * 4), (False, [True, False, True, False])])
+@on_ranks(4)
+def test_groups_choose_together_if_they_have_a_bucket_in_common(marked, share):
     """Tensor-parallel groups 0 1 and 2 3, data-parallel 0 2 and 1 3."""
     over_tensor, over_data = two_by_two()
     torch.manual_seed(0)
@@ -144,12 +140,7 @@ def one_of_four_cannot(marked):
         if marked:
             expected = expected_gradients(module, (number,))
             assert_gradients(module[1], [2 * gradient for gradient in expected[2:4]])
-    return {lies_in_shared_memory(bucket) for bucket in buckets.buckets}
-
-
-@pytest.mark.parametrize(("marked", "share"), [(True, [False] * 4), (False, [True, False, True, False])])
-def test_groups_choose_together_if_they_have_a_bucket_in_common(ranks4, marked, share):
-    assert ranks4.pool.run(under, "auto", one_of_four_cannot, marked) == [{each} for each in share]
+    assert {lies_in_shared_memory(bucket) for bucket in buckets.buckets} == {share[dist.get_rank()]}
 
 
 def held():

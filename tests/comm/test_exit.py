@@ -1,17 +1,31 @@
-"""A process that ends right after a collective ends well: gloo's threads need nothing of Python's by then."""
+"""Processes end well right after a collective; whether another one still runs is seen."""
 
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
 import subprocess
 import sys
+import time
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.buckets.golden import SMALL
+from tests.loopback import open_loopback, start
 from tests.on_ranks import on_ranks
 from tests.patience import patient
 from tpkernels import GradientBuckets
+from tpkernels.comm.transports import shared
+from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.processes import Process, process_of
 
 # Handlers run at exit from the last to the first. Each process is a fork of one that has imported torch.
 PROGRAM = """
@@ -86,3 +100,74 @@ def test_collective_in_flight_holds_nothing_of_pythons():
         assert contexts[-1]() is None
         buckets.finish()
     assert buckets.launched_in_backward
+
+
+@pytest.mark.parametrize("has_descriptors", [True, False], ids=["descriptor", "proc"])
+def test_a_process_that_was_killed_has_ended_before_it_is_reaped(has_descriptors):
+    refused = nullcontext() if has_descriptors else patch.object(os, "pidfd_open", side_effect=OSError)
+    with subprocess.Popen(["sleep", "60"]) as running, refused:
+        process = Process(running.pid)
+        assert not process.has_ended()
+        running.kill()
+        deadline = time.monotonic() + patient(10)
+        while not process.has_ended():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.wait()
+        assert process.has_ended()
+        assert has_descriptors or Process(running.pid).has_ended()
+
+
+def descriptors_of(process: int) -> int:
+    """How many of ours watch it; others come and go with the garbage of other tests."""
+    found = 0
+    for descriptor in Path("/proc/self/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += f"\nPid:\t{process}\n" in descriptor.read_text()
+    return found
+
+
+def test_one_descriptor_serves_all_who_watch_a_process():
+    with subprocess.Popen(["sleep", "60"]) as watched:
+        first, second = process_of(watched.pid), process_of(watched.pid)
+        assert first is second
+        assert descriptors_of(watched.pid) == 1
+        del first, second
+        gc.collect()
+        assert descriptors_of(watched.pid) == 0
+        watched.kill()
+
+
+def test_a_rank_that_closes_its_end_is_told_at_once():
+    """Its process lives on: it may have destroyed its group, and make no more calls."""
+    ends = open_loopback("it", Layout(2, (4, 3), torch.float32), timeout=30.0)
+    started = time.monotonic()
+    delivery = start(ends[0], [torch.ones(4, 3)] * 2)
+    ends[1].close()
+    with pytest.raises(RuntimeError, match=r"rows of rank 1 .*: it has destroyed its process group"):
+        delivery.await_rows(slice(4, 8))
+    assert time.monotonic() - started < patient(5)
+    ends[0].close()
+
+
+def test_a_rank_that_closes_its_end_after_its_last_call_is_heard_out():
+    ends = open_loopback("it", Layout(2, (4, 3), torch.float32), timeout=30.0)
+    first, second = (start(end, [torch.full((4, 3), float(end.rank))] * 2) for end in ends)
+    second.await_rows(slice(0, 8))
+    second.end()
+    ends[1].close()
+    first.await_rows(slice(0, 8))
+    assert first.memory[4:].eq(1).all()
+    ends[0].close()
+
+
+def test_a_descriptor_of_another_file_is_refused(tmp_path):
+    (tmp_path / "stranger").write_bytes(bytes(64))
+    with open(tmp_path / "stranger", "r+b") as file:
+        number = os.fstat(file.fileno()).st_ino
+        ours, theirs = (shared._Place(os.getpid(), file.fileno(), number + wrong) for wrong in (0, 1))
+        assert shared._mapped(ours, 64).memory.eq(0).all()
+        with pytest.raises(
+            RuntimeError, match=r"reach each other's memory, it does not .*of another process"
+        ):
+            shared._mapped(theirs, 64)

@@ -1,4 +1,4 @@
-"""The plan of transfers, exhaustively at small sizes: nothing is lost, doubled, read early or sent twice."""
+"""The plan of transfers and of rounds, exhaustively at small sizes: no row is lost, doubled or read early."""
 
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""Small messages from all ranks to all."""
+"""Small messages from all ranks to all, and the order in which a rank posts messages."""
 
 from types import SimpleNamespace
 from typing import Any

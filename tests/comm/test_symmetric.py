@@ -1,4 +1,4 @@
-"""What can be known of symmetric memory without a GPU: who is refused, what a call enqueues and writes."""
+"""What can be known of symmetric memory without a GPU: who is refused, what a call enqueues where."""
 
 from __future__ import annotations
 

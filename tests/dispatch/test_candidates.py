@@ -1,4 +1,4 @@
-"""Which candidates a problem has on which GPU."""
+"""What a choice depends on, and which candidates a problem has on which GPU."""
 
 from dataclasses import replace
 from itertools import product

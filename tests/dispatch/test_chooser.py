@@ -1,4 +1,4 @@
-"""How a choice is made, remembered, refused and told."""
+"""How a choice is made, remembered, refused and told, and how ranks with one store agree on one."""
 
 import logging
 import threading

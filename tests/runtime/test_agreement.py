@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checks import error_of
-from tests.on_ranks import on_ranks
+from tests.on_ranks import equal_on_all, on_ranks
 from tests.patience import patient
 from tests.ranks import COLLECTIVE_SECONDS, RankFailure, RankPool
 from tpkernels.runtime import agreement
@@ -31,19 +31,14 @@ def promptly(function: Callable[..., object], *args: object, **options: object) 
     return error
 
 
-def ask_for_own_size(size_of_rank: list) -> tuple[str, str]:
-    return promptly(initialize_model_parallel, size_of_rank[dist.get_rank()])
-
-
 @pytest.mark.parametrize(
     "sizes",
     [[2, 2, 4, 2], [4, 2, 2, 2], [1, 1, 1, 3], [2, 2, True, 2], [2, "2", 2, 2]],
     ids=["third", "first", "last_not_divisible", "bool", "text"],
 )
-def test_ranks_that_disagree_all_get_the_same_error(ranks4, sizes):
-    errors = ranks4.run(ask_for_own_size, sizes)
-    assert len(set(errors)) == 1
-    name, text = errors[0]
+@on_ranks(4)
+def test_ranks_that_disagree_all_get_the_same_error(sizes):
+    name, text = equal_on_all(promptly(initialize_model_parallel, sizes[dist.get_rank()]))
     assert name == "ParallelStateError"
     odd = next(size for size in sizes[1:] if repr(size) != repr(sizes[0]))
     for size in (sizes[0], odd):
@@ -80,19 +75,14 @@ def test_rank_that_never_calls_is_named_within_the_timeout(ranks4, absent):
     assert f"rank {absent} did not call it" in present[0][1]
 
 
-def arrive_late(seconds: float) -> tuple[str, str]:
+@on_ranks(2)
+def test_rank_that_comes_late_gets_the_error_that_the_others_got():
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["rank 0 gave up"])
-    error = error_of(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))
+    error = error_of(initialize_model_parallel, 2, timeout=timedelta(seconds=0.5))
     store.set("rank 0 gave up", "now")
-    return error
-
-
-def test_rank_that_comes_late_gets_the_error_that_the_others_got(ranks2):
-    errors = ranks2.run(arrive_late, 0.5)
-    assert errors[0] == errors[1]
-    assert "rank 1 did not call it" in errors[0][1]
+    assert "rank 1 did not call it" in equal_on_all(error)[1]
 
 
 def die_or_call() -> None:

@@ -1,4 +1,4 @@
-"""`runtime/initialize.py` on real gloo ranks: groups that work, ranks that agree, nothing left behind."""
+"""`runtime/initialize.py` and `state.py` on gloo ranks: groups that work, states, nothing left behind."""
 
 import os
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""From a profiler's events to spans: phases, transfers, ranks; on made-up events and on a real step."""
+"""From a profiler's events to spans of phases and transfers; the trace of a step with its parts' names."""
 
 from __future__ import annotations
 
