@@ -26,6 +26,7 @@ from tpkernels import (
     VocabParallelEmbedding,
     parallelize,
 )
+from tpkernels.layers.foreign import refuse_wrapped
 
 Wrap = Callable[[nn.Module, DeviceMesh], object]
 
@@ -180,3 +181,36 @@ def test_no_shard_is_overwritten_before_it_is_told(ranks4):
 
 def test_what_is_not_split_may_be_wrapped(ranks2):
     assert ranks2.run(shards_left_out) == [[("nothing", "")] * 3] * 2
+
+
+class HomeMade:
+    """An optimizer that torch does not know."""
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def step(self):
+        raise NotImplementedError
+
+
+class Holder:
+    """No optimizer, for it has no `step`."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+
+HELD = {"groups": lambda p: [{"params": p}], "tuple": tuple, "dict": dict.fromkeys}
+
+
+@pytest.mark.parametrize("groups", HELD.values(), ids=HELD.keys())
+def test_a_home_made_optimizer_of_parameters_that_are_replaced_is_told(groups):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    holder, optimizer = Holder(list(model.parameters())), HomeMade(groups(list(other.parameters())))
+    refuse_wrapped("parallelize", model)
+    optimizer.groups = groups(list(model.parameters()))
+    with pytest.raises(ValueError, match="expected a model without optimizer, but one has 'weight'"):
+        refuse_wrapped("parallelize", model)
+    del optimizer.groups
+    refuse_wrapped("parallelize", model)
+    assert holder.parameters

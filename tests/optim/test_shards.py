@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ from tests.products import pairwise
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.shards import shards_of
+from tpkernels.layers.elementwise import ELEMENTWISE
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, require_elementwise
-from tpkernels.optim.elementwise import ELEMENTWISE
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
@@ -116,12 +117,51 @@ def test_elementwise_optimizers_are_right_on_shards(kind, ranks2):
     assert ranks2.run(wrong_on_shards, kind) == [(0.0, "")] * 2
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_others_are_wrong_on_shards_and_refused(kind, ranks2):
-    for apart, said in ranks2.run(wrong_on_shards, kind):
-        assert apart > 0.01
-        assert f"require_elementwise: {kind} has 'wide.weight' and 5 more" in said
-        assert "takes the shard for the full parameter" in said
+@on_ranks(2)
+def test_others_are_refused_in_their_first_step():
+    model = Matrices(2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    set_gradients(model, values_for(model, "gradients", 0, torch.float32))
+    eight = type("AdamW", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim"})
+    for make in (*map(KINDS.get, WRONG), eight):
+        optimizer = make(model.parameters())
+        for _ in range(2):
+            kind, said = error_of(optimizer.step)
+            assert kind == "ValueError"
+            assert said.startswith(f"{type(optimizer).__name__} has a parameter of shape ")
+            assert "of which each rank holds a shard, and takes the shard for the full parameter: " in said
+            assert said.endswith("and tpkernels.optim.Muon")
+        assert (
+            f"require_elementwise: {type(optimizer).__name__} has 'wide.weight' and 5 more"
+            in error_of(require_elementwise, optimizer, model)[1]
+        )
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+class Sophia(Optimizer):
+    """Of a package that is not known."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        return None
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_not_known_warns_once():
+    model = Matrices(2)
+    optimizer = Sophia([model.row.weight])
+    with pytest.warns(UserWarning, match="Sophia has a parameter of shape .* is not known here"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        OfAnotherPackage([model.row.weight]).step()  # an AdamW
+        Sophia([model.replicated.weight]).step()
+        optimizer.add_param_group({"params": [model.replicated.weight]})
+        with pytest.raises(UserWarning, match="is not known here"):
+            optimizer.step()
 
 
 def test_the_check_has_nothing_to_say_on_one_rank(ranks1):

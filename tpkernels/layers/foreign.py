@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import TensorWorld
@@ -121,9 +120,29 @@ def _wrapped() -> set[int]:
 
 
 def _optimized() -> set[int]:
-    optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-    return {id(parameter) for group in groups for parameter in group["params"]}
+    """The parameters of torch's optimizers, and of objects of other classes that have a `step`."""
+    steps = {kind: _is_optimizer(kind) for kind in set(map(type, gc.get_objects()))}
+    held = [getattr(found, "__dict__", {}) for found in gc.get_objects() if steps.get(type(found))]
+    return {id(parameter) for parameter in _parameters_in(held)}
+
+
+def _is_optimizer(kind: type) -> bool:
+    return callable(getattr(kind, "step", None)) and not issubclass(kind, nn.Module)
+
+
+def _parameters_in(holder: object, depth: int = 6) -> Iterator[nn.Parameter]:
+    """Those in lists and dicts of lists and dicts ...: depth of them."""
+    if isinstance(holder, nn.Parameter):
+        yield holder
+    if isinstance(holder, dict):
+        inner: Iterable[object] = [*holder.keys(), *holder.values()]
+    elif isinstance(holder, list | tuple | set):
+        inner = list(holder)
+    else:
+        return
+    if depth:
+        for each in inner:
+            yield from _parameters_in(each, depth - 1)
 
 
 def _refuse(shards: Iterable[tuple[str, tuple[int, ...]]], ranks: list[int], wrapper: str) -> None:

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tpkernels.layers import foreign, watch
+from tpkernels.layers import elementwise, foreign, watch
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
-# torch has these hooks for the whole process only: see `foreign` and `watch`.
+# torch has these hooks for the whole process only: see `foreign`, `elementwise` and `watch`.
 register_module_module_registration_hook(foreign.look_at_wrapper)
+register_optimizer_step_pre_hook(elementwise.before_step)
 if watch.steps_between:
     register_optimizer_step_post_hook(watch.after_step)
 

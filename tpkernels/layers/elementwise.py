@@ -1,0 +1,79 @@
+"""Which optimizers are right on shards: those that update each element by its own gradients alone.
+
+torch calls `before_step` before each step of each optimizer, wherever layers are used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# By class name: torch's, and names that other packages use for the same mathematics.
+ELEMENTWISE = {
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "FusedAdam", "FusedSGD", "Lion", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD"),
+}
+_WHY = {
+    "Adafactor": "its factors are means over rows and columns, and it scales by the norm of the parameter",
+    "LAMB": "it scales by the norms of the parameter and the update",
+    "LARS": "it scales by the norms of the parameter and the gradient",
+    "LBFGS": "its inner products are over all parameters",
+    "Muon": "it orthogonalizes the matrix; use tpkernels.optim.Muon",
+    "Shampoo": "its factors are products of the matrix with itself",
+    "SOAP": "its factors are products of the matrix with itself",
+    "bit": "blocks of elements share a scale, and a shard has other blocks",  # 8bit, 4bit, bitsandbytes
+}
+_looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameters
+
+
+def before_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    """An error if the optimizer is known to be wrong on its shards, a warning if it is not known."""
+    if torch.compiler.is_compiling():
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if _looked_at.get(optimizer) == len(parameters):
+        return
+    shards = [parameter for parameter in parameters if _is_shard(parameter)]
+    problem = problem_on_shards(optimizer, [f"a parameter of shape {tuple(shard.shape)}" for shard in shards])
+    if problem and why_wrong(optimizer):
+        raise ValueError(problem)
+    if problem and ELEMENTWISE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        warnings.warn(problem, stacklevel=3)
+    _looked_at[optimizer] = len(parameters)
+
+
+def problem_on_shards(optimizer: Optimizer, shards: Sequence[str]) -> str:
+    """What is wrong with an optimizer that has these shards; "" if nothing is."""
+    if not shards or is_elementwise(optimizer):
+        return ""
+    more = f" and {len(shards) - 1} more" * (len(shards) > 1)
+    why = why_wrong(optimizer)
+    said = f"takes the shard for the full parameter: {why}" if why else "is not known here"
+    return (
+        f"{type(optimizer).__name__} has {shards[0]}{more}, of which each rank holds a shard, and {said}. "
+        f"Right on shards are {', '.join(sorted(ELEMENTWISE))}, and tpkernels.optim.Muon"
+    )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """By its name, or because it is ours; bitsandbytes' AdamW may have states of 8 bits."""
+    kind, module = type(optimizer).__name__, type(optimizer).__module__
+    ours = module.startswith("tpkernels.")
+    return ours or (kind in ELEMENTWISE and not module.startswith("bitsandbytes"))
+
+
+def why_wrong(optimizer: Optimizer) -> str:
+    """Why an optimizer is known to be wrong on shards; "" if it is not."""
+    described = f"{type(optimizer).__module__}.{type(optimizer).__name__}".lower()
+    return next((why for word, why in _WHY.items() if word.lower() in described), "")
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    known = vars(parameter)
+    return bool(known.get("tensor_model_parallel")) and len(known.get("tensor_parallel_ranks", ())) > 1
