@@ -55,9 +55,18 @@ def raise_on_every_rank() -> None:
     raise ValueError(f"no luck on rank {dist.get_rank()}")
 
 
-def raise_on_rank_1() -> str:
+def reduce() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def sleep() -> None:
+    time.sleep(FOREVER)
+
+
+def raise_on_rank_1(others_do: Callable[[], object] = rank_and_size) -> str:
     if dist.get_rank() == 1:
         raise ValueError("no luck")
+    others_do()
     return "fine"
 
 
@@ -76,32 +85,16 @@ def leave() -> None:
     sys.exit("enough")
 
 
-def raise_while_the_other_reduces() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("no luck")
-    dist.all_reduce(torch.ones(1))
-
-
-def raise_while_the_other_sleeps() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("no luck")
-    time.sleep(FOREVER)
-
-
-def sleep_on_every_rank() -> None:
-    time.sleep(FOREVER)
-
-
 def reduce_alone() -> None:
     if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1))
+        reduce()
 
 
 def alarm_the_parent_and_hang() -> None:
     if dist.get_rank() == 0:
         parent = multiprocessing.parent_process()  # os.getppid() may have forked us
         os.kill(parent.pid, signal.SIGALRM)
-    time.sleep(FOREVER)
+    sleep()
 
 
 def return_before_a_pending_reduce_is_done() -> None:
@@ -109,21 +102,9 @@ def return_before_a_pending_reduce_is_done() -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
-def exit_on_rank_1() -> None:
+def end_on_rank_1(how: str) -> None:
     if dist.get_rank() == 1:
-        os._exit(3)
-    dist.barrier()
-
-
-def be_killed_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def crash_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.Signals[how])
     dist.barrier()
 
 
@@ -152,13 +133,10 @@ def report_pid_and_hang() -> None:
     """Rank 0 in a collective that never ends; it can report from there, as gloo has let go of the GIL."""
     if dist.get_rank() == 0:
         threading.Timer(0.5, report_pid).start()
-        dist.all_reduce(torch.ones(1))
+        reduce()
     report_pid()
-    time.sleep(FOREVER)
+    sleep()
 
 
 def report_pid() -> None:
     os.write(1, f"{os.getpid()}\n".encode())
-
-
-# All is well.

@@ -19,8 +19,6 @@ from tpkernels.topology.plan import plan_groups
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
-
-
 BLOCKS = [block for page in PAGES for block in blocks_of(page.name, page.read_text())]
 PROGRAMS = [block for block in BLOCKS if block.language == "python"]
 COMMANDS = [

@@ -20,27 +20,19 @@ def _nothing_is_left() -> Any:
     assert not dist.is_initialized()
 
 
-def test_fake_rank_knows_rank_and_size() -> None:
-    with fake_rank(5, 8):
-        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (5, 8, "fake")
-    assert not dist.is_initialized()
-
-
 def test_fake_rank_can_make_groups() -> None:
     with fake_rank(5, 8):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (5, 8, "fake")
         mine, other = dist.new_group([1, 5]), dist.new_group([2, 6])
         assert (dist.get_rank(mine), dist.get_world_size(mine)) == (1, 2)
         assert dist.get_rank(other) == -1
         dist.all_reduce(torch.ones(1), group=mine)  # returns, though nobody is there
 
 
-def test_fake_rank_is_left_when_a_test_fails_inside() -> None:
+def test_fake_rank_may_be_left_by_an_exception_or_early() -> None:
     with pytest.raises(AssertionError), fake_rank(0, 2):
         assert dist.get_rank() == 1
     assert not dist.is_initialized()
-
-
-def test_fake_rank_may_be_left_early() -> None:
     with fake_rank(0, 2):
         dist.destroy_process_group()
 
@@ -72,18 +64,15 @@ def test_each_rank_is_each_rank_or_each_of_some() -> None:
     assert [(rank, dist.get_rank()) for rank in each_rank(100, [99, 7])] == [(99, 99), (7, 7)]
 
 
-def test_each_rank_is_left_on_break() -> None:
-    for _ in each_rank(3):
-        break
-    assert not dist.is_initialized()
-
-
 def fail_on_rank_1() -> None:
     for rank in each_rank(3):
         assert rank < 1
 
 
-def test_each_rank_is_left_when_the_loop_raises() -> None:
+def test_each_rank_is_left_on_break_and_when_the_loop_raises() -> None:
+    for _ in each_rank(3):
+        break
+    assert not dist.is_initialized()
     with pytest.raises(AssertionError) as caught:
         fail_on_rank_1()
     assert not dist.is_initialized()  # although the traceback keeps the frames of the loop
@@ -91,12 +80,8 @@ def test_each_rank_is_left_when_the_loop_raises() -> None:
 
 
 def test_each_rank_of_a_large_world_is_quick() -> None:
-    start = time.process_time()
-    hook = sys.excepthook
-    count = 0
+    start, hook = time.process_time(), sys.excepthook
     for _ in each_rank(2048):
         dist.new_group([0, 1, 2, 3])
-        count += 1
-    assert count == 2048
     assert sys.excepthook is hook  # torch's init_process_group would wrap it 2048 times
     assert time.process_time() - start < 10

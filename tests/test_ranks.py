@@ -16,33 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import rank_functions as do
 from tests import ranks
 from tests.patience import patient
-from tests.rank_functions import (
-    add,
-    alarm_the_parent_and_hang,
-    be_killed_on_rank_1,
-    crash_on_rank_1,
-    excepthook_name,
-    exit_on_rank_1,
-    leave,
-    make_a_lonely_group,
-    model_parallel_is_set_up,
-    raise_on_every_rank,
-    raise_on_rank_1,
-    raise_stubborn,
-    raise_while_the_other_reduces,
-    raise_while_the_other_sleeps,
-    rank_and_size,
-    reduce_alone,
-    return_a_lambda,
-    return_before_a_pending_reduce_is_done,
-    set_up_model_parallel,
-    shout,
-    sleep_on_every_rank,
-    sum_in_a_new_group,
-    sum_over_ranks,
-)
 from tests.ranks import SPAWNED, RankFailure, RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -56,20 +32,20 @@ def fragile() -> Iterator[RankPool]:
 
 
 def test_run_returns_in_rank_order(ranks1: RankPool, ranks4: RankPool) -> None:
-    assert ranks4.run(rank_and_size) == [(0, 4), (1, 4), (2, 4), (3, 4)]
-    assert ranks1.run(rank_and_size) == [(0, 1)]
+    assert ranks4.run(do.rank_and_size) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert ranks1.run(do.rank_and_size) == [(0, 1)]
 
 
 def test_run_sends_arguments_and_collectives_work(ranks2: RankPool) -> None:
     total = torch.tensor([2.0, 5.0])
-    for summed in ranks2.run(sum_over_ranks, torch.tensor([1.0, 2.5])):
+    for summed in ranks2.run(do.sum_over_ranks, torch.tensor([1.0, 2.5])):
         torch.testing.assert_close(summed, total, rtol=0, atol=0)
-    assert ranks2.run_each(add, [(1, 2), (30, 40)]) == [3, 70]
+    assert ranks2.run_each(do.add, [(1, 2), (30, 40)]) == [3, 70]
 
 
 def test_run_each_refuses_a_wrong_count(ranks2: RankPool) -> None:
     with pytest.raises(ValueError, match="expected arguments for 2 ranks, got 1"):
-        ranks2.run_each(add, [(1, 2)])
+        ranks2.run_each(do.add, [(1, 2)])
 
 
 def test_ranks_live_on(ranks2: RankPool) -> None:
@@ -80,12 +56,12 @@ def test_ranks_live_on(ranks2: RankPool) -> None:
 
 
 def test_groups_do_not_outlive_a_run(ranks2: RankPool) -> None:
-    ranks2.run(make_a_lonely_group)  # would shift the names, or the store's keys, of later groups
-    assert ranks2.run(sum_in_a_new_group) == [2.0, 2.0]
+    ranks2.run(do.make_a_lonely_group)  # would shift the names, or the store's keys, of later groups
+    assert ranks2.run(do.sum_in_a_new_group) == [2.0, 2.0]
 
 
 def test_excepthook_is_not_wrapped_once_per_run(ranks2: RankPool) -> None:
-    assert ranks2.run(excepthook_name) == [sys.__excepthook__.__qualname__] * 2
+    assert ranks2.run(do.excepthook_name) == [sys.__excepthook__.__qualname__] * 2
 
 
 def test_output_belongs_to_the_test(
@@ -93,7 +69,7 @@ def test_output_belongs_to_the_test(
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # would flush on its own
     with RankPool(1, SPAWNED) as pool:  # a new rank, because it inherits the output of now
-        pool.run(shout)
+        pool.run(do.shout)
         output = capfd.readouterr().out  # before the rank ends
     assert "rank 0 was here\n" in output
     assert "rank 0 printed\n" in output
@@ -105,7 +81,7 @@ def test_output_belongs_to_the_test(
 def test_exception_is_told_with_rank_and_traceback(ranks2: RankPool) -> None:
     pids = ranks2.run(os.getpid)
     with pytest.raises(RankFailure) as caught:
-        ranks2.run(raise_on_rank_1)
+        ranks2.run(do.raise_on_rank_1)
     message = str(caught.value)
     assert "1 of 2 ranks failed: tests.rank_functions.raise_on_rank_1" in message
     assert "rank 1: ValueError: no luck" in message
@@ -118,35 +94,35 @@ def test_exception_is_told_with_rank_and_traceback(ranks2: RankPool) -> None:
 
 def test_exceptions_of_all_ranks_are_told(ranks2: RankPool) -> None:
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        ranks2.run(raise_on_every_rank)
+        ranks2.run(do.raise_on_every_rank)
     for rank in range(2):
         assert f"rank {rank}: ValueError: no luck on rank {rank}" in str(caught.value)
         assert str(caught.value.exceptions[rank]) == f"no luck on rank {rank}"
 
 
-def test_exception_that_cannot_be_pickled_is_told_in_words(ranks1: RankPool) -> None:
-    with pytest.raises(RankFailure, match=r"rank 0: tests\.rank_functions\.Stubborn: 1 and 2") as caught:
-        ranks1.run(raise_stubborn)
-    assert caught.value.exceptions == {0: None}
-
-
-def test_sys_exit_does_not_end_a_rank(ranks1: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (do.raise_stubborn, r"rank 0: tests\.rank_functions\.Stubborn: 1 and 2"),
+        (do.return_a_lambda, r"return_a_lambda\.<locals>\.<lambda>"),
+        (do.leave, "SystemExit: enough"),
+    ],
+)
+def test_what_cannot_be_pickled_or_would_end_a_rank_is_told(
+    function: Callable[[], object], said: str, ranks1: RankPool
+) -> None:
     pids = ranks1.run(os.getpid)
-    with pytest.raises(RankFailure, match="SystemExit: enough"):
-        ranks1.run(leave)
+    with pytest.raises(RankFailure, match=said) as caught:
+        ranks1.run(function)
+    assert caught.value.exceptions.keys() == {0}
+    assert (caught.value.exceptions[0] is None) == (function is do.raise_stubborn)
     assert ranks1.run(os.getpid) == pids
-
-
-def test_result_that_cannot_be_pickled_is_an_error(ranks2: RankPool) -> None:
-    with pytest.raises(RankFailure, match=r"return_a_lambda\.<locals>\.<lambda>"):
-        ranks2.run(return_a_lambda)
-    assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
 
 
 def test_argument_that_cannot_be_pickled_is_an_error_before_sending(ranks2: RankPool) -> None:
     pids = ranks2.run(os.getpid)
     with pytest.raises(TypeError, match=r"tests\.rank_functions\.add and its arguments cannot be sent"):
-        ranks2.run_each(add, [(1, 2), (1, threading.Lock())])
+        ranks2.run_each(do.add, [(1, 2), (1, threading.Lock())])
     assert ranks2.run(os.getpid) == pids
 
 
@@ -156,16 +132,16 @@ def test_local_function_is_an_error(ranks1: RankPool) -> None:
 
 
 def test_raise_while_the_other_waits_ends_soon(ranks2: RankPool) -> None:
-    ranks2.run(rank_and_size)  # is started
+    ranks2.run(do.rank_and_size)  # is started
     start = time.monotonic()
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        ranks2.run(raise_while_the_other_reduces)
+        ranks2.run(do.raise_on_rank_1, do.reduce)
     assert time.monotonic() - start < patient(15)  # gloo alone would wait for 30
     message = str(caught.value)
     assert message.index("rank 1: ValueError: no luck") < message.index("rank 0: ")  # the cause first
-    assert "in raise_while_the_other_reduces" in message[message.index("rank 0: ") :]
+    assert "in reduce" in message[message.index("rank 0: ") :]
     assert isinstance(caught.value.exceptions[0], RuntimeError)  # gloo's: it did not have to be killed
-    assert ranks2.run(rank_and_size) == [(0, 2), (1, 2)]
+    assert ranks2.run(do.rank_and_size) == [(0, 2), (1, 2)]
 
 
 def test_raise_while_the_other_hangs_is_told_after_a_grace(
@@ -173,25 +149,25 @@ def test_raise_while_the_other_hangs_is_told_after_a_grace(
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        fragile.run(raise_while_the_other_sleeps)
+        fragile.run(do.raise_on_rank_1, do.sleep)
     message = str(caught.value)
     assert message.index("rank 1: ValueError: no luck") < message.index("rank 0: no answer in time")
-    assert "in raise_while_the_other_sleeps" in message[message.index("rank 0: ") :]
+    assert "in sleep" in message[message.index("rank 0: ") :]
     assert caught.value.exceptions[0] is None
-    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+    assert fragile.run(do.rank_and_size) == [(0, 2), (1, 2)]
 
 
 def test_state_is_destroyed_after_a_run(fragile: RankPool) -> None:
-    fragile.run(set_up_model_parallel, "")
-    assert fragile.run(model_parallel_is_set_up) == [False, False]
+    fragile.run(do.set_up_model_parallel, "")
+    assert fragile.run(do.model_parallel_is_set_up) == [False, False]
 
 
 def test_destroying_state_may_fail_the_run(fragile: RankPool) -> None:
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        fragile.run(set_up_model_parallel, "a stale group")
+        fragile.run(do.set_up_model_parallel, "a stale group")
     assert "rank 1: KeyError: 'a stale group'" in str(caught.value)
     assert "in destroy_model_parallel" in str(caught.value)
-    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]  # the default group went nevertheless
+    assert fragile.run(do.rank_and_size) == [(0, 2), (1, 2)]  # the default group went nevertheless
 
 
 # Ranks hang.
@@ -201,28 +177,28 @@ def test_hang_is_told_with_all_stacks(fragile: RankPool) -> None:
     pids = fragile.run(os.getpid)
     start = time.monotonic()
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        fragile.run(sleep_on_every_rank, timeout=2)
+        fragile.run(do.sleep, timeout=1)
     assert time.monotonic() - start < patient(10)
     for story in str(caught.value).split("rank 1: "):
         assert "no answer in time" in story
-        assert "in sleep_on_every_rank" in story
+        assert "in sleep" in story
     assert caught.value.exceptions == {0: None, 1: None}
     assert not set(fragile.run(os.getpid)) & set(pids)
 
 
 def test_lone_collective_is_told_with_all_stacks(fragile: RankPool) -> None:
-    fragile.run(rank_and_size)  # has imported this module: the time-out is for the collective
+    fragile.run(do.rank_and_size)  # has imported this module: the time-out is for the collective
     with pytest.raises(RankFailure, match="1 of 2 ranks failed") as caught:
-        fragile.run(reduce_alone, timeout=2)
+        fragile.run(do.reduce_alone, timeout=1)
     hung, well = str(caught.value).split("rank 1: returned")
     assert "in reduce_alone" in hung
     assert "in _serve" in well
-    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+    assert fragile.run(do.rank_and_size) == [(0, 2), (1, 2)]
 
 
 def test_collective_left_pending_does_not_harm_the_next_run(fragile: RankPool) -> None:
-    fragile.run(return_before_a_pending_reduce_is_done)
-    assert fragile.run(sum_in_a_new_group) == [2.0, 2.0]
+    fragile.run(do.return_before_a_pending_reduce_is_done)
+    assert fragile.run(do.sum_in_a_new_group) == [2.0, 2.0]
 
 
 def test_interrupted_wait_ends_the_ranks(fragile: RankPool) -> None:
@@ -233,44 +209,44 @@ def test_interrupted_wait_ends_the_ranks(fragile: RankPool) -> None:
     try:
         with watched(fragile.run(os.getpid)) as exits:
             with pytest.raises(KeyboardInterrupt):
-                fragile.run(alarm_the_parent_and_hang)
+                fragile.run(do.alarm_the_parent_and_hang)
             assert all_ended(exits, within=0)
     finally:
         signal.signal(signal.SIGALRM, previous)
-    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+    assert fragile.run(do.rank_and_size) == [(0, 2), (1, 2)]
 
 
 # Ranks die.
 
 
 @pytest.mark.parametrize(
-    ("function", "end"),
+    ("how", "end"),
     [
-        pytest.param(exit_on_rank_1, "exited with code 3", id="exit"),
-        pytest.param(be_killed_on_rank_1, "killed by signal 9 (Killed)", id="sigkill"),
-        pytest.param(crash_on_rank_1, "killed by signal 11 (Segmentation fault)", id="crash"),
+        ("exit", "exited with code 3"),
+        ("SIGKILL", "killed by signal 9 (Killed)"),
+        ("SIGSEGV", "killed by signal 11 (Segmentation fault)"),
     ],
 )
-def test_death_is_told_soon(fragile: RankPool, function: Callable[[], None], end: str) -> None:
-    fragile.run(rank_and_size)  # is started
+def test_death_is_told_soon(fragile: RankPool, how: str, end: str) -> None:
+    fragile.run(do.rank_and_size)  # is started
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        fragile.run(function)
+        fragile.run(do.end_on_rank_1, how)
     assert time.monotonic() - start < patient(20)  # of 60
     message = str(caught.value)
     assert message.splitlines()[1] == f"rank 1: {end}"
     assert caught.value.exceptions[1] is None
-    if function is crash_on_rank_1:
-        assert "in crash_on_rank_1" in message
-    assert fragile.run(rank_and_size) == [(0, 2), (1, 2)]
+    if how == "SIGSEGV":
+        assert "in end_on_rank_1" in message
+    assert fragile.run(do.rank_and_size) == [(0, 2), (1, 2)]
 
 
 def test_death_between_runs_is_told_by_the_next() -> None:
     with RankPool(1) as pool:
         os.kill(pool.run(os.getpid)[0], signal.SIGKILL)
         with pytest.raises(RankFailure, match=r"rank 0: killed by signal 9"):
-            pool.run(rank_and_size)
-        assert pool.run(rank_and_size) == [(0, 1)]
+            pool.run(do.rank_and_size)
+        assert pool.run(do.rank_and_size) == [(0, 1)]
 
 
 # Nobody is left behind.

@@ -39,15 +39,13 @@ def test_a_call_turns_it_on_and_off():
     assert tp_invariance.mode.segments == 0
 
 
-@pytest.mark.parametrize("segments", [3, 12, -2, 2048])
-def test_other_numbers_have_no_common_tree(segments):
-    with pytest.raises(ValueError, match=f"a power of two up to 1024, got {segments}"):
-        tpkernels.tp_invariant(segments)
-
-
-@pytest.mark.parametrize("segments", [True, 8.0, "8", None])
-def test_other_types_are_refused(segments):
-    with pytest.raises(TypeError, match="expected a whole number"):
+@pytest.mark.parametrize(
+    ("segments", "error", "said"),
+    [(wrong, ValueError, f"a power of two up to 1024, got {wrong}") for wrong in (3, 12, -2, 2048)]
+    + [(wrong, TypeError, "expected a whole number") for wrong in (True, 8.0, "8", None)],
+)
+def test_other_numbers_have_no_common_tree_and_other_types_are_refused(segments, error, said):
+    with pytest.raises(error, match=said):
         tpkernels.tp_invariant(segments)
 
 
@@ -65,9 +63,8 @@ def test_each_rank_has_as_many_segments():
     assert [Mode(8).own_segments("an op", ranks) for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
     assert Mode(0).own_segments("an op", 3) == 0
     for ranks in (3, 6, 16):
-        with pytest.raises(
-            ValueError, match=f"an op: expected .* the 8 segments of TP-invariance, got {ranks}"
-        ):
+        said = f"an op: expected .* the 8 segments of TP-invariance, got {ranks}"
+        with pytest.raises(ValueError, match=said):
             Mode(8).own_segments("an op", ranks)
 
 

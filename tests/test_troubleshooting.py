@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,28 +19,29 @@ def template(node):
     return "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
 
 
-MESSAGES = [
-    template(node)
-    for path in (ROOT / "tpkernels").rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.Constant | ast.JoinedStr)
-] + [  # in C++ a message is what a statement has in quotes
-    VALUE.join(re.findall(r'"([^"]*)"', re.sub(r'"\s+"', "", statement)))
-    for path in (ROOT / "csrc").glob("*.cpp")
-    for statement in path.read_text().split(";\n")
-]
+@cache
+def messages():
+    """Of the library; in C++ a message is what a statement has in quotes."""
+    found = [
+        template(node)
+        for path in (ROOT / "tpkernels").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant | ast.JoinedStr)
+    ]
+    statements = (text for path in (ROOT / "csrc").glob("*.cpp") for text in path.read_text().split(";\n"))
+    return found + [VALUE.join(re.findall(r'"([^"]*)"', re.sub(r'"\s+"', "", text))) for text in statements]
 
 
-def is_known(quoted, messages):
+def is_known(quoted):
     """Whether its fixed parts stand in one message, in this order."""
     parts = [re.escape(part.strip()) for part in quoted.split("...") if part.strip()]
     pattern = re.compile(".*".join(parts), re.DOTALL)
-    return any(pattern.search(message.replace("%s", VALUE)) for message in messages)
+    return any(pattern.search(message.replace("%s", VALUE)) for message in messages())
 
 
 def test_quoted_messages_exist():
     quoted = {message.strip("`"): cause and cure for message, cause, cure in (r.split(" | ") for r in ROWS)}
-    assert [message for message in quoted if not is_known(message, MESSAGES)] == []
+    assert [message for message in quoted if not is_known(message)] == []
     assert all(quoted.values())
     assert len(quoted) > 30
 
@@ -66,4 +68,4 @@ def test_a_test_that_is_not_there_is_noticed():
 
 
 def test_misquoted_message_is_noticed():
-    assert not is_known("rank ... waited ... hours in ...", MESSAGES)
+    assert not is_known("rank ... waited ... hours in ...")

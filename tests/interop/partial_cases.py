@@ -10,85 +10,73 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.interop.refused import refused
-from tests.interop.torch_models import STACK_PLAN, Stack, loss_of, stack
-from tests.models.small import IDS, TARGETS
-from tpkernels import (
-    GradientBuckets,
-    check_replicas,
-    finalize_gradients,
-    initialize_model_parallel,
-    parallelize,
+from tests.interop.torch_models import (
+    PLAN,
+    STACK_PLAN,
+    STEPS,
+    Stack,
+    differences,
+    losses_of,
+    stack,
+    toy,
+    wrong_gradients,
 )
+from tests.models.small import IDS, TARGETS
+from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.parallelize import verify
 from tpkernels.interop.parallelize.plan import Split
 
-STEPS = 5
-PARTIAL = ("q_norm.weight", "k_norm.weight", "scale", "temperature")
+WAYS = ["plain", "checkpointed", "reentrant", "compiled", "copied", "pickled"]
+ODD = IDS[:, :5], TARGETS[:, :5]  # whose tokens two ranks do not divide
 
 
-def train(model, how, state=None):
-    """Losses of some steps of AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    buckets = None
-    if how == "buckets":
-        dp, tp = (state.process_group(name) for name in ("dp", "tp"))
-        buckets = GradientBuckets(model, dp, tensor_parallel_group=tp)
-    losses = []
-    for step in range(STEPS):
-        if how == "frozen":
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(not name.endswith("q_norm.weight") or step > 1)
-        buckets.zero() if buckets else optimizer.zero_grad()
-        parts = [slice(0, 1), slice(1, 2)] if how == "accumulated" else [slice(0, 2)]
-        loss = torch.zeros(())
-        for part in parts:
-            one = loss_of(model, IDS[part], TARGETS[part]) / len(parts)
-            one.backward()
-            loss = loss + one.detach()
-        if buckets:
-            buckets.finish()
-        if how == "finalized":
-            finalize_gradients(model)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-WAYS = ("plain", "accumulated", "checkpointed", "reentrant", "compiled", "frozen", "buckets", "finalized")
-WAYS += ("copied", "pickled")
-
-
-def trained_alike(how):
-    """What differs from the unsharded model after some steps, and between ranks."""
+def trained_alike(how="plain", kind="gpt", sequence_parallel=False):
+    """What differs from the unsharded model, at first and after some steps, and between ranks."""
     state = initialize_model_parallel(dist.get_world_size())
-    whole, split = stack(), parallelize(stack(), plan=STACK_PLAN)
-    model = split
+    direct = kind == "direct"  # columns and rows are children of layers
+    whole, plan = (toy(), PLAN) if direct else (stack(kind), STACK_PLAN)
+    split = parallelize(deepcopy(whole), plan=plan, sequence_parallel=sequence_parallel)
     if how in ("checkpointed", "reentrant"):
         whole.checkpointing = split.checkpointing = how == "reentrant"
-    elif how == "compiled":
-        split.compile(backend="aot_eager", fullgraph=True)
     elif how == "copied":
-        model = split = deepcopy(split)
+        split = deepcopy(split)
     elif how == "pickled":
-        model = split = pickle.loads(pickle.dumps(split))
-    losses = train(model, how, state)
+        split = pickle.loads(pickle.dumps(split))
+    wrong = differences(split, whole)
+    for model in (split, whole) if sequence_parallel else ():
+        model.eval()
+    for ids, targets in (ODD, (IDS, TARGETS)):
+        wrong += [
+            f"{name} of {ids.shape[1]} tokens" for name in differences(split, whole, 1e-12, ids, targets)
+        ]
+    for model in (split, whole):
+        model.train().zero_grad()
+    if how == "compiled":
+        torch._dynamo.reset()
+        split.compile(backend="aot_eager", fullgraph=True)
+    losses = losses_of(split, how, state)
     check_replicas(split)
-    return unlike(split, whole, losses, train(whole, how if how in ("accumulated", "frozen") else "plain"))
+    expected = losses_of(whole, how if how in ("accumulated", "frozen") else "plain")
+    return wrong + unlike(split, whole, losses, expected)
 
 
 def unlike(split, whole, losses, expected):
+    """Losses, and parameters that ranks do not split."""
     wrong = [f"loss {step}" for step in range(STEPS) if abs(losses[step] - expected[step]) > 1e-10]
-    trained = dict(split.named_parameters())
+    trained = {name: full(parameter) for name, parameter in split.named_parameters()}
     for name, parameter in whole.named_parameters():
-        if name.endswith(PARTIAL):
-            found = trained[name]
-            found = found.full_tensor() if hasattr(found, "full_tensor") else found
-            if not torch.allclose(found, parameter, rtol=0, atol=1e-9):
-                wrong.append(name)
+        kept = trained[name].shape == parameter.shape
+        if kept and not torch.allclose(trained[name], parameter, rtol=0, atol=1e-9):
+            wrong.append(name)
     return wrong
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def data_parallel(wrapper, sequence_parallel=False):
@@ -96,24 +84,16 @@ def data_parallel(wrapper, sequence_parallel=False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, split = (stack(scalar=False) for _ in range(2))  # FSDP takes no scalars
     parallelize(split, mesh, plan=STACK_PLAN, sequence_parallel=sequence_parallel)
-    expected = train(whole, "plain")
+    plain = deepcopy(split)
     if wrapper == "ddp":
         model = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
     else:
         for module in (split.layers[0].attention.q_norm, *split.layers, split):
             model = fully_shard(module, mesh=mesh["dp"])
-    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, IDS[own], TARGETS[own])
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=mesh.get_group("dp"))
-        losses.append(mean.item() / 2)
-    return unlike(split, whole, losses, expected)
+    wrong = unlike(split, whole, losses_of(model, data=mesh.get_group("dp")), losses_of(whole))
+    for to, parameter in zip(plain.parameters(), split.parameters(), strict=True):
+        to.grad = full(parameter.grad)
+    return wrong + wrong_gradients(plain, whole, atol=1e-9)
 
 
 def declared():
@@ -127,7 +107,7 @@ def declared():
     untold = "'layers.0.attention.scale' stands beside layers that are split"
     of_queries, of_all = {"layers.*.attention.q_norm": "replicated"}, {"layers.*.norm1": "partial"}
     return [
-        unlike(split, whole, train(split, "plain"), train(whole, "plain")),
+        unlike(split, whole, losses_of(split), losses_of(whole)),
         refused("ValueError", f"{untold}, and", parallelize, stack(), plan=STACK_PLAN, verify=False),
         refused("ValueError", "q_norm.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_queries),
         refused("ValueError", "norm1.weight' is off by", parallelize, stack(), plan=STACK_PLAN | of_all),

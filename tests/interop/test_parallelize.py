@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.interop import buffer_cases, partial_cases, verify_cases
 from tests.interop.refused import refused
 from tests.interop.torch_models import PLAN, Toy, differences, loss_of, toy, wrong_gradients
-from tests.models.small import IDS, TARGETS
+from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
@@ -56,15 +55,13 @@ def split_alike(tensor):
     return wrong + differences(later, whole)
 
 
-def compiled_copied_and_rounded():
+def compiled_and_rounded():
     """Also under autocast, and in bfloat16."""
     initialize_model_parallel(2)
     wrong = []
     whole = toy()
     split = parallelize(deepcopy(whole), plan=PLAN)
-    compiled = torch.compile(split, backend="aot_eager", fullgraph=True)
-    for model, reference in ((compiled, whole), (deepcopy(split), whole)):
-        wrong += differences(model, reference)
+    wrong += differences(torch.compile(split, backend="aot_eager", fullgraph=True), whole)
     wrong += wrong_gradients(split, whole)
     single, half = toy().float(), toy().bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -109,35 +106,6 @@ def like_parallelize_module():
         if mine.grad is None or not torch.allclose(mine.grad, expected, rtol=0, atol=1e-12):
             wrong += [] if mine.grad is expected is None else [name]
     return wrong
-
-
-def data_parallel(wrapper):
-    """Two copies of a model that two ranks share each: loss and gradients of the whole batch."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = toy()
-    loss_of(whole).backward()
-    split = parallelize(toy(), mesh, plan=PLAN)
-    plain = deepcopy(split)
-    own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
-    if wrapper == "ddp":
-        model = DistributedDataParallel(split, process_group=mesh.get_group("dp"))
-    else:
-        for block in split.blocks:
-            fully_shard(block, mesh=mesh["dp"])
-        model = fully_shard(split, mesh=mesh["dp"])
-    wrong = []
-    for _ in range(2):  # gradients are reduced and shards freed each time
-        model.zero_grad()
-        loss = loss_of(model, IDS[own], TARGETS[own])
-        loss.backward()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=mesh.get_group("dp"))
-        if not torch.allclose(mean / 2, loss_of(whole).detach(), rtol=0, atol=1e-12):
-            wrong.append("loss")
-    for (_, to), parameter in zip(plain.named_parameters(), split.parameters(), strict=True):
-        gradient = parameter.grad
-        to.grad = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return wrong + wrong_gradients(plain, whole)
 
 
 def refuse():
@@ -212,7 +180,7 @@ def test_split_model_is_the_whole_one(ranks, tensor, request):
     "unlike",
     [
         like_parallelize_module,
-        compiled_copied_and_rounded,
+        compiled_and_rounded,
         verify_cases.refused_though_right,
         buffer_cases.tied_again,
         buffer_cases.carried_over,
@@ -222,10 +190,9 @@ def test_split_model_is_the_whole_one_on_two_ranks(unlike, ranks2):
     assert ranks2.run(unlike) == [[], []]
 
 
-@pytest.mark.parametrize("unlike", [data_parallel, partial_cases.data_parallel], ids=["plain", "partial"])
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
-def test_data_parallel_wrappers_take_it(wrapper, unlike, ranks4):
-    assert ranks4.run(unlike, wrapper) == [[]] * 4
+def test_data_parallel_wrappers_take_it(wrapper, ranks4):
+    assert ranks4.run(partial_cases.data_parallel, wrapper) == [[]] * 4
 
 
 def test_memory_of_the_whole_is_freed(ranks4):
@@ -235,13 +202,11 @@ def test_memory_of_the_whole_is_freed(ranks4):
         assert held < whole / 2
 
 
-def test_wrong_plans_are_refused_on_all_ranks_alike(ranks2):
-    first, second = ranks2.run(refuse)
-    assert first == second
-
-
-def test_wrong_plans_are_refused_and_change_nothing(ranks2):
-    first, second = ranks2.run(verify_cases.refused_and_unchanged)
+@pytest.mark.parametrize(
+    "refusals", [refuse, verify_cases.refused_and_unchanged, verify_cases.faults_seen, partial_cases.refusals]
+)
+def test_wrong_plans_are_refused_on_all_ranks_alike(refusals, ranks2):
+    first, second = ranks2.run(refusals)
     assert first == second
 
 
@@ -253,18 +218,13 @@ def test_it_says_when_it_could_not_compare(ranks2):
     assert "numbers, and a comparison takes 26 bytes for each; pass verify=" in first["large"][0]
 
 
-def test_it_sees_what_zeros_hide_and_models_without_numbers(ranks2):
-    first, second = ranks2.run(verify_cases.faults_seen)
-    assert first == second
-
-
 def test_models_that_know_no_float64_are_compared_in_float32(ranks2):
     for right, wrong in ranks2.run(verify_cases.in_float32):
         assert right == ""
         assert "(1e-03 is allowed, in torch.float32)" in wrong
 
 
-@pytest.mark.parametrize("how", partial_cases.WAYS)
+@pytest.mark.parametrize("how", [*partial_cases.WAYS, "accumulated", "frozen", "buckets", "finalized"])
 def test_adamw_does_what_it_does_unsharded(how, ranks2):
     assert ranks2.run(partial_cases.trained_alike, how, timeout=120) == [[], []]
 
@@ -277,11 +237,6 @@ def test_plan_may_say_it_and_is_checked(ranks2):
     first, second = ranks2.run(partial_cases.declared)
     assert first == second
     assert first[0] == []
-
-
-def test_what_cannot_be_right_is_refused(ranks2):
-    first, second = ranks2.run(partial_cases.refusals)
-    assert first == second
 
 
 @pytest.mark.parametrize("kind", ["reset", "configured", "told"])

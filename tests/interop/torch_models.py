@@ -1,13 +1,17 @@
 """Models of torch's own layers, their plans, and what of them is compared with the unsharded ones."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.small import IDS, TARGETS
+from tpkernels import GradientBuckets, finalize_gradients
 from tpkernels.interop.parallelize.plan import Divided, Split
 from tpkernels.interop.shards import shards_of, unwrapped
+
+STEPS = 5
 
 
 class Block(nn.Module):
@@ -185,27 +189,51 @@ def loss_of(model, ids=IDS, targets=TARGETS):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def losses_of(model):
+def losses_of(model, how="plain", state=None, data=None):
+    """Losses of some steps of AdamW.
+
+    data: ranks with copies of the model, of which each takes a part of the batch
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    buckets = None
+    if how == "buckets":
+        dp, tp = (state.process_group(name) for name in ("dp", "tp"))
+        buckets = GradientBuckets(model, dp, tensor_parallel_group=tp)
+    parts = [slice(0, 1), slice(1, 2)] if how == "accumulated" else [slice(0, 2)]
+    if data is not None:
+        parts = [slice(data.rank(), data.rank() + 1)]
     losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
+    for step in range(STEPS):
+        if how == "frozen":
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not name.endswith("q_norm.weight") or step > 1)
+        buckets.zero() if buckets else optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in parts:
+            loss = loss_of(model, IDS[part], TARGETS[part]) / len(parts)
+            loss.backward()
+            total += loss.detach()
+        if buckets:
+            buckets.finish()
+        if how == "finalized":
+            finalize_gradients(model)
         optimizer.step()
-        losses.append(loss.item())
+        if data is not None:
+            dist.all_reduce(total, group=data)
+            total /= data.size()
+        losses.append(total.item())
     return losses
 
 
-def differences(split, whole, atol=1e-12):
+def differences(split, whole, atol=1e-12, ids=IDS, targets=TARGETS):
     """Where logits or gradients of the two are not equal."""
     wrong = []
-    ours, expected = (getattr(logits, "logits", logits) for logits in (split(IDS), whole(IDS)))
+    ours, expected = (getattr(logits, "logits", logits) for logits in (split(ids), whole(ids)))
     if not torch.allclose(ours, expected, rtol=0, atol=atol):
         wrong.append("logits")
     for model in (split, whole):
         model.zero_grad()
-        loss_of(model).backward()
+        loss_of(model, ids, targets).backward()
     return wrong + wrong_gradients(split, whole, atol)
 
 

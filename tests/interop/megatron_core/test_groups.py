@@ -45,10 +45,6 @@ def sums():
     return found
 
 
-def disagreement():
-    return error_of(ps.initialize_model_parallel, 2, create_all_gather_group=dist.get_rank() == 3)
-
-
 def two_grids():
     """Ranks 0 and 1 on one grid, 2 and 3 on another, each making its groups without the other."""
     own = dist.get_rank() // 2
@@ -83,10 +79,14 @@ def uneven_history():
     ]
 
 
-def listed_wrongly():
+def refusals():
     lists = {"a": Listed([[0, 1], [1, 2, 3]])}, {"b": Listed([[0, 1, 2, 3, 4]])}
     differs = {"c": Listed([[0, 1], [2, 3]] if dist.get_rank() else [[0, 2], [1, 3]])}
-    return [error_of(create_listed_groups, each) for each in (*lists, differs)]
+    by_rank_3 = dist.get_rank() == 3
+    return [
+        error_of(ps.initialize_model_parallel, 2, create_all_gather_group=by_rank_3),
+        *(error_of(create_listed_groups, each) for each in (*lists, differs)),
+    ]
 
 
 def reference_mlp(state):
@@ -98,30 +98,22 @@ def reference_mlp(state):
     return [float(y.detach().sum()), float(x.grad.sum())]
 
 
-def an_mlp_of_groups_that_are_passed():
+class Stands:
+    """For a group of Megatron's."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+def mlps_of_what_is_passed():
     """The same numbers by a collection, by one of Megatron's kind, by the group, by the current state."""
-    ps.initialize_model_parallel(2)
-    found = []
+    ps.initialize_model_parallel(dist.get_world_size())
     collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
-    holder = SimpleNamespace(tp=collection.tp)
-    for state in (None, collection, holder, collection.tp, from_megatron(collection)):
-        manual_seed(5)
-        found.append(reference_mlp(state))
-    return found
-
-
-class One:
-    def rank(self):
-        return 0
-
-    def size(self):
-        return 1
-
-
-def an_mlp_of_one():
-    ps.initialize_model_parallel()
+    states = [None, collection, SimpleNamespace(tp=collection.tp), collection.tp, from_megatron(collection)]
+    if dist.get_world_size() == 1:
+        states += [Stands(0, 1), SimpleNamespace(tp=Stands(0, 1))]
     found = []
-    for state in (None, One(), SimpleNamespace(tp=One())):
+    for state in states:
         manual_seed(5)
         found.append(reference_mlp(state))
     return found
@@ -136,10 +128,7 @@ def adopted():
     with use(state):
         manual_seed(3)
         found = {
-            "tensor rank": (
-                parallel_state.get_tensor_model_parallel_rank(),
-                theirs.get_tensor_model_parallel_rank(),
-            ),
+            "tensor rank": tuple(each.get_tensor_model_parallel_rank() for each in (parallel_state, theirs)),
             "stage": (state.plan.stage_of(state.rank), theirs.get_pipeline_model_parallel_rank()),
             "embedding": (state.is_member("embedding"), theirs.is_rank_in_embedding_group()),
             "position": (state.is_member("position_embedding"), theirs.is_rank_in_position_embedding_group()),
@@ -161,12 +150,6 @@ def test_every_group_adds_up_its_ranks(ranks4):
         assert [name for name, right in found.items() if not right] == []
 
 
-def test_ranks_that_disagree_are_all_told(ranks4):
-    told = ranks4.run(disagreement)
-    assert {kind for kind, _ in told} == {"ParallelStateError"}
-    assert all("create_all_gather_group=True" in text for _, text in told)
-
-
 def test_grids_beside_each_other_make_groups_without_each_other(ranks4):
     found = ranks4.run(two_grids)
     assert [each[0] for each in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -186,21 +169,18 @@ def test_groups_are_made_by_their_members_alone(ranks4):
 
 
 def test_lists_that_overlap_leave_the_world_or_differ_are_refused_on_all_ranks(ranks4):
-    for overlapping, outside, differing in ranks4.run(listed_wrongly):
+    for disagreeing, overlapping, outside, differing in ranks4.run(refusals):
+        assert disagreeing[0] == differing[0] == "ParallelStateError"
+        assert "create_all_gather_group=True" in disagreeing[1]
         assert overlapping[0] == outside[0] == "InvalidSizes"
         assert "no rank in common" in overlapping[1]
         assert "ranks 0 to 3" in outside[1]
-        assert differing[0] == "ParallelStateError"
 
 
-def test_layers_take_groups_that_are_passed(ranks2):
-    for state, *others in ranks2.run(an_mlp_of_groups_that_are_passed):
-        assert others == [state] * 4
-
-
-def test_layers_take_what_stands_for_a_group_of_one(ranks2):
-    for state, *others in ranks2.run(an_mlp_of_one):
-        assert others == [state] * 2
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_take_groups_that_are_passed_and_what_stands_for_a_group_of_one(ranks, request):
+    for state, *others in request.getfixturevalue(f"ranks{ranks}").run(mlps_of_what_is_passed):
+        assert others == [state] * (6 if ranks == 1 else 4)
 
 
 def test_groups_of_megatrons_are_adopted(ranks4):
@@ -208,24 +188,15 @@ def test_groups_of_megatrons_are_adopted(ranks4):
     assert ranks4.run(adopted) == [{}] * 4
 
 
-class Two:
-    def __init__(self, rank):
-        self._rank = rank
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return 2
-
-
 def test_what_stands_for_a_group_of_more_holds_weights_and_says_so():
-    world = tensor_world(Two(1))
+    world = tensor_world(Stands(1, 2))
     assert (world.rank, world.size, world.ranks) == (1, 2, ())
-    with pytest.raises(ParallelStateError, match=r"was said by Two, which is no process group: a layer may"):
+    with pytest.raises(
+        ParallelStateError, match=r"was said by Stands, which is no process group: a layer may"
+    ):
         _ = world.group
     with pytest.raises(ValueError, match=r"rank\(\) below size\(\) 2, got 2"):
-        tensor_world(Two(2))
+        tensor_world(Stands(2, 2))
 
 
 def test_collections_refuse_unknown_names_and_say_what_they_hold():

@@ -1,7 +1,6 @@
 """Megatron's groups, ranks and sizes for many sizes and orders: listed here, and asked of Megatron itself."""
 
 from itertools import product
-from math import prod
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from tests.fake_world import each_rank, fake_rank
 from tests.interop.megatron_core.megatrons_groups import answers
+from tests.oracle import listed
 from tpkernels.interop.megatron_core import parallel_state as ps
 from tpkernels.runtime.state import ParallelStateError, current
 from tpkernels.topology.sizes import InvalidSizes
@@ -67,22 +67,14 @@ def test_answers_are_megatrons(sizes):
 # Without Megatron: ranks of a grid by listing its places, as an independent way.
 
 
-def listed(rank, axes, along):
-    """axes: (name, size), the fastest first"""
-    places = [
-        dict(zip([name for name, _ in reversed(axes)], at, strict=True))
-        for at in product(*(range(size) for _, size in reversed(axes)))
-    ]
-    fixed = [name for name, _ in axes if name not in along.split("-")]
-    return [other for other, at in enumerate(places) if all(at[a] == places[rank][a] for a in fixed)]
-
-
-def named(group):
-    return dist.get_process_group_ranks(group)
+def ranks_of(name, *arguments, **options):
+    return dist.get_process_group_ranks(getattr(ps, f"get_{name}_group")(*arguments, **options))
 
 
 @pytest.mark.parametrize("expert_tensor", [1, 4])
 def test_experts_with_a_tensor_size_of_their_own(expert_tensor):
+    dense = {"tp": 2, "cp": 2, "dp": 2, "pp": 2}
+    experts = {"tp": expert_tensor, "ep": 2, "dp": 16 // (4 * expert_tensor), "pp": 2}
     for rank in each_rank(16):
         ps.initialize_model_parallel(
             2,
@@ -92,20 +84,18 @@ def test_experts_with_a_tensor_size_of_their_own(expert_tensor):
             expert_tensor_parallel_size=expert_tensor,
             create_gloo_process_groups=False,
         )
-        dense = [("tp", 2), ("cp", 2), ("dp", 2), ("pp", 2)]
-        experts = [("tp", expert_tensor), ("ep", 2), ("dp", 16 // (4 * expert_tensor)), ("pp", 2)]
-        assert prod(size for _, size in experts) == 16
-        assert named(ps.get_tensor_model_parallel_group()) == listed(rank, dense, "tp")
-        assert named(ps.get_data_parallel_group(True)) == listed(rank, dense, "dp-cp")
-        assert named(ps.get_tensor_and_data_parallel_group()) == listed(rank, dense, "tp-dp")
-        assert named(ps.get_expert_tensor_parallel_group()) == listed(rank, experts, "tp")
-        assert named(ps.get_expert_model_parallel_group()) == listed(rank, experts, "ep")
-        assert named(ps.get_expert_data_parallel_group()) == listed(rank, experts, "dp")
-        assert named(ps.get_expert_tensor_and_model_parallel_group()) == listed(rank, experts, "tp-ep")
-        whole = ps.get_expert_tensor_model_pipeline_parallel_group()
-        assert named(whole) == listed(rank, experts, "tp-ep-pp")
-        assert ps.get_expert_tensor_parallel_world_size() == expert_tensor
-        assert current().size("expert_tp") == expert_tensor
+        assert ranks_of("tensor_model_parallel") == listed(rank, dense, ["tp"])
+        assert ranks_of("data_parallel", True) == listed(rank, dense, ["dp", "cp"])
+        assert ranks_of("tensor_and_data_parallel") == listed(rank, dense, ["tp", "dp"])
+        for name, along in {
+            "expert_tensor_parallel": ["tp"],
+            "expert_model_parallel": ["ep"],
+            "expert_data_parallel": ["dp"],
+            "expert_tensor_and_model_parallel": ["tp", "ep"],
+            "expert_tensor_model_pipeline_parallel": ["tp", "ep", "pp"],
+        }.items():
+            assert ranks_of(name) == listed(rank, experts, along), name
+        assert ps.get_expert_tensor_parallel_world_size() == current().size("expert_tp") == expert_tensor
         ps.destroy_model_parallel()
 
 
@@ -116,34 +106,27 @@ def test_instances_of_the_distributed_optimizer():
         )
         data = [rank % 2 + 2 * i for i in range(4)]
         own = data[:2] if rank < 4 else data[2:]
-        assert named(ps.get_data_parallel_group(True)) == data
-        assert named(ps.get_data_parallel_group(True, True)) == own
-        assert named(ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)) == own
-        assert named(ps.get_inter_distributed_optimizer_instance_group()) == [rank % 4, rank % 4 + 4]
-        both = ps.get_intra_distributed_optimizer_instance_group()
-        assert named(both) == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
+        assert ranks_of("data_parallel", True) == data
+        assert ranks_of("data_parallel", True, True) == own
+        assert ranks_of("expert_data_parallel", partial_expert_data_parallel=True) == own
+        assert ranks_of("inter_distributed_optimizer_instance") == [rank % 4, rank % 4 + 4]
+        assert ranks_of("intra_distributed_optimizer_instance") == [rank // 4 * 4 + i for i in range(4)]
         with pytest.raises(ValueError, match="with_context_parallel=True"):
             ps.get_data_parallel_group(False, True)
         ps.destroy_model_parallel()
 
 
 def test_hierarchical_context_groups():
+    sizes = {"context_parallel_size": 8, "create_gloo_process_groups": False}
     for rank in each_rank(8):
-        ps.initialize_model_parallel(
-            context_parallel_size=8,
-            hierarchical_context_parallel_sizes=[2, 4],
-            create_gloo_process_groups=False,
-        )
-        inner, outer = (named(group) for group in ps.get_hierarchical_context_parallel_groups())
+        ps.initialize_model_parallel(hierarchical_context_parallel_sizes=[2, 4], **sizes)
+        groups = ps.get_hierarchical_context_parallel_groups()
+        inner, outer = (dist.get_process_group_ranks(group) for group in groups)
         assert inner == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert outer == [rank % 2 + 2 * i for i in range(4)]
         ps.destroy_model_parallel()
     with fake_rank(0, 8), pytest.raises(InvalidSizes, match=r"product is 8, got \[2, 2\]"):
-        ps.initialize_model_parallel(
-            context_parallel_size=8,
-            hierarchical_context_parallel_sizes=[2, 2],
-            create_gloo_process_groups=False,
-        )
+        ps.initialize_model_parallel(hierarchical_context_parallel_sizes=[2, 2], **sizes)
 
 
 def test_what_is_not_supported_is_refused_and_leaves_no_state():
@@ -189,9 +172,7 @@ def test_virtual_stages_are_asked_for_by_vp_stage():
         assert ps.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=1)
         assert not ps.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=0)
         with pytest.raises(AssertionError, match="vp_stage must be passed"):
-            ps.is_pipeline_first_stage(ignore_virtual=False) or ps.is_pipeline_last_stage(
-                ignore_virtual=False
-            )
+            any(ask(ignore_virtual=False) for ask in (ps.is_pipeline_first_stage, ps.is_pipeline_last_stage))
         with pytest.raises(ValueError, match="from 0 to 1, got 2"):
             ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=2)
 
