@@ -173,12 +173,7 @@ def test_overlap_and_time_line_are_shown_with_or_without_a_run(told, tmp_path):
         [],
         [{}],
         [{"fullname": "a", "extra_info": None}],
-        [
-            {
-                "name": "a",
-                "extra_info": {"ratio": "fast", "versions": 3, "ratio_to_x": []},
-            }
-        ],
+        [{"name": "a", "extra_info": {"ratio": "fast", "versions": 3, "ratio_to_x": []}}],
         [{"fullname": "a::test_b[c]", "extra_info": {"ratio": float("nan"), "ours_ms": float("inf")}}],
         [{"fullname": "a", "extra_info": {"ratio": 1.5}}, {"fullname": "a", "extra_info": {"ratio": 0}}],
         [{"fullname": "a", "extra_info": {"op": "<&>", "shape": "\x00" * 300, "ratio": 8, "new": {}}}],

@@ -76,7 +76,7 @@ def test_an_error_is_a_line(ranks2):
 
 def test_a_rank_alone_sends_nothing(ranks1):
     assert ranks1.run(checked, "") == [
-        [("buckets", "gradients", "left out", "a rank alone sends nothing", [])],
+        [("buckets", "gradients", "left out", "a rank alone sends nothing", [])]
     ]
 
 

@@ -59,11 +59,7 @@ def test_what_an_epilogue_waits_for_may_not_grow_and_what_runs_beside_may_not_be
     assert [*budget.excesses(replace(EPILOGUE, exposed_waits=0, products_during_stores=True))] == []
     assert [
         *budget.excesses(replace(EPILOGUE, exposed_waits=8, serial_stores=11, loads_during_stores=False))
-    ] == [
-        "exposed_waits 8 > 4",
-        "serial_stores 11 > 3",
-        "loads_during_stores no longer",
-    ]
+    ] == ["exposed_waits 8 > 4", "serial_stores 11 > 3", "loads_during_stores no longer"]
     assert [*Budget.of(FACTS).excesses(EPILOGUE)] == []  # a row of before, or of another architecture
     assert [*budget.excesses(FACTS)] == []
 

@@ -48,10 +48,7 @@ SLOWER = {
         changed("edge", 14100.0, serial_loads=4, copies=7000.0),
         "edge 5,950 -> 14,100 cycles: 4 loads awaited one after the other",
     ),
-    "a_new_cause": (
-        changed("edge", 8000.0, barrier=2000.0),
-        "edge 5,950 -> 8,000 cycles: waits for barrier",
-    ),
+    "a_new_cause": (changed("edge", 8000.0, barrier=2000.0), "edge 5,950 -> 8,000 cycles: waits for barrier"),
     "no_cause": (changed("edge", 9000.0), "edge 5,950 -> 9,000 cycles: more instructions"),
     "a_hair_past_what_is_tolerated": (
         changed("edge", 1.031 * 5950, stores=2600.0),

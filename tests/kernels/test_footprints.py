@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from tpkernels.gate import budgets
-from tpkernels.kernels.footprints import (
-    REGISTERS,
-    Footprint,
-    compiled_footprint,
-    expected_shared_memory,
-)
+from tpkernels.kernels.footprints import REGISTERS, Footprint, compiled_footprint, expected_shared_memory
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import H100, MI300
 from tpkernels.kernels.tiles import KERNELS, candidates

@@ -129,10 +129,7 @@ REFUSED = {
         lambda o: relu_grad(o, bias_grad=True, out=(empty(T, K), empty(K))),
         "expected db of out in torch.float32 on .*, got torch.bfloat16",
     ),
-    "device": (
-        lambda o: dgrad(o["dy"], o["w"], out=empty(T, K).to("meta")),
-        "got torch.bfloat16 on meta",
-    ),
+    "device": (lambda o: dgrad(o["dy"], o["w"], out=empty(T, K).to("meta")), "got torch.bfloat16 on meta"),
 }
 
 

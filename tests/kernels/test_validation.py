@@ -161,14 +161,8 @@ BAD_NAMES = {
         lambda o: linear_fwd(o(T, K), o(N, K), activation="tanh"),
         r"activation of none, gelu.*got 'tanh'",
     ),
-    "kind": (
-        lambda o: glu_fwd(o(T, K), o(N, K), o(N, K), kind="silu"),
-        r"gated unit of swiglu.*got 'silu'",
-    ),
-    "form": (
-        lambda o: linear_fwd(o(T, K), o(N, K), form="tma"),
-        "form 'descriptor' or 'pointer', got 'tma'",
-    ),
+    "kind": (lambda o: glu_fwd(o(T, K), o(N, K), o(N, K), kind="silu"), r"gated unit of swiglu.*got 'silu'"),
+    "form": (lambda o: linear_fwd(o(T, K), o(N, K), form="tma"), "form 'descriptor' or 'pointer', got 'tma'"),
     "48 rows": (lambda o: MatmulTile(48, 64, 32, 4, 1), "block_rows to be a power of two, got 48"),
     "8 columns a part": (lambda o: MatmulTile(64, 32, 32, 4, 1, parts=4), "at least 16"),
     "chunk": (lambda o: RowTile(64, 64, num_warps=4, chunk=32), "block_rows to divide chunk"),

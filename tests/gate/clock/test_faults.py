@@ -87,11 +87,7 @@ def test_a_warp_may_jump_over_what_sets_a_scoreboard():
 
 @pytest.mark.parametrize(
     "effect",
-    [
-        effects.Arrive(72, 1, 0),
-        effects.AwaitPhase(72, 0),
-        effects.Copy(576, 0, 72, (0, 0)),
-    ],
+    [effects.Arrive(72, 1, 0), effects.AwaitPhase(72, 0), effects.Copy(576, 0, 72, (0, 0))],
     ids=["arrive", "await", "copy"],
 )
 def test_an_mbarrier_that_was_not_made(effect):

@@ -144,11 +144,7 @@ USUAL = ("column_linear", "forward", "c10d")
         (USUAL, (8192, 4096, 14336, 0), "ranks: expected at least 1, got 0"),
         (USUAL, (8190, 4096, 14336, 8), "tokens: expected a multiple of the 8 ranks .* got 8190"),
         (USUAL, (8192, 4096, 14337, 8), "features_out: expected a multiple of the 8 ranks, got 14337"),
-        (
-            ("linear", "forward", "c10d"),
-            (8, 8, 8, 8),
-            "operator: expected one of .* got 'linear'",
-        ),
+        (("linear", "forward", "c10d"), (8, 8, 8, 8), "operator: expected one of .* got 'linear'"),
         (("mlp", "sideways", "c10d"), (8, 8, 8, 8), "direction: expected one of forward, backward, got 's"),
         (("mlp", "forward", "nccl"), (8, 8, 8, 8), "way: expected one of naive.* got 'nccl'"),
     ],
