@@ -17,7 +17,7 @@ from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
 from tpkernels.comm.transports.mailbox import machine, same_machine
-from tpkernels.comm.transports.memory import Layout
+from tpkernels.comm.transports.memory import Landing, Layout
 from tpkernels.comm.transports.rendezvous import require_gpu_each, why_not
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 
@@ -422,3 +422,16 @@ def test_a_captured_call_waits_for_no_stream_outside_of_the_graph(device, end):
     device.side.captures = True
     end.streams.current()
     assert device.log == [("side", "waits for", "other")]  # of one graph
+
+
+def test_ranks_land_beside_each_other():
+    layout = Layout(3, (8, 2), torch.float32, splits=4)
+    mailbox = layout.mailbox(torch.zeros(layout.byte_count, dtype=torch.uint8))
+    for rank in range(3):
+        landing = Landing(mailbox, 1, rank, layout)
+        landing.flags += 1
+        landing.rows += 1
+        assert landing.flags.shape == (4,)
+    assert [int(slot.sum()) for slot in mailbox.flags] == [0, 12, *[0] * (len(mailbox.flags) - 2)]
+    assert bool((mailbox.flags[1] == 1).all())
+    assert bool((mailbox.buffers[1] == 1).all())
