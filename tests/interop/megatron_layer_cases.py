@@ -205,7 +205,6 @@ def refusals():
         ask("gtp_weight_remat_size 1, got 2", sharded, x)
         off, plain = (False, False, False), partial(product, x, weight, None)
         ask("torch.float32, got torch.float64", plain, *off, output_dtype=torch.float64)
-        ask("allreduce_dgrad or sequence_parallel, got both", plain, False, True, True)
         ask("weight.main_grad", plain, True, False, False)
         ask("wgrad_deferral_limit 0", plain, *off, [], 2)
         ask("gradient_accumulation_fusion with a grad_output_buffer", plain, *off, [])

@@ -156,8 +156,13 @@ def test_what_stands_for_a_group_of_one_gets_one():
         assert tensor_world(Standing(0, 1)).group is world.group
     with fake_rank(0, 1):
         assert tensor_world(Standing(0, 1)).group is dist.group.WORLD
-    with pytest.raises(ParallelStateError, match="was said by Standing, which is no process group"):
-        _ = tensor_world(Standing(0, 1)).group  # no torch.distributed
+    world = tensor_world(Standing(0, 1))
+    with pytest.raises(
+        ParallelStateError, match=r"init_process_group before the first forward, also for one"
+    ):
+        _ = world.group
+    with fake_rank(0, 1):  # initialized since the layer was built
+        assert world.group is dist.group.WORLD
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0), (0.5, 2)])

@@ -60,6 +60,13 @@ class TensorWorld:
         group = None if self._group is None else self._group()
         if torch.compiler.is_compiling() and group is not None:
             return group  # the checks below would run once, while tracing
+        if self._group is None and self.size == 1 and dist.is_initialized():
+            self._group = ref(group := c10d.group_of_this_rank())
+        if self._group is None and self.size == 1:
+            raise ParallelStateError(
+                f"tensor rank 0 of 1 was {self._why}, and torch.distributed is not initialized: call "
+                "torch.distributed.init_process_group before the first forward, also for one rank"
+            )
         if self._group is None:
             raise ParallelStateError(
                 f"tensor rank {self.rank} of {self.size} was {self._why}: a layer may hold its weights, "
@@ -163,8 +170,7 @@ def _of_rank_and_size(given: Any) -> TensorWorld:
     rank, size = not_negative(given.rank(), "rank()"), positive(given.size(), "size()")
     if rank >= size:
         raise ValueError(f"state: expected a rank() below size() {size}, got {rank} of {given!r}")
-    group = c10d.group_of_this_rank() if size == 1 and dist.is_initialized() else None
-    return TensorWorld(rank, size, group, f"said by {type(given).__name__}, which is no process group")
+    return TensorWorld(rank, size, None, f"said by {type(given).__name__}, which is no process group")
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:

@@ -27,7 +27,7 @@ class AddToMainGrad(torch.autograd.Function):
     def forward(ctx: Context, y: Tensor, weight: Tensor, x: Tensor, main_grad: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.main_grad = main_grad
-        return y.view_as(y)
+        return y.detach()  # a view would not let losses write to it
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> Passed:
@@ -40,7 +40,7 @@ class KeepForLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, dys: list[Tensor]) -> Tensor:
         ctx.dys = dys
-        return y.view_as(y)
+        return y.detach()  # a view would not let losses write to it
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:

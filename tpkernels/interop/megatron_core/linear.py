@@ -34,7 +34,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     gradient_accumulation_fusion: the weight's gradient is added to `weight.main_grad`
     allreduce_dgrad: the gradient of input is summed over the tensor group
-    sequence_parallel: input is this rank's tokens (dimension 0), and is gathered
+    sequence_parallel: input is this rank's tokens (dimension 0), and is gathered; given both, as after
+        Megatron's `set_model_to_sequence_parallel`, this one counts
     grad_output_buffer: the weight's gradient is not computed, but the output's is appended to this list
     wgrad_deferral_limit: must be 0, no limit: a layer decides in forward what it defers
     async_grad_allreduce: has no effect, as in Megatron
@@ -42,8 +43,6 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """
     require_whole_weight(OP, gtp_remat_size)
     require_dtype(OP, output_dtype, input)
-    if allreduce_dgrad and sequence_parallel:
-        raise ValueError(f"{OP}: expected allreduce_dgrad or sequence_parallel, got both")
     fused = gradient_accumulation_fusion and weight.requires_grad and is_grad_enabled()
     main_grad = None
     if fused:

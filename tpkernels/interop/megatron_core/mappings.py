@@ -101,10 +101,12 @@ def all_to_all(
     input_: Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
+    use_nccl_stream: bool = False,
 ) -> Tensor:
     """Rows from every rank for rows to every rank.
 
     output_split_sizes_, input_split_sizes: rows from and to each rank; None: the same number
+    use_nccl_stream: of later sources than 0.16; has no effect, rows travel on the group's stream
     """
     ranks = group.size()
     if ranks == 1:
