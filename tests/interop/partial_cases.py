@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +17,6 @@ from tests.interop.torch_models import (
     PLAN,
     STACK_PLAN,
     STEPS,
-    Stack,
     differences,
     losses_of,
     stack,
@@ -28,7 +26,6 @@ from tests.interop.torch_models import (
 from tests.models.small import IDS, TARGETS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.parallelize import verify
-from tpkernels.interop.parallelize.plan import Split
 
 WAYS = ["plain", "checkpointed", "reentrant", "compiled", "copied", "pickled"]
 ODD = IDS[:, :5], TARGETS[:, :5]  # whose tokens two ranks do not divide
@@ -115,51 +112,25 @@ def declared():
     ]
 
 
-class AllHeads(Stack):
-    """Queries are normalised over all heads at once."""
+class Gated(nn.Module):
+    """Two layers, and between them what a function does with a third one: its gradient would be partial."""
 
     def __init__(self):
         super().__init__()
-        for layer in self.layers:
-            layer.attention.q = nn.Sequential(layer.attention.q, nn.RMSNorm(16))
-
-
-class Plain(nn.Module):
-    """Two layers, and between them what a function does with parameters of the model."""
-
-    def __init__(self, between):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
+        self.first, self.gate = nn.Linear(8, 8), nn.Linear(8, 1)
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-        if between == "gate":
-            self.gate = nn.Linear(8, 1)
-        self.between = between
 
     def forward(self, x):
         x = self.first(x)
-        h = self.up(x)
-        if self.between == "gate":  # its gradient with respect to x would be partial
-            h = h * self.gate(x).sigmoid()
-        elif self.between == "norm":  # over all features, without a weight
-            h = F.rms_norm(h, h.shape[-1:])
-        return self.down(h)
+        return self.down(self.up(x) * self.gate(x).sigmoid())
 
 
 def refusals():
-    """What is said where features are not those that a function takes, or gradients are not summed."""
+    """What is said where gradients are not summed."""
     initialize_model_parallel(2)
-    plan = {"up": "column", "down": "row"}
-    in_sequence = {name: said for name, said in STACK_PLAN.items() if "[qkv]" not in name}
-    in_sequence |= dict.fromkeys(("layers.*.q.0", "layers.*.[kv]"), Split("column", unit=4))
-    full = "'layers.0.attention.q.1' does not take this rank's features, though it takes all of them"
-    both = "reaches both full features and, past no column, those that ranks split"
-    differs = "the first module whose output differs is 'down', and the last before it that agrees is 'up'"
     torch.manual_seed(0)
-    said = [
-        refused("ValueError", full, parallelize, AllHeads().double(), plan=in_sequence),
-        refused("ValueError", both, parallelize, Plain("gate"), plan=plan),
-        refused("ValueError", differs, parallelize, Plain("norm"), plan=plan),
-    ]
+    both = "reaches both full features and, past no column, those that ranks split"
+    said = [refused("ValueError", both, parallelize, Gated(), plan={"up": "column", "down": "row"})]
     with patch.object(verify, "sum_gradients", lambda *_: None):
         said.append(refused("ValueError", "the gradient of 'layers.", parallelize, stack(), plan=STACK_PLAN))
     assert "is off by" in said[-1]
