@@ -25,7 +25,7 @@ KERNELS, OTHERS = "kernels", ("ops", "dispatch", "comm")  # rooms of tests
 CALL = 590  # seconds: machines are lent for 600 at a time, and to end what hangs takes some
 NO_TESTS = 5  # pytest's exit code for a file that is skipped as a whole
 SANITIZED_CASES = "ragged and bf16"  # each access is checked, which takes long
-SANITIZED = ("tests/kernels/test_products.py", "tests/kernels/test_wgrad.py")
+SANITIZED = ("tests/kernels/test_product_launchers.py", "tests/kernels/test_wgrad.py")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,29 +13,23 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.kernels.test_target import GPUS
 from tpkernels.dispatch import primitives, products
 from tpkernels.gate import calls, numerics
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Entry
 from tpkernels.gate.catalog import catalog, has_parts
+from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.recording import MetaOperands, _is_aligned, _type_of, recorded
+from tpkernels.gate.scaled import E4M3
 from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.footprints import stem_of
 from tpkernels.kernels.linear import linear_fwd
-from tpkernels.kernels.target import A100, B200, H100, MI300, RTX_5090, Target
+from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 
 ENTRIES = catalog()
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-GPUS = {
-    "sm_80": A100,
-    "sm_89": Target("cuda", 89, 142),
-    "sm_90": H100,
-    "sm_100": B200,
-    "sm_120": RTX_5090,
-    "gfx942": MI300,
-}
 
 
 def jit_function(entry: Entry):
@@ -69,13 +63,16 @@ def test_catalog_entries_name_every_argument_once():
 
 def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
     compiled = {(gpu, entry.name) for entry in ENTRIES for gpu in entry.architectures}
-    for kernel, (gpu, target), dtype, ragged in product(
-        KERNELS, GPUS.items(), ("bf16", "fp32"), (False, True)
-    ):
-        for form in ("descriptor", "pointer") if target.has_tma and dtype == "bf16" else ("pointer",):
-            for tile in candidates(kernel, form, DTYPES[dtype], target, ragged and dtype == "bf16"):
-                stem = f"/{stem_of(kernel, form, DTYPES[dtype], tile)}/"
-                assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
+    given = [(kernel, kernel, dtype, GPUS) for kernel in KERNELS for dtype in (torch.bfloat16, torch.float32)]
+    given.append(("scaled_linear", "linear", E4M3, {gpu: GPUS[gpu] for gpu in FP8_PRODUCTS}))
+    for (kernel, tiles, dtype, gpus), ragged in product(given, (False, True)):
+        ragged = ragged and dtype != torch.float32
+        for gpu, target in gpus.items():
+            pointers_alone = not target.has_tma or dtype == torch.float32 or (ragged and dtype == E4M3)
+            for form in ("pointer",) if pointers_alone else ("descriptor", "pointer"):
+                for tile in candidates(tiles, form, dtype, target, ragged):
+                    stem = f"/{stem_of(kernel, form, dtype, tile)}/"
+                    assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"
 
 
 TILE = MatmulTile(128, 256, 64, num_warps=8, num_stages=4, parts=2, flatten=True)

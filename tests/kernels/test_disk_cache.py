@@ -5,22 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.gate.test_budgets import FACTS
 from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.kernels.disk_cache import DiskCache, cache_folder
 
-FACTS = Facts(
-    registers=163,
-    stack=0,
-    spills=0,
-    shared=1000,
-    in_flight=1,
-    instructions={"HGMMA": 4},
-    aligned=frozenset({"x", "w"}),
-    narrow_offsets=("%1",),
-    unordered_reads=(),
-    unordered_flags=(),
-    seconds=1.0,
-)
 DAMAGE = {
     "truncated": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",

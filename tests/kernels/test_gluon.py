@@ -36,8 +36,9 @@ def matrix(rows, cols, scale=1.0):
 
 def assert_emulated(name, shape, tile, value=None, schedule=machine.EAGER, processors=2):
     operands = OF_ROWS[name].random(shape, BF16, CPU)
-    with machine.emulating(schedule, processors=processors):
+    with machine.emulating(schedule, processors=processors) as launches:
         computed = OF_ROWS[name].compute(operands, value, tile=tile)
+    assert [one.grid <= (processors,) for one in launches] == [True]
     assert_results(name, computed, operands, value)
 
 

@@ -1,4 +1,4 @@
-"""Rows rounded to fp8: the words of the oracle, bit for bit, padding and all."""
+"""Rows rounded to fp8, and widened again: the words and numbers of the oracles, bit for bit."""
 
 import pytest
 import torch
@@ -8,9 +8,10 @@ from tests.products import pairwise
 from tpkernels.kernels import launch
 from tpkernels.kernels import quantize as kernels
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, act_ref
+from tpkernels.kernels.dequantize import dequantize
 from tpkernels.kernels.quantize import quantize, quantize_act, quantize_glu
 from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_ref
-from tpkernels.kernels.target import A100, H100, MI300
+from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
 # (rows, columns): those of words are aligned from 1024 on
@@ -191,7 +192,52 @@ def test_rows_longer_than_a_program_holds_with_an_activation(device, monkeypatch
     assert_one_step_apart(ours, quantize_ref(act_ref(g, "silu") * u, "e4m3", "rows"), g * u, "e4m3", "rows")
 
 
+WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+WIDENED = {"one_row": (1, 136), "one_column": (40, 1), "ragged": (37, 301), "aligned": (9, 2052)}
+
+
+def assert_same(ours, oracles):
+    assert ours.dtype == oracles.dtype
+    torch.testing.assert_close(ours, oracles, rtol=0, atol=0, equal_nan=True)
+
+
+@pairwise(shape=WIDENED, scaling=["rows", "blocks"], format=list(DTYPE_OF), dtype=DTYPES)
+def test_widened_numbers_are_the_oracles(shape, scaling, format, dtype, device):
+    x = normal(*shape, torch.float32, device) * torch.logspace(-3, 3, shape[0], device=device)[:, None]
+    x[-1, -1] = float("nan")
+    packed = Scaled(quantize_ref(x, format, scaling), shape[1], format, scaling)
+    ours = dequantize(packed.data, packed.scale, dtype=WORDS[dtype])
+    assert ours.isnan().any()
+    assert_same(ours, dequantize_ref(packed.data, packed.scale, dtype))
+
+
+@pairwise(format=list(DTYPE_OF), dtype=DTYPES)
+def test_every_number_of_a_format_is_widened(format, dtype, device):
+    data = torch.arange(256, dtype=torch.uint8, device=device).view(DTYPE_OF[format]).expand(4, 256)
+    scale = torch.tensor([[1.0, 3.0], [2.0**-126, 1e30], [0.1, 1e-30], [float("nan"), 1.0]], device=device)
+    for data_or_columns in (data, data.contiguous(), data.t().contiguous().t()):
+        ours = dequantize(data_or_columns, scale, dtype=WORDS[dtype])
+        assert_same(ours, dequantize_ref(data, scale, dtype))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0), (0, 0)], ids=str)
+def test_empty_matrices_are_widened(shape, device):
+    data = torch.empty(shape, device=device).to(torch.float8_e4m3fn)
+    assert dequantize(data, torch.ones(shape[0], 1, device=device), dtype="bfloat16").shape == shape
+
+
+def test_widened_numbers_go_where_they_are_wanted_and_nowhere_else(device):
+    packed = Scaled(
+        quantize_ref(normal(5, 300, torch.float32, device), "e4m3", "blocks"), 300, "e4m3", "blocks"
+    )
+    oracles = dequantize_ref(packed.data, packed.scale, torch.float32)
+    out, around = rows_for([oracles])
+    dequantize(packed.data, packed.scale, dtype="float32", out=out[0])
+    assert_written(out, around, [oracles])
+
+
 ONES, HOW = torch.ones(4, 8), {"format": "e4m3", "scaling": "rows"}
+DATA, SCALE = torch.ones(4, 300).to(torch.float8_e4m3fn), torch.ones(4, 3)
 REFUSED = {
     "float64": (lambda: quantize(ONES.double(), **HOW), "got torch.float64"),
     "3-D": (lambda: quantize(ONES[None], **HOW), "x of 2 dimensions"),
@@ -205,26 +251,32 @@ REFUSED = {
     ),
     "out": (lambda: quantize(ONES, out=ONES.int(), **HOW), r"expected words of out .* of shape \(4, 3\)"),
     "out in fp32": (lambda: quantize(ONES, out=ONES[:, :3], **HOW), "expected words of out"),
+    "wide float64": (
+        lambda: dequantize(DATA, SCALE, dtype="float64"),
+        "bfloat16, float16 or float32 as dtype",
+    ),
+    "wide data": (lambda: dequantize(SCALE, SCALE, dtype="float32"), "expected data in fp8"),
+    "wide scale": (
+        lambda: dequantize(DATA, SCALE.double(), dtype="float32"),
+        "got .* and torch.float64",
+    ),
+    "wide 3-D": (lambda: dequantize(DATA[None], SCALE, dtype="float32"), "data of 2 dimensions"),
+    "wide scales": (
+        lambda: dequantize(DATA, SCALE[:, :2], dtype="float32"),
+        r"scale of shape \(4, 1\) or \(4, 3\) .* got \(4, 2\)",
+    ),
+    "wide out": (
+        lambda: dequantize(DATA, SCALE, dtype="float32", out=torch.empty(4, 300, dtype=torch.float16)),
+        "y of out in torch.float32",
+    ),
 }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these tensors are on the CPU")
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_quantized_is_refused(call, message):
+def test_what_cannot_be_quantized_or_widened_is_refused(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def test_gpus_without_fp8_are_refused():
-    x = torch.empty(16, 64, dtype=torch.bfloat16, device="meta")
-    with launch.recording(H100) as launches:
-        quantize(x, **HOW)
-    assert len(launches) == 1
-    for target in (A100, MI300):
-        refused = pytest.raises(ValueError, match=r"fp8 expected a GPU of capability 8\.9 or later")
-        with launch.recording(target) as launches, refused:
-            quantize(x, **HOW)
-        assert not launches
 
 
 def test_program_numbers_of_half_a_million_rows_fit_a_grid():

@@ -11,11 +11,20 @@ from tpkernels.kernels.footprints import least_shared_memory
 from tpkernels.kernels.gather_linear import gather_linear_fwd
 from tpkernels.kernels.reduce import reduce_slots
 from tpkernels.kernels.scatter_linear import scatter_linear
-from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300, RTX_5090, Target, resident_programs
+from tpkernels.kernels.target import (
+    A100,
+    B200,
+    H100,
+    INTERPRETER,
+    L40S,
+    MI300,
+    RTX_5090,
+    Target,
+    resident_programs,
+)
 from tpkernels.kernels.tiles import KERNELS, MatmulTile, candidates
 from tpkernels.kernels.waits import Arrivals, Departures
 
-L40S = Target("cuda", 89, 142)
 GPUS = {"sm_80": A100, "sm_89": L40S, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090, "gfx942": MI300}
 
 
