@@ -76,6 +76,14 @@ DISAGREEMENTS = {  # what rank 1 brings, and what both ranks are told
 TYPE_ERRORS = {"fp8", "sparse", "no pairs", "no module", "number", "timeout", "grad_dtype"}
 
 
+@pytest.mark.parametrize("asked", ["Shared", "", "shared "])
+@on_ranks(2)
+def test_a_misspelt_transport_is_refused(asked):
+    told = error_of(under, asked, wrap, chain())
+    assert told[0] == "ValueError"
+    assert f"TPKERNELS_TRANSPORT is {asked!r}; expected one of auto, c10d, shared, symmetric" in told[1]
+
+
 @on_ranks(2)
 def test_disagreement_is_the_same_error_on_every_rank():
     """Rank 1 brings something else."""

@@ -127,6 +127,7 @@ class GradientBuckets:
             f"tensor_parallel_group={options.shown_tensor_parallel_group()}, main_grad={main_grad})"
             + ("" if transport == "auto" else f" with TPKERNELS_TRANSPORT={transport}"),
             problem_with_extension()
+            or select.problem_of_request()
             or problem
             or problem_of(named, FLOATING, written=True)
             or problem_of_options(bucket_bytes, reduce, grad_dtype, wire_dtype, timeout)

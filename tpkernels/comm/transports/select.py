@@ -35,6 +35,7 @@ from tpkernels.comm.agreement import CannotTakePart, Claim, agree, offers_of_all
 from tpkernels.comm.calls import calls_of, handshake, is_alive
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, worth_sharing
+from tpkernels.comm.supported import Problem
 from tpkernels.comm.transports import mailbox
 from tpkernels.comm.transports.base import Exchange
 from tpkernels.comm.transports.c10d import c10d_for
@@ -199,6 +200,16 @@ def exchange_for(
     return found or c10d_for(like, rows, features, ranks, overlap)
 
 
+def problem_of_request() -> Problem | None:
+    """Why TPKERNELS_TRANSPORT says nothing, if so."""
+    if requested_transport in TRANSPORTS:
+        return None
+    return (
+        "ValueError",
+        f"TPKERNELS_TRANSPORT is {requested_transport!r}; expected one of {', '.join(TRANSPORTS)}",
+    )
+
+
 def exchanges_of(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     """What the group's ranks have agreed on; now, if they have not."""
     return _of_group.get(id(group)) or _agreed(op, group, against_sharing)
@@ -206,14 +217,8 @@ def exchanges_of(op: str, group: ProcessGroup, against_sharing: str) -> Exchange
 
 def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     """What all ranks of the group ask for, or the same error on all of them."""
-    problem = None
-    if requested_transport not in TRANSPORTS:
-        problem = (
-            "ValueError",
-            f"TPKERNELS_TRANSPORT is {requested_transport!r}; expected one of {', '.join(TRANSPORTS)}",
-        )
     asked = f"TPKERNELS_TRANSPORT={requested_transport}" + mode.described
-    agree(Claim(f"{op} with {asked}", (), problem), group)
+    agree(Claim(f"{op} with {asked}", (), problem_of_request()), group)
     machines = 1
     if requested_transport == "auto":
         against_sharing, places = where_ranks_run(op, group, against_sharing, place())
