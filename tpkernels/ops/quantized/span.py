@@ -99,8 +99,8 @@ class Span(NamedTuple):
         if self.token_shards == 1:
             return Done(own.words)
         assert self.group is not None, "several ranks have a group"
-        # words of another format or scaling may have this shape, too: ranks must not take them for these
-        what = f"gather of {name} in {own.format} with scales of {own.scaling}"
+        # words by another recipe may have this shape, too: ranks must not take them for these
+        what = f"gather of {name} in {own.format}, {self.recipe}"
         return start_rows(op, what, own.words, self.group, features, self.overlap)
 
     def rowwise(
