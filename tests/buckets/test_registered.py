@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from tests.buckets.nccl_stand_in import standing_in
 from tests.buckets.ways import on_ranks
-from tests.ops.auto_cases import heard
+from tests.ops.transport_cases import heard
 from tpkernels.buckets import nccl_memory, registered
 from tpkernels.buckets.registered import give_back_unused, registered_zeros
 from tpkernels.comm.calls import calls_of

@@ -10,7 +10,7 @@ from tests.buckets.given import Given, added_up, bits, lies_in_shared_memory, wi
 from tests.buckets.golden import assert_gradients, chain, expected_gradients, loss_of, own_batch, step, wrap
 from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
-from tests.ops.auto_cases import heard
+from tests.ops.transport_cases import heard
 from tpkernels import GradientBuckets
 from tpkernels.comm.transports import mailbox
 
