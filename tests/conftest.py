@@ -65,6 +65,17 @@ def ranks1(rank_processes: RankPool) -> RankPool:
     return _first(1, rank_processes)
 
 
+@pytest.fixture(params=["ranks1", "ranks2", "ranks4"])
+def world(request: pytest.FixtureRequest) -> str:
+    """Tests may parametrize it."""
+    return str(request.param)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, world: str) -> RankPool:
+    return request.getfixturevalue(world)  # type: ignore[no-any-return]
+
+
 def _first(world_size: int, processes: RankPool) -> RankPool:
     """A process costs seconds to start: fewer ranks are some of those that more have."""
     from tests.ranks import RankPool

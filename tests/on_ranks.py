@@ -1,4 +1,10 @@
-"""Tests whose bodies run on ranks, and assert there."""
+"""A test whose body runs on every rank of a world: its asserts hold on each of them.
+
+@on_ranks(2)
+def test_sums_are_the_same_everywhere(dtype): ...
+"""
+
+from __future__ import annotations
 
 import functools
 import importlib
@@ -14,21 +20,24 @@ Body = Callable[..., None]
 
 
 def on_ranks(*worlds: int, fixtures: tuple[str, ...] = ()) -> Callable[[Body], Body]:
-    """A test whose body runs on each rank of a world, once for each size of it.
+    """Run a test's body on each rank. Its arguments are sent there: they have to be what pickle takes.
 
+    worlds: how many ranks, once for each; none: those of the fixture `ranks`
     fixtures: what else the fixtures of ranks need, and the body does not
     """
 
     def decorated(body: Body) -> Body:
         @functools.wraps(body)
-        def test(request: pytest.FixtureRequest, world: int, **arguments: Any) -> None:
+        def test(request: pytest.FixtureRequest, **arguments: Any) -> None:
+            __tracebackhide__ = True
             given = {name: value for name, value in arguments.items() if name not in fixtures}
-            request.getfixturevalue(f"ranks{world}").run(_body_of, body.__module__, body.__name__, given)
+            pool = request.getfixturevalue(f"ranks{given.pop('size')}") if worlds else given.pop("ranks")
+            pool.run(_body_of, body.__module__, body.__name__, given)
 
-        own = ("request", *fixtures, "world", *inspect.signature(body).parameters)
-        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in own]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world", worlds, ids=lambda world: f"ranks{world}")(test)
+        names = ("request", *fixtures, "size" if worlds else "ranks", *inspect.signature(body).parameters)
+        keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", worlds, ids="ranks{}".format)(test) if worlds else test
 
     return decorated
 

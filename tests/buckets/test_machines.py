@@ -22,7 +22,7 @@ from tests.buckets.golden import (
 )
 from tests.buckets.ways import on_machine
 from tests.checks import error_of
-from tests.ops.auto_cases import heard
+from tests.ops.transport_cases import heard
 from tests.products import once
 from tests.ranks import RankFailure, RankPool
 from tests.segments import tp_invariance

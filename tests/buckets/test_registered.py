@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from tests.buckets.nccl_stand_in import left_held, standing_in
 from tests.buckets.ways import on_ranks
-from tests.ops.auto_cases import heard
+from tests.ops.transport_cases import heard
 from tpkernels import GradientBuckets, bucketed_all_reduce_
 from tpkernels.buckets import nccl_memory, reduction_times, registered
 from tpkernels.buckets.memory import BucketMemory

@@ -34,7 +34,7 @@ from tests.buckets.golden import (
 from tests.buckets.ways import on_ranks, under
 from tests.checks import error_of
 from tests.forks import forked
-from tests.ops.auto_cases import heard
+from tests.ops.transport_cases import heard
 from tests.patience import patient
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets

@@ -152,13 +152,3 @@ def outcome(model: Callable[[Tensor], Tensor], module: nn.Module, *batches: Tens
         y.square().sum().backward()
         results += [y.detach(), x.grad]
     return results + [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def equal(ours: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(ours) == len(expected) and all(map(torch.equal, ours, expected))
-
-
-def close(ours: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
-    return len(ours) == len(expected) and all(
-        float((a - b).norm()) <= tolerance * float(b.norm()) for a, b in zip(ours, expected, strict=True)
-    )

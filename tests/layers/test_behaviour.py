@@ -15,20 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.checks import error_of
-from tests.layers.small import (
-    Block,
-    K,
-    N,
-    built,
-    close,
-    cut,
-    cut_of,
-    drawn,
-    equal,
-    joined_world,
-    outcome,
-    tokens,
-)
+from tests.layers.small import Block, K, N, built, cut, cut_of, drawn, joined_world, outcome, tokens
+from tests.on_ranks import on_ranks
+from tests.ops.parallel_cases import close, equal
 from tpkernels import (
     ColumnParallelLinear,
     GradientBuckets,
@@ -48,17 +37,18 @@ from tpkernels.topology.shard import ranges_of
 compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
-def compiled_layers_equal_eager() -> bool:
-    """At any number of tokens."""
+@on_ranks(2)
+def test_compiled_layers_equal_eager_ones_at_any_number_of_tokens():
     block = built()
     torch._dynamo.reset()
     whole = compiled(block, dynamic=True)
-    batches = [cut(0)(drawn((rows, 3, K), rows)) for rows in (8, 16)]
-    return all(close(outcome(whole, block, x), outcome(block, block, x), 1e-6) for x in batches)
+    for x in (cut(0)(drawn((rows, 3, K), rows)) for rows in (8, 16)):
+        assert close(outcome(whole, block, x), outcome(block, block, x), 1e-6)
 
 
-def compiled_ends_equal_eager() -> bool:
-    """Layers that gather and cut features themselves, and regions of the current state."""
+@on_ranks(2)
+def test_compiled_layers_that_gather_and_cut_features_equal_eager_ones():
+    """And regions of the current state."""
     joined_world()
     pair = nn.ModuleList([ColumnParallelLinear(K, N, activation="gelu"), RowParallelLinear(N, K)])
 
@@ -69,35 +59,35 @@ def compiled_ends_equal_eager() -> bool:
     torch._dynamo.reset()
     whole = compiled(run, dynamic=True)
     x = drawn((4, K), 1)
-    return equal(outcome(whole, pair, x), outcome(run, pair, x))
+    assert equal(outcome(whole, pair, x), outcome(run, pair, x))
 
 
-def frozen_weights() -> bool:
-    """Only what is not frozen receives gradients, and the others' are as before."""
+@on_ranks(2)
+def test_frozen_weights_receive_no_gradients_and_the_others_do():
     block = built(fused=True)
     for layer in (block.up, block.down, block.mlp.up, block.mlp.gate, block.mlp.down):
         layer.weight.requires_grad_(False)
         layer.weight.main_grad = torch.full_like(layer.weight, torch.nan)  # never to be touched
     frozen = outcome(block, block, tokens())
-    untouched = all(p.main_grad.isnan().all() for p in block.parameters() if hasattr(p, "main_grad"))
+    assert all(p.main_grad.isnan().all() for p in block.parameters() if hasattr(p, "main_grad"))
     reference = Block()
     reference.load_state_dict(block.state_dict())
     full = outcome(reference, reference, tokens())
     trainable = [p.requires_grad for p in block.parameters()]
     full[2:] = [grad for grad, wanted in zip(full[2:], trainable, strict=True) if wanted]
-    return untouched and close(frozen, full, 1e-6)
+    assert close(frozen, full, 1e-6)
 
 
-def groups_of_any_kind() -> list[str]:
-    """Layers over a second state, a process group and a mesh, interleaved: which differ from the whole."""
+@on_ranks(4)
+def test_layers_take_groups_of_any_kind():
+    """Of a second state, a process group and a mesh, interleaved."""
     initialize_model_parallel(1)  # the current state is none of them
-    ranks = dist.get_world_size()
     places: dict[str, State] = {
-        "state": create_parallel_state(plan_groups(world_size=ranks, tensor=ranks // 2)),
+        "state": create_parallel_state(plan_groups(world_size=4, tensor=2)),
         "group": dist.group.WORLD,
-        "mesh": init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")),
+        "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
     }
-    x, wrong = drawn((4, K), 1), []
+    x = drawn((4, K), 1)
     torch.manual_seed(5)
     pairs = [
         (ColumnParallelLinear(K, N, state=at), RowParallelLinear(N, K, state=at)) for at in places.values()
@@ -105,9 +95,7 @@ def groups_of_any_kind() -> list[str]:
     torch.manual_seed(5)
     for name, (up, down) in zip(places, pairs, strict=True):
         first, second = (nn.init.xavier_normal_(torch.empty(shape)) for shape in ((N, K), (K, N)))
-        if not close([down(up(x)[0])[0]], [x @ first.t() @ second.t()], 1e-6):
-            wrong.append(name)
-    return wrong
+        assert close([down(up(x)[0])[0]], [x @ first.t() @ second.t()], 1e-6), name
 
 
 def under_autocast(block: Block, x: Tensor) -> Tensor:
@@ -140,9 +128,14 @@ COMPILED: dict[str, Way] = {
 }
 
 
-def against_the_protocol(names: list[str]) -> list[str]:
-    """What is wrong with main_grad and its flags after a backward; nothing, one hopes."""
-    wrong = []
+@pytest.mark.parametrize(
+    "ways",
+    [[*WAYS, "compiled checkpoint"], pytest.param([*COMPILED], marks=pytest.mark.sweep)],
+    ids=["most", "compiled"],
+)
+@on_ranks(2)
+def test_fusion_follows_megatrons_protocol(ways):
+    """Of main_grad and its flags after a backward."""
     block = built(fused=True)
     reference = Block()
     reference.load_state_dict(block.state_dict())
@@ -150,7 +143,7 @@ def against_the_protocol(names: list[str]) -> list[str]:
     expected = dict(zip(parameters, outcome(reference, reference, tokens())[2:], strict=True))
     weights = {name: p for name, p in block.named_parameters() if p.ndim == 2}
     torch._dynamo.reset()
-    for way in names:
+    for way in ways:
         made, dtype, tolerance = (WAYS | COMPILED)[way]
         block.zero_grad()
         for name, weight in weights.items():
@@ -160,20 +153,18 @@ def against_the_protocol(names: list[str]) -> list[str]:
                 weight.zero_out_wgrad = "gate" in name
         made(block)(tokens().requires_grad_()).square().sum().backward()
         for name, weight in weights.items():
-            if not close([weight.main_grad.float()], [expected[name]], tolerance):
-                wrong.append(f"{way}: main_grad of {name}")
-            if "mlp" in name:
-                if weight.grad_added_to_main_grad is not True or weight.grad.shape != weight.shape:
-                    wrong.append(f"{way}: no gradient for form's sake of {name}")
-                if weight.zero_out_wgrad and weight.grad.any():
-                    wrong.append(f"{way}: not zeros of {name}")
-            elif weight.grad is not None:
-                wrong.append(f"{way}: a gradient beside main_grad of {name}")
-    return wrong
+            assert close([weight.main_grad.float()], [expected[name]], tolerance), f"{way}: {name}"
+            if "mlp" in name:  # a gradient for form's sake
+                assert weight.grad_added_to_main_grad is True, f"{way}: {name}"
+                assert weight.grad.shape == weight.shape, f"{way}: {name}"
+                assert not (weight.zero_out_wgrad and weight.grad.any()), f"{way}: {name}"
+            else:
+                assert weight.grad is None, f"{way}: {name}"
 
 
-def buckets_take_fused_gradients(is_compiled: bool) -> bool:
-    """`GradientBuckets(main_grad=True)` over fused layers holds what plain layers have in `grad`."""
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks(2)
+def test_buckets_of_fused_layers_hold_what_plain_layers_have_in_grad(is_compiled):
     block = built(fused=True)
     reference = copy.deepcopy(block)
     for module in reference.modules():
@@ -186,57 +177,56 @@ def buckets_take_fused_gradients(is_compiled: bool) -> bool:
     for _ in range(3):
         buckets.zero()
         run(tokens()).square().sum().backward()
-        if buckets.finish():
-            return False
+        assert not buckets.finish()
     expected = outcome(reference, reference, tokens())[2:]
-    return close([p.main_grad for p in block.parameters()], expected, 1e-6)
+    assert close([p.main_grad for p in block.parameters()], expected, 1e-6)
 
 
-def tied_weights_keep_both_gradients() -> bool:
+@on_ranks(2)
+def test_tied_weights_keep_both_gradients():
     """A table that is looked up plainly and multiplied by a fused head, in buckets."""
     joined_world()
-    head = ColumnParallelLinear(
-        K, N, bias=False, skip_weight_param_allocation=True, gradient_accumulation_fusion=True
-    )
+    options = {"bias": False, "skip_weight_param_allocation": True}
     torch.manual_seed(dist.get_rank())
     table = nn.Parameter(torch.randn(N // dist.get_world_size(), K))
     rows = torch.tensor([0, 3, 3])
 
-    def backward(layer: ColumnParallelLinear) -> None:
+    def backward(fused: bool) -> None:
+        layer = ColumnParallelLinear(K, N, gradient_accumulation_fusion=fused, **options)
         layer(nn.functional.embedding(rows, table), table)[0].square().sum().backward()
 
-    backward(ColumnParallelLinear(K, N, bias=False, skip_weight_param_allocation=True))
+    backward(fused=False)
     expected = table.grad
     table.grad = None
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     buckets = GradientBuckets([("table", table)], alone, main_grad=True)
     for _ in range(2):
         buckets.zero()
-        backward(head)
+        backward(fused=True)
         buckets.finish()
-    return close([table.main_grad], [expected], 1e-6) and table.grad is None
+    assert close([table.main_grad], [expected], 1e-6)
+    assert table.grad is None
 
 
-def mistakes() -> list[tuple[str, str]]:
-    """What bad calls say on this rank, and that nothing was sent before."""
+@on_ranks(2)
+def test_mistakes_are_errors_on_all_ranks_before_anything_moves():
     block = built()
-    size = dist.get_world_size()
-    calls: list[Callable[[], object]] = [
-        lambda: ColumnParallelLinear(K, size + 1),
-        lambda: ParallelMLP(K, N, activation="sigmoid"),
-        lambda: RowParallelLinear(N, K, init_method=lambda w: w[0]),
-        lambda: block.up(torch.randn(4, K + 1)),
-        lambda: block.down(torch.randn(size + 1, N // size)),
-        lambda: block.mlp(torch.randn(4, K - 1)),
-        lambda: block.mlp(torch.randn(4, K).double()),
-        lambda: block.norm(torch.randn(4, K - 1)),
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("InvalidSizes", lambda: ColumnParallelLinear(K, 3)),
+        ("ValueError", lambda: ParallelMLP(K, N, activation="sigmoid")),
+        ("ValueError", lambda: RowParallelLinear(N, K, init_method=lambda w: w[0])),
+        ("ValueError", lambda: block.up(torch.randn(4, K + 1))),
+        ("ValueError", lambda: block.down(torch.randn(3, N // 2))),
+        ("ValueError", lambda: block.mlp(torch.randn(4, K - 1))),
+        ("TypeError", lambda: block.mlp(torch.randn(4, K).double())),
+        ("ValueError", lambda: block.norm(torch.randn(4, K - 1))),
     ]
     with patch.object(Transfers, "exchange", autospec=True, side_effect=Transfers.exchange) as sending:
-        said = [error_of(call) for call in calls]
-        sent = sending.call_count
+        before = sending.call_count
+        assert [error_of(call)[0] for _, call in calls] == [kind for kind, _ in calls]
+        assert sending.call_count == before
         block(tokens())  # the counter counts
-        assert sending.call_count > sent
-    return [*said, ("transfers", str(sent))]
+        assert sending.call_count > before
 
 
 def weights_that_differ() -> list[str]:
@@ -264,58 +254,13 @@ def of_the_neighbour(rank: int, **sizes: int) -> list[range]:
     return ranges_of((rank + 1) % sizes["ranks"], **sizes)
 
 
-def weights_of_neighbours_that_differ() -> list[str]:
+@on_ranks(4)
+def test_seed_gives_the_same_model_in_a_row_of_layers():
+    assert weights_that_differ() == []
+
+
+@on_ranks(2)
+def test_shards_of_a_neighbour_would_be_seen():
     with patch.object(linear, "ranges_of", of_the_neighbour):
-        return weights_that_differ()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        compiled_layers_equal_eager,
-        compiled_ends_equal_eager,
-        frozen_weights,
-        tied_weights_keep_both_gradients,
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_layers_behave(ranks2, function):
-    assert ranks2.run(function) == [True, True]
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_buckets_take_fused_gradients(is_compiled, ranks2):
-    assert ranks2.run(buckets_take_fused_gradients, is_compiled) == [True, True]
-
-
-@pytest.mark.parametrize(
-    "ways",
-    [
-        [*WAYS, "compiled checkpoint"],
-        pytest.param([*COMPILED], marks=pytest.mark.sweep),
-    ],
-    ids=["most", "compiled"],
-)
-def test_fusion_follows_megatrons_protocol(ways, ranks2):
-    assert ranks2.run(against_the_protocol, ways) == [[], []]
-
-
-def test_layers_take_groups_of_any_kind(ranks4):
-    assert ranks4.run(groups_of_any_kind) == [[]] * 4
-
-
-def test_seed_gives_the_same_model_in_a_row_of_layers(ranks4):
-    assert ranks4.run(weights_that_differ) == [[]] * 4
-
-
-def test_shards_of_a_neighbour_would_be_seen(ranks2):
-    for wrong in ranks2.run(weights_of_neighbours_that_differ):
-        assert {"mlp.up.weight", "mlp.down.weight", "column.weight", "row.weight"} <= set(wrong)
-
-
-def test_mistakes_are_the_same_on_all_ranks_before_anything_moves(ranks2):
-    first, second = ranks2.run(mistakes)
-    assert first == second
-    *said, (_, sent) = first
-    assert sent == "0"
-    assert [kind for kind, _ in said] == ["InvalidSizes", *["ValueError"] * 5, "TypeError", "ValueError"]
+        wrong = weights_that_differ()
+    assert {"mlp.up.weight", "mlp.down.weight", "column.weight", "row.weight"} <= set(wrong)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_in_torch
 
 from tests.checks import error_of
 from tests.layers.worlds import posing
+from tests.on_ranks import on_ranks
 from tpkernels import checkpoint, get_rng_tracker, initialize_model_parallel, manual_seed
 from tpkernels.layers.attention import ParallelDropout
 
@@ -223,43 +224,30 @@ def outcome(way, alike=True):
     return [y.detach(), source.grad, w.grad], lives, error
 
 
-def saved_over_ranks():
-    """Whether gradients are those of Megatron's False, whether the input outlives forward, and errors."""
-    initialize_model_parallel(torch.distributed.get_world_size())
+@pytest.mark.parametrize("world", ["ranks1", "ranks2", "ranks4"])
+@on_ranks()
+def test_distributed_saved_activations_are_gathered_again():
+    """Gradients are those of Megatron's False, of which the input outlives forward."""
+    ranks = torch.distributed.get_world_size()
+    initialize_model_parallel(ranks)
     (plain, lives, _), (again, lives_again, error) = outcome(False), outcome(True)
     assert error == ("nothing", "")
-    return all(map(torch.equal, plain, again)), lives, lives_again
+    assert all(map(torch.equal, plain, again))
+    assert (lives, lives_again) == (True, ranks == 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_distributed_saved_activations_are_gathered_again(ranks, request):
-    found = request.getfixturevalue(f"ranks{ranks}").run(saved_over_ranks)
-    assert found == [(True, True, ranks == 1)] * ranks
-
-
-def saved_wrongly():
+@on_ranks(2)
+def test_activations_that_cannot_be_distributed_are_refused_on_all_ranks():
     initialize_model_parallel(2)
-    x = torch.ones(3, requires_grad=True)
     order = [0, 1, 2] if torch.distributed.get_rank() == 0 else [2, 1, 0]
     samples = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))[:, order].requires_grad_()
     y = checkpoint(lambda x: x.exp().tanh(), True, samples * 1)
-    return {
-        "indivisible": error_of(checkpoint, torch.sin, True, x),
-        "no tensor": error_of(checkpoint, lambda x: x[0], True, [x]),
-        "other numbers": outcome(True, alike=False)[2],
-        "another order": error_of(lambda: y.sum().backward()),
-    }
-
-
-def test_activations_that_cannot_be_distributed_are_refused_on_all_ranks(ranks2):
-    expected = {
-        "indivisible": ("ValueError", "the 2 tensor-parallel ranks divide, got (3,)"),
-        "no tensor": ("TypeError", "a tensor as the first argument of the function"),
-        "other numbers": ("RuntimeError", "the same on all tensor-parallel ranks, but it differed"),
-        "another order": ("RuntimeError", "but it differed"),
-    }
-    first, second = ranks2.run(saved_wrongly)
-    assert first == second
-    for case, (kind, words) in expected.items():
-        assert first[case][0] == kind, case
-        assert words in first[case][1], case
+    with pytest.raises(ValueError, match=r"the 2 tensor-parallel ranks divide, got \(3,\)"):
+        checkpoint(torch.sin, True, torch.ones(3, requires_grad=True))
+    with pytest.raises(TypeError, match="a tensor as the first argument of the function"):
+        checkpoint(lambda x: x[0], True, [samples])
+    kind, text = outcome(True, alike=False)[2]
+    assert kind == "RuntimeError"
+    assert "the same on all tensor-parallel ranks, but it differed" in text
+    with pytest.raises(RuntimeError, match="but it differed"):
+        y.sum().backward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.on_ranks import on_ranks
 from tests.products import once
 from tests.segments import tp_invariance
 from tpkernels import clip_grad_norm_
@@ -55,19 +56,15 @@ def test_a_sum_in_order_would_change_it():
     assert len(found) > 1
 
 
-def of_this_rank(values):
+@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
+@on_ranks()
+def test_no_number_of_ranks_changes_a_bit():
     """Ranks hold unequal parts, the last rank none, of two groups in turn: all of the world, and itself."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    values, rank, ranks = of_seed(5), dist.get_rank(), dist.get_world_size()
     bounds = [0, *(17 * 3**part for part in range(1, ranks - 1)), len(values), len(values)]
     own = values[bounds[rank] : bounds[rank + 1]]
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
-    return exact_norm([own[:5], own[5:]], CPU, [alone, dist.group.WORLD])
-
-
-def test_no_number_of_ranks_changes_a_bit(ranks2, ranks4):
-    values = of_seed(5)
-    for pool in (ranks2, ranks4):
-        assert pool.run(of_this_rank, values) == [norm(values)] * pool.world_size
+    assert exact_norm([own[:5], own[5:]], CPU, [alone, dist.group.WORLD]) == norm(values)
 
 
 def test_norms_of_infinity_nan_and_nothing():

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.checks import error_of
 from tests.layers.small import K, N
+from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import (
     ColumnParallelLinear,
@@ -107,39 +108,47 @@ MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
 }
 
 
-def refused(wrap: str, model: str, data_ranks: int) -> tuple[str, str]:
-    """What is said of a model that is wrapped over all ranks."""
-    mesh, world = meshes(data_ranks)
-    return error_of(WRAPS[wrap], MODELS[model](mesh), world)
+@once(wrap=[*WRAPS], model=[*MODELS])
+@on_ranks(4)
+def test_all_ranks_refuse_to_average_different_shards(wrap, model):
+    mesh, world = meshes(2)
+    kind, text = error_of(WRAPS[wrap], MODELS[model](mesh), world)
+    assert kind == "ValueError", text
+    assert "over ranks 0, 1, 2, 3 would average different shards" in text
+    assert re.search("tensor-parallel ranks (0, 1|2, 3) ", text)
+    assert 'pass the data-parallel group, whose ranks hold the same shard: state.process_group("dp"' in text
 
 
-def taken(data_ranks: int) -> dict[str, tuple[str, str]]:
-    """What is said of a model that is wrapped over ranks which hold the same shards."""
+@pytest.mark.parametrize(("world", "data_ranks"), [("ranks4", 2), ("ranks2", 1), ("ranks2", 2)])
+@on_ranks()
+def test_ranks_that_hold_the_same_shards_may_be_wrapped(data_ranks):
     mesh, _ = meshes(data_ranks)
-    return {name: error_of(wrap, MODELS["inside"](mesh), mesh["dp"]) for name, wrap in WRAPS.items()}
+    for wrap in WRAPS.values():
+        wrap(MODELS["inside"](mesh), mesh["dp"])
 
 
-def weights_after_refusal() -> bool:
-    """Whether every rank still has its own shard, where the wrapper would have sent rank 0's."""
-    mesh, world = meshes(dist.get_world_size() // 2)
+@on_ranks(4)
+def test_no_shard_is_overwritten_before_it_is_told():
+    """The wrapper would have sent rank 0's."""
+    mesh, world = meshes(2)
     model = MODELS["inside"](mesh)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    assert error_of(by_ddp, model, world)[0] == "ValueError"
-    return all(map(torch.equal, before, model.parameters()))
+    with pytest.raises(ValueError, match="would average different shards"):
+        by_ddp(model, world)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
-def shards_left_out() -> list[tuple[str, str]]:
-    """Wrappers that are told to leave the shards alone may have the rest."""
+@on_ranks(2)
+def test_what_is_not_split_may_be_wrapped():
+    """By wrappers that are told to leave the shards alone."""
     mesh, world = meshes(1)
     model = MODELS["swapped"](mesh)
     shards = {name: p for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)}
     model._ddp_params_and_buffers_to_ignore = list(shards)
     copies = [(name, p) for name, p in model.named_parameters() if name not in shards]
-    return [
-        error_of(by_ddp, model, world),
-        error_of(GradientBuckets, copies, world.get_group()),
-        error_of(fully_shard, MODELS["swapped"](mesh)[0], mesh=world),
-    ]
+    by_ddp(model, world)
+    GradientBuckets(copies, world.get_group())
+    fully_shard(MODELS["swapped"](mesh)[0], mesh=world)
 
 
 def meshes(data_ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
@@ -150,37 +159,14 @@ def meshes(data_ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh, init_device_mesh("cpu", (ranks,))
 
 
-@once(wrap=[*WRAPS], model=[*MODELS])
-def test_all_ranks_refuse_to_average_different_shards(ranks4, wrap, model):
-    for kind, text in ranks4.run(refused, wrap, model, 2):
-        assert kind == "ValueError", text
-        assert "over ranks 0, 1, 2, 3 would average different shards" in text
-        assert re.search("tensor-parallel ranks (0, 1|2, 3) ", text)
-        assert (
-            'pass the data-parallel group, whose ranks hold the same shard: state.process_group("dp"' in text
-        )
-
-
-@once(wrap=[*WRAPS], model=[*MODELS])
-def test_without_data_parallel_ranks_there_is_nothing_to_wrap(ranks2, wrap, model):
-    for kind, text in ranks2.run(refused, wrap, model, 1):
-        assert kind == "ValueError", text
-        assert "tensor-parallel ranks 0, 1 each hold other rows or columns of" in text
-        assert "there is nothing to average: do not wrap it" in text
-
-
-@pytest.mark.parametrize(("pool", "data_ranks"), [("ranks4", 2), ("ranks2", 1), ("ranks2", 2)])
-def test_ranks_that_hold_the_same_shards_may_be_wrapped(request, pool, data_ranks):
-    for said in request.getfixturevalue(pool).run(taken, data_ranks):
-        assert said == dict.fromkeys(WRAPS, ("nothing", ""))
-
-
-def test_no_shard_is_overwritten_before_it_is_told(ranks4):
-    assert ranks4.run(weights_after_refusal) == [True] * 4
-
-
-def test_what_is_not_split_may_be_wrapped(ranks2):
-    assert ranks2.run(shards_left_out) == [[("nothing", "")] * 3] * 2
+@pytest.mark.parametrize("wrap", WRAPS)
+@on_ranks(2)
+def test_without_data_parallel_ranks_there_is_nothing_to_wrap(wrap):
+    mesh, world = meshes(1)
+    kind, text = error_of(WRAPS[wrap], MODELS["inside"](mesh), world)
+    assert kind == "ValueError", text
+    assert "tensor-parallel ranks 0, 1 each hold other rows or columns of" in text
+    assert "there is nothing to average: do not wrap it" in text
 
 
 class HomeMade:

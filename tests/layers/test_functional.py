@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpkernels
+from tests.on_ranks import on_ranks
+from tests.ops.parallel_cases import equal
 from tpkernels import initialize_model_parallel, parallel_state
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.runtime.state import ParallelStateError
@@ -30,29 +32,17 @@ def _results(region, *arguments: object, **options: object) -> list[Tensor]:
     return [y.detach(), dx]
 
 
-def _same(ours: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(map(torch.equal, ours, expected))
-
-
-def regions_that_differ() -> list[str]:
+@on_ranks(4)
+def test_regions_are_the_ops_over_the_current_group_or_another():
     initialize_model_parallel(2)
     tensor, everybody = parallel_state.get_tensor_model_parallel_group(), dist.group.WORLD
-    wrong = []
     for name, plain in REGIONS.items():
         region, op = getattr(tpkernels, name), getattr(mappings, plain)
-        if not _same(_results(region), _results(op, tensor)):
-            wrong.append(f"{name} over the current group")
-        if not _same(_results(region, group=everybody), _results(op, everybody)):
-            wrong.append(f"{name} over another group")
-    gather = tpkernels.gather_from_sequence_parallel_region
+        assert equal(_results(region), _results(op, tensor)), name
+        assert equal(_results(region, group=everybody), _results(op, everybody)), name
+    gather = tpkernels.gather_from_sequence_parallel_region  # with a whole gradient
     expected = _results(mappings.gather_from_sequence_region, tensor, tensor_parallel_output_grad=False)
-    if not _same(_results(gather, False), expected):
-        wrong.append("gather with a whole gradient")
-    return wrong
-
-
-def test_regions_are_the_ops_over_the_current_group(ranks4):
-    assert ranks4.run(regions_that_differ) == [[]] * 4
+    assert equal(_results(gather, False), expected)
 
 
 @pytest.mark.parametrize("name", REGIONS)

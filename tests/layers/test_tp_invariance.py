@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.checks import error_of
 from tests.fake_world import fake_rank
-from tests.ops.invariant_cases import whole_of
+from tests.on_ranks import on_ranks
+from tests.ops.invariant_cases import hash_of, whole_of
 from tests.products import once
 from tests.segments import tp_invariance
 from tpkernels import (
@@ -35,6 +34,7 @@ from tpkernels import (
 )
 from tpkernels.interop.parallelize import parallelize
 from tpkernels.runtime.initialize import create_parallel_state, destroy_parallel_state
+from tpkernels.runtime.state import ParallelStateError
 from tpkernels.topology.plan import plan_groups
 from tpkernels.tp_invariance import VARIABLE
 
@@ -62,10 +62,7 @@ class Setting:
 
 
 def _hash(named: dict[str, Tensor | None]) -> dict[str, str]:
-    return {
-        name: "" if t is None else hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:12]
-        for name, t in named.items()
-    }
+    return {name: hash_of(tensor) for name, tensor in named.items()}
 
 
 def _whole_gradients(model: nn.Module, ids: int) -> dict[str, Tensor | None]:
@@ -206,40 +203,29 @@ def test_what_layers_cannot_keep_is_refused_at_construction(build, expected):
         build(dist.group.WORLD)
 
 
-def built_at(count: int) -> tuple[list[Any], ...]:
-    """What depends on the segments: the padding of a vocabulary, and whose gradients ranks add afterwards."""
-    with tp_invariance(count):
+@pytest.mark.parametrize(
+    ("world", "segments", "shape"), [("ranks1", 8, (64, 4)), ("ranks2", 8, (32, 4)), ("ranks2", 0, (19, 4))]
+)
+@on_ranks()
+def test_vocabularies_are_padded_to_segments_and_norms_add_their_own_gradients(segments, shape):
+    """Where they do, nothing is left for ranks to add afterwards, nor may buckets be told so."""
+    with tp_invariance(segments):
         norm = LayerNorm(8, sequence_parallel=True, state=dist.group.WORLD)
-        table = VocabParallelEmbedding(37, 4, state=dist.group.WORLD)
+        assert norm.weight.sequence_parallel is (segments == 0)
+        assert VocabParallelEmbedding(37, 4, state=dist.group.WORLD).weight.shape == shape
         marked = nn.Parameter(torch.ones(2))
-        marked.sequence_parallel = True  # type: ignore[attr-defined]
-        buckets = error_of(
-            GradientBuckets, [("mine", marked)], dist.group.WORLD, tensor_parallel_group=dist.group.WORLD
-        )
-        return [norm.weight.sequence_parallel, *table.weight.shape], list(buckets)
+        marked.sequence_parallel = True
+        if segments and dist.get_world_size() > 1:
+            with pytest.raises(ValueError, match="'mine' is marked sequence_parallel"):
+                GradientBuckets([("mine", marked)], dist.group.WORLD, tensor_parallel_group=dist.group.WORLD)
 
 
-def test_vocabularies_are_padded_to_segments_and_norms_add_their_own_gradients(ranks1, ranks2):
-    assert ranks1.run(built_at, 8)[0][0] == [False, 64, 4]
-    built, (kind, text) = ranks2.run(built_at, 8)[0]
-    assert built == [False, 32, 4]
-    assert kind == "ValueError"
-    assert "'mine' is marked sequence_parallel" in text
-    assert ranks2.run(built_at, 0)[0][0] == [True, 19, 4]
-
-
-def disagreeing() -> list[tuple[str, str]]:
-    """Each rank asks for another number of segments: of a state, and of an op."""
+@on_ranks(2)
+def test_ranks_that_disagree_all_get_an_error():
+    """Each asks for another number of segments: of a state, and of an op."""
+    x, weight = torch.ones(8, 16), torch.ones(8, 16)
     with tp_invariance(8 if dist.get_rank() else 0):
-        world = dist.get_world_size()
-        of_state = error_of(create_parallel_state, plan_groups(world_size=world, tensor=world))
-        x, weight = torch.ones(8, 16), torch.ones(8, 16)
-        of_op = error_of(ops.row_linear, x, weight, None, dist.group.WORLD)
-        return [of_state, of_op]
-
-
-def test_ranks_that_disagree_all_get_an_error(ranks2):
-    for of_state, of_op in ranks2.run(disagreeing):
-        for kind, text in (of_state, of_op):
-            assert kind in ("ParallelStateError", "ValueError"), text
-            assert f"{VARIABLE}=8" in text
+        with pytest.raises((ParallelStateError, ValueError), match=f"{VARIABLE}=8"):
+            create_parallel_state(plan_groups(world_size=2, tensor=2))
+        with pytest.raises(ValueError, match=f"{VARIABLE}=8"):
+            ops.row_linear(x, weight, None, dist.group.WORLD)

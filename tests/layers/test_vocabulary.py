@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.checks import error_of
 from tests.layers.small import cut, drawn, joined_world
 from tests.layers.worlds import posing
+from tests.on_ranks import on_ranks
 from tpkernels import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -67,42 +68,62 @@ def sharded(tied: bool, fused: bool, sequence_parallel: bool) -> list[Tensor]:
     return [loss.detach(), *(gradient[:VOCAB] for gradient in gradients)]
 
 
-def unlike_unsharded(tensor: int) -> list[str]:
-    """The ways that come to other losses or gradients."""
+@pytest.mark.parametrize(("world", "tensor"), [("ranks1", 1), ("ranks4", 4), ("ranks4", 2)])
+@on_ranks()
+def test_tables_heads_and_losses_are_the_unsharded_ones(tensor):
     joined_world(tensor)
-    wrong = []
     for tied, fused, sequence_parallel in product([False, True], repeat=3):
         ours, expected = sharded(tied, fused, sequence_parallel), unsharded(tied)
-        if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(ours, expected, strict=True)):
-            wrong.append(f"{tied=} {fused=} {sequence_parallel=}")
-    return wrong
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-def promises() -> dict[str, bool]:
-    """Promises of the layer, by name, and whether each is kept on this rank."""
-    initialize_model_parallel(dist.get_world_size())
+def seeded(**options: Any) -> VocabParallelEmbedding:
     torch.manual_seed(3)
-    layer = VocabParallelEmbedding(VOCAB, FEATURES, padding_idx=-1, dtype=torch.bfloat16)
-    ids = batch()[0]
-    y = layer(ids)
-    copied = copy.deepcopy(layer)
-    y.float().sum().backward()
-    start, stop = layer.vocab_start_index, layer.vocab_end_index
-    inside = start <= VOCAB - 1 < stop
-    kind, message = error_of(layer, ids + VOCAB)
-    split = VocabParallelEmbedding(VOCAB, FEATURES, sequence_parallel=True, state=layer.world.group)
-    with torch.no_grad():
-        split.weight.copy_(layer.weight)
-    target = batch()[1]
+    return VocabParallelEmbedding(VOCAB, FEATURES, **options)
 
-    fused = copy.deepcopy(split)
+
+@on_ranks(2)
+def test_embedding_has_a_dtype_a_padding_row_and_copies():
+    initialize_model_parallel(2)
+    layer = seeded(padding_idx=-1, dtype=torch.bfloat16)
+    ids, _ = batch()
+    y = layer(ids)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 == layer.weight.grad.dtype
+    assert not y[ids == VOCAB - 1].any()
+    padding = VOCAB - 1 - layer.vocab_start_index
+    if padding in range(layer.num_embeddings_per_partition):
+        assert not layer.weight[padding].any()
+        assert not layer.weight.grad[padding].any()
+    copied = copy.deepcopy(layer)
+    assert copied(ids).equal(y)
+    assert copied.weight.tensor_model_parallel
+    assert list(layer.state_dict()) == ["weight"]
+    split = seeded(padding_idx=-1, dtype=torch.bfloat16, sequence_parallel=True)
+    assert split(ids).equal(cut(0)(y))
+    with pytest.raises(ValueError, match="expected ids from 0 to 10"):
+        layer(ids + VOCAB)
+
+
+@on_ranks(2)
+def test_head_adds_its_gradient_to_main_grad():
+    initialize_model_parallel(2)
+    plain = seeded(sequence_parallel=True)
+    fused = copy.deepcopy(plain)
     fused.weight.main_grad = torch.ones_like(fused.weight)
     fused.weight.grad_added_to_main_grad = False
-    hidden = drawn((8, 3, FEATURES), 1)
-    for weight, fusion in ((split.weight, False), (fused.weight, True)):
-        linear_cross_entropy(
-            hidden, weight, target, vocab_size=VOCAB, gradient_accumulation_fusion=fusion
-        ).backward()
+    hidden, (_, target) = drawn((8, 3, FEATURES), 1), batch()
+    for layer in (plain, fused):
+        options = {"vocab_size": VOCAB, "gradient_accumulation_fusion": layer is fused}
+        linear_cross_entropy(hidden, layer.weight, target, **options).backward()
+    torch.testing.assert_close(fused.weight.main_grad - 1, plain.weight.grad, rtol=1e-5, atol=1e-6)
+    assert fused.weight.grad_added_to_main_grad
+
+
+@on_ranks(2)
+def test_a_table_and_both_losses_compile_in_one_graph():
+    initialize_model_parallel(2)
+    split, (ids, target) = seeded(sequence_parallel=True), batch()
 
     def model(ids: Tensor, target: Tensor) -> Tensor:
         hidden = split(ids)
@@ -114,29 +135,7 @@ def promises() -> dict[str, bool]:
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    return {
-        "compiled": torch.allclose(compiled(ids, target), model(ids, target)),
-        "fused": torch.allclose(fused.weight.main_grad - 1, split.weight.grad, atol=1e-6)
-        and fused.weight.grad_added_to_main_grad,
-        "dtype": y.dtype == torch.bfloat16 == layer.weight.grad.dtype,
-        "padding row": not inside
-        or not (layer.weight[VOCAB - 1 - start].any() or layer.weight.grad[VOCAB - 1 - start].any()),
-        "padding output": not y[ids == VOCAB - 1].any(),
-        "copy": torch.equal(copied(ids), y) and bool(copied.weight.tensor_model_parallel),
-        "error": kind == "ValueError" and "expected ids from 0 to 10" in message,
-        "sequence parallel": torch.equal(split(ids), cut(0)(y.float())),
-        "state dict": list(layer.state_dict()) == ["weight"],
-    }
-
-
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (4, 4), (4, 2)])
-def test_tables_heads_and_losses_are_the_unsharded_ones(request, ranks, tensor):
-    assert request.getfixturevalue(f"ranks{ranks}").run(unlike_unsharded, tensor) == [[]] * ranks
-
-
-def test_embedding_keeps_its_promises(ranks2):
-    for kept in ranks2.run(promises):
-        assert kept == dict.fromkeys(kept, True)
+    torch.testing.assert_close(compiled(ids, target), model(ids, target), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("unit", [1, 8])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_ as one_ranks_clip_grad_norm_
 from tests.checks import error_of
 from tests.layers.small import K, N, built, drawn, joined_world, tokens
 from tests.layers.worlds import posing
+from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import ColumnParallelLinear, RMSNorm, clip_grad_norm_, finalize_gradients, parallelize
 from tpkernels.buckets.safeguards import sums_of_bits
@@ -88,78 +89,84 @@ def other_data(interval: int) -> tuple[int, Said]:
     return steps_until_told(interval, 7, one_step)
 
 
-def of_another_model() -> Said:
-    """Optimizers of models that are not split, or of several tensor groups, are left alone."""
+@on_ranks(2)
+def test_optimizers_of_models_that_are_not_split_are_left_alone():
     plain = nn.Linear(4, 4)
     with torch.no_grad():
         plain.weight.fill_(dist.get_rank())
     plain.weight.grad = torch.ones(4, 4)
     with every(1):
-        return error_of(torch.optim.AdamW(plain.parameters()).step)
+        torch.optim.AdamW(plain.parameters()).step()
 
 
-def skipped_on_one_rank() -> Said:
-    """Rank 0 takes a step that the others skip, as each GradScaler decides for itself."""
-    block = built()
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-    with every(1), patch.object(watch.c10d, "default_timeout", lambda: timedelta(seconds=1)):
-        return error_of(optimizer.step) if dist.get_rank() == 0 else NOTHING
-
-
-def two_models() -> list[Said]:
-    """Each optimizer is counted by itself; only the second drifts. A parallelized model tells of itself."""
-    block = built()
-    torch.manual_seed(3)
-    model = parallelize(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)), plan={"1": "head"})
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (block, model))
-    said = []
-    with every(2):
-        for _ in range(2):
-            block(tokens()).square().mean().backward()
-            finalize_gradients(block)
-            said.append(error_of(first.step))
-            model[0].weight.grad = torch.full((4,), float(dist.get_rank()))
-            said.append(error_of(second.step))
-    return said
-
-
-def fewer_on_one_rank() -> Said:
-    """Rank 1 trains one copy less."""
-    block = built()
-    parameters = list(block.parameters())
-    block.norm.weight.requires_grad_(False)
-    kept = [p for p in parameters if p.requires_grad or dist.get_rank() == 0]
-    with every(1):
-        return error_of(torch.optim.SGD(kept, lr=0.1).step)
-
-
-def marked_experts() -> Said:
-    """Megatron's experts are each rank's own."""
+@on_ranks(2)
+def test_megatrons_experts_are_left_alone():
+    """They are each rank's own."""
     block = built()
     block.norm.weight.allreduce = False
     with torch.no_grad():
         block.norm.weight.mul_(1 + dist.get_rank())
     with every(1):
-        return error_of(torch.optim.SGD(block.parameters(), lr=0.1).step)
+        torch.optim.SGD(block.parameters(), lr=0.1).step()
 
 
-def shards_of_data_ranks() -> list[Said]:
-    """Under fully_shard over data-parallel ranks, copies are compared shard by shard."""
+@on_ranks(2)
+def test_a_step_that_one_rank_takes_alone_is_told():
+    """One that the others skip, as each GradScaler decides for itself."""
+    block = built()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    words = "rank 0 waited 1 s after 1 optimizer steps.*rank 1 took another number of steps, or died"
+    with every(1), patch.object(watch.c10d, "default_timeout", lambda: timedelta(seconds=1)):
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=words):
+                optimizer.step()
+
+
+@on_ranks(2)
+def test_each_optimizer_is_counted_by_itself():
+    """Only the second drifts. A parallelized model tells of itself."""
+    block = built()
+    torch.manual_seed(3)
+    model = parallelize(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)), plan={"1": "head"})
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (block, model))
+    drift = "^check_replicas: '0.weight' differs.*after 2 steps of the optimizer"
+    with every(2):
+        for step in (1, 2):
+            block(tokens()).square().mean().backward()
+            finalize_gradients(block)
+            first.step()
+            model[0].weight.grad = torch.full((4,), float(dist.get_rank()))
+            with pytest.raises(RuntimeError, match=drift) if step == 2 else nullcontext():
+                second.step()
+
+
+@on_ranks(2)
+def test_copies_that_a_rank_lacks_are_told():
+    block = built()
+    parameters = list(block.parameters())
+    block.norm.weight.requires_grad_(False)
+    kept = [p for p in parameters if p.requires_grad or dist.get_rank() == 0]
+    words = "tensor-parallel ranks hold different numbers of copies: 3 on rank 0, 2 on rank 1"
+    with every(1), pytest.raises(RuntimeError, match=words):
+        torch.optim.SGD(kept, lr=0.1).step()
+
+
+@on_ranks(4)
+def test_copies_under_fully_shard_are_compared_shard_by_shard():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = parallelize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), mesh, plan={"1": "head"})
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = []
-    with every(1):
-        for drifting in (False, True):
-            model(torch.ones(2, 8)).square().sum().backward()
-            for parameter in (p for p in model.parameters() if not Attributes.of(p).tensor_model_parallel):
-                parameter.grad.zero_()  # what it is without a sum over what follows is not the point here
-                if drifting:
-                    parameter.grad.add_(mesh.get_local_rank("tp"))
-            said.append(error_of(optimizer.step))
-    return said
+    drift = "'0.weight' differs between tensor-parallel ranks.*so do 1 more of 2 parameters"
+    for drifting in (False, True):
+        model(torch.ones(2, 8)).square().sum().backward()
+        for parameter in (p for p in model.parameters() if not Attributes.of(p).tensor_model_parallel):
+            parameter.grad.zero_()  # what it is without a sum over what follows is not the point here
+            if drifting:
+                parameter.grad.add_(mesh.get_local_rank("tp"))
+        with every(1), pytest.raises(RuntimeError, match=drift) if drifting else nullcontext():
+            optimizer.step()
 
 
 @once(drifting=[by_torch, unsummed, other_data], interval=[1, 3])
@@ -184,24 +191,6 @@ def test_it_looks_by_itself_and_can_be_switched_off(ranks2):
     assert ranks2.run(by_torch, 0) == [(7, NOTHING)] * 2
 
 
-def test_other_optimizers_are_left_alone(ranks2):
-    for unwatched in (of_another_model, marked_experts):
-        assert ranks2.run(unwatched) == [NOTHING] * 2
-
-
-def test_a_step_that_one_rank_takes_alone_is_told(ranks2):
-    (kind, text), second = ranks2.run(skipped_on_one_rank)
-    assert second == NOTHING
-    assert kind == "RuntimeError"
-    assert "rank 0 waited 1 s after 1 optimizer steps to compare copies" in text
-    assert "rank 1 took another number of steps, or died" in text
-
-
-def test_copies_that_a_rank_lacks_are_told(ranks2):
-    expected = "tensor-parallel ranks hold different numbers of copies: 3 on rank 0, 2 on rank 1"
-    assert ranks2.run(fewer_on_one_rank) == [("RuntimeError", expected)] * 2
-
-
 def test_a_store_that_ended_is_no_error(monkeypatch):
     """Rank 0, which may hold it, ends when its work is done."""
 
@@ -214,22 +203,6 @@ def test_a_store_that_ended_is_no_error(monkeypatch):
             RuntimeWarning, match="copies of parameters could not be compared: the store is gone"
         ):
             watch.Watch().look(([0, 1], []))
-
-
-def test_each_optimizer_is_counted_by_itself(ranks2):
-    for *fine, (kind, text) in ranks2.run(two_models):
-        assert fine == [NOTHING] * 3
-        assert kind == "RuntimeError"
-        assert text.startswith("check_replicas: '0.weight' differs")
-        assert "after 2 steps of the optimizer" in text
-
-
-def test_copies_under_fully_shard_are_compared(ranks4):
-    for fine, (kind, text) in ranks4.run(shards_of_data_ranks):
-        assert fine == NOTHING
-        assert kind == "RuntimeError"
-        assert "'0.weight' differs between tensor-parallel ranks" in text
-        assert "so do 1 more of 2 parameters" in text
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16", "float16", "complex64", "complex128"])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.layers.small import cut_of, gradient_of
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS, TARGETS
+from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import GPT, initialize_model_parallel, model_config
 
@@ -158,8 +159,8 @@ def test_every_dtype_is_as_exact_as_on_one_rank(shape, dtype, options, ranks, re
         assert {name: error for name, error in found.items() if not error < 1} == {}
 
 
-def citizen():
-    """What models are put through besides a step."""
+@on_ranks(2)
+def test_accumulation_evaluation_and_autocast():
     initialize_model_parallel(torch.distributed.get_world_size())
     model = built("llama", sequence_parallel=True, dtype=torch.float32)
     parameters = list(model.parameters())
@@ -182,11 +183,8 @@ def citizen():
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(cast, parameters))
 
 
-def test_accumulation_evaluation_and_autocast(ranks2):
-    ranks2.run(citizen)
-
-
-def compiled():
+@on_ranks(2)
+def test_compiles_whole():
     initialize_model_parallel(torch.distributed.get_world_size())
     torch._dynamo.reset()
     torch.manual_seed(4)
@@ -196,10 +194,6 @@ def compiled():
         loss = call(IDS, TARGETS)
         found.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
-
-
-def test_compiles_whole(ranks2):
-    ranks2.run(compiled)
 
 
 def test_mistakes_are_told():

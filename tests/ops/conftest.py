@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.ranks import RankPool
 from tpkernels.dispatch import backends
 
 
@@ -22,18 +21,6 @@ def by(request: pytest.FixtureRequest) -> str:
 def backend(by: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(backends, "backend", by)
     return by
-
-
-@pytest.fixture(params=["ranks1", "ranks2", "ranks4"])
-def world(request: pytest.FixtureRequest) -> str:
-    """Tests may parametrize it."""
-    return str(request.param)
-
-
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest, world: str) -> RankPool:
-    pool: RankPool = request.getfixturevalue(world)
-    return pool
 
 
 @pytest.fixture(autouse=True)

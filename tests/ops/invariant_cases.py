@@ -162,7 +162,7 @@ def _head(s: Setting) -> dict[str, Whole]:
     return {"loss": (loss.detach(), None), "dhidden": (hidden.grad, tokens), "dweight": (dweight, 0)}
 
 
-def _norm(s: Setting) -> dict[str, Whole]:
+def norm(s: Setting) -> dict[str, Whole]:
     tokens = 0 if s.sequence_parallel else None
     group = dist.group.WORLD if s.sequence_parallel else None
     x = leaf(drawn(1, s.tokens, BATCH, K), tokens, s.dtype)
@@ -197,7 +197,7 @@ PROGRAMS: dict[str, Callable[[Setting], dict[str, Whole]]] = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "head": _head,
-    "norm": _norm,
+    "norm": norm,
     "heads": _heads,
 }
 
@@ -212,50 +212,13 @@ def hashes(count: int, asked: list[tuple[str, Setting]]) -> list[dict[str, str]]
     """Of each program's results as one rank would have them; of any bit."""
     with tp_invariance(count):
         return [
-            {name: _hash(whole_of(result)) for name, result in PROGRAMS[program](setting).items()}
+            {name: hash_of(whole_of(result)) for name, result in PROGRAMS[program](setting).items()}
             for program, setting in asked
         ]
 
 
-def _hash(whole: Tensor | None) -> str:
+def hash_of(whole: Tensor | None) -> str:
     if whole is None:
         return ""
     assert whole.isfinite().all()
     return hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-
-
-def norm_over_ranks(kind: str) -> dict[str, float]:
-    """Without the mode: how far gradients over the group are from those of all tokens, relative to these."""
-    setting = Setting(sequence_parallel=True, option=kind)
-    found = {name: whole_of(result) for name, result in _norm(setting).items()}
-    alone = {name: result for name, (result, _) in _norm(Setting(option=kind)).items()}
-    pairs = {name: (found[name], alone[name]) for name in ("dweight", "dbias", "dx")}
-    return {
-        name: float((ours - theirs).norm() / theirs.norm())
-        for name, (ours, theirs) in pairs.items()
-        if ours is not None and theirs is not None
-    }
-
-
-def refusals() -> list[str]:
-    """What ops that TP-invariance cannot serve say, on this rank."""
-    from tpkernels.ops.tensor_parallel import mappings
-
-    group, x = dist.group.WORLD, torch.ones(8, 24, requires_grad=True)
-    refused: list[Callable[[], object]] = [
-        lambda: ops.column_linear(x, torch.ones(9, 24), None, group),
-        lambda: ops.row_linear(torch.ones(8, 22), torch.ones(8, 22), None, group),
-        lambda: ops.vocab_embedding(torch.zeros(8, dtype=torch.int64), torch.ones(9, 24), group),
-        lambda: ops.rms_norm(torch.ones(3, 24, requires_grad=True), torch.ones(24), group=group),
-        lambda: mappings.copy_to_region(x, group),
-        lambda: mappings.reduce_from_region(x, group),
-    ]
-    said = []
-    with tp_invariance(8 if dist.get_world_size() < 4 else 2):
-        for call in refused if dist.get_world_size() < 4 else refused[:1]:
-            try:
-                call()
-                said.append("nothing")
-            except ValueError as error:
-                said.append(str(error))
-    return said

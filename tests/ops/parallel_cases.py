@@ -91,7 +91,7 @@ def whole_results(
     """y and the gradients of an unsharded function, in `dtype`."""
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in named.items()}
     y = function(**leaves)
-    y.backward(dy.to(dtype))
+    y.backward(dy.to(y.dtype))
     return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
@@ -113,6 +113,16 @@ def split(dim: int) -> Callable[[Tensor], Tensor]:
 
 def same(t: Tensor) -> Tensor:
     return t
+
+
+def equal(ours: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(ours) == len(expected) and all(map(torch.equal, ours, expected))
+
+
+def close(ours: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
+    return len(ours) == len(expected) and all(
+        float((a - b).norm()) <= tolerance * float(b.norm()) for a, b in zip(ours, expected, strict=True)
+    )
 
 
 def leaf(t: Tensor) -> Tensor:

@@ -2,73 +2,154 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.ops import auto_cases as cases
+from tests.on_ranks import on_ranks
+from tests.ops.parallel_behaviour import block, operands_of, with_gradients
+from tests.ops.parallel_cases import Setting, close, prepare
+from tests.ops.transport_cases import heard, using
 from tpkernels.comm import schedule
+from tpkernels.comm.calls import GroupCalls
 from tpkernels.comm.schedule import worth_sharing
+from tpkernels.comm.transports import select
+from tpkernels.dispatch import backends
+from tpkernels.ops.tensor_parallel.parallel import start_rows, start_sum
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the CPU is shared")
 
 KIB = 1024
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
-def test_ranks_of_one_machine_share_memory(ranks2):
-    for purposes, off, said in ranks2.run(cases.block_over, "one machine"):
-        assert purposes == ["gathers", "reduces"]
-        assert off < 1e-6
-        assert len(said) == len(set(said)), "a line for each new shape"
-        assert "gathers of 8 x 24 float32 a rank, process group" in said[0]
-        assert said[0].endswith("of 2 ranks: shared (all ranks are on one machine)")
+def opened(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, int]]]:
+    """(what it is for, the shape of a shard) of each exchange that is open."""
+    return [key[:2] for key in select._of_group[id(group)]._open]
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    {
-        "two machines": "ranks are on 2 machines",
-        "two networks": "ranks are on 2 machines",
-        "interpreted on one rank": "rank 1: TPKERNELS_BACKEND=triton, whose kernels would wait",
-        "no tags": "its backend is not gloo",
-        "small": "it is small",
-    }.items(),
-)
-def test_what_one_rank_knows_decides_for_all(ranks2, how, why):
-    for purposes, off, said in ranks2.run(cases.block_over, how):
+def told_of_a_block(place: str, as_this_rank: AbstractContextManager[object]) -> tuple[list[str], list[str]]:
+    """(what exchanges are for that a block opens, lines of the log), if its numbers are those of c10d."""
+    operands = operands_of(0)
+    with using("c10d"):
+        run = partial(block, sequence_parallel=True, group=dist.new_group())
+        expected = with_gradients(run, operands)
+    group = dist.new_group()
+    with using(f"auto{place}"), as_this_rank, heard("tpkernels.choices") as said:
+        found = with_gradients(partial(block, sequence_parallel=True, group=group), operands)
+    assert close(found, expected, 1e-6)
+    return sorted({purpose for purpose, _ in opened(group)}), said
+
+
+def _moved(group: dist.ProcessGroup, dtype: torch.dtype, rows: int, cols: int = 8) -> bool:
+    """Whether a gather, a reduce and an all-reduce of so many rows a rank are exact; whole numbers are."""
+    rank, ranks = dist.get_rank(group), group.size()
+    shards = [(torch.arange(rows * cols).view(rows, cols) % 7 + owner).to(dtype) for owner in range(ranks)]
+    full = torch.cat(shards)
+    gathered = start_rows("op", "x", shards[rank], group).wait()
+    options: dict[str, Any] = {"like": full, "group": group, "overlap": True}
+
+    def partial_of(chunk: slice) -> Tensor:
+        return full[chunk] * (rank + 1)
+
+    count, times = full.shape[0], sum(range(1, ranks + 1))
+    ours = start_sum("op", partial_of, count, cols, scatter=True, **options).wait()
+    total = start_sum("op", partial_of, count, cols, scatter=False, **options).wait()
+    return bool(gathered.equal(full) and ours.equal(shards[rank] * times) and total.equal(full * times))
+
+
+@on_ranks()
+@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
+def test_tensors_of_all_kinds_arrive():
+    """Those that have bytes through shared memory: a gather and a reduce of each dtype are open."""
+    prepare(Setting())
+    group, odd = dist.group.WORLD, torch.ones(5, 8)
+    with using("auto"):
+        for dtype in DTYPES:
+            assert _moved(group, dtype, 4), dtype
+        assert _moved(group, torch.float32, 0), "no rows"
+        assert _moved(group, torch.float32, 4, 0), "no columns"
+        total = start_sum("op", odd.__getitem__, 5, 8, odd, group, scatter=False, overlap=True).wait()
+        assert total.equal(odd * group.size()), "rows that ranks do not divide"
+        assert len(opened(group)) == 2 * len(DTYPES)
+
+
+@on_ranks(2)
+def test_lengths_that_change_close_nothing():
+    prepare(Setting())
+    group = dist.group.WORLD
+    with using("auto"), patch.object(select, "MOST_OPEN", 3), heard("tpkernels.choices") as said:
+        x = torch.ones(1, 64)
+        for rows in (2, 3, 4, 5, 6, 2, 5):
+            gathered = start_rows("op", "x", x.expand(rows, 64), group).wait()
+            assert gathered.equal(x.expand(rows * group.size(), 64))
+        assert [rows for _, (rows, _) in opened(group)] == [2, 3, 4]
+    assert [line.endswith("c10d (3 shapes are open)") for line in said] == [False] * 3 + [True] * 2
+
+
+@on_ranks(2)
+def test_an_all_reduce_is_all_shared_or_not_at_all():
+    """Whether or not all that it needs may be open."""
+    prepare(Setting())
+    for most, purposes in ((1, ["gathers"]), (2, ["gathers", "reduces"])):
+        group = dist.new_group()
+        with using("auto"), patch.object(select, "MOST_OPEN", most):
+            start_rows("op", "x", torch.ones(4 * most, 8), group).wait()  # opens a gather
+            x = torch.ones(16 * group.size(), 8)
+            total = start_sum("op", x.__getitem__, *x.shape, x, group, scatter=False, overlap=True).wait()
+            assert total.equal(x * group.size())
+        assert [purpose for purpose, _ in opened(group)] == purposes
+
+
+@on_ranks(2)
+def test_memory_that_one_rank_lacks_is_a_line_in_the_log_of_all():
+    prepare(Setting())
+    fail, group = patch.object(os, "ftruncate", side_effect=MemoryError("planted")), dist.group.WORLD
+    with using("auto"), heard("tpkernels.comm") as said:
+        with fail if dist.get_rank() == 1 else nullcontext():
+            assert _moved(group, torch.float32, 4)
+        assert _moved(group, torch.float32, 6), "also when there would be memory again"
+        assert opened(group) == []
+    (line,) = said
+    assert "rank 1 cannot take part: MemoryError: planted; what has no shared memory" in line
+
+
+@on_ranks(2)
+def test_ranks_of_one_machine_share_memory():
+    prepare(Setting())
+    purposes, said = told_of_a_block("", nullcontext())
+    assert purposes == ["gathers", "reduces"]
+    assert len(said) == len(set(said)), "a line for each new shape"
+    assert "gathers of 8 x 24 float32 a rank, process group" in said[0]
+    assert said[0].endswith("of 2 ranks: shared (all ranks are on one machine)")
+
+
+@on_ranks(2)
+def test_what_one_rank_knows_decides_for_all():
+    rank = dist.get_rank()
+    other_network = patch.object(os, "readlink", lambda path: f"{path} of {rank}")
+    interpreted = patch.object(backends, "backend", "triton" if rank else "torch")
+    untagged = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
+    for place, as_this_rank, small_pieces, why in (
+        (" apart", nullcontext(), True, "ranks are on 2 machines"),
+        ("", other_network, True, "ranks are on 2 machines"),
+        ("", interpreted, True, "rank 1: TPKERNELS_BACKEND=triton, whose kernels would wait"),
+        ("", untagged, True, "its backend is not gloo"),
+        ("", nullcontext(), False, "it is small"),
+    ):
+        prepare(Setting(small_pieces=small_pieces))
+        purposes, said = told_of_a_block(place, as_this_rank)
         assert purposes == []
-        assert off < 1e-6
         assert said
         for line in said:
             assert f"of 2 ranks: c10d ({why}" in line
-
-
-@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
-def test_tensors_of_all_kinds_arrive(request, world):
-    ranks = request.getfixturevalue(world)
-    for exact, opened in ranks.run(cases.all_kinds_of_tensors):
-        assert set(exact.values()) == {True}, exact
-        assert opened == 2 * len(cases.DTYPES)
-
-
-def test_lengths_that_change_close_nothing(ranks2):
-    for exact, rows, said in ranks2.run(cases.more_shapes_than_may_be_open):
-        assert exact == [True] * 7
-        assert rows == [2, 3, 4]
-        assert [line.endswith("c10d (3 shapes are open)") for line in said] == [False] * 3 + [True] * 2
-
-
-def test_an_all_reduce_is_all_shared_or_not_at_all(ranks2):
-    for exact, open_for in ranks2.run(cases.sums_that_are_half_open):
-        assert exact == [True, True]
-        assert open_for == ["gathers", "gathers reduces"]
-
-
-def test_memory_that_one_rank_lacks_is_a_line_in_the_log_of_all(ranks2):
-    for exact, said, opened in ranks2.run(cases.cannot_open_on_one_rank):
-        assert exact == [True, True]
-        (line,) = said
-        assert "rank 1 cannot take part: MemoryError: planted; what has no shared memory" in line
-        assert opened == 0
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import ACTIVATIONS
 
 BACKENDS = ["torch", "triton"]
+NAMED = {param.id: param.values[0] for param in EACH_KIND if not param.marks}
 IN_FP8 = [param for param in EACH_KIND if "quantize" in getattr(param.values[0].op, "keywords", {})]
-PLAIN = [param for param in EACH_KIND if param not in IN_FP8]
 
 
 def saved_bytes(function, *operands) -> int:
@@ -80,7 +80,7 @@ def test_linear_saves_nothing_for_frozen_parameters(backend, device):
     assert [t is not None for t in y.grad_fn.saved_tensors] == [False, True, False]
 
 
-@pytest.mark.parametrize("case", EACH_KIND)
+@once(case=NAMED, by=BACKENDS)
 def test_without_gradients_nothing_is_kept_and_bits_are_the_same(case, backend, device):
     operands = case.operands((5,), torch.float32, device)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_without_gradients_nothing_is_kept_and_bits_are_the_same(case, backend, 
     assert torch.equal(plain, recorded)
 
 
-@once(case={param.id: param.values[0] for param in EACH_KIND if not param.marks}, by=BACKENDS)
+@once(case=NAMED, by=BACKENDS)
 def test_each_combination_of_required_gradients(case, backend, device):
     """What is not asked for is left alone, and the rest has the bits that it has with all."""
     operands = case.operands((3,), torch.float32, device)
@@ -141,7 +141,7 @@ def test_autocast_leaves_float64_and_norms_alone(backend, device):
         assert ops.layer_norm(x.bfloat16(), *wide).dtype == torch.bfloat16
 
 
-@once(case={param.id: param.values[0] for param in EACH_KIND if not param.marks}, by=BACKENDS)
+@once(case=NAMED, by=BACKENDS)
 def test_compiled_op_computes_and_saves_what_the_eager_one_does(case, backend, device):
     """Without graph breaks, for any number of tokens; h of an MLP is computed again in both."""
     compiled = torch.compile(case.op, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -197,7 +197,7 @@ def test_a_weight_changed_before_backward_is_torchs_error(case):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("case", EACH_KIND)
+@once(case=NAMED, by=BACKENDS)
 def test_forward_mode_is_a_clear_error(case, backend, device):
     """Kernels would drop the tangent."""
     x, *others = case.operands((5,), torch.float32, device)

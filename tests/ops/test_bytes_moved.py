@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_cases import Setting, leaf, prepare
 from tpkernels import ops
 from tpkernels.dispatch import primitives
@@ -111,30 +113,28 @@ def mlp(setting: Setting) -> tuple[Passes, Passes]:
     return _passes(forward, features), _passes(backward, features)
 
 
-def column(setting: Setting) -> Passes:
-    """Forward of column_linear: passes over y and z."""
-    prepare(setting)
-    ranks = dist.get_world_size()
-    features = BETWEEN // ranks
-    x, weight = leaf(torch.randn(TOKENS // ranks, IN)), leaf(torch.randn(features, IN))
-    with BytesMoved(between(features, IN)) as counted:
-        column_linear(
-            *(x, weight, None, dist.group.WORLD),
-            activation=setting.activation,
-            sequence_parallel=True,
-            overlap=setting.overlap,
-        )
-    return _passes(counted, features)
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_column_linear_copies_nothing(overlap):
+    """In forward: passes over y and z."""
+    features = BETWEEN // dist.get_world_size()
+    for activation, expected in ((None, {"mm": 1}), ("gelu", {"mm": 1, "gelu": 2})):
+        prepare(Setting())
+        x, weight = leaf(torch.randn(TOKENS // 2, IN)), leaf(torch.randn(features, IN))
+        options = {"activation": activation, "sequence_parallel": True, "overlap": overlap}
+        with BytesMoved(between(features, IN)) as counted:
+            column_linear(x, weight, None, dist.group.WORLD, **options)
+        assert _passes(counted, features) == expected
 
 
-def mlp_that_copies(setting: Setting) -> tuple[Passes, Passes]:
-    """A planted fault: results are computed beside, and copied to where they belong."""
-    into = primitives.into
-    primitives.into = copied_into  # type: ignore[assignment]
-    try:
-        return mlp(setting)
-    finally:
-        primitives.into = into
+@on_ranks(2)
+def test_a_copy_would_be_counted():
+    """Results are computed beside, and copied to where they belong: one reads and one writes each."""
+    with patch.object(primitives, "into", copied_into):
+        for activation, results, gradients in (("gelu_tanh", 2, 1), ("swiglu", 3, 3)):
+            forward, backward = mlp(Setting(activation=activation))
+            assert forward["copy_"] == 2 * results
+            assert backward["copy_"] == 2 * gradients
 
 
 WAYS = {
@@ -172,26 +172,12 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("activation", FORWARD)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_parallel_mlp_copies_nothing_between_its_products(ranks2, way, activation):
-    setting = Setting(activation=activation, **way)
-    assert ranks2.run(mlp, setting) == [(FORWARD[activation], BACKWARD[activation])] * 2
-
-
-def test_a_copy_would_be_counted(ranks2):
-    """One that reads and one that writes each result."""
-    for activation, results, gradients in (("gelu_tanh", 2, 1), ("swiglu", 3, 3)):
-        for forward, backward in ranks2.run(mlp_that_copies, Setting(activation=activation)):
-            assert forward["copy_"] == 2 * results
-            assert backward["copy_"] == 2 * gradients
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_column_linear_copies_nothing(ranks2, overlap):
-    for activation, expected in ((None, {"mm": 1}), ("gelu", {"mm": 1, "gelu": 2})):
-        setting = Setting(activation=activation, overlap=overlap)
-        assert ranks2.run(column, setting) == [expected] * 2
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@on_ranks(2)
+def test_parallel_mlp_copies_nothing_between_its_products(way):
+    for activation in FORWARD:
+        found = mlp(Setting(activation=activation, **way))
+        assert found == (FORWARD[activation], BACKWARD[activation])
 
 
 def test_dx_of_a_gated_unit_is_written_and_added_to_once():

@@ -1,11 +1,13 @@
 """Which choosers are given the store of the world, and when."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 from tpkernels.ops.tensor_parallel import choices, parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 
@@ -37,16 +39,10 @@ def test_the_chooser_of_a_gpu_is_given_the_worlds_store(device, resolved, given,
     assert chooser.given == given
 
 
-def calls_that_ask() -> list[str]:
-    asked = []
-    real, parallel.agree_choices = parallel.agree_choices, lambda device: asked.append(device.type)
-    try:
+@on_ranks(2)
+def test_a_group_asks_once_for_each_kind_of_call():
+    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    with patch.object(parallel, "agree_choices") as asked:
         for _ in range(3):
-            column_linear(torch.ones(2, 4), torch.ones(3, 4), None, dist.group.WORLD, sequence_parallel=True)
-    finally:
-        parallel.agree_choices = real
-    return asked
-
-
-def test_a_group_asks_once_for_each_kind_of_call(ranks2: RankPool):
-    assert ranks2.run(calls_that_ask) == [["cpu"], ["cpu"]]
+            column_linear(x, weight, None, dist.group.WORLD, sequence_parallel=True)
+    asked.assert_called_once_with(torch.device("cpu"))

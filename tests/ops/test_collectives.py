@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from tests.on_ranks import on_ranks
 from tests.ops import test_mappings as region_cases
 from tests.ops.parallel_behaviour import message_of, operands_of
 from tests.ops.parallel_cases import Setting, assert_within, run_all
@@ -48,84 +49,44 @@ def collectives(rounds: int | None) -> Iterator[None]:
             yield
 
 
-def wrong_moves(rounds: int, dtypes: list[torch.dtype]) -> list[str]:
-    """Gathers, reduces and all-reduces that differ by a bit from those point to point."""
-    group, wrong = dist.group.WORLD, []
-    rank, ranks = group.rank(), group.size()
-    exchange = Collectives(rounds)
-    for (count, cols), dtype in product([(32, 6), (7, 3), (1, 5), (0, 4), (8, 0)], dtypes):
-        torch.manual_seed(rank)
-        partial, bias = torch.randn(count, cols).to(dtype), torch.ones(cols).to(dtype)
-        own = partial[slice(*bounds(count, ranks, rank))]
-
-        def moved(exchange: Any, partial: Tensor = partial, own: Tensor = own, bias: Tensor = bias) -> Any:
-            (count, cols), part = partial.shape, partial.__getitem__
-            gathering, reducing, arriving, summing = (begin("op", f"{n}", group) for n in range(4))
-            one = Collectives(1) if exchange is not C10D else C10D
-            full = torch.empty_like(partial)
-            for where, arrived in Gathering(arriving, own, count, exchange).arrivals():
-                full[where] = arrived
-            return {
-                "gather": Gathering(gathering, own, count, exchange).wait(),
-                "arrivals": full,
-                "reduce": Reducing(reducing, part, count, cols, partial, bias, exchange).wait(),
-                "sum": all_reducing(summing, part, count, cols, partial, bias, exchange, one).wait(),
-            }
-
-        ours, expected = moved(exchange), moved(C10D)
-        wrong += [
-            f"{name} of {(count, cols)} {dtype}"
-            for name in ours
-            if not torch.equal(ours[name], expected[name])
-        ]
-    return wrong
-
-
 def results_by_collectives(rounds: int, name: str, settings: Sequence[Setting]) -> list[dict[str, float]]:
     with collectives(rounds):
         return run_all(name, settings)
 
 
-def wrong_regions(rounds: int) -> list[str]:
-    """Regions that do not mean what they say."""
-    with collectives(rounds):
-        return region_cases.wrong_regions([(8, 4), (12,), (4, 0)], [torch.bfloat16, torch.int64])
+@on_ranks(2)
+def test_regions_go_by_collectives():
+    for rounds in (1, 2):
+        with collectives(rounds):
+            wrong = region_cases.wrong_regions([(8, 4), (12,), (4, 0)], [torch.bfloat16, torch.int64])
+        assert wrong == [], rounds
 
 
-def sums_of_kernels() -> list[str]:
-    """What the kernel sums otherwise than torch does."""
-    group, wrong = dist.group.WORLD, []
-    ranks = group.size()
+@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
+@on_ranks()
+def test_one_kernel_sums_to_the_bits_of_torch():
+    group = dist.group.WORLD
+    sizes, dtypes = [(16, 6), (7, 3), (64, 1), (0, 4)], [torch.float32, torch.bfloat16]
     with patch.object(backends, "backend", "triton"):
-        for (count, cols), dtype in product(
-            [(16, 6), (7, 3), (64, 1), (0, 4)], [torch.float32, torch.bfloat16]
-        ):
+        for (count, cols), dtype, has_bias in product(sizes, dtypes, (False, True)):
             torch.manual_seed(group.rank())
-            partial = torch.randn(count, cols).to(dtype)
-            for bias in (None, torch.ones(cols).to(dtype)):
-                waits = waits_for("op", Collectives(1), partial)
-                assert waits is KERNEL_SUMS
-                assert waits_for("op", C10D, partial) is not KERNEL_SUMS
-                totals = [
-                    Reducing(
-                        begin("op", "sum", group),
-                        partial.__getitem__,
-                        count,
-                        cols,
-                        partial,
-                        bias,
-                        Collectives(1),
-                        waiting,
-                    ).wait()
-                    for waiting in (waits, rows.HOST_WAITS)
-                ]
-                if not torch.equal(*totals):
-                    wrong.append(f"{(count, cols)} {dtype} of {ranks}")
-    return wrong
+            partial, bias = torch.randn(count, cols).to(dtype), torch.ones(cols).to(dtype)
+            waits = waits_for("op", Collectives(1), partial)
+            assert waits is KERNEL_SUMS
+            assert waits_for("op", C10D, partial) is not KERNEL_SUMS
+            totals = []
+            for waiting in (waits, rows.HOST_WAITS):
+                call, part = begin("op", "sum", group), partial.__getitem__
+                added = bias if has_bias else None
+                reducing = Reducing(call, part, count, cols, partial, added, Collectives(1), waiting)
+                totals.append(reducing.wait())
+            assert torch.equal(*totals), f"{(count, cols)} {dtype}"
 
 
-def backend_summed(scatter: bool) -> tuple[list[float], list[float], str]:
-    """A sum by the backend, today's, and what is said where tensors lie on the CPU."""
+@pytest.mark.parametrize("scatter", [True, False])
+@on_ranks(2)
+def test_the_backend_sums_if_it_is_told_to(scatter):
+    """It is refused where tensors lie on the CPU."""
     group = dist.group.WORLD
     torch.manual_seed(group.rank())
     x, w, _ = operands_of(group.rank())
@@ -136,13 +97,15 @@ def backend_summed(scatter: bool) -> tuple[list[float], list[float], str]:
 
     expected = y()
     with patch.object(parallel, "backend_sums", True):
-        refused = message_of(y)
+        words = "^row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors on"
+        with pytest.raises(ValueError, match=words):
+            y()
         with patch.object(parallel, "require_backend_sums", lambda *_: None):
-            found = y()
-    return found.flatten().tolist(), expected.flatten().tolist(), refused
+            torch.testing.assert_close(y(), expected, rtol=1e-5, atol=1e-5)
 
 
-def options_differ() -> str:
+@on_ranks(2)
+def test_ranks_that_differ_in_who_sums_are_refused():
     """One rank alone lets the backend sum, on a backend without tags."""
     group, ours = dist.group.WORLD, dist.get_rank() == 1
     with (
@@ -153,46 +116,53 @@ def options_differ() -> str:
     ):
         x = torch.randn(4, 8)
         column_linear(x, x, None, group, sequence_parallel=True)  # now all agree on the transport
-        return message_of(lambda: row_linear(x, x, None, group, sequence_parallel=True))
+        message = message_of(lambda: row_linear(x, x, None, group, sequence_parallel=True))
+    assert "rank 0 has row_linear: shards of the sum (4, 4)" in message
+    assert "rank 1 has row_linear: shards of the sum by the backend (4, 4)" in message
 
 
-def rounds_differ() -> str:
+@on_ranks(2)
+def test_ranks_that_cut_otherwise_are_refused():
     """Weight shards of two sizes, of which one fills a GPU often enough, on a backend without tags."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    with (
-        patch.object(GroupCalls, "matches_tags", lambda self, device: False),
-        collectives(1 + rank),
-    ):
+    with patch.object(GroupCalls, "matches_tags", lambda self, device: False), collectives(1 + rank):
         x = torch.randn(4, 8)
-        return message_of(lambda: column_linear(x, x, None, group, sequence_parallel=True))
+        message = message_of(lambda: column_linear(x, x, None, group, sequence_parallel=True))
+    assert "rank 0 has column_linear: gather of x (4, 8)" in message
+    assert "rank 1 has column_linear: gather of x in 2 rounds (4, 8)" in message
 
 
-def messages(transport: str, overlap: bool) -> tuple[list[int], list[int], bool]:
-    """To whom a gather and a reduce of four chunks a shard send, and whether these are right."""
+@pytest.mark.parametrize("transport", ["c10d", "shared", "shared apart"])
+@on_ranks(4)
+def test_without_overlap_each_peer_gets_one_message(transport):
+    """With it, there are four chunks to a shard; in both, a gather and a reduce are right."""
     group, sent = dist.group.WORLD, list[int]()
     ranks, rank = group.size(), group.rank()
     owner, name = (HostExchange, "put") if transport == "shared" else (c10d.Transfers, "exchange")
     original = getattr(owner, name)
+    peers = [peer for peer in range(4) if peer != rank and (transport != "shared apart" or (peer - rank) % 2)]
 
     def counted(self: Any, to: int, *arguments: Any) -> Any:
         travels = isinstance(arguments[0], slice) or arguments[0].numel()
         sent.extend([to] if to != rank and travels else [])
         return original(self, to, *arguments)
 
-    x, w, found, right = torch.full((4, 8), rank + 1.0), torch.eye(8), [], True
+    x, w = torch.full((4, 8), rank + 1.0), torch.eye(8)
     ops = [
         (column_linear, x, torch.cat([torch.full((4, 8), r + 1.0) for r in range(ranks)])),
         (row_linear, x.repeat(ranks, 1), torch.full((4, 8), ranks * (ranks + 1) / 2)),
     ]
     with using(transport), patch.object(schedule, "LEAST_BYTES", 32):
-        for op, argument, expected in ops:
+        for overlap, (op, argument, expected) in product((False, True), ops):
             for _ in range(2):  # exchanges are opened by the first
                 sent.clear()
                 with patch.object(owner, name, counted):
                     y = op(argument, w, None, group, sequence_parallel=True, overlap=overlap)
-            found.append(sorted(sent))
-            right = right and torch.equal(y, expected)
-    return found[0], found[1], right
+            assert y.equal(expected)
+            if not overlap:
+                assert sorted(sent) == peers
+            elif op is column_linear:
+                assert len(sent) == 4 * len(peers)
 
 
 class Work:
@@ -315,10 +285,34 @@ T, K, N, R = 8192, 4096, 1792, 8
 
 
 @pytest.mark.parametrize(("world", "rounds"), WORLDS)
-def test_rows_move_as_they_do_point_to_point(ranks, rounds):
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
-    for wrong in ranks.run(wrong_moves, rounds, dtypes):
-        assert wrong == []
+@on_ranks()
+def test_rows_move_as_they_do_point_to_point(rounds):
+    """Gathers, reduces and all-reduces, to the bit."""
+    group = dist.group.WORLD
+    rank, ranks = group.rank(), group.size()
+    by_collectives, sizes = Collectives(rounds), [(32, 6), (7, 3), (1, 5), (0, 4), (8, 0)]
+    for (count, cols), dtype in product(sizes, [torch.float32, torch.bfloat16, torch.float64, torch.int64]):
+        torch.manual_seed(rank)
+        partial, bias = torch.randn(count, cols).to(dtype), torch.ones(cols).to(dtype)
+        own = partial[slice(*bounds(count, ranks, rank))]
+
+        def moved(exchange: Any, partial: Tensor = partial, own: Tensor = own, bias: Tensor = bias) -> Any:
+            (count, cols), part = partial.shape, partial.__getitem__
+            gathering, reducing, arriving, summing = (begin("op", f"{n}", group) for n in range(4))
+            one = Collectives(1) if exchange is not C10D else C10D
+            full = torch.empty_like(partial)
+            for where, arrived in Gathering(arriving, own, count, exchange).arrivals():
+                full[where] = arrived
+            return {
+                "gather": Gathering(gathering, own, count, exchange).wait(),
+                "arrivals": full,
+                "reduce": Reducing(reducing, part, count, cols, partial, bias, exchange).wait(),
+                "sum": all_reducing(summing, part, count, cols, partial, bias, exchange, one).wait(),
+            }
+
+        ours, expected = moved(by_collectives), moved(C10D)
+        for name, rows_moved in ours.items():
+            assert rows_moved.equal(expected[name]), f"{name} of {(count, cols)} {dtype}"
 
 
 @pairwise(place=["2 ranks, 1 round", "2 ranks, 2 rounds", "4 ranks, 4 rounds"], name=["column", "row", "mlp"])
@@ -327,49 +321,6 @@ def test_ops_give_the_unsharded_numbers(request, place, name):
     activation = "swiglu" if name == "mlp" else None
     settings = [Setting(activation=activation, sequence_parallel=p, overlap=o) for p, o in WAYS]
     assert_within(ranks.run(results_by_collectives, rounds, name, settings), settings)
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_regions_go_by_collectives(ranks2, rounds):
-    assert ranks2.run(wrong_regions, rounds) == [[], []]
-
-
-@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
-def test_one_kernel_sums_to_the_same_bits(ranks):
-    for wrong in ranks.run(sums_of_kernels):
-        assert wrong == []
-
-
-@pytest.mark.parametrize("scatter", [True, False])
-def test_the_backend_sums_if_it_is_told_to(ranks2, scatter):
-    for found, expected, refused in ranks2.run(backend_summed, scatter):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        assert refused.startswith(
-            "ValueError: row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors on"
-        )
-
-
-def test_ranks_that_differ_in_who_sums_are_refused(ranks2):
-    for message in ranks2.run(options_differ):
-        assert "rank 0 has row_linear: shards of the sum (4, 4)" in message
-        assert "rank 1 has row_linear: shards of the sum by the backend (4, 4)" in message
-
-
-def test_ranks_that_cut_otherwise_are_refused(ranks2):
-    for message in ranks2.run(rounds_differ):
-        assert "rank 0 has column_linear: gather of x (4, 8)" in message
-        assert "rank 1 has column_linear: gather of x in 2 rounds (4, 8)" in message
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shared", "shared apart"])
-def test_without_overlap_each_peer_gets_one_message(ranks4, transport):
-    beside = {"c10d": 1, "shared": 1, "shared apart": 2}[transport]  # of these, ranks on other machines
-    for rank, found in enumerate(ranks4.run(messages, transport, False)):
-        peers = [peer for peer in range(4) if peer != rank and (beside == 1 or (peer - rank) % 2)]
-        assert found == (peers, peers, True)
-    for gathered_to, *_, right in ranks4.run(messages, transport, True):
-        assert right
-        assert len(gathered_to) == 4 * len(peers), "and with it, four chunks"
 
 
 def leaf(*shape: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ops.parallel_behaviour import message_of
+from tests.on_ranks import on_ranks
 from tpkernels.comm import schedule
 from tpkernels.ops.tensor_parallel import mappings
 
@@ -80,45 +81,38 @@ def wrong_regions(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> l
     return wrong
 
 
-def whole_gradient_is_split() -> bool:
-    """gather_from_sequence_region with a gradient that all ranks have whole."""
+@on_ranks(2)
+def test_a_gradient_that_all_ranks_have_whole_is_split():
     x = torch.randn(3, 2, requires_grad=True)
     y = mappings.gather_from_sequence_region(x, dist.group.WORLD, tensor_parallel_output_grad=False)
     dy = torch.arange(float(y.numel())).view_as(y)
     (dx,) = torch.autograd.grad(y, x, dy)
-    return torch.equal(dx, _ours(0)(dy))
+    assert torch.equal(dx, _ours(0)(dy))
 
 
-def parts_are_their_own_memory() -> bool:
-    """Writing into a part leaves the whole as it was, of a single row too, whose parts are contiguous."""
-    ranks = dist.get_world_size()
-    for scatter in (mappings.scatter_to_region, mappings.scatter_to_sequence_region):
-        x = torch.ones((1, 2 * ranks) if scatter is mappings.scatter_to_region else (ranks, 2))
+@on_ranks(2)
+def test_writing_into_a_part_leaves_the_whole_as_it_was():
+    """Of a single row too, whose parts are contiguous."""
+    for scatter, shape in (
+        (mappings.scatter_to_region, (1, 4)),
+        (mappings.scatter_to_sequence_region, (2, 2)),
+    ):
+        x = torch.ones(shape)
         scatter(x, dist.group.WORLD).zero_()
-        if not x.eq(1).all():
-            return False
-    return True
+        assert x.eq(1).all()
 
 
-def written_into_differ() -> list[str]:
-    """Which regions' results cannot be written into, or give other gradients when they are."""
-    wrong = []
-    for name in MEANING:
+@on_ranks(2)
+def test_results_can_be_written_into():
+    for name, shape in product(MEANING, [(4, 8), (4, 3, 8)]):
         if name == "copy_to_region":  # its result is its input, as in Megatron
             continue
-        for shape in ((4, 8), (4, 3, 8)):
-            gradients = []
-            for in_place in (False, True):
-                x = _mine(_everybody(shape, 3)).requires_grad_()
-                y = getattr(mappings, name)(x, dist.group.WORLD)
-                try:
-                    torch.relu_(y).sum().backward() if in_place else y.relu().sum().backward()
-                except RuntimeError as error:
-                    wrong.append(f"{name} {shape}: {error}")
-                gradients.append(x.grad)
-            if any(g is None for g in gradients) or not torch.equal(*gradients):
-                wrong.append(f"{name} {shape}: gradient")
-    return wrong
+        gradients = []
+        for relu in (torch.relu, torch.relu_):
+            x = _mine(_everybody(shape, 3)).requires_grad_()
+            relu(getattr(mappings, name)(x, dist.group.WORLD)).sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients), f"{name} {shape}"
 
 
 def everywhere(*xs: Tensor) -> list[Tensor]:
@@ -130,10 +124,10 @@ def everywhere(*xs: Tensor) -> list[Tensor]:
     return results
 
 
-def compiled_regions_differ() -> list[str]:
-    """Which regions compute other bits in one graph, of any number of rows, than eagerly."""
+@on_ranks(2)
+def test_one_graph_of_all_regions_computes_the_same_bits_for_any_number_of_rows():
     torch._dynamo.reset()
-    compiled, wrong = torch.compile(everywhere, fullgraph=True, dynamic=True, backend="aot_eager"), []
+    compiled = torch.compile(everywhere, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (4, 8):
         found = []
         given = [torch.randn(rows, 4, 8) for _ in MEANING]
@@ -143,13 +137,14 @@ def compiled_regions_differ() -> list[str]:
             torch.autograd.backward(ys, [y.detach().cos() for y in ys])
             found.append(list(zip(ys[0::2], ys[1::2], [leaf.grad for leaf in leaves], strict=True)))
         for name, eager, ours in zip(MEANING, *found, strict=True):
-            if not all(map(torch.equal, eager, ours)):
-                wrong.append(f"{name} of {rows} rows")
-    return wrong
+            assert all(map(torch.equal, eager, ours)), f"{name} of {rows} rows"
 
 
-def uneven(name: str) -> str:
-    return message_of(lambda: getattr(mappings, name)(torch.randn(3, 5), dist.group.WORLD))
+@on_ranks(2)
+def test_sizes_that_ranks_do_not_divide_are_refused():
+    for name in ("scatter_to_region", "scatter_to_sequence_region", "reduce_scatter_to_sequence_region"):
+        with pytest.raises(ValueError, match="divisible by the 2 ranks"):
+            getattr(mappings, name)(torch.randn(3, 5), dist.group.WORLD)
 
 
 def test_regions_mean_what_they_say(ranks):
@@ -157,27 +152,3 @@ def test_regions_mean_what_they_say(ranks):
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
     for wrong in ranks.run(wrong_regions, shapes, dtypes):
         assert not wrong
-
-
-def test_parts_are_their_own_memory(ranks2):
-    assert all(ranks2.run(parts_are_their_own_memory))
-
-
-def test_results_can_be_written_into(ranks2):
-    assert ranks2.run(written_into_differ) == [[], []]
-
-
-def test_compiled_regions_give_the_same_bits(ranks2):
-    assert ranks2.run(compiled_regions_differ, timeout=180) == [[], []]
-
-
-def test_a_whole_gradient_is_split(ranks2):
-    assert all(ranks2.run(whole_gradient_is_split))
-
-
-@pytest.mark.parametrize(
-    "name", ["scatter_to_region", "scatter_to_sequence_region", "reduce_scatter_to_sequence_region"]
-)
-def test_sizes_that_ranks_do_not_divide_are_refused(ranks2, name):
-    for message in ranks2.run(uneven, name):
-        assert "divisible by the 2 ranks" in message

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
+from datetime import timedelta
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from tests.on_ranks import on_ranks
 from tests.ops import parallel_behaviour as behaviour
-from tests.ops.parallel_cases import Setting, assert_within, run_all
+from tests.ops import parallel_cases
+from tests.ops.parallel_behaviour import meet, message_of
+from tests.ops.parallel_cases import Setting, assert_within, prepare, run_all
 from tests.patience import patient
 from tests.products import once, pairwise
+from tpkernels.comm.calls import begin
+from tpkernels.comm.schedule import bounds
+from tpkernels.comm.transports.rows import AllReducing, Swapping
+from tpkernels.ops import column_linear, row_linear
 from tpkernels.ops.tensor_parallel import parallel
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 
 WORLDS = ["ranks1", "ranks2", "ranks4"]
 ACTIVATIONS = {"column": [None, "gelu"], "row": [None], "mlp": ["gelu_tanh", "swiglu"]}
@@ -61,57 +75,80 @@ def test_options_of_column(ranks):
     assert_within(ranks.run(run_all, "column", settings), settings)
 
 
-def test_a_doubled_bias_would_be_seen(ranks2):
-    assert min(ranks2.run(behaviour.doubled_bias)) > 1000
+@on_ranks(2)
+def test_a_doubled_bias_would_be_seen():
+    """One that lands once a rank is far beyond what is allowed."""
+
+    def doubled(x: Tensor, w: Tensor, b: Tensor, group: dist.ProcessGroup, **options: Any) -> Tensor:
+        return row_linear(x, w, b * group.size(), group, **options)
+
+    with patch.object(parallel_cases, "row_linear", doubled):
+        assert parallel_cases.row(Setting())["y"] > 1000
 
 
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_delays_change_no_bit(ranks, sequence_parallel):
-    assert all(ranks.run(behaviour.repeats_are_equal, sequence_parallel))
+@on_ranks()
+def test_delays_change_no_bit(sequence_parallel):
+    behaviour.assert_delays_change_no_bit(sequence_parallel)
 
 
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
-def test_both_ways_to_all_reduce_sum_in_the_order_of_ranks(ranks):
-    for wrong in ranks.run(behaviour.wrong_all_reduces, [torch.float32, torch.bfloat16, torch.float64]):
-        assert not wrong
+@on_ranks()
+def test_both_ways_to_all_reduce_sum_in_the_order_of_ranks():
+    """To the bit, of rows that ranks and chunks divide or not."""
+    prepare(Setting())
+    group, dtypes = dist.group.WORLD, [torch.float32, torch.bfloat16, torch.float64]
+    for (rows, cols), chunks, dtype in product([(16, 6), (7, 3), (1, 5), (0, 4)], [1, 3], dtypes):
+        torch.manual_seed(0)
+        parts = [torch.randn(rows, cols).to(dtype) for _ in range(group.size())]
+        bias = torch.randn(cols).to(dtype)
+        total = sum(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
+        exact, own = (total + bias).to(dtype), parts[group.rank()]
+        chunk_rows = [slice(*bounds(rows, chunks, chunk)) for chunk in range(chunks)]
+        swap, reduce_and_gather = (begin(op, "all", group) for op in ("swap", "reduce and gather"))
+        partials = ((own[chunk].__getitem__, chunk.stop - chunk.start) for chunk in chunk_rows)
+        for way in (
+            Swapping(swap, (own[chunk] for chunk in chunk_rows), bias),
+            AllReducing(reduce_and_gather, partials, cols, own, bias),
+        ):
+            assert way.wait().equal(exact), f"{way} of ({rows}, {cols}) {dtype} in {chunks} chunks"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_around_it(ranks2, reentrant):
-    assert ranks2.run(behaviour.checkpointed_unlike_plain, reentrant) == [[], []]
+@on_ranks(2)
+def test_checkpointing_around_it(reentrant):
+    behaviour.assert_checkpointed_has_the_bits_of_plain(reentrant)
 
 
-def test_forward_without_gradients_has_the_same_bits(ranks2):
-    assert ranks2.run(behaviour.unlike_with_grad) == [[], []]
+@on_ranks(2)
+def test_forward_without_gradients_and_interleaved_layers_and_lists_of_weights():
+    behaviour.assert_forward_without_gradients_has_the_same_bits()
+    behaviour.assert_interleaved_layers_do_not_mix()
+    behaviour.assert_several_weights_share_one_gather()
 
 
-def test_interleaved_layers_do_not_mix(ranks2):
-    assert all(ranks2.run(behaviour.interleaved_layers_do_not_mix))
-
-
-def test_several_weights_share_one_gather(ranks2):
-    assert ranks2.run(behaviour.lists_share_one_gather) == [(True, 0)] * 2
-
-
-MISTAKES = {
-    "ragged tokens": "divisible by the 2 ranks",
-    "no group": "expected a process group",
-    "width": "expected x (..., in_features)",
-    "dtype": "expected one dtype",
-    "no tokens": "expected x (tokens, ..., in_features)",
-    "lists": "as many of bias_shard as of weight_shard",
-    "main_grad": "expected main_grad (8, 8)",
-    "elsewhere": "ValueError: row_linear: expected tensors on cpu",
-    "gated bias": "a gated unit has no biases",
-}
-
-
-def test_mistakes_are_errors_on_every_rank(ranks2):
-    for messages in ranks2.run(behaviour.bad_calls):
-        assert {name: words for name, words in MISTAKES.items() if words not in messages[name]} == {}, (
-            messages
-        )
+@on_ranks(2)
+def test_mistakes_are_errors_on_every_rank():
+    group = dist.group.WORLD
+    x, w = torch.randn(6, 8), torch.randn(8, 8)
+    split: dict[str, Any] = {"sequence_parallel": True}
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: row_linear(x[:5], w, None, group, **split), "divisible by the 2 ranks"),
+        (lambda: column_linear(x, w, None, None), "expected a process group"),
+        (lambda: column_linear(x, torch.randn(8, 7), None, group), "expected x (..., in_features)"),
+        (lambda: row_linear(x, w.half(), None, group), "expected one dtype"),
+        (lambda: column_linear(x[0], w, None, group, **split), "expected x (tokens, ..., in_features)"),
+        (lambda: column_linear(x, [w, w], [None], group), "as many of bias_shard as of weight_shard"),
+        (lambda: row_linear(x, w, None, group, main_grad=torch.zeros(3, 8)), "expected main_grad (8, 8)"),
+        (
+            lambda: row_linear(x.to("meta"), w.to("meta"), None, group),
+            "ValueError: row_linear: expected tensors on cpu",
+        ),
+        (lambda: parallel_mlp(x, w, x[0], w, None, group, w_gate_shard=w), "a gated unit has no biases"),
+    ]
+    for call, words in calls:
+        assert words in message_of(call)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
@@ -121,8 +158,12 @@ def test_a_debug_mode_that_is_neither_on_nor_off_is_refused(monkeypatch):
         runpy.run_module(parallel.__name__)  # what is read once, as at the first import
 
 
-def test_a_late_rank_is_an_error_that_names_op_and_peer(ranks2):
-    message, late = ranks2.run(behaviour.peer_stays_away, patient(1.0))
-    assert late == "late"
-    assert "column_linear: rows of rank 1 " in message
-    assert "did not arrive" in message
+@on_ranks(2)
+def test_a_late_rank_is_an_error_that_names_op_and_peer():
+    group = dist.new_group(timeout=timedelta(seconds=patient(1.0)))
+    x, w, _ = behaviour.operands_of(8)
+    column_linear(x, w, None, group, sequence_parallel=True)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"column_linear: rows of rank 1 .*did not arrive"):
+            column_linear(x, w, None, group, sequence_parallel=True)
+    meet("the late one waits here, alive")

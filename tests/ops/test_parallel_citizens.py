@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
 
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, mlp, operands_of, with_gradients
-from tests.ops.parallel_cases import Setting, leaf, prepare, shard
+from tests.ops.parallel_cases import Setting, close, leaf, prepare, shard
 from tests.products import once
 from tpkernels import Recipe
 from tpkernels.dispatch.operators import Operator
@@ -33,62 +34,14 @@ WGRAD_FP8, BLOCKWISE = Recipe.rowwise(wgrad="fp8"), Recipe.blockwise()
 Calls = dict[str, tuple[Operator[..., Any], tuple[Any, ...]]]
 
 
-def problems_of(calls: Calls) -> list[str]:
-    """What opcheck finds."""
-    problems = []
-    for case, (operator, arguments) in calls.items():
-        try:
-            opcheck(operator.overload, operator.packed(*arguments))
-        except Exception as error:  # whatever it says is the answer
-            problems.append(f"{case}: {error}")
-    return problems
+def pass_opcheck(calls: Calls) -> None:
+    for operator, arguments in calls.values():
+        opcheck(operator.overload, operator.packed(*arguments))
 
 
-def operators_pass_opcheck(names: list[str]) -> list[str]:
-    """Problems of operators in 32 and 16 bits, forward and backward."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    tokens, plain = Layout(group, True, True), Layout(group, False, False)
-
-    def short(tensor: Tensor) -> Tensor:
-        return tensor.bfloat16()
-
-    x, w, b = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12)
-    h, w2, b2 = torch.randn(4 * ranks, 12), torch.randn(8, 12), torch.randn(8)
-    z, dh, dy = torch.randn_like(h), torch.randn_like(h), torch.randn_like(x)
-    calls: Calls = {
-        "column": (column_forward, (x, [w], [b], tokens, "gelu", False, True)),
-        "columns": (column_forward, (x, [w, w], [None, b], tokens, "none", ranks > 1, True)),
-        "plain column": (column_forward, (x, [w], [None], plain, "none", False, False)),
-        "column backward": (
-            column_gradients,
-            ([True, True, False], [dh], x, [w], [z], [None], tokens, "gelu", False),
-        ),
-        "wide column backward": (
-            column_gradients,
-            ([True] * 3, [short(dh)], short(x), [short(w)], [short(z)], [w], tokens, "gelu", False),
-        ),
-        "row": (row_forward, (h, w2, b2, tokens)),
-        "plain row": (row_forward, (h, w2, None, plain)),
-        "row backward": (row_gradients, ([True] * 3, dy, h, w2, [None], tokens)),
-        "wide row backward": (
-            row_gradients,
-            ([True, True, False], short(dy), short(h), short(w2), [w2], tokens),
-        ),
-        "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", None, True)),
-        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "none", "swiglu", False)),
-        "mlp backward": (
-            mlp_gradients,
-            ([True, True, False, False, True], dy, x, [w, w2], [z], [None, w2], tokens, "gelu", None),
-        ),
-        "gated mlp backward": (
-            mlp_gradients,
-            ([True, False, *[True] * 4], dy, x, [w, w, w2], [z, h], [None] * 3, tokens, "none", "swiglu"),
-        ),
-    }
-    return problems_of({name: calls[name] for name in names})
-
-
-def fp8_operators_pass_opcheck(sequence_parallel: bool) -> list[str]:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_operators_in_fp8_pass_opcheck(sequence_parallel):
     group, ranks = dist.group.WORLD, dist.get_world_size()
     span = Span(group, sequence_parallel, True, Recipe.rowwise(power_of_two=True, wgrad="fp8"))
     x, w, b = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12)
@@ -100,7 +53,8 @@ def fp8_operators_pass_opcheck(sequence_parallel: bool) -> list[str]:
     calls: Calls = {
         "column": (fp8_column.column_forward, (x, [w, w], [None, b], span, "gelu", sequence_parallel, True)),
         "column backward": (
-            fp8_column.column_gradients, (needs, [dh], kept, [w], [z], [None], 8, span, "gelu", False)
+            fp8_column.column_gradients,
+            (needs, [dh], kept, [w], [z], [None], 8, span, "gelu", False),
         ),
         "frozen column backward": (
             fp8_column.column_gradients,
@@ -115,10 +69,11 @@ def fp8_operators_pass_opcheck(sequence_parallel: bool) -> list[str]:
         "mlp": (fp8_mlp.mlp_forward, (x, b, b2, [w, w2], span, "gelu", None, True)),
         "gated mlp": (fp8_mlp.mlp_forward, (x, None, None, [w, w, w2], span, "none", "swiglu", False)),
         "mlp backward": (
-            fp8_mlp.mlp_gradients, ([True] * 5, dy, kept, [w, w2], [z], [None, w2], 8, span, "gelu", None)
+            fp8_mlp.mlp_gradients,
+            ([True] * 5, dy, kept, [w, w2], [z], [None, w2], 8, span, "gelu", None),
         ),
-    }  # fmt: skip
-    return problems_of(calls)
+    }
+    pass_opcheck(calls)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +84,47 @@ def fp8_operators_pass_opcheck(sequence_parallel: bool) -> list[str]:
         ("ranks2", ["columns", "wide column backward", "wide row backward", "gated mlp backward"]),
     ],
 )
-def test_operators_pass_opcheck(ranks, names):
-    for problems in ranks.run(operators_pass_opcheck, names):
-        assert problems == []
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_operators_in_fp8_pass_opcheck(ranks2, sequence_parallel):
-    assert ranks2.run(fp8_operators_pass_opcheck, sequence_parallel) == [[], []]
+@on_ranks()
+def test_operators_pass_opcheck(names):
+    """In 32 and 16 bits, forward and backward."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    tokens, plain = Layout(group, True, True), Layout(group, False, False)
+    x, w, b = torch.randn(4, 8), torch.randn(12, 8), torch.randn(12)
+    h, w2, b2 = torch.randn(4 * ranks, 12), torch.randn(8, 12), torch.randn(8)
+    z, dh, dy = torch.randn_like(h), torch.randn_like(h), torch.randn_like(x)
+    short_x, short_w, short_h, short_w2 = (t.bfloat16() for t in (x, w, h, w2))
+    short_z, short_dh, short_dy = (t.bfloat16() for t in (z, dh, dy))
+    calls: Calls = {
+        "column": (column_forward, (x, [w], [b], tokens, "gelu", False, True)),
+        "columns": (column_forward, (x, [w, w], [None, b], tokens, "none", ranks > 1, True)),
+        "plain column": (column_forward, (x, [w], [None], plain, "none", False, False)),
+        "column backward": (
+            column_gradients,
+            ([True, True, False], [dh], x, [w], [z], [None], tokens, "gelu", False),
+        ),
+        "wide column backward": (
+            column_gradients,
+            ([True] * 3, [short_dh], short_x, [short_w], [short_z], [w], tokens, "gelu", False),
+        ),
+        "row": (row_forward, (h, w2, b2, tokens)),
+        "plain row": (row_forward, (h, w2, None, plain)),
+        "row backward": (row_gradients, ([True] * 3, dy, h, w2, [None], tokens)),
+        "wide row backward": (
+            row_gradients,
+            ([True, True, False], short_dy, short_h, short_w2, [w2], tokens),
+        ),
+        "mlp": (mlp_forward, (x, b, b2, [w, w2], tokens, "gelu", None, True)),
+        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], plain, "none", "swiglu", False)),
+        "mlp backward": (
+            mlp_gradients,
+            ([True, True, False, False, True], dy, x, [w, w2], [z], [None, w2], tokens, "gelu", None),
+        ),
+        "gated mlp backward": (
+            mlp_gradients,
+            ([True, False, *[True] * 4], dy, x, [w, w, w2], [z, h], [None] * 3, tokens, "none", "swiglu"),
+        ),
+    }
+    pass_opcheck({name: calls[name] for name in names})
 
 
 def columns(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
@@ -211,10 +199,10 @@ def test_compiled_ops_save_and_compute_what_eager_ones_do(ranks2, name, sequence
     assert ranks2.run(run) == [[], []]
 
 
-def groups_in_graphs() -> dict[str, str]:
-    """What each operator is told of its group in a traced graph, of which Inductor's cache makes its keys."""
-    group = dist.group.WORLD
-    told = {}
+@on_ranks(2)
+def test_a_graph_tells_groups_of_another_size_apart():
+    """By what each operator is told of its group, of which Inductor's cache makes its keys."""
+    group, told = dist.group.WORLD, {}
 
     def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         for node in graph.graph.nodes:
@@ -233,13 +221,8 @@ def groups_in_graphs() -> dict[str, str]:
     torch.compile(over_the_group, fullgraph=True, backend=note)(
         torch.randn(6, 8), torch.randn(10, 8), torch.arange(6)
     )
-    return told
-
-
-def test_a_graph_tells_groups_of_another_size_apart(ranks2):
-    for told in ranks2.run(groups_in_graphs):
-        assert len(told) == 6
-        assert {name.partition(" ")[2] for name in told.values()} == {"of 2 ranks"}
+    assert len(told) == 6
+    assert {name.partition(" ")[2] for name in told.values()} == {"of 2 ranks"}
 
 
 Model = Callable[..., Tensor]
@@ -283,7 +266,7 @@ def unlike_main_grads(
     compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=backend)
     for x_needs, up_needs in needs:
         expected, ours = (_accumulated(function, x_needs, up_needs) for function in (eager, compiled))
-        if len(expected) != len(ours) or not all(map(_close, ours, expected)):
+        if not close(ours, expected, 1e-6):
             wrong.append(f"{x_needs=} {up_needs=}")
     return wrong
 
@@ -303,10 +286,6 @@ def _accumulated(model: Model, x_needs: bool, up_needs: bool) -> list[Tensor]:
         y.square().sum().backward()
     model(xs[2], weights, bias, main_grads).square().sum().backward()
     return [flat, *(leaf.grad for leaf in (*xs, *weights, bias) if leaf.grad is not None)]
-
-
-def _close(ours: Tensor, expected: Tensor) -> bool:
-    return float((ours - expected).norm()) <= 1e-6 * float(expected.norm())
 
 
 EACH_NEED = [(True, True), (False, True), (True, False)]  # of x and of a weight
@@ -337,10 +316,10 @@ def test_main_grads_take_from_inductor_what_they_take_eagerly(ranks1):
     assert ranks1.run(run, timeout=300) == [[]]
 
 
-def autocast_dtypes() -> list[tuple[torch.dtype, ...]]:
-    """Of y and of the gradients of fp32 inputs, in a region of bfloat16."""
+@on_ranks(2)
+def test_autocast_casts_what_goes_in_and_gradients_come_back_in_their_dtypes():
     prepare(Setting())
-    given, found = operands_of(4), []
+    given = operands_of(4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for model in (block, mlp):
             run = partial(model, sequence_parallel=True)
@@ -350,17 +329,11 @@ def autocast_dtypes() -> list[tuple[torch.dtype, ...]]:
             )
             for ours, truth in zip(results, exact, strict=True):
                 assert float((ours.double() - truth.double()).norm() / truth.double().norm()) < 2e-2
-            found.append(tuple(t.dtype for t in results))
-    return found
+            assert [t.dtype for t in results] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_autocast_casts_what_goes_in_and_gradients_come_back_in_their_dtypes(ranks2):
-    full = (torch.float32,) * 3
-    for found in ranks2.run(autocast_dtypes):
-        assert found == [(torch.bfloat16, *full)] * 2
-
-
-def uneven_shards_differ_by() -> float:
+@on_ranks(2)
+def test_shards_may_differ_in_size():
     """Ranks with more and fewer features between the two products: the numbers of the whole."""
     prepare(Setting())
     torch.manual_seed(5)
@@ -373,19 +346,13 @@ def uneven_shards_differ_by() -> float:
     dx, dw, dw2 = torch.autograd.grad(y, whole, dy)
     shards = [shard(x, 0), w.split(sizes)[rank], w2.split(sizes, 1)[rank]]
     expected = [shard(y, 0), shard(dx, 0), dw.split(sizes)[rank], dw2.split(sizes, 1)[rank]]
-    worst = 0.0
-    for model in (block, plain_mlp):
-        ours = [leaf(t.detach()) for t in shards]
-        found = model(*ours, sequence_parallel=True)
+    for is_mlp in (False, True):
+        x, w, w2 = ours = [leaf(t.detach()) for t in shards]
+        if is_mlp:
+            group, options = dist.group.WORLD, {"activation": "gelu", "sequence_parallel": True}
+            found = parallel_mlp(x, w, None, w2, None, group, **options)
+        else:
+            found = block(x, w, w2, sequence_parallel=True)
         found.backward(shard(dy, 0))
         for mine, truth in zip([found, *(t.grad for t in ours)], expected, strict=True):
-            worst = max(worst, float((mine - truth).norm() / truth.norm()))
-    return worst
-
-
-def plain_mlp(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
-    return parallel_mlp(x, w, None, w2, None, dist.group.WORLD, activation="gelu", **options)
-
-
-def test_shards_may_differ_in_size(ranks2):
-    assert max(ranks2.run(uneven_shards_differ_by)) < 2e-6
+            assert (mine - truth).norm() / truth.norm() < 2e-6

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forks import forked
+from tests.on_ranks import on_ranks
 from tests.ops.test_second_derivatives import OPS
 from tests.ops.transport_cases import using
 from tests.patience import patient
@@ -190,119 +192,114 @@ def asked(how: str, group: dist.ProcessGroup) -> Callable[[], object]:
     return ways[how]
 
 
-def different(how: str, transport: str, seconds: float = 30.0) -> tuple[str, float]:
-    """What a rank says whose peer asks for something else, and after how many seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
+def said_of_differences(how: str, transport: str, seconds: float = 30.0) -> str:
+    """What a rank says whose peer asks for something else."""
     with using(transport), hasty():
-        started = time.monotonic()
-        message = said_by(asked(how, group))
+        message = said_by(asked(how, dist.new_group(timeout=timedelta(seconds=seconds))))
         dist.barrier()  # no rank was aborted
-        return message, time.monotonic() - started
+        return message
 
 
-def compared(how: str, untagged: bool) -> str:
-    """What a rank says, in debug mode or where a backend has no tags, if others ask for something else."""
-    tags = patch.object(GroupCalls, "matches_tags", lambda self, device: False)
-    debug = patch.object(parallel, "debug", True)
-    with hasty(), tags if untagged else debug:
-        return said_by(asked(how, dist.new_group()))
+COMPARED = ["requires_grad", "activation", "sequence_parallel", "autocast", "backward", "ignore_index"]
+COMPARED += ["label_smoothing", "vocab_size of ids", "chunk_tokens", "rows"]
 
 
-def slow_is_not_wrong(transport: str) -> bool:
-    """Whether ranks that come late by more than others are patient get their numbers."""
+@pytest.mark.parametrize("how", COMPARED)
+@on_ranks(2)
+def test_debug_mode_compares_all_that_ranks_ask_for(how):
+    with patch.object(parallel, "debug", True), hasty():
+        message = said_by(asked(how, dist.new_group()))
+    assert "ranks disagree on tensor" in message
+    if how == "rows":
+        assert "(8, 4)" in message
+        assert "(10, 4)" in message
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
+@on_ranks(2)
+def test_ranks_that_are_slow_are_left_alone(transport):
+    """They come late by more than others are patient, and get their numbers."""
     group = dist.new_group()
     with using(transport), hasty():
-        found = []
         for seed in range(2):
             time.sleep(0.8 * ((seed + dist.get_rank()) % 2))
-            found.append(_run(STEPS["mlp"], group, seed))
-    return all(bool(y.isfinite().all()) for y in found)
+            assert _run(STEPS["mlp"], group, seed).isfinite().all()
 
 
 def watched_without_tags_that_tell() -> str:
     """The planted fault: if all calls had one tag, a rank would take the other's x for its dx."""
     with patch.object(calls, "tag_of", lambda checksum, number: 1):
-        return different("the weight needs a gradient", "c10d", seconds=2.0)[0]
+        return said_of_differences("the weight needs a gradient", "c10d", seconds=2.0)
 
 
-def destroyed() -> list[str]:
-    """What is said of a group that was destroyed and is held, by everything that takes one."""
+@on_ranks(2)
+def test_a_group_that_was_destroyed_is_refused_by_all_that_take_one():
     group, x = dist.new_group(), torch.randn(TOKENS, WIDTH)
     y = column_linear(x.requires_grad_(), torch.ones(4, WIDTH, requires_grad=True), None, group)
     dist.barrier()
     dist.destroy_process_group(group)
-    return [
-        *(said_by(lambda: called(step, group)) for step in STEPS.values()),  # noqa: B023
-        said_by(lambda: bucketed.bucketed_all_reduce_([x.detach()], group)),
-        said_by(lambda: y.sum().backward()),
-    ]
+    refused: list[Callable[[], object]] = [partial(called, step, group) for step in STEPS.values()]
+    refused += [partial(bucketed.bucketed_all_reduce_, [x.detach()], group), lambda: y.sum().backward()]
+    for call in refused:
+        assert "was destroyed" in said_by(call)
 
 
-def in_a_fork() -> list[str]:
-    """What a child says of its parent's groups, one that was used before the fork and one that was not."""
+@on_ranks(2)
+def test_a_forked_child_may_not_use_the_groups_of_its_parent():
+    """One that was used before the fork, and one that was not."""
     used, unused = dist.new_group(), dist.new_group()
     called(STEPS["row"], used)
     said = forked(lambda: [said_by(lambda: called(STEPS["row"], group)) for group in (used, unused)])  # noqa: B023
     called(STEPS["row"], used)  # the parent goes on
-    return said
+    assert ["make process groups after the fork" in message for message in said] == [True, True], said
 
 
-def failed_group_is_one_of_many(transports: Sequence[str]) -> list[bool]:
-    """Whether other groups of a rank go on after one has failed."""
-    going_on = []
-    for transport in transports:
+@on_ranks(2)
+def test_other_groups_go_on_after_one_has_failed():
+    for transport in ("c10d", "shared"):
         broken, sound = dist.new_group(), dist.new_group()
         with using(transport), hasty():
             first, _ = _points(STEPS["row"])
             _run(STEPS["row"], broken, 0)
             with Planted(first) if dist.get_rank() == 0 else nullcontext():
                 said_by(lambda: _run(STEPS["row"], broken, 1))  # noqa: B023
-            going_on.append(bool(_run(STEPS["row"], sound, 2).isfinite().all()))
+            assert _run(STEPS["row"], sound, 2).isfinite().all()
             assert calls_of(broken).failure
             assert not calls_of(sound).failure
         dist.barrier()
-    return going_on
 
 
-def interrupted_while_opening() -> tuple[str, str, float]:
-    """What is said of a call in which one rank runs out of memory while it opens an exchange; of the next."""
+@on_ranks(2)
+def test_a_rank_that_cannot_open_an_exchange_tells_all():
+    """It runs out of memory in a call; all refuse alike, and nothing is on its way."""
     group, started = dist.new_group(), time.monotonic()
-
-    def fail(*_: object) -> None:
-        raise MemoryError("planted")
-
-    broken = patch.object(os, "ftruncate", fail) if dist.get_rank() == 0 else nullcontext()
+    broken = patch.object(os, "ftruncate", side_effect=MemoryError("planted"))
     with using("shared"), hasty():
-        with broken:
-            during = said_by(lambda: called(STEPS["row"], group))
-        after = said_by(lambda: called(STEPS["row"], group))
-        dist.barrier()
-        return during, after, time.monotonic() - started
+        with broken if dist.get_rank() == 0 else nullcontext():
+            said = said_by(lambda: called(STEPS["row"], group))
+        assert "rank 0 cannot take part: MemoryError: planted" in said
+        called(STEPS["row"], group)
+    assert time.monotonic() - started < patient(20)
 
 
-def interrupted_while_agreeing() -> tuple[str, str]:
-    """What is said of the step in which one rank is interrupted while ranks compare; of the next."""
-    group = dist.new_group()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
+@on_ranks(2)
+def test_an_interruption_while_ranks_compare_ends_the_group():
+    group, is_interrupted = dist.new_group(), dist.get_rank() == 0
     x, w = torch.randn(TOKENS, WIDTH), torch.ones(4, WIDTH)
-    broken = patch.object(Transfers, "await_rows", interrupt) if dist.get_rank() == 0 else nullcontext()
+    broken = patch.object(Transfers, "await_rows", side_effect=KeyboardInterrupt)
     with hasty():
-        try:
-            with broken:
-                row_linear(x, w, None, group)
-            during = "no error"
-        except (KeyboardInterrupt, RuntimeError) as error:
-            during = f"{type(error).__name__}: {error}"
-        after = said_by(lambda: row_linear(x, w, None, group))
+        told = pytest.raises(KeyboardInterrupt if is_interrupted else RuntimeError)
+        with broken if is_interrupted else nullcontext(), told:
+            row_linear(x, w, None, group)
+        words = "has failed and cannot be used any more: rank 0: KeyboardInterrupt"
+        with pytest.raises(RuntimeError, match=words):
+            row_linear(x, w, None, group)
         dist.barrier()
-        return during, after
 
 
-def woken_by_a_rank_whose_neighbour_is_gone() -> float:
-    """Seconds that rank 0 waits for rank 2, which fails after rank 3, its own neighbour, has closed all."""
+@on_ranks(4)
+def test_a_group_that_fails_wakes_ranks_also_where_others_have_failed_before():
+    """Rank 0 waits for rank 2, which fails after rank 3, its own neighbour, has closed all."""
     rank, group = dist.get_rank(), dist.new_group()
     started = time.monotonic()
     if rank == 3:
@@ -312,11 +309,10 @@ def woken_by_a_rank_whose_neighbour_is_gone() -> float:
         time.sleep(0.5)
         calls_of(group).fail("planted later")
     if rank == 0:
-        said = said_by(group.recv([torch.empty(1)], 2, 5).wait)
-        assert said.startswith("RuntimeError"), said
-    seconds = time.monotonic() - started
+        with pytest.raises(RuntimeError):
+            group.recv([torch.empty(1)], 2, 5).wait()
+    assert time.monotonic() - started < patient(15)
     dist.barrier()
-    return seconds
 
 
 pytestmark = pytest.mark.skipif(
@@ -350,28 +346,25 @@ def test_a_call_that_ends_half_way_is_told_to_four_ranks(ranks4, transport):
     assert_all_are_told(ranks4.run(interrupted, "mlp", transport, 2, 2), 2)
 
 
-def test_other_groups_go_on_after_one_has_failed(ranks2):
-    assert ranks2.run(failed_group_is_one_of_many, ["c10d", "shared"]) == [[True, True]] * 2
-
-
-DIFFERENCES = [
-    "x needs a gradient",
-    "the weight needs a gradient",
-    "save_gathered",
-    "rows",
-    "dtype",
-    "ops",
-    "label_smoothing",
-    "ignore_index",
-    "vocab_size",
-]
-
-
-@once(how=DIFFERENCES, transport=["c10d", "shared"])
-def test_ranks_that_ask_for_different_things_are_told_and_live_on(ranks2, transport, how):
-    for message, seconds in ranks2.run(different, how, transport):
-        assert "Error: " in message, message
-        assert seconds < patient(30)
+@once(
+    how=[
+        "x needs a gradient",
+        "the weight needs a gradient",
+        "save_gathered",
+        "rows",
+        "dtype",
+        "ops",
+        "label_smoothing",
+        "ignore_index",
+        "vocab_size",
+    ],
+    transport=["c10d", "shared"],
+)
+@on_ranks(2)
+def test_ranks_that_ask_for_different_things_are_told_and_live_on(transport, how):
+    started = time.monotonic()
+    assert "Error: " in said_of_differences(how, transport)
+    assert time.monotonic() - started < patient(30)
 
 
 def test_without_tags_that_tell_calls_apart_the_fault_shows():
@@ -383,55 +376,8 @@ def test_without_tags_that_tell_calls_apart_the_fault_shows():
     assert not all("have left the common order" in message for message in messages)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shared"])
-def test_ranks_that_are_slow_are_left_alone(ranks2, transport):
-    assert ranks2.run(slow_is_not_wrong, transport) == [True] * 2
-
-
-COMPARED = ["requires_grad", "activation", "sequence_parallel", "autocast", "backward", "ignore_index"]
-COMPARED += ["label_smoothing", "vocab_size of ids", "chunk_tokens", "rows"]
-
-
-@pytest.mark.parametrize("how", COMPARED)
-def test_debug_mode_compares_all_that_ranks_ask_for(ranks2, how):
-    for message in ranks2.run(compared, how, False):
-        assert "ranks disagree on tensor" in message, message
-        if how == "rows":
-            assert "(8, 4)" in message
-            assert "(10, 4)" in message
-
-
-@pytest.mark.parametrize("how", ["rows", "sequence_parallel", "label_smoothing"])
-def test_a_backend_without_tags_compares_calls_that_are_new(ranks2, how):
-    for message in ranks2.run(compared, how, True):
-        assert "ranks disagree" in message, message
-
-
-def test_a_group_that_was_destroyed_is_refused_by_all_that_take_one(ranks2):
-    for messages in ranks2.run(destroyed):
-        for message in messages:
-            assert "was destroyed" in message, messages
-
-
-def test_a_forked_child_may_not_use_the_groups_of_its_parent(ranks2):
-    for messages in ranks2.run(in_a_fork):
-        assert len(messages) == 2
-        for message in messages:
-            assert "make process groups after the fork" in message, messages
-
-
-def test_a_rank_that_cannot_open_an_exchange_tells_all(ranks2):
-    for during, after, seconds in ranks2.run(interrupted_while_opening):
-        assert "rank 0 cannot take part: MemoryError: planted" in during
-        assert after == "no error"  # all refused alike: nothing was on its way
-        assert seconds < patient(20)
-
-
-def test_an_interruption_while_ranks_compare_ends_the_group(ranks2):
-    for rank, (during, after) in enumerate(ranks2.run(interrupted_while_agreeing)):
-        assert during.startswith("KeyboardInterrupt" if rank == 0 else "RuntimeError"), during
-        assert "has failed and cannot be used any more: rank 0: KeyboardInterrupt" in after
-
-
-def test_a_group_that_fails_wakes_ranks_also_where_others_have_failed_before(ranks4):
-    assert max(ranks4.run(woken_by_a_rank_whose_neighbour_is_gone)) < patient(15)
+@on_ranks(2)
+def test_a_backend_without_tags_compares_calls_that_are_new():
+    with patch.object(GroupCalls, "matches_tags", lambda self, device: False), hasty():
+        for how in ("rows", "sequence_parallel", "label_smoothing"):
+            assert "ranks disagree" in said_by(asked(how, dist.new_group())), how

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, message_of, mlp, operands_of, with_gradients
-from tests.ops.parallel_cases import Setting, leaf, prepare
+from tests.ops.parallel_cases import Setting, equal, leaf, prepare
 from tests.ops.test_parting import hasty
 from tests.ops.test_second_derivatives import WORDS
 from tests.patience import patient
 from tpkernels import Recipe, ops, reuse_quantized_weights
+from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
@@ -29,8 +31,9 @@ from tpkernels.ops.tensor_parallel.row_linear import row_linear
 ROWWISE, BLOCKWISE = Recipe.rowwise(), Recipe.blockwise()
 
 
-def refusals() -> list[tuple[str, str]]:
-    """What is said of each mistake, and what is to be said; at last of a sound call."""
+@pytest.mark.parametrize("world", ["ranks1", "ranks2"])
+@on_ranks()
+def test_mistakes_are_errors_on_every_rank_before_anything_travels():
     group = dist.group.WORLD
     x, w, w2 = operands_of(5)
     wide = [t.double() for t in (x, w, w2)]
@@ -59,21 +62,16 @@ def refusals() -> list[tuple[str, str]]:
         (forward_mode, "NotImplementedError: column_linear: expected no forward-mode derivative"),
         (lambda: block(x, w, w2, quantize=ROWWISE, sequence_parallel=True), "no error"),
     ]
-    return [(message_of(call), words) for call, words in calls]
+    for call, words in calls:
+        assert words in message_of(call)
 
 
-def other_recipes(debug: bool, of_rank: Sequence[str]) -> str:
-    """What ranks say that have different recipes. Rows of both have as many words."""
+def said_of_other_recipes(debug: bool, names: Sequence[str]) -> str:
+    """By this rank, whose recipe has another name than that of its peer. Rows of both have as many words."""
     group = dist.new_group(timeout=timedelta(seconds=patient(4)))
-    recipes = {
-        "plain": None,
-        "rowwise": ROWWISE,
-        "blockwise": BLOCKWISE,
-        "e5m2": Recipe.rowwise(gradients="e5m2"),
-    }
-    recipe = recipes[of_rank[dist.get_rank()]]
+    recipes = {"rowwise": ROWWISE, "blockwise": BLOCKWISE, "e5m2": Recipe.rowwise(gradients="e5m2")}
     x, w = torch.randn(4, 1024, requires_grad=True), torch.randn(8, 1024)
-    options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipe}
+    options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipes.get(names[dist.get_rank()])}
 
     def both() -> None:
         column_linear(x, w, None, group, **options).sum()
@@ -84,35 +82,33 @@ def other_recipes(debug: bool, of_rank: Sequence[str]) -> str:
         return message_of(both)
 
 
-def other_gradients_in_debug() -> str:
-    """What ranks say in the backward of an MLP, if they want gradients of different inputs."""
+@on_ranks(2)
+def test_ranks_that_want_other_gradients_are_told_so_in_debug_mode():
+    """In the backward of an MLP: of different inputs."""
     group = dist.new_group(timeout=timedelta(seconds=patient(10)))
     x, w, w2 = operands_of(6)
     weights = [leaf(w) if dist.get_rank() == 0 else w, leaf(w2)]
     y = parallel_mlp(x, weights[0], None, weights[1], None, group, quantize=ROWWISE)
     with patch.object(parallel, "debug", True):
-        return message_of(lambda: y.sum().backward())
+        assert "parallel_mlp backward: ranks disagree" in message_of(lambda: y.sum().backward())
 
 
-def one_rank_touches_nobody() -> list[bool]:
-    """With a group of one: no transfer, and the numbers of the local ops."""
+@on_ranks(1)
+def test_one_rank_has_the_numbers_of_the_local_ops():
     x, w, w2 = operands_of(7)
-    options: dict[str, Any] = {"sequence_parallel": True, "quantize": ROWWISE}
 
     def local(x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
         h = ops.linear(x, w, None, "gelu", quantize=ROWWISE)
         return ops.linear(h, w2, None, quantize=ROWWISE)
 
-    ours, theirs = with_gradients(block, [x, w, w2], **options), with_gradients(local, [x, w, w2])
-    return [a.equal(b) for a, b in zip(ours, theirs, strict=True)]
+    ours = with_gradients(block, [x, w, w2], sequence_parallel=True, quantize=ROWWISE)
+    assert equal(ours, with_gradients(local, [x, w, w2]))
 
 
-def marked_weights_take_main_grads() -> list[str]:
+@on_ranks(2)
+def test_marked_weights_take_main_grads():
     """`grad_added_to_main_grad` is set, and main_grad has what `grad` would have got."""
-    from tpkernels.ops.main_grad import accumulating
-
     prepare(Setting())
-    wrong = []
     for recipe in (ROWWISE, Recipe.rowwise(wgrad="fp8"), BLOCKWISE):
         x, w, _ = (t.bfloat16() for t in operands_of(8))
         plain, marked = leaf(w), leaf(w)
@@ -123,12 +119,9 @@ def marked_weights_take_main_grads() -> list[str]:
         for _ in range(2):
             weight, into = accumulating(marked, "test")
             column_linear(x, weight, None, dist.group.WORLD, main_grad=into, **options).sum().backward()
-        if not marked.grad_added_to_main_grad:  # type: ignore[attr-defined]
-            wrong.append(f"{recipe}: not marked")
+        assert marked.grad_added_to_main_grad, recipe  # type: ignore[attr-defined]
         twice = marked.main_grad.bfloat16() / 2  # type: ignore[attr-defined]
-        if not torch.allclose(twice, plain.grad, rtol=8e-3, atol=0):
-            wrong.append(f"{recipe}: another gradient")
-    return wrong
+        torch.testing.assert_close(twice, plain.grad, rtol=8e-3, atol=0)
 
 
 class TwoLayers(nn.Module):
@@ -164,48 +157,28 @@ def losses(wrapped: bool, reusing: bool) -> list[float]:
     return found
 
 
-def test_marked_weights_take_main_grads(ranks2):
-    assert ranks2.run(marked_weights_take_main_grads) == [[], []]
-
-
-@pytest.mark.parametrize("world", ["ranks1", "ranks2"])
-def test_mistakes_are_errors_on_every_rank_before_anything_travels(ranks):
-    for found in ranks.run(refusals):
-        for said, words in found:
-            assert words in said
-
-
 PAIRS = [("rowwise", "blockwise"), ("plain", "rowwise"), ("rowwise", "e5m2")]
 
 
 @pytest.mark.parametrize("recipes", PAIRS, ids="-".join)
-def test_ranks_with_other_recipes_are_told_so_in_debug_mode(ranks2, recipes):
-    for message in ranks2.run(other_recipes, True, recipes):
-        assert "ranks disagree" in message
-        assert "options: " in message
-        assert "Recipe(scaling='rows'" in message
+@on_ranks(2)
+def test_ranks_with_other_recipes_are_told_so_in_debug_mode(recipes):
+    message = said_of_other_recipes(True, recipes)
+    for words in ("ranks disagree", "options: ", "Recipe(scaling='rows'"):
+        assert words in message
 
 
 @pytest.mark.parametrize("recipes", PAIRS, ids="-".join)
-def test_ranks_with_other_recipes_are_told_of_other_calls_without_it(ranks2, recipes):
+@on_ranks(2)
+def test_ranks_with_other_recipes_are_told_of_other_calls_without_it(recipes):
     """No rank takes another's words for its own kind, also where they are as many."""
     told = (
         "it sent rows of another call",
         "expected equal arguments on all ranks",
         "ranks have left the common order of calls",
     )
-    for message in ranks2.run(other_recipes, False, recipes):
-        assert any(words in message for words in told), message
-
-
-def test_ranks_that_want_other_gradients_are_told_so_in_debug_mode(ranks2):
-    for message in ranks2.run(other_gradients_in_debug):
-        assert "parallel_mlp backward: ranks disagree" in message
-
-
-def test_one_rank_touches_nobody(ranks1):
-    (same,) = ranks1.run(one_rank_touches_nobody)
-    assert same == [True] * 4
+    message = said_of_other_recipes(False, recipes)
+    assert any(words in message for words in told), message
 
 
 @pytest.mark.parametrize("reusing", [False, True], ids=["anew", "reused"])

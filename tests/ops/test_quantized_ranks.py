@@ -14,13 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.cases.scaled_ranks import apart_from_one_rank, bytes_of
+from tests.on_ranks import on_ranks
 from tests.ops.cases import ACT
+from tests.ops.invariant_cases import whole_of
 from tests.ops.parallel_cases import (
     BOUND,
     Setting,
     accumulated,
     added,
     assert_within,
+    equal,
     leaf,
     prepare,
     same,
@@ -44,10 +47,6 @@ Excess = dict[str, float]  # each result's error, as a part of what is allowed
 
 def rows_of(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2)
-
-
-def shards(tensor: Tensor, dim: int) -> Sequence[Tensor]:
-    return tensor.chunk(dist.get_world_size(), dim)
 
 
 def operands(setting: Setting) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
@@ -78,6 +77,7 @@ def excess(setting: Setting, results: dict[str, tuple[Tensor | None, Tensor]]) -
 
 def column(setting: Setting, recipe: str) -> Excess:
     prepare(setting)
+    ranks = dist.get_world_size()
     oracle, activation = Oracle(RECIPES[recipe]), setting.activation
     x, weights, biases, dys = operands(setting)
     tokens = split(0) if setting.sequence_parallel else same
@@ -97,7 +97,7 @@ def column(setting: Setting, recipe: str) -> Excess:
     ys = ours(ours_x, activation)
     torch.autograd.backward(ys, [shard(dy, -1) for dy in dys])
     with torch.no_grad():
-        zs = [_features_of_all(rows_of(z)) for z in ours(ours_x, None)]
+        zs = [whole_of((rows_of(z), 1)) for z in ours(ours_x, None)]
     dzs = [
         act_grad_ref(rows_of(dy), z, activation) if activation else rows_of(dy)
         for dy, z in zip(dys, zs, strict=True)
@@ -105,12 +105,12 @@ def column(setting: Setting, recipe: str) -> Excess:
     pairs = [
         (dz_shard, w_shard)
         for dz, w in zip(dzs, weights, strict=True)
-        for dz_shard, w_shard in zip(shards(dz, 1), shards(w, 0), strict=True)
+        for dz_shard, w_shard in zip(dz.chunk(ranks, 1), w.chunk(ranks, 0), strict=True)
     ]
     dx = sum(oracle.dgrad(dz, w) for dz, w in pairs)
     assert isinstance(dx, Tensor)
     x_of_dw = rows_of(x)
-    if setting.sequence_parallel and dist.get_world_size() > 1:
+    if setting.sequence_parallel and ranks > 1:
         x_of_dw = oracle.activations(x_of_dw).to(setting.dtype)
     results: dict[str, tuple[Tensor | None, Tensor]] = {"dx": (ours_x.grad, tokens(dx.view(x.shape)))}
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
@@ -122,14 +122,9 @@ def column(setting: Setting, recipe: str) -> Excess:
     return excess(setting, results)
 
 
-def _features_of_all(shard: Tensor) -> Tensor:
-    gathered = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, shard.contiguous())
-    return torch.cat(gathered, 1)
-
-
 def row(setting: Setting, recipe: str) -> Excess:
     prepare(setting)
+    ranks = dist.get_world_size()
     oracle = Oracle(RECIPES[recipe])
     x, (w, *_), (b, *_), (dy, *_) = operands(setting)
     tokens = split(0) if setting.sequence_parallel else same
@@ -140,12 +135,12 @@ def row(setting: Setting, recipe: str) -> Excess:
     ours.backward(tokens(dy))
     terms = [
         oracle.linear(rows_of(x_shard), w_shard)
-        for x_shard, w_shard in zip(shards(x, -1), shards(w, -1), strict=True)
+        for x_shard, w_shard in zip(x.chunk(ranks, -1), w.chunk(ranks, -1), strict=True)
     ]
     y = sum(terms[1:], terms[0]) + b.double()
     full = rows_of(dy)
     dx = oracle.dgrad(full, shard(w, -1))
-    if setting.sequence_parallel and dist.get_world_size() > 1:
+    if setting.sequence_parallel and ranks > 1:
         full = oracle.gradients(full).to(setting.dtype)
     return excess(
         setting,
@@ -165,8 +160,9 @@ def run_all(name: str, settings: Sequence[tuple[Setting, str]]) -> list[Excess]:
     return [CASES[name](setting, recipe) for setting, recipe in settings]
 
 
-def planted(fault: str) -> float:
-    """The largest excess of a row linear with a fault."""
+@pytest.mark.parametrize("fault", ["doubled bias", "swapped rank", "wrong scale"])
+@on_ranks(2)
+def test_a_fault_would_be_seen(fault):
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def wrong(x: Tensor, w: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -179,81 +175,75 @@ def planted(fault: str) -> float:
         return ops.row_linear(x, w, b, *rest, **options)
 
     with patch(f"{__name__}.row_linear", wrong):
-        return max(row(Setting(torch.bfloat16, features=(256, 96)), "rowwise").values())
+        assert max(row(Setting(torch.bfloat16, features=(256, 96)), "rowwise").values()) > 5
 
 
-def mlp_unlike_its_parts(setting: Setting, recipe: str) -> list[str]:
-    """Which results of parallel_mlp have other bits than column_linear and row_linear with h between them."""
-    prepare(setting)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@on_ranks(2)
+def test_parallel_mlp_has_the_bits_of_its_parts(recipe, activation):
+    """Of column_linear and row_linear with h between them; in fp32, as in 16 bits these round h."""
+    prepare(Setting(small_pieces=False))
     group = dist.group.WORLD
-    x, (up, *_), (b_up, *_), _ = operands(setting)
-    gate, down = up.flip(0), up.t().contiguous()
-    tokens = split(0) if setting.sequence_parallel else same
-    gated = setting.activation == "swiglu"
-    given = [tokens(x), shard(up, 0), shard(gate, 0), shard(down, 1), shard(b_up, 0), x[0].flatten()]
-    options = setting.options | {"quantize": RECIPES[recipe]}
+    gated = activation == "swiglu"
 
-    def whole(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        gates = (None, gate) if gated else (b, None)
-        return parallel_mlp(
-            x, up, gates[0], down, c, group, w_gate_shard=gates[1], activation=setting.activation, **options
-        )  # fmt: skip
+    def whole(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        x, up, gate, down, b, c = tensors
+        b_up, w_gate = (None, gate) if gated else (b, None)
+        kwargs |= {"w_gate_shard": w_gate, "activation": activation}
+        return parallel_mlp(x, up, b_up, down, c, group, **kwargs)
 
-    def parts(x: Tensor, up: Tensor, gate: Tensor, down: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    def parts(*tensors: Tensor, **kwargs: Any) -> Tensor:
+        x, up, gate, down, b, c = tensors
         if gated:
-            u, g = column_linear(x, [up, gate], None, group, **options)
+            u, g = column_linear(x, [up, gate], None, group, **kwargs)
             h = _Gated.apply(g, u, "silu")
         else:
-            h = _Act.apply(column_linear(x, up, b, group, **options), setting.activation)
-        return row_linear(h, down, c, group, **options)
+            h = _Act.apply(column_linear(x, up, b, group, **kwargs), activation)
+        return row_linear(h, down, c, group, **kwargs)
 
-    found = []
-    for function in (whole, parts):
-        leaves = [leaf(t) for t in given]
-        y = function(*leaves)
-        y.backward(torch.ones_like(y))
-        found.append({"y": y.detach()} | {str(i): t.grad for i, t in enumerate(leaves) if t.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    return [name for name, ours in found[0].items() if not ours.equal(found[1][name])]
+    x, (up, *_), (b_up, *_), _ = operands(Setting(features=(64, 96)))
+    gate, down = up.flip(0), up.t().contiguous()
+    weights = [shard(up, 0), shard(gate, 0), shard(down, 1), shard(b_up, 0), x[0].flatten()]
+    for parallel, overlap in product([True, False], [True, False]):
+        found = []
+        for function in (whole, parts):
+            leaves = [leaf(t) for t in (shard(x, 0) if parallel else x, *weights)]
+            options = {"sequence_parallel": parallel, "overlap": overlap, "quantize": RECIPES[recipe]}
+            y = function(*leaves, **options)
+            y.backward(torch.ones_like(y))
+            found.append([y.detach(), *(t.grad for t in leaves if t.grad is not None)])
+        assert equal(*found), f"{parallel=} {overlap=}"
 
 
-def exact_operands(tokens: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+@pytest.mark.parametrize("recipe", ["rowwise, power of two", "blockwise, power of two, e5m2"])
+@on_ranks()
+def test_what_fp8_holds_has_the_same_bits_on_any_number_of_ranks(recipe):
     """Small integers, which scales of powers of two leave as they are: all sums are exact."""
+    quantize, ranks = RECIPES[recipe], dist.get_world_size()
     generator = torch.Generator().manual_seed(3)
+    tokens, k, n = 16, 64 * ranks, 32 * ranks
     x, w, dy = (
         torch.randint(-4, 5, shape, generator=generator).float()
         for shape in ((tokens, k), (n, k), (tokens, n))
     )
-    return x, w, dy
-
-
-def unlike_unsharded(recipe: str) -> list[str]:
-    """Which results over ranks have other bits than on one: of numbers that fp8 holds, none."""
-    quantize, ranks = RECIPES[recipe], dist.get_world_size()
-    x, w, dy = exact_operands(16, 64 * ranks, 32 * ranks)
     leaves = [leaf(x), leaf(w)]
     y = ops.linear(*leaves, quantize=quantize)
     y.backward(dy)
-    whole = {"y": y.detach(), "dx": leaves[0].grad, "dw": leaves[1].grad}
-    wrong = []
     for parallel, overlap in product([False, True], [False, True]):
-        tokens = split(0) if parallel else same
-        for name, cut in (
-            ("column", {"x": tokens, "w": split(0), "dy": split(1)}),
-            ("row", {"x": split(1), "w": split(1), "dy": tokens}),
+        of_tokens = split(0) if parallel else same
+        for op, of_x, of_w, of_y in (
+            (column_linear, of_tokens, split(0), split(1)),
+            (row_linear, split(1), split(1), of_tokens),
         ):
-            ours = [leaf(cut["x"](x)), leaf(cut["w"](w))]
-            op = column_linear if name == "column" else row_linear
+            ours = [leaf(of_x(x)), leaf(of_w(w))]
             options = {"sequence_parallel": parallel, "overlap": overlap, "quantize": quantize}
             found = op(*ours, None, dist.group.WORLD, **options)
-            found.backward(cut["dy"](dy))
-            results = {"y": (found, "dy"), "dx": (ours[0].grad, "x"), "dw": (ours[1].grad, "w")}
-            wrong += [
-                f"{name} {parallel=} {overlap=}: {result}"
-                for result, (ours_, like) in results.items()
-                if not ours_.equal(cut[like](whole[result]))
-            ]
-    return wrong
+            found.backward(of_y(dy))
+            case = f"{op.__name__} {parallel=} {overlap=}"
+            assert found.equal(of_y(y)), case
+            assert ours[0].grad.equal(of_x(leaves[0].grad)), case
+            assert ours[1].grad.equal(of_w(leaves[1].grad)), case
 
 
 SOME = ["rowwise", "rowwise, wgrad fp8, e5m2", "blockwise", "blockwise, power of two, e5m2"]
@@ -301,43 +291,22 @@ def test_leading_dimensions_are_any(ranks2, name):
     check(ranks2, name, [(setting, SOME[i % 3]) for i, setting in enumerate(settings)])
 
 
-@pytest.mark.parametrize("fault", ["doubled bias", "swapped rank", "wrong scale"])
-def test_a_fault_would_be_seen(ranks2, fault):
-    assert min(ranks2.run(planted, fault)) > 5
-
-
-@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_parallel_mlp_has_the_bits_of_its_parts(ranks2, recipe, activation):
-    """In fp32: in 16 bits the parts round what lies between them, an MLP does not."""
-    for parallel, overlap in product([True, False], [True, False]):
-        setting = Setting(
-            torch.float32, parallel, overlap, activation=activation, features=(64, 96), small_pieces=False
-        )
-        assert ranks2.run(mlp_unlike_its_parts, setting, recipe) == [[], []]
-
-
-@pytest.mark.parametrize("recipe", ["rowwise, power of two", "blockwise, power of two, e5m2"])
-def test_what_fp8_holds_has_the_same_bits_on_any_number_of_ranks(ranks, recipe):
-    for wrong in ranks.run(unlike_unsharded, recipe):
-        assert wrong == []
-
-
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_operands_that_lie_within_ranks_are_those_of_one_rank(ranks, recipe):
+@on_ranks()
+def test_operands_that_lie_within_ranks_are_those_of_one_rank(recipe):
     """x and rows of the weight in column forward, dy and columns of the weight in row backward; dw exactly.
 
     Others have scales of shards, unless blocks and shards have common borders: then only what ranks send each
     other is rounded. Figures are in docs/fp8.md.
     """
-    for found in ranks.run(apart_from_one_rank, RECIPES[recipe]):
-        assert found["column dw"] == found["row dw"] == 0
-        assert found["column y"] < 1e-4  # sums in fp32 in another order
-        assert found["row dx"] < 1e-4
-        least, most = (0.02, 0.06) if recipe == "rowwise" else (0.001, 0.005)
-        assert least < found["row y"] < most
-        assert least < found["column dx"] < most
+    found = apart_from_one_rank(RECIPES[recipe])
+    assert found["column dw"] == found["row dw"] == 0
+    assert found["column y"] < 1e-4  # sums in fp32 in another order
+    assert found["row dx"] < 1e-4
+    least, most = (0.02, 0.06) if recipe == "rowwise" else (0.001, 0.005)
+    assert least < found["row y"] < most
+    assert least < found["column dx"] < most
 
 
 # fp8 rows with their scales, to 16 bits

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.functional import hessian, hvp, jvp, vhp
+from torch.autograd.functional import hessian, hvp, jvp
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.on_ranks import on_ranks
 from tests.ops.cases import CASES
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import shard
@@ -64,11 +65,6 @@ def _operands(name: str) -> list[Tensor]:
 LINEAR_IN = {"column": 2, "row": 2, "row_sequence": 2, "mlp": 4, "gated_mlp": 4, "embedding": 0}
 
 
-def _told(call: Callable[[], object], words: str = WORDS) -> str:
-    message = message_of(call)
-    return "refused" if words in message else message
-
-
 def _square(y: Tensor) -> Tensor:
     return y.square().sum()
 
@@ -81,8 +77,10 @@ def _penalty(op: Op, leaves: list[Tensor], number: int, loss: Op = _square) -> N
     )
 
 
-def refusals(name: str) -> dict[str, str]:
-    """What each way to ask for a second derivative comes to."""
+@once(world=["ranks1", "ranks2"], name=list(OPS))
+@on_ranks()
+def test_ops_over_a_group_refuse_for_every_input(name):
+    """Whatever way a second derivative is asked for."""
     op, given = partial(OPS[name][0], dist.group.WORLD), _operands(name)
 
     def fresh(only: int | None = None) -> list[Tensor]:
@@ -91,66 +89,59 @@ def refusals(name: str) -> dict[str, str]:
     def computed(*tensors: Tensor) -> Tensor:
         return op(*(t * 1 for t in tensors))
 
-    def recomputed(*tensors: Tensor) -> Tensor:
-        return checkpoint(op, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
-
-    def value(*tensors: Tensor) -> Tensor:
-        return _square(op(*tensors))
-
-    found = {
-        "hessian": _told(lambda: hessian(value, tuple(given))),
-        "hvp": _told(lambda: hvp(value, tuple(given), tuple(given))),
+    recomputed, value = partial(checkpoint, op, use_reentrant=False), loss(op)
+    calls: dict[str, Callable[[], object]] = {
+        "hessian": lambda: hessian(value, tuple(given)),
+        "hvp": lambda: hvp(value, tuple(given), tuple(given)),
     }
     for number in range(len(given)):
-        calls = {
-            "plain": lambda number=number: _penalty(op, fresh(), number),
-            "others frozen": lambda number=number: _penalty(op, fresh(number), number),
-            "no leaves": lambda number=number: _penalty(computed, fresh(), number),
-            "checkpointed": lambda number=number: _penalty(recomputed, fresh(), number),
-        }
+        for kind, function, only in (
+            ("plain", op, None),
+            ("others frozen", op, number),
+            ("no leaves", computed, None),
+            ("checkpointed", recomputed, None),
+        ):
+            calls[f"{kind} {number}"] = partial(_penalty, function, fresh(only), number)
         if LINEAR_IN.get(name) != number:  # else the true answer is that it is unused
-            calls["constant gradient"] = lambda number=number: _penalty(op, fresh(), number, torch.sum)
-        found |= {f"input {number}: {kind}": _told(call) for kind, call in calls.items()}
+            calls[f"constant gradient {number}"] = partial(_penalty, op, fresh(), number, torch.sum)
+    for kind, call in calls.items():
+        assert WORDS in message_of(call), kind
     ranks = range(1, dist.get_world_size() + 1)  # which are of use still
     total = mappings.reduce_from_region(torch.tensor([dist.get_rank() + 1.0]), dist.group.WORLD)
     assert total.item() == sum(ranks)
-    return found
 
 
-def unlike_with_graph(name: str) -> list[int]:
-    """Which first gradients have other bits when a graph of them is made."""
-    op = partial(OPS[name][0], dist.group.WORLD)
-    results = []
-    for create_graph in (False, True):
-        leaves = [t.requires_grad_() for t in _operands(name)]
-        results.append(torch.autograd.grad(_square(op(*leaves)), leaves, create_graph=create_graph))
-    assert all(gradient.requires_grad for gradient in results[1])
-    return [i for i, pair in enumerate(zip(*results, strict=True)) if not torch.equal(*pair)]
+@on_ranks(2)
+def test_first_gradients_with_a_graph_over_a_group_have_the_bits_of_those_without():
+    for name, (op, _) in OPS.items():
+        plain, with_graph = [], []
+        for found, create_graph in ((plain, False), (with_graph, True)):
+            leaves = [t.requires_grad_() for t in _operands(name)]
+            y = _square(op(dist.group.WORLD, *leaves))
+            found += torch.autograd.grad(y, leaves, create_graph=create_graph)
+        assert all(gradient.requires_grad for gradient in with_graph), name
+        assert all(map(torch.equal, plain, with_graph)), name
 
 
-def refused_at_once() -> dict[str, str]:
-    """create_graph=True alone, where nothing could be raised later."""
+@on_ranks(2)
+def test_inputs_out_of_reach_and_main_grad_are_refused_at_once():
+    """With create_graph=True alone, where nothing could be raised later."""
     group = dist.group.WORLD
     x, w, b = (t.requires_grad_() for t in _operands("column"))
     computed, target, into = b * 1, _ids(1) % N, torch.zeros(N, K)
-
-    def backward(y: Tensor, words: str = WORDS) -> str:
-        told = _told(lambda: torch.autograd.grad(_square(y), x, create_graph=True), words)
-        assert not into.any(), "added to main_grad before it was refused"
-        return told
-
     at_once, fused = "This is raised already now", "expected no create_graph=True with main_grad"
-    return {
-        "bias": backward(column_linear(x, w, computed, group, activation="gelu"), at_once),
-        "gathered": backward(
-            column_linear(x * 1, w, b, group, sequence_parallel=True, save_gathered=True), at_once
-        ),
-        "b_up": backward(parallel_mlp(x, w, computed, w, b, group), at_once),
-        "column main_grad": backward(column_linear(x, w, b, group, main_grad=into), fused),
-        "row main_grad": backward(row_linear(x, w, b, group, main_grad=into), fused),
-        "mlp main_grad": backward(parallel_mlp(x, w, b, w, b, group, main_grads=[into, None]), fused),
-        "head main_grad": backward(linear_cross_entropy(x, w, target, group, main_grad=into), fused),
-    }
+    for y, words in (
+        (column_linear(x, w, computed, group, activation="gelu"), at_once),
+        (column_linear(x * 1, w, b, group, sequence_parallel=True, save_gathered=True), at_once),
+        (parallel_mlp(x, w, computed, w, b, group), at_once),
+        (column_linear(x, w, b, group, main_grad=into), fused),
+        (row_linear(x, w, b, group, main_grad=into), fused),
+        (parallel_mlp(x, w, b, w, b, group, main_grads=[into, None]), fused),
+        (linear_cross_entropy(x, w, target, group, main_grad=into), fused),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            torch.autograd.grad(_square(y), x, create_graph=True)
+        assert not into.any(), "added to main_grad before it was refused"
 
 
 def _whole(seed: int, *shape: int) -> Tensor:
@@ -181,31 +172,29 @@ def _split_between(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(mappings.gather_from_region(F.gelu(z) * z, group), down)
 
 
-def wrong_penalties() -> list[str]:
-    """Which models of regions have other gradients of a penalty on dx than the unsharded model.
+@pytest.mark.parametrize("split", [_split_features, _split_tokens, _split_between])
+@on_ranks(2)
+def test_regions_have_second_derivatives(split):
+    """Gradients of a penalty on dx are those of the unsharded model.
 
     Weights are given whole and cut within: the gradient of each is zero but for our shard, or whole.
     """
-    wrong = []
-    for split in (_split_features, _split_tokens, _split_between):
 
-        def whole(x: Tensor, up: Tensor, down: Tensor, gated: bool = split is _split_between) -> Tensor:
-            z = F.linear(x, up)
-            return F.linear(F.gelu(z) * z if gated else F.gelu(z), down)
+    def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        z = F.linear(x, up)
+        return F.linear(F.gelu(z) * z if split is _split_between else F.gelu(z), down)
 
-        found = []
-        for model in (split, whole):
-            leaves = [t.requires_grad_() for t in (_whole(0, 8, 6), _whole(1, 8, 6), _whole(2, 6, 8))]
-            loss = model(*leaves).sin().sum()
-            (dx,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
-            found.append([dx, *torch.autograd.grad(loss + dx.square().sum(), leaves)])
-        for name, ours, truth in zip(("dx", "x", "up", "down"), *found, strict=True):
-            if split is not _split_between and name in ("up", "down"):
-                dim = int(name == "down")
-                ours, truth = shard(ours, dim), shard(truth, dim)
-            if not torch.allclose(ours, truth, rtol=1e-12, atol=1e-12):
-                wrong.append(f"{split.__name__}, gradient of {name}")
-    return wrong
+    found = []
+    for model in (split, whole):
+        leaves = [t.requires_grad_() for t in (_whole(0, 8, 6), _whole(1, 8, 6), _whole(2, 6, 8))]
+        value = model(*leaves).sin().sum()
+        (dx,) = torch.autograd.grad(value, leaves[0], create_graph=True)
+        found.append([dx, *torch.autograd.grad(value + dx.square().sum(), leaves)])
+    for name, ours, truth in zip(("dx", "x", "up", "down"), *found, strict=True):
+        if split is not _split_between and name in ("up", "down"):
+            dim = int(name == "down")
+            ours, truth = shard(ours, dim), shard(truth, dim)
+        assert_same(ours, truth, rtol=1e-12, atol=1e-12)
 
 
 FEATURES, BETWEEN, OUT = 3, 4, 2
@@ -254,13 +243,6 @@ def assert_same(ours: Any, theirs: Any, **tolerance: float) -> None:
     torch.testing.assert_close(ours, theirs, **(tolerance or {"rtol": 1e-10, "atol": 1e-10}))
 
 
-@pytest.mark.parametrize("name", LOCAL)
-def test_hessian_is_that_of_torch(name):
-    op, plain, _ = LOCAL[name]
-    given = operands(name)
-    assert_same(hessian(loss(op), tuple(given)), hessian(loss(plain), tuple(given)))
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_each_combination_of_required_gradients(name, backend):
     """Whatever is frozen, and so not saved; of a bias alone, too."""
@@ -305,12 +287,10 @@ def test_third_derivatives(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_products_with_jacobians_and_hessians(name):
-    """torch.autograd.functional's: its jvp differentiates a gradient by the gradient that came in."""
+def test_products_with_jacobians(name):
+    """torch.autograd.functional's differentiates a gradient by the gradient that came in."""
     op, plain, _ = LOCAL[name]
     given = tuple(operands(name))
-    for product_of in (hvp, vhp):
-        assert_same(product_of(loss(op), given, given), product_of(loss(plain), given, given))
     assert_same(jvp(op, given, given), jvp(plain, given, given))
 
 
@@ -379,25 +359,3 @@ def test_second_derivatives_keep_no_more_memory():
     x, weight, bias = (t.requires_grad_() for t in operands("linear_gelu"))
     saved = ops.linear(x, weight, bias, "gelu").grad_fn.saved_tensors
     assert [tuple(t.shape) for t in saved] == [(2, FEATURES), (OUT, FEATURES), (2, OUT)]
-
-
-@once(world=["ranks1", "ranks2"], name=list(OPS))
-def test_ops_over_a_group_refuse_for_every_input(ranks, name):
-    for found in ranks.run(refusals, name):
-        assert found == dict.fromkeys(found, "refused")
-        assert len(found) > 2
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_first_gradients_with_a_graph_over_a_group(ranks2, name):
-    assert ranks2.run(unlike_with_graph, name) == [[], []]
-
-
-def test_inputs_out_of_reach_and_main_grad_are_refused_at_once(ranks2):
-    for found in ranks2.run(refused_at_once):
-        assert found == dict.fromkeys(found, "refused")
-
-
-def test_regions_have_second_derivatives(ranks2):
-    for wrong in ranks2.run(wrong_penalties):
-        assert not wrong

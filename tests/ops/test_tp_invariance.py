@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.ops.invariant_cases import (
-    Setting,
-    drawn,
-    hashes,
-    hashes_by_kernels,
-    norm_over_ranks,
-    refusals,
-)
-from tests.products import once
+from tests.on_ranks import on_ranks
+from tests.ops.invariant_cases import Setting, drawn, hashes, hashes_by_kernels, norm, whole_of
 from tests.segments import tp_invariance
 from tpkernels import ops
 from tpkernels.dispatch.segments import canonical
+from tpkernels.ops.tensor_parallel import mappings
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {
@@ -104,11 +100,16 @@ def test_gradients_of_a_norm_do_not_depend_on_the_number_of_threads():
         assert torch.equal(one, other)
 
 
-@once(kind=["rms_norm", "layer_norm"], world=["ranks2", "ranks4"])
-def test_a_norm_over_a_group_sums_its_gradients_without_the_mode_too(ranks, kind):
-    for found in ranks.run(norm_over_ranks, kind):
-        assert {"dweight", "dx"} <= found.keys()
-        assert max(found.values()) < 1e-6, found
+@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
+@on_ranks()
+def test_a_norm_over_a_group_sums_its_gradients_without_the_mode_too():
+    """They are those of all tokens."""
+    for kind in OPTIONS["norm"]:
+        over_ranks = norm(Setting(sequence_parallel=True, option=kind))
+        alone = norm(Setting(option=kind))
+        for name in ("dweight", "dbias", "dx") if kind == "layer_norm" else ("dweight", "dx"):
+            ours, (expected, _) = whole_of(over_ranks[name]), alone[name]
+            assert (ours - expected).norm() < 1e-6 * expected.norm(), f"{kind} {name}"
 
 
 @pytest.mark.parametrize("strides", [(1, 1), (1, 6), (4, 1)])
@@ -127,12 +128,27 @@ def test_without_it_bits_depend_on_the_size(ranks1, ranks4):
         assert alone[number] != four[number], name
 
 
-def test_what_it_cannot_serve_is_refused_on_all_ranks(ranks2, ranks4):
-    found = ranks2.run(refusals)
-    assert found[0] == found[1]
-    for text in found[0][:4]:
-        assert "segments of TP-invariance divide, got" in text
-    for text in found[0][4:]:
-        assert "expected no sum of what ranks computed by themselves" in text
-    for (text,) in ranks4.run(refusals):
-        assert "a tensor-parallel size that divides the 2 segments of TP-invariance, got 4" in text
+@on_ranks(2)
+def test_what_it_cannot_serve_is_refused_on_all_ranks():
+    group, x = dist.group.WORLD, torch.ones(8, 24, requires_grad=True)
+    divided, summed = "segments of TP-invariance divide, got", "no sum of what ranks computed by themselves"
+    ids = torch.zeros(8, dtype=torch.int64)
+    refused: list[tuple[str, Callable[[], object]]] = [
+        (divided, lambda: ops.column_linear(x, torch.ones(9, 24), None, group)),
+        (divided, lambda: ops.row_linear(torch.ones(8, 22), torch.ones(8, 22), None, group)),
+        (divided, lambda: ops.vocab_embedding(ids, torch.ones(9, 24), group)),
+        (divided, lambda: ops.rms_norm(torch.ones(3, 24, requires_grad=True), torch.ones(24), group=group)),
+        (summed, lambda: mappings.copy_to_region(x, group)),
+        (summed, lambda: mappings.reduce_from_region(x, group)),
+    ]
+    with tp_invariance(8):
+        for words, call in refused:
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
+@on_ranks(4)
+def test_more_ranks_than_segments_are_refused():
+    expected = "a tensor-parallel size that divides the 2 segments of TP-invariance, got 4"
+    with tp_invariance(2), pytest.raises(ValueError, match=expected):
+        ops.column_linear(torch.ones(8, 24), torch.ones(9, 24), None, dist.group.WORLD)

@@ -8,12 +8,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from tests.loopback import start
+from tests.on_ranks import on_ranks
 from tests.ops import parallel_behaviour as behaviour
 from tests.ops import test_exchanges as exchanges
 from tests.ops import test_vocab_behaviour as vocab
 from tests.ops.parallel_behaviour import block, meet, message_of, operands_of, with_gradients
-from tests.ops.parallel_cases import Setting, assert_within, prepare, run_all
+from tests.ops.parallel_cases import Setting, assert_within, close, prepare, run_all
 from tests.ops.test_collectives import collectives
 from tests.ops.test_parallel_citizens import model_unlike_compiled
 from tests.ops.transport_cases import be_impatient, open_exchanges, open_stand_in, pushers, under, using
@@ -86,23 +86,17 @@ def test_ops_give_the_unsharded_numbers(request, place, name):
     assert_within(ranks.run(under, transport, backend, run_all, name, settings), settings)
 
 
-def differs_from_c10d_by(transport: str, backend: str, sequence_parallel: bool) -> float:
+@once(way=WAYS, sequence_parallel=[True, False])
+@on_ranks(2)
+def test_numbers_of_c10d_within_rounding(way, sequence_parallel):
     prepare(Setting())
-    operands = operands_of(0)
-    group = dist.new_group()
-    with using("c10d", backend):
-        expected = with_gradients(
-            lambda *t: block(*t, sequence_parallel=sequence_parallel, group=group), operands
-        )
-    with using(transport, backend):
+    operands, group = operands_of(0), dist.new_group()
+    with using("c10d", way[1]):
+        expected = with_gradients(partial(block, group=group, sequence_parallel=sequence_parallel), operands)
+    with using(*way):
         found = with_gradients(block, operands, sequence_parallel=sequence_parallel)
         assert {exchange.timeout for exchange in open_exchanges()} == {COLLECTIVE_SECONDS}  # the group's
-    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
-
-
-@once(way=WAYS, sequence_parallel=[True, False])
-def test_numbers_of_c10d_within_rounding(ranks2, way, sequence_parallel):
-    assert max(ranks2.run(differs_from_c10d_by, *way, sequence_parallel)) < 1e-6
+    assert close(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -116,51 +110,50 @@ def test_numbers_of_c10d_within_rounding(ranks2, way, sequence_parallel):
         pytest.param("ranks4", "shared", "triton", True, 2, marks=pytest.mark.sweep),
     ],
 )
-def test_delays_change_no_bit(ranks, transport, backend, sequence_parallel, rounds):
-    repeated = behaviour.repeats_are_equal
-    assert all(ranks.run(under, transport, backend, repeated, sequence_parallel, "shared", rounds))
+@on_ranks()
+def test_delays_change_no_bit(transport, backend, sequence_parallel, rounds):
+    with using(transport, backend):
+        behaviour.assert_delays_change_no_bit(sequence_parallel, "shared", rounds)
 
 
-def waiting_products() -> tuple[int, int]:
-    """Launches of the product that waits, in forward and backward of a block: with overlap, and without."""
-    prepare(Setting())
-    launches = []
-    for overlap in (True, False):
-        with patch.object(gather_linear, "gather_linear_fwd", wraps=gather_linear.gather_linear_fwd) as spy:
-            with_gradients(block, operands_of(2), sequence_parallel=True, overlap=overlap)
-        launches.append(spy.call_count)
-    return launches[0], launches[1]
-
-
-def test_one_kernel_multiplies_while_rows_arrive(ranks2):
+@on_ranks(2)
+def test_one_kernel_multiplies_while_rows_arrive():
     """Forward of column and backward of row: a launch each, and none without overlap."""
-    assert ranks2.run(under, "shared", "triton", waiting_products) == [(2, 0)] * 2
-
-
-def ready_for_a_capture() -> list[bool]:
-    """Of each exchange of an all-reduce: whether it has the kernels that count calls."""
     prepare(Setting())
-    with_gradients(block, operands_of(4), sequence_parallel=False)
-    return [exchange.flag_kernels is not None for exchange in open_exchanges()]
+    for overlap, launches in ((True, 2), (False, 0)):
+        with (
+            using("shared", "triton"),
+            patch.object(gather_linear, "gather_linear_fwd", wraps=gather_linear.gather_linear_fwd) as spy,
+        ):
+            with_gradients(block, operands_of(2), sequence_parallel=True, overlap=overlap)
+        assert spy.call_count == launches
 
 
-def test_all_exchanges_of_an_all_reduce_are_ready_for_a_capture(ranks2):
-    for ready in ranks2.run(under, "stand-in", "triton", ready_for_a_capture):
-        assert len(ready) >= 2
-        assert all(ready)
+@on_ranks(2)
+def test_all_exchanges_of_an_all_reduce_are_ready_for_a_capture():
+    """They have the kernels that count calls."""
+    prepare(Setting())
+    with using("stand-in", "triton"):
+        with_gradients(block, operands_of(4), sequence_parallel=False)
+        ready = [exchange.flag_kernels is not None for exchange in open_exchanges()]
+    assert len(ready) >= 2
+    assert all(ready)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_layers_interleave_and_can_be_checkpointed(ranks2, way):
-    assert all(ranks2.run(under, *way, behaviour.interleaved_layers_do_not_mix))
-    assert ranks2.run(under, *way, behaviour.checkpointed_unlike_plain, False, [None]) == [[], []]
+@on_ranks(2)
+def test_layers_interleave_and_can_be_checkpointed(way):
+    with using(*way):
+        behaviour.assert_interleaved_layers_do_not_mix()
+        behaviour.assert_checkpointed_has_the_bits_of_plain(False, [None])
 
 
-def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits(ranks2):
-    run = partial(ranks2.run, under, "shared", "torch")
-    assert run(partial(model_unlike_compiled, block, sequence_parallel=True)) == [[], []]
-    assert run(behaviour.unlike_with_grad, [None]) == [[], []]
-    assert run(behaviour.lists_share_one_gather) == [(True, 0)] * 2
+@on_ranks(2)
+def test_compiled_and_inferred_and_shared_gathers_give_the_same_bits():
+    with using("shared"):
+        assert model_unlike_compiled(block, sequence_parallel=True) == []
+        behaviour.assert_forward_without_gradients_has_the_same_bits([None])
+        behaviour.assert_several_weights_share_one_gather()
 
 
 def replayed_calls(with_barrier: bool) -> list[bool]:
@@ -189,72 +182,53 @@ def test_replayed_calls_use_one_buffer_and_the_barrier_guards_it(ranks2):
         ranks2.run(replayed_calls, False)  # the fault shows: flags are of another call
 
 
-def nobody_can_wait() -> list[str]:
-    """What is said, call after call, where torch cannot wait for a GPU, and kernels do not take the dtype."""
-    messages = []
-    for way, dtype in ((("stand-in", "torch"), torch.float32), (("shared", "triton"), torch.float64)):
+@on_ranks(2)
+def test_who_cannot_wait_says_so_before_anything_is_sent():
+    """Call after call, where torch cannot wait for a GPU, and where kernels do not take the dtype."""
+    for transport, backend, dtype, words in (
+        ("stand-in", "torch", torch.float32, "BACKEND=torch computes with torch, which cannot wait"),
+        ("shared", "triton", torch.float64, "kernels that wait take bfloat16, float16 and float32"),
+    ):
         x, w = torch.randn(2, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
-        with using(*way):
+        with using(transport, backend):
             group = dist.new_group()
-            messages += [
-                message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))  # noqa: B023
-                for _ in range(3)
-            ]
-    return messages
+            for _ in range(3):
+                with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+                    column_linear(x, w, None, group, sequence_parallel=True)
 
 
-def test_who_cannot_wait_says_so_before_anything_is_sent(ranks2):
-    for messages in ranks2.run(nobody_can_wait):
-        assert all(
-            "TPKERNELS_BACKEND=torch computes with torch, which cannot wait" in m for m in messages[:3]
-        )
-        assert all("kernels that wait take bfloat16, float16 and float32" in m for m in messages[3:])
-
-
-def alone() -> list[bool]:
-    """Whether results are finite where nothing may be opened, sent or agreed on."""
-
-    def forbidden(*_: Any) -> None:
-        raise AssertionError("a rank alone has nobody to talk to")
-
+@on_ranks(1)
+def test_a_rank_alone_opens_and_sends_nothing():
+    """Where nothing may be opened, sent or agreed on."""
+    forbidden = AssertionError("a rank alone has nobody to talk to")
     found = []
     with (
-        patch.object(transports, "agree", forbidden),
-        patch.object(Transfers, "__init__", forbidden),
-        patch.object(rows_in_flight, "start_all_gather", forbidden),
+        patch.object(transports, "agree", side_effect=forbidden),
+        patch.object(Transfers, "__init__", side_effect=forbidden),
+        patch.object(rows_in_flight, "start_all_gather", side_effect=forbidden),
     ):
         for transport, split, recipe in product(("auto", "shared"), (True, False), (None, Recipe.rowwise())):
             with using(transport):
                 for model in (block, behaviour.mlp):
                     found += with_gradients(model, operands_of(1), sequence_parallel=split, quantize=recipe)
-        found += vocab.with_gradients(vocab.model, *vocab.operands(), sequence_parallel=True)
-    return [bool(t.isfinite().all()) for t in found]
+        table, weight, *ids = vocab.operands()
+        found += with_gradients(lambda *t: vocab.model(*t, *ids, sequence_parallel=True), [table, weight])
+    assert all(t.isfinite().all() for t in found)
 
 
-def test_a_rank_alone_opens_and_sends_nothing(ranks1):
-    (found,) = ranks1.run(alone)
-    assert found == [True] * len(found)
-
-
-def rows_that_do_not_divide() -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
-    """(rows of a piece, its parts) of the open exchanges, then of all that was opened for odd all-reduces."""
+@on_ranks(2)
+def test_rows_that_do_not_divide_make_fewer_parts_or_go_over_c10d():
     prepare(Setting())  # parts of 64 bytes, four at most
-    ranks = dist.get_world_size()
-    w = torch.randn(8, 12)
+    w, group = torch.randn(8, 12), dist.group.WORLD
     with using("shared"):
-        for rows in (7 * ranks, 6 * ranks, 5 * ranks, 8 * ranks):
-            row_linear(torch.randn(rows, 12), w, None, dist.group.WORLD, sequence_parallel=True)
-        shapes = [(exchange.shape[0], exchange.splits) for exchange in open_exchanges()]
-        for rows in (ranks + 1, 0):
-            row_linear(torch.randn(rows, 12), w, None, dist.group.WORLD)
-        column_linear(torch.randn(0, 12), w, None, dist.group.WORLD, sequence_parallel=True)
-        return shapes, [exchange.shape for exchange in open_exchanges()[len(shapes) :]]
-
-
-def test_rows_that_do_not_divide_make_fewer_parts_or_go_over_c10d(ranks2):
-    for parts, others in ranks2.run(rows_that_do_not_divide):
+        for rows in (14, 12, 10, 16):
+            row_linear(torch.randn(rows, 12), w, None, group, sequence_parallel=True)
+        parts = [(exchange.shape[0], exchange.splits) for exchange in open_exchanges()]
         assert parts == [(7, 1), (6, 3), (5, 1), (8, 4)]
-        assert others == []
+        for rows in (3, 0):
+            row_linear(torch.randn(rows, 12), w, None, group)
+        column_linear(torch.randn(0, 12), w, None, group, sequence_parallel=True)
+        assert len(open_exchanges()) == len(parts)
 
 
 def _mappings() -> int:
@@ -262,93 +236,83 @@ def _mappings() -> int:
     return sum("memfd:tpkernels" in line for line in maps)
 
 
-def many_shapes(captured: bool, sizes: Sequence[int]) -> tuple[list[int], int, int]:
-    """Rows of what stays open after too many shapes, and the threads and mappings that all of it takes."""
+@pytest.mark.parametrize(("captured", "sizes"), [(False, (1, 2, 3, 1, 4, 5)), (True, (1, 2, 3, 4, 5))])
+@on_ranks(2)
+def test_few_exchanges_stay_open_but_those_used_last_or_written_by_a_graph(captured, sizes):
     with using("shared"), patch.object(transports, "MOST_OPEN", 3):
         for rows in sizes:
             x, w = torch.randn(rows, 8), torch.randn(4, 8)
             column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
             open_exchanges()[0].captured = captured
         gc.collect()
-        return [exchange.shape[0] for exchange in open_exchanges()], pushers(), _mappings()
+        assert [exchange.shape[0] for exchange in open_exchanges()] == [1, 4, 5]
+        assert (pushers(), _mappings()) == (3, 3 * 2)
 
 
-@pytest.mark.parametrize(("captured", "sizes"), [(False, (1, 2, 3, 1, 4, 5)), (True, (1, 2, 3, 4, 5))])
-def test_few_exchanges_stay_open_but_those_used_last_or_written_by_a_graph(ranks2, captured, sizes):
-    assert ranks2.run(many_shapes, captured, sizes) == [([1, 4, 5], 3, 3 * 2)] * 2
+def opened_in(group: dist.ProcessGroup) -> None:
+    x, w = torch.randn(2, 8), torch.randn(4, 8)
+    column_linear(x, w, None, group, sequence_parallel=True)
+    dist.barrier()
 
 
-def ends_with_its_group() -> tuple[int, int, int, int]:
-    """Threads and mappings while the group lives and after it is destroyed."""
+@on_ranks(2)
+def test_exchanges_end_with_their_group():
     group = dist.new_group()
     with using("shared"):
-        x, w = torch.randn(2, 8), torch.randn(4, 8)
-        column_linear(x, w, None, group, sequence_parallel=True)
-        before = pushers(), _mappings()
+        opened_in(group)
+        assert (pushers(), _mappings()) == (1, 2)
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-    return *before, pushers(), _mappings()
+        assert (pushers(), _mappings()) == (0, 0)
 
 
-def destroyed_but_held() -> str:
+@on_ranks(2)
+def test_a_group_that_was_destroyed_and_is_held_opens_nothing():
     group = dist.new_group()
     with using("shared"):
-        x, w = torch.randn(2, 8), torch.randn(4, 8)
-        column_linear(x, w, None, group, sequence_parallel=True)
-        dist.barrier()
+        opened_in(group)
         dist.destroy_process_group(group)
-        return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
+        with pytest.raises(RuntimeError, match="was destroyed; make a new one"):
+            opened_in(group)
 
 
-def test_exchanges_end_with_their_group(ranks2):
-    assert ranks2.run(ends_with_its_group) == [(1, 2, 0, 0)] * 2
-    for message in ranks2.run(destroyed_but_held):
-        assert "was destroyed; make a new one" in message
-
-
-def refused(how: str) -> str:
-    """What a rank says of a wish that cannot be served, or that others do not share."""
-    rank = dist.get_rank()
-    x, w = torch.randn(4, 8), torch.randn(8, 8)
-
-    def call() -> object:
-        return column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-
-    wishes = {
-        "misspelt on one rank": "shared" if rank else "share",
-        "other wishes": "shared" if rank else "auto",
-        "symmetric on the CPU": "symmetric",
-        "other shapes": "shared",
-    }
-    if how == "other shapes":
-        x = torch.randn(4 + 4 * rank, 8)
-    with using(wishes[how]):
-        return message_of(call)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    {
-        "misspelt on one rank": ["on rank 0: TPKERNELS_TRANSPORT is 'share'; expected one of auto, c10d"],
-        "other wishes": [
-            "rank 0 has column_linear with TPKERNELS_TRANSPORT=auto",
-            "rank 1 has column_linear",
-        ],
-        "symmetric on the CPU": [
+REFUSED = {  # the wish of each rank; what is said
+    "misspelt on one rank": (
+        ["share", "shared"],
+        ["on rank 0: TPKERNELS_TRANSPORT is 'share'; expected one of auto, c10d"],
+    ),
+    "other wishes": (
+        ["auto", "shared"],
+        ["rank 0 has column_linear with TPKERNELS_TRANSPORT=auto", "rank 1 has column_linear"],
+    ),
+    "symmetric on the CPU": (
+        ["symmetric", "symmetric"],
+        [
             "CannotTakePart: column_linear: the gathers of process group '",
             "rank 0 cannot take part: TPKERNELS_TRANSPORT=symmetric exchanges memory of GPUs",
         ],
-        "other shapes": [
+    ),
+    "other shapes": (
+        ["shared", "shared"],
+        [
             "ValueError: column_linear: the gathers of process group '",
             "expected equal arguments on all ranks, got pieces of (",
         ],
-    }.items(),
-)
-def test_what_cannot_be_served_is_an_error_on_every_rank(ranks2, how, words):
-    for message in ranks2.run(refused, how):
-        assert all(word in message for word in words), message
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+@on_ranks(2)
+def test_what_cannot_be_served_is_an_error_on_every_rank(how):
+    wishes, words = REFUSED[how]
+    rank = dist.get_rank()
+    x, w = torch.randn(4 + 4 * rank * (how == "other shapes"), 8), torch.randn(8, 8)
+    with using(wishes[rank]):
+        message = message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
+    assert all(word in message for word in words), message
 
 
 def peer_dies(transport: str, backend: str, way: str) -> None:
@@ -385,7 +349,7 @@ UNREACHABLE = "column_linear: rank 1 cannot be reached"
         ("shared", "torch", "killed", [f"{LOST}.*its process has ended"]),
         # its connections tell, perhaps before anything is asked of it
         ("shared apart", "torch", "later", [LOST, UNREACHABLE]),
-        ("shared apart", "triton", "later", [LOST, UNREACHABLE]),
+        pytest.param("shared apart", "triton", "later", [LOST, UNREACHABLE], marks=pytest.mark.sweep),
         ("shared", "torch", "while an exchange opens", ["column_linear: r.*rank 1.*process group '"]),
         ("c10d", "torch", "later", ["column_linear: r.*rank 1"]),
         ("c10d", "torch", "collectives", ["column_linear: r.*rank 1 .*process group '"]),
@@ -400,8 +364,10 @@ def test_a_dead_rank_is_an_error_that_names_op_rank_and_chunk(transport, backend
         assert float(seconds) < patient(2)
 
 
-def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
-    """What one says whose peer comes too late for a second call, and after how many seconds."""
+@once(backend=["torch", "triton"], op=["column_linear", "row_linear"])
+@on_ranks(2)
+def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(op, backend):
+    """One that comes too late for a second call."""
     group = dist.group.WORLD
     x, w, w2 = operands_of(8)
     calls: dict[str, Callable[[], object]] = {
@@ -413,40 +379,24 @@ def peer_stays_away(backend: str, op: str) -> tuple[str, float]:
         be_impatient()
         dist.barrier()
         started = time.monotonic()
-        message = "late"
         if dist.get_rank() == 0:
-            message = message_of(calls[op])
-        seconds = time.monotonic() - started
+            with pytest.raises(RuntimeError, match=rf"{op}: rows of rank 1 \(chunk "):
+                calls[op]()
+            assert 0.3 < time.monotonic() - started < patient(COLLECTIVE_SECONDS)
         meet("the late one waits here, alive")
-        return message, seconds
 
 
-@once(backend=["torch", "triton"], op=["column_linear", "row_linear"])
-def test_a_late_rank_is_an_error_that_names_op_rank_and_chunk(ranks2, op, backend):
-    (message, seconds), late = ranks2.run(peer_stays_away, backend, op)
-    assert f"{op}: rows of rank 1 (chunk " in message
-    assert 0.3 < seconds < patient(COLLECTIVE_SECONDS)
-    assert late[0] == "late"
-
-
-def call_after_half_a_call() -> str:
-    """What is said of an exchange that an error has left with calls begun and never read."""
+@on_ranks(2)
+def test_an_exchange_with_half_a_call_is_refused():
+    """One that an error has left with calls begun and never read."""
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
     with using("shared"):
-        x, w = torch.randn(4, 8), torch.randn(8, 8)
-
-        def call() -> object:
-            return column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
-
-        call()
+        column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
         (exchange,) = open_exchanges()
         for _ in range(2):
             start(exchange, [x] * exchange.ranks)
-        return message_of(call)
-
-
-def test_an_exchange_with_half_a_call_is_refused(ranks2):
-    for message in ranks2.run(call_after_half_a_call):
-        assert "has an error ended it? Then destroy the process group" in message
+        with pytest.raises(RuntimeError, match=r"has an error ended it\? Then destroy the process group"):
+            column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True)
 
 
 def leave_unread(rank: int, path: str) -> None:

@@ -42,13 +42,13 @@ def test_op_and_gradients_match_float64(case, dtype, backend, device):
 
 @pairwise(
     case=NORMS,
-    dtype=DTYPES | {"fp64": torch.float64},
+    dtype_by={f"{name}-{by}": (dtype, by) for name, dtype in DTYPES.items() for by in BACKENDS}
+    | {"fp64-torch": (torch.float64, "torch")},  # the kernels take none
     parameters=["of_its_dtype", "fp32"],
-    by=BACKENDS,
 )
-def test_norm_and_gradients_match_float64(case, dtype, parameters, backend, device):
-    if dtype is torch.float64 and backend == "triton":
-        pytest.skip("the kernels take no float64")
+def test_norm_and_gradients_match_float64(case, dtype_by, parameters, device, monkeypatch):
+    dtype, backend = dtype_by
+    monkeypatch.setattr(backends, "backend", backend)
     for tokens in (TOKENS[backend], 1):
         x, *given = case.operands((tokens,), torch.float32, device)
         x = (x * 2 + 1).to(dtype)

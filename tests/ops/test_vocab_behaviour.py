@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakSet
 
 import pytest
@@ -16,16 +18,20 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.ops.parallel_behaviour import message_of
+from tests.on_ranks import on_ranks
+from tests.ops.parallel_behaviour import message_of, with_gradients
+from tests.ops.parallel_cases import equal
 from tests.ops.test_behaviour import saved_bytes
 from tests.ops.test_parallel_citizens import unlike_compiled
-from tests.ops.test_vocabulary import computing_by, our_part
+from tests.ops.test_vocabulary import INTERPRETED, our_part
+from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
 from tpkernels.ops.vocab import chunked_head
 
 VOCAB, FEATURES = 14, 6
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
 
 
 def model(table: Tensor, weight: Tensor, ids: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -51,19 +57,8 @@ def operands(rows: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tens
     return our_part(table, 0, 9.0), our_part(weight, 0, 9.0), ids, target
 
 
-def with_gradients(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> list[Tensor]:
-    table, weight, *rest = arguments
-    leaves = [t.clone().requires_grad_() for t in (table, weight)]
-    y = function(*leaves, *rest, **options)
-    return [y.detach(), *torch.autograd.grad(y, leaves)]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def on_meta() -> list[tuple[int, ...]]:
-    """Shapes of results and gradients without data."""
+@on_ranks(1)
+def test_meta_tensors_give_shapes():
     w, h = (torch.empty(n, FEATURES, device="meta", requires_grad=True) for n in (VOCAB, 5))
     ids, group = torch.empty(5, dtype=torch.int64, device="meta"), dist.group.WORLD
     results = [
@@ -73,36 +68,35 @@ def on_meta() -> list[tuple[int, ...]]:
         linear_cross_entropy(h, w, ids, group, reduction="none"),
     ]
     sum(result.sum() for result in results).backward()
-    return [tuple(t.shape) for t in (*results, w.grad, h.grad)]
+    assert [result.shape for result in results] == [(5, FEATURES), (5,), (), (5,)]
+    assert (w.grad.shape, h.grad.shape) == ((VOCAB, FEATURES), (5, FEATURES))
 
 
-def awkward_layouts() -> bool:
-    """Strided and expanded ids, transposed tables and logits, int32: the numbers of tidy ones."""
+@BACKENDS
+@on_ranks(1)
+def test_strided_and_expanded_ids_and_transposed_tables_and_logits(backend):
     group, ids = dist.group.WORLD, torch.arange(24).view(6, 4) * 5 % 8
     table, logits = torch.randn(8, FEATURES), torch.randn(6, 4, 8)
-    same = []
     for view in (ids.t(), ids[::2, 1::2], ids[:, :1].expand(6, 4), ids[:, 1], ids.int()):
         rows = logits.transpose(0, 1) if view.shape == (4, 6) else logits[tuple(map(slice, view.shape))]
         rows = rows[:, 0] if view.ndim == 1 else rows
-        for awkward, tidy in (
-            (vocab_embedding(view, table.t().contiguous().t(), group), table[view.long()]),
-            (
-                vocab_cross_entropy(rows, view, group),
-                F.cross_entropy(rows.reshape(-1, 8), view.long().reshape(-1), reduction="none"),
-            ),
-        ):
-            same.append(torch.allclose(awkward.reshape(tidy.shape), tidy, rtol=1e-6, atol=1e-6))
-    return all(same)
+        with patch.object(backends, "backend", backend):
+            found = vocab_embedding(view, table.t().contiguous().t(), group)
+            losses = vocab_cross_entropy(rows, view, group)
+        expected = F.cross_entropy(rows.reshape(-1, 8), view.long().reshape(-1), reduction="none")
+        torch.testing.assert_close(found, table[view.long()], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(losses.flatten(), expected, rtol=1e-6, atol=1e-6)
 
 
-def checkpointed_equals_plain(reentrant: bool) -> bool:
-    def recomputed(*arguments: Tensor) -> Tensor:
-        return checkpoint(model, *arguments, use_reentrant=reentrant)
-
-    leaves = [t.requires_grad_() for t in operands()[:2]]
-    y = recomputed(*leaves, *operands()[2:])
-    y.backward()
-    return equal(with_gradients(model, *operands()), [y.detach(), *(leaf.grad for leaf in leaves)])
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_checkpointing_around_it(reentrant):
+    table, weight, *others = operands()
+    plain, recomputed = (
+        with_gradients(lambda *t, call=call: call(*t, *others), [table, weight])
+        for call in (model, partial(checkpoint, model, use_reentrant=reentrant))
+    )
+    assert equal(plain, recomputed)
 
 
 def loss_of_rank() -> float:
@@ -110,8 +104,8 @@ def loss_of_rank() -> float:
         return model(*operands()).item()
 
 
-def awkward_logits() -> list[str]:
-    """What is wrong with losses and gradients of rows with infinite, huge or ignored entries."""
+@on_ranks()
+def test_infinite_huge_and_ignored_logits():
     whole = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5))
     target = torch.tensor([0, VOCAB - 1, 3, 5, -100, 2])
     whole[0] = -torch.inf
@@ -128,45 +122,32 @@ def awkward_logits() -> list[str]:
     exact = F.cross_entropy(x, target, reduction="none")
     (exact_grad,) = torch.autograd.grad(exact.sum(), x)
     exact_grad[4] = 0
-    wrong = []
-    if not torch.allclose(loss.double(), exact, rtol=1e-6, atol=1e-6):
-        wrong.append(f"loss {loss.tolist()}, not {exact.tolist()}")
-    if not torch.allclose(grad.double(), our_part(exact_grad, 1, 0.0), rtol=1e-5, atol=1e-7):
-        wrong.append(f"gradient {grad.tolist()}")
-    return wrong
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), our_part(exact_grad, 1, 0.0), rtol=1e-5, atol=1e-7)
 
 
-def all_ignored() -> list[Tensor]:
-    """Loss and gradients of a batch without a target, by every op."""
+@on_ranks(2)
+def test_a_batch_without_a_target_is_zero_and_not_nan():
     table, weight, _, target = operands()
     hidden = torch.randn(*target.shape, FEATURES, requires_grad=True)
-    target = torch.full_like(target, 7)
+    target, group = torch.full_like(target, 7), dist.group.WORLD
     weight.requires_grad_()
-    found: list[Tensor] = []
     for reduction in ("mean", "sum", "none"):
-        y = linear_cross_entropy(
-            hidden, weight, target, dist.group.WORLD, ignore_index=7, reduction=reduction, vocab_size=VOCAB
-        )
-        found += [y, *torch.autograd.grad(y.sum(), (hidden, weight))]
+        options = {"ignore_index": 7, "reduction": reduction, "vocab_size": VOCAB}
+        y = linear_cross_entropy(hidden, weight, target, group, **options)
+        assert not any(t.any() for t in (y, *torch.autograd.grad(y.sum(), (hidden, weight))))
     logits = torch.randn(*target.shape, len(table), requires_grad=True)
-    y = vocab_cross_entropy(logits, target, dist.group.WORLD, ignore_index=7, label_smoothing=0.1)
-    return [t.detach() for t in (*found, y, *torch.autograd.grad(y.sum(), logits))]
+    y = vocab_cross_entropy(logits, target, group, ignore_index=7, label_smoothing=0.1)
+    assert not any(t.any() for t in (y, *torch.autograd.grad(y.sum(), logits)))
 
 
-def frozen_and_forward_only() -> bool:
-    """Only what is asked for is computed, and nothing is asked of communication in backward without it."""
+@on_ranks(2)
+def test_only_gradients_that_are_asked_for_are_computed():
     table, weight, ids, target = operands()
-    expected = with_gradients(model, table, weight, ids, target)
-
-    def forbidden(*_: Any) -> None:
-        raise AssertionError("nobody asks for gradients")
-
-    original, chunked_head.PartialGradients.add = chunked_head.PartialGradients.add, forbidden
-    try:
-        with torch.no_grad():
-            alone = model(table.requires_grad_(), weight.requires_grad_(), ids, target)
-    finally:
-        chunked_head.PartialGradients.add = original
+    expected, *_ = with_gradients(lambda *t: model(*t, ids, target), [table, weight])
+    forbidden = AssertionError("nobody asks for gradients")
+    with torch.no_grad(), patch.object(chunked_head.PartialGradients, "add", side_effect=forbidden):
+        assert model(table.requires_grad_(), weight.requires_grad_(), ids, target).equal(expected)
     weight.requires_grad_(False)
     hidden = torch.randn(*target.shape, FEATURES)
     results = []
@@ -178,26 +159,29 @@ def frozen_and_forward_only() -> bool:
             )
             y.sum().backward()
         results.append([leaf.grad for leaf in leaves])
-    (dh, _), (_, dw), both = results
-    return (
-        torch.equal(alone, expected[0]) and equal([dh, dw], both) and results[0][1] is results[1][0] is None
-    )
+    (dh, no_dw), (no_dh, dw), both = results
+    assert no_dw is no_dh is None
+    assert equal([dh, dw], both)
 
 
-def overwriting() -> tuple[bool, bool, str]:
-    """Whether the gradient lies where the logits were and is right; what a second backward says."""
+@BACKENDS
+@on_ranks(2)
+def test_logits_are_overwritten_if_that_is_allowed_and_autograd_knows(backend):
     logits, target = torch.randn(5, 8), torch.tensor([3, 0, 7, 9, 12])
     dlogits = []
-    for overwrite in (False, True):
-        x = logits.clone().requires_grad_()
-        own = x * 1
-        y = vocab_cross_entropy(own, target, dist.group.WORLD, overwrite_logits=overwrite).sum()
-        dlogits.append(torch.autograd.grad(y, own, retain_graph=True)[0])
-    there = dlogits[1].data_ptr() == own.data_ptr()
-    return there, torch.equal(*dlogits), message_of(lambda: torch.autograd.grad(y, own))
+    with patch.object(backends, "backend", backend):
+        for overwrite in (False, True):
+            own = logits.clone().requires_grad_() * 1
+            y = vocab_cross_entropy(own, target, dist.group.WORLD, overwrite_logits=overwrite).sum()
+            dlogits.append(torch.autograd.grad(y, own, retain_graph=True)[0])
+        assert dlogits[1].data_ptr() == own.data_ptr()
+        assert torch.equal(*dlogits)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y, own)
 
 
-def pass_opcheck() -> None:
+@on_ranks(1)
+def test_registered_operators_pass_opcheck():
     table, weight, ids, target = operands(4)
     flat, counted = ids.flatten(), target.flatten()
     hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
@@ -227,8 +211,8 @@ def pass_opcheck() -> None:
             opcheck(getattr(operators, name).default, arguments)
 
 
-def autocast_dtypes() -> list[torch.dtype]:
-    """Of what each op returns in a bfloat16 region, for fp32 inputs, and of the gradient of hidden."""
+@on_ranks(1)
+def test_autocast_casts_products_and_no_loss():
     table, weight, ids, target = operands()
     hidden = torch.randn(*target.shape, FEATURES, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -237,31 +221,31 @@ def autocast_dtypes() -> list[torch.dtype]:
         loss = vocab_cross_entropy(logits, target, dist.group.WORLD, vocab_size=VOCAB)
         head = linear_cross_entropy(hidden, weight, target, dist.group.WORLD, vocab_size=VOCAB)
     head.backward()
-    assert torch.allclose(head, loss.mean(), rtol=1e-2)
-    return [x.dtype, loss.dtype, head.dtype, hidden.grad.dtype]
+    torch.testing.assert_close(head, loss.mean(), rtol=1e-2, atol=0)
+    assert [t.dtype for t in (x, loss, head, hidden.grad)] == [torch.float32] * 4
 
 
-def one_rank_has_other_targets(wrong: int) -> str:
-    """In debug mode, with another target, or one that is no id, on rank 1."""
-    parallel.debug = True
-    try:
-        target = torch.arange(6)
-        target[3] = wrong if dist.get_rank() == 1 else 3
-        return message_of(lambda: vocab_cross_entropy(torch.randn(6, 8), target, dist.group.WORLD))
-    finally:
-        parallel.debug = False
+@on_ranks(2)
+def test_targets_that_differ_are_an_error_on_every_rank_in_debug_mode():
+    """Another target, or one that is no id."""
+    with patch.object(parallel, "debug", True):
+        for wrong, words in ((5, "ranks disagree on tensor 0"), (99, "on rank 1: expected target")):
+            target = torch.arange(6)
+            target[3] = wrong if dist.get_rank() == 1 else 3
+            with pytest.raises(ValueError, match=words):
+                vocab_cross_entropy(torch.randn(6, 8), target, dist.new_group())
 
 
-def other_ids_from(call: int, sequence_parallel: bool) -> tuple[int, str]:
-    """A rank reads a batch of its own from some call on: when it is told, and what."""
-    group = dist.new_group()
-    weight = torch.randn(8, 4)
-    for number in range(1, 20):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("call", "told"), [(1, 1), (2, 2), (5, 8)])
+@on_ranks(2)
+def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(call, told, sequence_parallel):
+    words = r"vocab_embedding: ranks disagree on tensor 0: rank 0 has ids \(6,\) with checksum"
+    group, weight = dist.new_group(), torch.randn(8, 4)
+    for number in range(1, told + 1):
         ids = torch.arange(6) + (dist.get_rank() if number >= call else 0)
-        said = message_of(partial(vocab_embedding, ids, weight, group, sequence_parallel=sequence_parallel))
-        if "disagree" in said:
-            return number, said
-    return 0, ""
+        with pytest.raises(ValueError, match=words) if number == told else nullcontext():
+            vocab_embedding(ids, weight, group, sequence_parallel=sequence_parallel)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -282,11 +266,12 @@ class LiveBytes(TorchDispatchMode):
         return results
 
 
-def peak_of_head(reduction: str, tokens: int, vocab: int, chunk: int) -> dict[str, tuple[int, int]]:
-    """(largest tensor in elements, peak in bytes) of the head by chunks, and of the pair of ops."""
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@on_ranks(1)
+def test_head_holds_a_chunk_of_logits_and_never_all(reduction):
+    tokens, vocab, chunk, group = 1024, 600, 64, dist.group.WORLD
     hidden, weight = torch.randn(tokens, FEATURES), torch.randn(vocab, FEATURES)
     target = torch.randint(vocab, (tokens,))
-    group, found = dist.group.WORLD, {}
 
     def chunked(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, target, group, reduction=reduction, chunk_tokens=chunk)
@@ -294,18 +279,18 @@ def peak_of_head(reduction: str, tokens: int, vocab: int, chunk: int) -> dict[st
     def pair(hidden: Tensor, weight: Tensor) -> Tensor:
         return vocab_cross_entropy(F.linear(hidden, weight), target, group)
 
-    for name, function in (("chunked", chunked), ("pair", pair)):
+    def measured(function: Callable[..., Tensor]) -> LiveBytes:
         leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
         with LiveBytes() as live:
             function(*leaves).sum().backward()
-        found[name] = live.largest, live.peak
-    return found
+        return live
 
-
-INTERPRETED = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="ranks compute on the CPU, where kernels run in the interpreter only"
-)
-BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+    ours, both = measured(chunked), measured(pair)
+    assert ours.largest == chunk * vocab
+    assert both.largest == tokens * vocab  # else the measurement sees nothing
+    # beside the logits their copies in the oracle, and what is as large as hidden or weight
+    assert ours.peak < 6 * 4 * chunk * vocab + 4 * 12 * FEATURES * (tokens + vocab)
+    assert ours.peak < both.peak / 4
 
 
 def test_all_ranks_have_the_same_loss(ranks4):
@@ -313,27 +298,10 @@ def test_all_ranks_have_the_same_loss(ranks4):
     assert losses == [losses[0]] * 4
 
 
-def test_infinite_huge_and_ignored_logits(ranks):
-    for wrong in ranks.run(awkward_logits):
-        assert not wrong
-
-
-def test_nothing_to_learn_from_is_zero_and_not_nan(ranks2):
-    for found in ranks2.run(all_ignored):
-        assert not any(t.any() for t in found)
-
-
-def test_only_what_is_asked_for_is_computed(ranks2):
-    assert all(ranks2.run(frozen_and_forward_only))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_around_it(ranks2, reentrant):
-    assert all(ranks2.run(checkpointed_equals_plain, reentrant))
-
-
-def unlike_compiled_ops(sequence_parallel: bool) -> list[str]:
-    """Which ops compute or keep something else when compiled, whatever is frozen, for any number of rows."""
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_compiled_ops_save_and_compute_what_eager_ones_do(sequence_parallel):
+    """Whatever is frozen, for any number of rows."""
     table, weight, ids, target = operands(4)
     group, ids, target = dist.group.WORLD, ids.flatten(), target.flatten()
     rows = ids.numel() // (group.size() if sequence_parallel else 1)
@@ -358,133 +326,59 @@ def unlike_compiled_ops(sequence_parallel: bool) -> list[str]:
             lambda h, w, r=reduction: linear_cross_entropy(h, w, target, group, reduction=r, **options).sum(),
             [leaves],
         )
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_compiled_ops_save_and_compute_what_eager_ones_do(ranks2, sequence_parallel):
-    assert ranks2.run(unlike_compiled_ops, sequence_parallel) == [[], []]
-
-
-def bytes_saved() -> dict[str, int]:
-    """For VOCAB ids or columns and 12 tokens."""
+@on_ranks(1)
+def test_as_few_bytes_are_kept_for_backward_as_can_be():
     group, ids = dist.group.WORLD, torch.arange(12)
     hidden, weight = torch.randn(12, FEATURES), torch.randn(VOCAB, FEATURES)
-    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-        "embedding": (lambda table: vocab_embedding(ids, table, group), [weight]),
-        "cross_entropy": (lambda x: vocab_cross_entropy(x, ids, group), [torch.randn(12, VOCAB)]),
-        "mean": (lambda x, w: linear_cross_entropy(x, w, ids, group), [hidden, weight]),
-        "none": (lambda x, w: linear_cross_entropy(x, w, ids, group, reduction="none"), [hidden, weight]),
-    }
-    return {name: saved_bytes(f, *(t.requires_grad_() for t in given)) for name, (f, given) in calls.items()}
-
-
-def test_as_few_bytes_are_kept_for_backward_as_can_be(ranks1):
-    ids, losses, gradients = 12 * 8, 12 * 4, (12 + VOCAB) * FEATURES * 4
-    assert ranks1.run(bytes_saved) == [
-        {"embedding": ids, "cross_entropy": ids + 2 * losses, "mean": gradients + 4, "none": ids + 2 * losses}
+    of_ids, of_losses, of_gradients = 12 * 8, 12 * 4, (12 + VOCAB) * FEATURES * 4
+    calls: list[tuple[Callable[..., Tensor], list[Tensor], int]] = [
+        (lambda table: vocab_embedding(ids, table, group), [weight], of_ids),
+        (lambda x: vocab_cross_entropy(x, ids, group), [torch.randn(12, VOCAB)], of_ids + 2 * of_losses),
+        (lambda x, w: linear_cross_entropy(x, w, ids, group), [hidden, weight], of_gradients + 4),
+        (
+            lambda x, w: linear_cross_entropy(x, w, ids, group, reduction="none"),
+            [hidden, weight],
+            of_ids + 2 * of_losses,
+        ),
     ]
+    for function, given, expected in calls:
+        assert saved_bytes(function, *(t.requires_grad_() for t in given)) == expected
 
 
-def test_meta_tensors_give_shapes(ranks1):
-    ((*results, dw, dh),) = ranks1.run(on_meta)
-    assert results == [(5, FEATURES), (5,), (), (5,)]
-    assert (dw, dh) == ((VOCAB, FEATURES), (5, FEATURES))
-
-
-@BACKENDS
-def test_layouts_are_any(ranks1, backend):
-    assert all(ranks1.run(computing_by, backend, awkward_layouts))
-
-
-def test_registered_operators_pass_opcheck(ranks1):
-    ranks1.run(pass_opcheck, timeout=180)
-
-
-def test_autocast_casts_products_and_no_loss(ranks1):
-    assert ranks1.run(autocast_dtypes) == [[torch.float32] * 4]
-
-
-@BACKENDS
-def test_logits_are_overwritten_if_that_is_allowed_and_autograd_knows(ranks2, backend):
-    for there, same, message in ranks2.run(computing_by, backend, overwriting):
-        assert there
-        assert same
-        assert "modified by an inplace operation" in message
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_head_holds_a_chunk_of_logits_and_never_all(ranks1, reduction):
-    tokens, vocab, chunk = 1024, 600, 64
-    (found,) = ranks1.run(peak_of_head, reduction, tokens, vocab, chunk)
-    (largest, peak), (pair_largest, pair_peak) = found["chunked"], found["pair"]
-    assert largest == chunk * vocab
-    assert pair_largest == tokens * vocab  # else the measurement sees nothing
-    # beside the logits their copies in the oracle, and what is as large as hidden or weight
-    assert peak < 6 * 4 * chunk * vocab + 4 * 12 * FEATURES * (tokens + vocab)
-    assert peak < pair_peak / 4
-
-
-def answered_mistakes() -> dict[str, tuple[str, str]]:
-    """Of each mistake, what is said and what is to be said."""
+@on_ranks(2)
+def test_mistakes_are_errors_on_every_rank():
     group, ranks = dist.group.WORLD, dist.get_world_size()
     x, w, ids = torch.randn(6, 8), torch.randn(8, 8), torch.arange(6)
     whole = 8 * ranks
     loss, head = partial(vocab_cross_entropy, group=group), partial(linear_cross_entropy, group=group)
     embedding = partial(vocab_embedding, group=group)
     parallel_head = partial(head, sequence_parallel=True)
-    calls: dict[str, tuple[Callable[[], object], str]] = {
-        "past the end": (lambda: loss(x, ids + whole), "vocab_cross_entropy: expected target from 0 to 15"),
-        "negative target": (lambda: loss(x, ids - 1), "to 15, or -100 to be ignored, got -1"),
-        "padding": (lambda: loss(x, ids + 10, vocab_size=whole - 1), "to 14, or -100 to be ignored, got 15"),
-        "id": (lambda: embedding(ids + whole, w), "vocab_embedding: expected ids from 0 to 15, got 16"),
-        "negative id": (lambda: embedding(ids - 1, w), "expected ids from 0 to 15, got -1"),
-        "target of head": (lambda: head(x, w, ids + whole), "linear_cross_entropy: expected target from 0"),
-        "target shape": (lambda: loss(x, ids[1:]), "for each row of logits_shard (6, 8), got (5,)"),
-        "target dtype": (lambda: loss(x, ids.float()), "TypeError: vocab_cross_entropy: expected target"),
-        "integer logits": (lambda: loss(x.long(), ids), "expected floating-point logits_shard"),
-        "smoothing": (lambda: loss(x, ids, label_smoothing=1.0), "from 0 to less than 1, got 1.0"),
-        "smoothing one id": (
-            lambda: loss(x, 0 * ids, label_smoothing=0.1, vocab_size=1), "no label_smoothing with one id"
-        ),
-        "vocabulary": (
-            lambda: loss(x, ids, vocab_size=whole + 1), "from 1 to 16, what 2 ranks of 8 hold, got 17"
-        ),
-        "leaf": (lambda: loss(x.requires_grad_(), ids, overwrite_logits=True), "no leaf with"),
-        "expanded": (
-            lambda: loss(x.detach()[:1].expand(6, 8), ids, overwrite_logits=True), "memory of their own"
-        ),
-        "no group": (lambda: vocab_cross_entropy(x, ids, None), "expected a process group"),
-        "ragged tokens": (lambda: embedding(ids[:5], w, sequence_parallel=True), "divisible by the 2 ranks"),
-        "padding_idx": (lambda: embedding(ids, w, padding_idx=whole), "padding_idx from -16 to 15, got 16"),
-        "head shapes": (lambda: head(x, w, ids[1:]), "expected target (6,) for hidden (6, 8), got (5,)"),
-        "head target of a shard": (
-            lambda: parallel_head(x, w, ids), "target (12,) for hidden (6, 8) of each of 2 ranks, got (6,)"
-        ),
-        "reduction": (lambda: head(x, w, ids, reduction="avg"), "reduction of mean, sum, none; got 'avg'"),
-        "chunk": (lambda: head(x, w, ids, chunk_tokens=0), "chunk_tokens of at least 1, got 0"),
-        "head dtype": (lambda: head(x, w.half(), ids), "expected one dtype"),
-    }  # fmt: skip
-    return {name: (message_of(call), words) for name, (call, words) in calls.items()}
-
-
-def test_mistakes_are_errors_on_every_rank(ranks2):
-    for answers in ranks2.run(answered_mistakes):
-        for name, (said, words) in answers.items():
-            assert words in said, name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"), [(5, "ranks disagree on tensor 0"), (99, "on rank 1: expected target")]
-)
-def test_targets_that_differ_are_an_error_on_every_rank_in_debug_mode(ranks2, wrong, words):
-    for message in ranks2.run(one_rank_has_other_targets, wrong):
-        assert words in message
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("call", "told"), [(1, 1), (2, 2), (5, 8)])
-def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(ranks2, call, told, sequence_parallel):
-    for number, message in ranks2.run(other_ids_from, call, sequence_parallel):
-        assert number == told
-        assert "vocab_embedding: ranks disagree on tensor 0: rank 0 has ids (6,) with checksum" in message
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: loss(x, ids + whole), "vocab_cross_entropy: expected target from 0 to 15"),
+        (lambda: loss(x, ids - 1), "to 15, or -100 to be ignored, got -1"),
+        (lambda: loss(x, ids + 10, vocab_size=whole - 1), "to 14, or -100 to be ignored, got 15"),
+        (lambda: embedding(ids + whole, w), "vocab_embedding: expected ids from 0 to 15, got 16"),
+        (lambda: embedding(ids - 1, w), "expected ids from 0 to 15, got -1"),
+        (lambda: head(x, w, ids + whole), "linear_cross_entropy: expected target from 0"),
+        (lambda: loss(x, ids[1:]), "for each row of logits_shard (6, 8), got (5,)"),
+        (lambda: loss(x, ids.float()), "TypeError: vocab_cross_entropy: expected target"),
+        (lambda: loss(x.long(), ids), "expected floating-point logits_shard"),
+        (lambda: loss(x, ids, label_smoothing=1.0), "from 0 to less than 1, got 1.0"),
+        (lambda: loss(x, 0 * ids, label_smoothing=0.1, vocab_size=1), "no label_smoothing with one id"),
+        (lambda: loss(x, ids, vocab_size=whole + 1), "from 1 to 16, what 2 ranks of 8 hold, got 17"),
+        (lambda: loss(x.requires_grad_(), ids, overwrite_logits=True), "no leaf with"),
+        (lambda: loss(x.detach()[:1].expand(6, 8), ids, overwrite_logits=True), "memory of their own"),
+        (lambda: vocab_cross_entropy(x, ids, None), "expected a process group"),
+        (lambda: embedding(ids[:5], w, sequence_parallel=True), "divisible by the 2 ranks"),
+        (lambda: embedding(ids, w, padding_idx=whole), "padding_idx from -16 to 15, got 16"),
+        (lambda: head(x, w, ids[1:]), "expected target (6,) for hidden (6, 8), got (5,)"),
+        (lambda: parallel_head(x, w, ids), "target (12,) for hidden (6, 8) of each of 2 ranks, got (6,)"),
+        (lambda: head(x, w, ids, reduction="avg"), "reduction of mean, sum, none; got 'avg'"),
+        (lambda: head(x, w, ids, chunk_tokens=0), "chunk_tokens of at least 1, got 0"),
+        (lambda: head(x, w.half(), ids), "expected one dtype"),
+    ]
+    for call, words in calls:
+        assert words in message_of(call)

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.test_vocabulary import our_part
 from tests.products import pairwise
 from tpkernels.ops import vocab_argmax, vocab_gather, vocab_sample
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+WORLDS = ["ranks1", "ranks2", "ranks4"]
 VOCAB = 14  # on 4 ranks: 4 each, and two of padding
 
 
@@ -30,11 +33,12 @@ def awkward_logits(dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def argmax_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The ids chosen, and torch's own of the whole."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks()
+def test_argmax_is_the_lowest_id_of_the_largest_logit(dtype):
     whole = awkward_logits(dtype)
     ours = vocab_argmax(our_part(whole, -1, torch.inf), dist.group.WORLD, vocab_size=VOCAB)
-    return ours, whole.argmax(-1)
+    assert ours.equal(whole.argmax(-1))
 
 
 def drawn_by_hand(
@@ -70,12 +74,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def samples(dtype: torch.dtype) -> list[tuple[Tensor, list[int]]]:
-    """For each of OPTIONS the ids drawn, and those drawn by hand from the same numbers."""
+@pairwise(world=WORLDS, dtype=DTYPES)
+@on_ranks()
+def test_samples_are_those_drawn_by_hand_from_the_same_numbers(dtype):
+    """Logits are quarters, so that many tie."""
     generator = torch.Generator().manual_seed(2)
     whole = torch.randint(-6, 7, (40, VOCAB), generator=generator).to(dtype) / 4
     uniform = torch.rand(40, generator=generator, dtype=torch.float64)
-    found = []
     for options in OPTIONS:
         ours = vocab_sample(
             our_part(whole, -1, torch.inf), dist.group.WORLD, vocab_size=VOCAB, uniform=uniform, **options
@@ -85,8 +90,7 @@ def samples(dtype: torch.dtype) -> list[tuple[Tensor, list[int]]]:
             drawn_by_hand(row, number, temperature, top_k, options.get("top_p", 1.0))
             for row, number in zip(whole.tolist(), uniform.tolist(), strict=True)
         ]
-        found.append((ours, by_hand))
-    return found
+        assert ours.tolist() == by_hand, options
 
 
 def real_samples(dtype: torch.dtype) -> list[Tensor]:
@@ -99,36 +103,38 @@ def real_samples(dtype: torch.dtype) -> list[Tensor]:
     return [*drawn, vocab_sample(ours, dist.group.WORLD, vocab_size=50, generator=generator)]
 
 
-def frequencies(count: int) -> Tensor:
-    """How often each id of one distribution is drawn."""
-    row = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf, 1.5])
-    generator = torch.Generator().manual_seed(6)
+@on_ranks(2)
+def test_samples_are_as_frequent_as_they_are_probable():
+    row, count = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf, 1.5]), 20_000
     ours = our_part(row.expand(count, -1), -1, torch.inf)
+    generator = torch.Generator().manual_seed(6)
     drawn = vocab_sample(ours, dist.group.WORLD, vocab_size=6, generator=generator)
-    return torch.bincount(drawn, minlength=6) / count
+    frequent = torch.bincount(drawn, minlength=6) / count
+    assert frequent[4] == 0
+    torch.testing.assert_close(frequent, row.softmax(0), rtol=0, atol=0.015)  # four standard deviations
 
 
-def shapes() -> list[tuple[int, ...]]:
-    """What single tokens, none, and several dimensions come to."""
-    found = []
+@on_ranks(2)
+def test_leading_dimensions_are_any():
     for leading in ((), (0,), (2, 0), (2, 3, 1)):
         ours = our_part(torch.randn(*leading, VOCAB), -1, 0.0)
-        for function in (vocab_argmax, vocab_sample, vocab_gather):
-            found.append(tuple(function(ours, dist.group.WORLD, vocab_size=VOCAB).shape))
-    return found
+        assert vocab_argmax(ours, dist.group.WORLD, vocab_size=VOCAB).shape == leading
+        assert vocab_sample(ours, dist.group.WORLD, vocab_size=VOCAB).shape == leading
+        assert vocab_gather(ours, dist.group.WORLD, vocab_size=VOCAB).shape == (*leading, VOCAB)
 
 
-def gathered() -> bool:
-    """All logits, and each rank's part of their gradient."""
+@on_ranks()
+def test_gather_brings_all_logits_and_takes_each_part_of_the_gradient():
     whole = torch.randn(4, 2, VOCAB, generator=torch.Generator().manual_seed(7))
     ours = our_part(whole, -1, torch.inf).requires_grad_()
     y = vocab_gather(ours, dist.group.WORLD, vocab_size=VOCAB)
     (grad,) = torch.autograd.grad(y, ours, whole)
-    return torch.equal(y, whole) and torch.equal(grad, our_part(whole, -1, 0.0))
+    assert torch.equal(y, whole)
+    assert torch.equal(grad, our_part(whole, -1, 0.0))
 
 
-def answered_mistakes() -> list[tuple[str, str]]:
-    """What is said of each, and what is to be said."""
+@on_ranks(2)
+def test_mistakes_of_choosing_are_errors_on_every_rank():
     group, x = dist.group.WORLD, torch.randn(3, 4)
     sample = partial(vocab_sample, x, group)
     calls: list[tuple[Callable[[], object], str]] = [
@@ -141,25 +147,8 @@ def answered_mistakes() -> list[tuple[str, str]]:
         (lambda: vocab_argmax(x.long(), group), "expected floating-point logits_shard"),
         (lambda: vocab_gather(x, group, vocab_size=100), "expected a vocab_size from 1 to 8"),
     ]
-    return [(message_of(call), words) for call, words in calls]
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-WORLDS = ["ranks1", "ranks2", "ranks4"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_argmax_is_the_lowest_id_of_the_largest_logit(ranks, dtype):
-    for ours, whole in ranks.run(argmax_of, dtype):
-        assert torch.equal(ours, whole)
-
-
-@pairwise(world=WORLDS, dtype=DTYPES)
-def test_samples_are_those_drawn_by_hand(ranks, dtype):
-    """Logits are quarters, so that many tie."""
-    for found in ranks.run(samples, dtype):
-        for options, (ours, by_hand) in zip(OPTIONS, found, strict=True):
-            assert ours.tolist() == by_hand, options
+    for call, words in calls:
+        assert words in message_of(call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -169,26 +158,3 @@ def test_samples_do_not_depend_on_the_number_of_ranks(request, dtype):
     for by_rank in by_world:
         for drawn in by_rank:
             assert all(torch.equal(a, b) for a, b in zip(drawn, alone, strict=True))
-
-
-def test_samples_are_as_frequent_as_they_are_probable(ranks2):
-    probable = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf, 1.5]).softmax(0)
-    for frequent in ranks2.run(frequencies, 20_000):
-        assert frequent[4] == 0
-        torch.testing.assert_close(frequent, probable, rtol=0, atol=0.015)  # four standard deviations
-
-
-def test_leading_dimensions_are_any(ranks2):
-    leading = [(), (0,), (2, 0), (2, 3, 1)]
-    for found in ranks2.run(shapes):
-        assert found == [shape for rows in leading for shape in (rows, rows, (*rows, VOCAB))]
-
-
-def test_gather_brings_all_logits_and_takes_each_part_of_the_gradient(ranks):
-    assert all(ranks.run(gathered))
-
-
-def test_mistakes_of_choosing_are_errors_on_every_rank(ranks2):
-    for answers in ranks2.run(answered_mistakes):
-        for said, words in answers:
-            assert words in said

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -14,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.ops.parallel_cases import BOUND, assert_within
+from tests.ops.parallel_cases import added, assert_within, compare, leaf, same, split
 from tests.ranks import RankPool
 from tpkernels.comm import schedule
 from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 
 FEATURES = 20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,34 +59,22 @@ def our_part(whole: Tensor, dim: int, filler: float) -> Tensor:
     return padded.chunk(world, dim)[dist.get_rank()].clone()
 
 
-def same_part(ours: Tensor, whole: Tensor, dim: int) -> Tensor:
+def without_padding(ours: Tensor | None, whole: Tensor, dim: int) -> Tensor:
     """Our gradient without that of padding, which has to be zero."""
-    there = our_part(whole, dim, 0).shape[dim]
-    rank = dist.get_rank()
+    assert ours is not None
+    there, rank = ours.shape[dim], dist.get_rank()
     real = min(max(whole.shape[dim] - rank * there, 0), there)
-    padding = ours.narrow(dim, real, there - real)
-    assert not padding.any(), "padding learns"
+    assert not ours.narrow(dim, real, there - real).any(), "padding learns"
     return ours.narrow(dim, 0, real)
 
 
-def tokens(x: Tensor, setting: Setting) -> Tensor:
-    return x.chunk(dist.get_world_size(), 0)[dist.get_rank()] if setting.sequence_parallel else x
+def part_of(dim: int) -> Callable[[Tensor], Tensor]:
+    """Of a whole gradient what `without_padding` is compared with."""
+    return lambda whole: without_padding(our_part(whole, dim, 0), whole, dim)
 
 
-def excess(ours: Tensor | None, truth: Tensor, own: Tensor, dtype: torch.dtype) -> float:
-    """Our error as a part of what is allowed: the bound of the dtype, or twice torch's own error."""
-    assert ours is not None
-    assert ours.shape == truth.shape, f"{tuple(ours.shape)}, not {tuple(truth.shape)}"
-    assert bool(torch.isfinite(ours).all())
-    scale = float(truth.norm()) or 1.0
-    error, theirs = (float((t.double() - truth).norm()) / scale for t in (ours, own))
-    return error / max(BOUND[dtype], 2 * theirs)
-
-
-def computing_by(backend: str, function: Callable[..., T], *args: Any) -> T:
-    """Ranks live longer than a case."""
-    with patch.object(backends, "backend", backend):
-        return function(*args)
+def tokens_of(setting: Setting) -> Callable[[Tensor], Tensor]:
+    return split(0) if setting.sequence_parallel else same
 
 
 def prepare(seed: int) -> torch.Generator:
@@ -102,23 +88,23 @@ def targets(setting: Setting, generator: torch.Generator) -> Tensor:
     return target
 
 
-Results = dict[str, float]
+def random(setting: Setting, generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(setting.dtype)
 
 
-def loss(setting: Setting, seed: int) -> Results:
+def loss(setting: Setting, seed: int) -> dict[str, float]:
     """vocab_cross_entropy and the gradient of its logits."""
     generator = prepare(seed)
-    whole = torch.randn(*setting.leading, setting.vocab, generator=generator, dtype=torch.float64)
-    whole = (setting.scale * whole).to(setting.dtype)
+    shape = (*setting.leading, setting.vocab)
+    whole = (setting.scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(setting.dtype)
     target = targets(setting, generator)
-    dloss = torch.randn(setting.leading, generator=generator, dtype=torch.float64)
+    wide = replace(setting, dtype=torch.promote_types(setting.dtype, torch.float32))
+    dloss = random(wide, generator, *setting.leading)
 
-    def unsharded(dtype: torch.dtype) -> list[Tensor]:
-        x = whole.to(dtype).requires_grad_()
-        rows = x.reshape(-1, setting.vocab)
+    def unsharded(logits: Tensor) -> Tensor:
+        rows = logits.reshape(-1, setting.vocab)
         y = F.cross_entropy(rows, target.flatten(), reduction="none", label_smoothing=setting.smoothing)
-        y = y.view(setting.leading)
-        return [y.detach(), *torch.autograd.grad(y, x, dloss.to(y.dtype))]
+        return y.view(setting.leading)
 
     # padding would win every maximum, if it were read
     logits = our_part(whole, -1, float("inf")).requires_grad_()
@@ -126,32 +112,27 @@ def loss(setting: Setting, seed: int) -> Results:
     y = vocab_cross_entropy(
         logits, target, dist.group.WORLD, label_smoothing=setting.label_smoothing, vocab_size=setting.vocab
     )
-    wide = torch.promote_types(setting.dtype, torch.float32)
-    assert y.dtype == wide
+    assert y.dtype == wide.dtype
     assert not y[target == -100].any()
-    (dlogits,) = torch.autograd.grad(y, logits, dloss.to(wide))
+    (dlogits,) = torch.autograd.grad(y, logits, dloss)
     assert torch.equal(logits, before), "the logits were changed"
-    truth, own, own_wide = unsharded(torch.float64), unsharded(setting.dtype), unsharded(wide)
-    part = [same_part(our_part(t, -1, 0), whole, -1) for t in (truth[1], own[1])]
-    return {
-        "loss": excess(y.detach(), truth[0], own_wide[0], wide),
-        "dlogits": excess(same_part(dlogits, whole, -1), *part, setting.dtype),
-    }
+    gradient = without_padding(dlogits, whole, -1), part_of(-1)
+    return compare(wide, unsharded, {"logits": whole}, dloss, {"y": (y.detach(), same)}) | compare(
+        setting, unsharded, {"logits": whole}, dloss, {"logits": gradient}
+    )
 
 
-def embedding(setting: Setting, seed: int) -> Results:
+def embedding(setting: Setting, seed: int) -> dict[str, float]:
     """vocab_embedding, to the bit, and the gradient of its table."""
     generator = prepare(seed)
-    whole = torch.randn(setting.vocab, FEATURES, generator=generator, dtype=torch.float64).to(setting.dtype)
+    whole = random(setting, generator, setting.vocab, FEATURES)
     ids = torch.randint(setting.vocab, setting.leading, generator=generator)
-    dy = torch.randn(*setting.leading, FEATURES, generator=generator, dtype=torch.float64).to(setting.dtype)
+    dy = random(setting, generator, *setting.leading, FEATURES)
 
-    def unsharded(dtype: torch.dtype) -> list[Tensor]:
-        w = whole.to(dtype).requires_grad_()
-        y = F.embedding(ids, w, padding_idx=setting.padding_idx)
-        return [y.detach(), *torch.autograd.grad(y, w, dy.to(dtype))]
+    def unsharded(weight: Tensor) -> Tensor:
+        return F.embedding(ids, weight, padding_idx=setting.padding_idx)
 
-    weight = our_part(whole, 0, float("nan")).requires_grad_()
+    weight, tokens = our_part(whole, 0, float("nan")).requires_grad_(), tokens_of(setting)
     y = vocab_embedding(
         ids,
         weight,
@@ -160,37 +141,32 @@ def embedding(setting: Setting, seed: int) -> Results:
         padding_idx=setting.padding_idx,
         vocab_size=setting.vocab,
     )
-    y.backward(tokens(dy, setting))
-    truth, own = unsharded(torch.float64), unsharded(setting.dtype)
-    assert torch.equal(y.detach(), tokens(own[0], setting)), "a lookup is exact"
-    assert weight.grad is not None
-    part = [same_part(our_part(t, 0, 0), whole, 0) for t in (truth[1], own[1])]
-    return {"dweight": excess(same_part(weight.grad, whole, 0), *part, setting.dtype)}
+    y.backward(tokens(dy))
+    assert torch.equal(y, tokens(unsharded(whole))), "a lookup is exact"
+    gradient = without_padding(weight.grad, whole, 0), part_of(0)
+    return compare(setting, unsharded, {"weight": whole}, dy, {"weight": gradient})
 
 
-def head(setting: Setting, seed: int) -> Results:
+def head(setting: Setting, seed: int) -> dict[str, float]:
     """linear_cross_entropy and its gradients."""
     generator = prepare(seed)
-    hidden = torch.randn(*setting.leading, FEATURES, generator=generator, dtype=torch.float64)
-    hidden = hidden.to(setting.dtype)
-    whole = torch.randn(setting.vocab, FEATURES, generator=generator, dtype=torch.float64).to(setting.dtype)
+    hidden = random(setting, generator, *setting.leading, FEATURES)
+    whole = random(setting, generator, setting.vocab, FEATURES)
     target = targets(setting, generator)
     shape = setting.leading if setting.reduction == "none" else ()
     dloss = 1 + torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    def unsharded(dtype: torch.dtype) -> list[Tensor]:
-        h, w = hidden.to(dtype).requires_grad_(), whole.to(dtype).requires_grad_()
-        logits = F.linear(h, w).reshape(-1, setting.vocab)
-        y = F.cross_entropy(
-            logits.to(torch.promote_types(dtype, torch.float32)),
+    def unsharded(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight).reshape(-1, setting.vocab)
+        return F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
             target.flatten(),
             reduction=setting.reduction,
             label_smoothing=setting.smoothing,
         ).view(shape)
-        return [y.detach(), *torch.autograd.grad(y, (h, w), dloss.to(y.dtype))]
 
-    ours_h = tokens(hidden, setting).clone().requires_grad_()
-    ours_w = our_part(whole, 0, 100.0).requires_grad_()
+    tokens = tokens_of(setting)
+    ours_h, ours_w = leaf(tokens(hidden)), our_part(whole, 0, 100.0).requires_grad_()
     main_grad = torch.ones_like(ours_w, dtype=torch.float32) if setting.main_grad else None
     y = linear_cross_entropy(
         ours_h,
@@ -205,26 +181,24 @@ def head(setting: Setting, seed: int) -> Results:
         main_grad=main_grad,
     )
     y.backward(dloss.to(y.dtype))
-    dh, dw = ours_h.grad, ours_w.grad
-    if main_grad is not None:
-        assert dw is None
-        dw = main_grad - 1
-    assert dw is not None
-    truth, own = unsharded(torch.float64), unsharded(setting.dtype)
-    part = [same_part(our_part(t, 0, 0), whole, 0) for t in (truth[2], own[2])]
-    return {
-        "loss": excess(y.detach(), truth[0], own[0], setting.dtype),
-        "dhidden": excess(dh, tokens(truth[1], setting), tokens(own[1], setting), setting.dtype),
-        "dweight": excess(same_part(dw, whole, 0), *part, setting.dtype),
+    results = {
+        "y": (y.detach(), same),
+        "hidden": (ours_h.grad, tokens),
+        "weight": (without_padding(added(ours_w, main_grad), whole, 0), part_of(0)),
     }
+    return compare(setting, unsharded, {"hidden": hidden, "weight": whole}, dloss, results)
 
 
-CASES: dict[str, Callable[[Setting, int], Results]] = {"loss": loss, "embedding": embedding, "head": head}
+CASES = {"loss": loss, "embedding": embedding, "head": head}
 
 
-def run_all(name: str, settings: list[Setting]) -> list[Results]:
+def run_all(name: str, settings: list[Setting]) -> list[dict[str, float]]:
     """Many settings in one call: a call of a pool costs more than a tiny loss does."""
-    return [computing_by(s.backend, CASES[name], s, seed) for seed, s in enumerate(settings)]
+    found = []
+    for seed, setting in enumerate(settings):
+        with patch.object(backends, "backend", setting.backend):  # ranks live longer than a case
+            found.append(CASES[name](setting, seed))
+    return found
 
 
 INTERPRETED = pytest.mark.skipif(

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dispatch.simulated_stream import SimulatedStream
-from tests.ops.auto_cases import heard
+from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
-from tests.ops.transport_cases import open_stand_in, using
+from tests.ops.transport_cases import heard, open_stand_in, using
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
@@ -93,16 +93,13 @@ def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
     return verdict.name, verdict.source, table.runs, table.closed, said
 
 
-def fails_in_a_message() -> str:
-    """What is said of a way that sends, and fails half-way on the only rank that runs it."""
+@on_ranks(1)
+def test_a_way_that_fails_with_messages_under_way_is_an_error():
+    """One that sends, and fails half-way on the only rank that runs it."""
     table = Table(PLAIN, {"many": "raises"})
-    try:
-        WayChooser(lambda texts: [list(texts)], table.clock, Cache(None, VERSIONS)).choose(
-            KEY, table.ways(), "one"
-        )
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    chooser = WayChooser(lambda texts: [list(texts)], table.clock, Cache(None, VERSIONS))
+    with pytest.raises(RuntimeError, match="planted in a run"):
+        chooser.choose(KEY, table.ways(), "one")
 
 
 def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
@@ -138,56 +135,31 @@ def no_symmetric_memory(opening: Opening) -> Any:
     raise AssertionError("all have been told")
 
 
-def block_by(of: Mapping[str, float], how: str = "") -> tuple[float, list[str], int, int]:
-    """(how far a block is from c10d, lines of the log, of its second run, exchanges that are open)."""
+@on_ranks(2)
+def test_a_choice_against_memory_leaves_open_what_another_choice_took():
+    """With the group's time-out, and not that of trials."""
     prepare(Setting())
-    operands = operands_of(0)
-    with using("c10d"):
-        group = dist.new_group()
-        expected = with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
-    group = dist.new_group()
-    opener = no_symmetric_memory if how == "no symmetric memory" else open_stand_in
-    with ExitStack() as stack:
-        said = stack.enter_context(as_on_gpus(of, Cache(None, VERSIONS), opener))
-        if how == "capture":
-            stack.enter_context(patch.object(ways, "obstacle", lambda device: "a graph is captured"))
-        if how == "TUNE=0":
-            stack.enter_context(patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}))
-        found = with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
-        first = len(said)
-        with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
-    off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
-    return off, said[:first], len(said) - first, len(select._of_group[id(group)]._open)
-
-
-def memory_of_two_choices() -> tuple[list[str], bool, set[float]]:
-    """If another op chooses otherwise: (exchanges of one shape, whether the first works, its time-outs)."""
-    prepare(Setting())
-    group = dist.new_group(timeout=timedelta(seconds=40))
-    cache, found, timeouts = Cache(None, VERSIONS), [], set()
+    group, cache = dist.new_group(timeout=timedelta(seconds=40)), Cache(None, VERSIONS)
     x = torch.full((8, 16), float(dist.get_rank()))
-    memory, collectives = (
-        {"1 collective": 2.0, "2 collectives": 3.0},
-        {"1 collective": 1.0, "2 collectives": 3.0},
-    )
-    for times_of, op in ((memory, "one"), (collectives, "another"), (memory, "one")):
-        with as_on_gpus({"symmetric": 1.5, **times_of}, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
-            found.append(start_rows(op, "x", x, group, 32).wait())
-        timeouts |= {exchange.timeout for exchange in select._of_group[id(group)]._open.values()}
+    expected = torch.arange(2.0).repeat_interleave(8)[:, None].expand(16, 16)
+    for one_collective, op in ((2.0, "one"), (1.0, "another"), (2.0, "one")):
+        times_of = {"symmetric": 1.5, "1 collective": one_collective, "2 collectives": 3.0}
+        with as_on_gpus(times_of, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
+            assert start_rows(op, "x", x, group, 32).wait().equal(expected)
+        assert {exchange.timeout for exchange in select._of_group[id(group)]._open.values()} == {40.0}
     names = [type(exchange).__name__ for exchange in select._of_group[id(group)].chosen.values()]
-    right = all(full.equal(found[0]) and float(full[-1, 0]) == 1.0 for full in found)
-    return names, right, timeouts
+    assert names == ["SymmetricExchange", "Collectives"]
 
 
-def weight_shards_that_differ() -> list[bool]:
-    """Whether rows are right where a rank's products have other widths, at times those of the call before."""
+@on_ranks(2)
+def test_products_of_other_widths_decide_nothing_for_one_rank_alone():
+    """Rows are right where a rank's products have other widths, at times those of the call before."""
     prepare(Setting())
     group, rank = dist.group.WORLD, dist.get_rank()
     x = torch.full((8, 16), float(rank))
     with as_on_gpus({"1 collective": 2.0, "2 collectives": 1.0, "symmetric": 3.0}, Cache(None, VERSIONS)):
-        widths = (32, 32 - rank, 32, 0 if rank else 32)
-        full = [start_rows("op", "x", x, group, features).wait() for features in widths]
-    return [float(rows[-1, 0]) == 1.0 for rows in full]
+        for features in (32, 32 - rank, 32, 0 if rank else 32):
+            assert float(start_rows("op", "x", x, group, features).wait()[-1, 0]) == 1.0
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
@@ -262,64 +234,52 @@ def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
     assert bool(list(tmp_path.rglob("*.json"))) == (source == "timed" or "cached" in options)
 
 
-def test_a_way_that_fails_with_messages_under_way_is_an_error(ranks1):
-    assert ranks1.run(fails_in_a_message) == ["planted in a run"]
-
-
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
     ranks2.run(chosen, tmp_path, {})
     for name, source, counts, _, _ in ranks2.run(chosen, tmp_path, {}):
         assert (name, source, set(counts.values())) == ("memory", "cached", {0})
 
 
-FAST = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}
+@pytest.mark.parametrize(
+    ("how", "symmetric", "told", "of_second_run", "opened"),
+    [  # lines of the second run, and exchanges that are open, of which all shapes share one
+        ("", 1.0, ": symmetric (timed: symmetric 1 ms, ", 0, 2),
+        ("", 5.0, ": 2 collectives (timed: ", 0, 0),
+        ("no symmetric memory", 1.0, ": 2 collectives (timed: ", 0, 0),
+        ("capture", 1.0, "(not timed now: a graph is captured)", 5, 0),
+        ("TUNE=0", 1.0, "(not timed: rank 0: TPKERNELS_TUNE=0)", 0, 0),
+    ],
+)
+@on_ranks(2)
+def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_second_run, opened):
+    """Collectives where there is no memory, and what arithmetic chooses where nothing may be timed."""
+    prepare(Setting())
+    operands = operands_of(0)
 
+    def run() -> list[Tensor]:
+        return with_gradients(lambda *t: block(*t, sequence_parallel=True, group=group), operands)
 
-def test_ops_take_what_was_fastest_and_time_it_once(ranks2):
-    for off, first, second, opened in ranks2.run(block_by, FAST):
-        assert off < 1e-6
-        assert all(": symmetric (timed: symmetric 1 ms, " in line for line in first)
-        assert second == 0
-        assert len(first) == len(set(first)) == 5  # two gathers forward, and one backward; two reduces
-        assert opened == 2  # all of one shape
-    slow = FAST | {"symmetric": 5.0}
-    for off, first, second, opened in ranks2.run(block_by, slow):
-        assert off < 1e-6
-        assert any(": 2 collectives (timed: " in line for line in first)
-        assert (second, opened) == (0, 0)
-
-
-def test_products_of_other_widths_decide_nothing_for_one_rank_alone(ranks2):
-    assert ranks2.run(weight_shards_that_differ) == [[True] * 4] * 2
-
-
-def test_a_choice_against_memory_leaves_open_what_another_choice_took(ranks2):
-    """With the group's time-out, and not that of trials."""
-    for names, right, timeouts in ranks2.run(memory_of_two_choices):
-        assert (names, right) == (["SymmetricExchange", "Collectives"], True)
-        assert timeouts == {40.0}
-
-
-def test_without_symmetric_memory_on_one_rank_collectives_are_timed(ranks2):
-    for off, first, _, opened in ranks2.run(block_by, FAST, "no symmetric memory"):
-        assert off < 1e-6
-        assert any(": 2 collectives (timed: " in line for line in first)
-        assert opened == 0
-
-
-def test_nothing_is_timed_or_kept_while_a_graph_is_captured(ranks2):
-    for off, first, second, opened in ranks2.run(block_by, FAST, "capture"):
-        assert off < 1e-6
-        assert all("(not timed now: a graph is captured)" in line for line in first)
-        assert second == len(first)
-        assert opened == 0
-
-
-def test_without_tuning_arithmetic_chooses_once(ranks2):
-    for off, first, second, opened in ranks2.run(block_by, FAST, "TUNE=0"):
-        assert off < 1e-6
-        assert all("(not timed: rank 0: TPKERNELS_TUNE=0)" in line for line in first)
-        assert (second, opened) == (0, 0)
+    with using("c10d"):
+        group = dist.new_group()
+        expected = run()
+    group = dist.new_group()
+    opener = no_symmetric_memory if how == "no symmetric memory" else open_stand_in
+    times_of = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": symmetric}
+    with ExitStack() as stack:
+        said = stack.enter_context(as_on_gpus(times_of, Cache(None, VERSIONS), opener))
+        if how == "capture":
+            stack.enter_context(patch.object(ways, "obstacle", lambda device: "a graph is captured"))
+        if how == "TUNE=0":
+            stack.enter_context(patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}))
+        found = run()
+        first = list(said)
+        run()
+    assert max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)) < 1e-6
+    by_collectives = "2 collectives" in told  # of some shapes one is as fast
+    assert (any if by_collectives else all)(told in line for line in first), first
+    assert len(first) == len(set(first)) == 5  # two gathers forward, and one backward; two reduces
+    assert len(said) - len(first) == of_second_run
+    assert len(select._of_group[id(group)]._open) == opened
 
 
 def test_numbers_that_overflow_decide_nothing():

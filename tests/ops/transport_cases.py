@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,3 +100,30 @@ def be_impatient() -> None:
     """From now on only: ranks on a busy machine may come far apart to the call that opens an exchange."""
     for exchange in open_exchanges():
         exchange.timeout = 1.0
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextmanager
+def heard(name: str) -> Iterator[list[str]]:
+    """What a logger says until the end."""
+    logger, lines = logging.getLogger(name), Lines()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield lines.said
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)
+        logger.propagate = propagate
