@@ -38,7 +38,7 @@ GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPT = {"vocab_size": 37, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPT |= {"max_position_embeddings": 16, "word_embed_proj_dim": 16, "dropout": 0.0}
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-LLAMA_LIKE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2")
+LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Olmo2")
 OPT_PLAN: dict[str, Any] = {
     "*embed_tokens": "embedding",
     "*.self_attn.[qkv]_proj": Split("column", unit=4),
@@ -62,10 +62,10 @@ def built(kind: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
         config = transformers.Gemma3TextConfig(**SIZES, **NO_IDS, head_dim=4, **options)
         plan = {k: v for k, v in llama_plan(config).items() if k not in ("*embed_tokens", "lm_head")}
     elif kind == "GPT2":
-        config = transformers.GPT2Config(**GPT2, **NO_IDS)
+        config = transformers.GPT2Config(**{**GPT2, **NO_IDS, **options})
         return transformers.GPT2LMHeadModel(config), dict(gpt2_plan(config))
     else:
-        config = transformers.OPTConfig(**OPT, **{**NO_IDS, "pad_token_id": 1})
+        config = transformers.OPTConfig(**{**OPT, **NO_IDS, "pad_token_id": 1, **options})
         plan = OPT_PLAN | ({"*.self_attn": Divided("num_heads")} if kind == "OPT" else {})
         kind = "OPT"
     return getattr(transformers, f"{kind}ForCausalLM")(config), plan

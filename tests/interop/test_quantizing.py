@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.interop.models import needs_transformers
 from tests.interop.refused import refused
-from tests.interop.test_architectures import GPT2, NO_IDS, SIZES
+from tests.interop.test_architectures import built
 from tests.interop.torch_models import PLAN, STACK_PLAN, Toy, loss_of, stack, toy
 from tests.models.small import IDS
 from tpkernels import Recipe, initialize_model_parallel, ops, parallelize
@@ -38,22 +38,12 @@ def names_of(kind):
     return sorted(f"{layers}.{number}.{name}" for number in range(2) for name in inside)
 
 
-def transformer(name, **options):
-    import transformers
-
-    torch.manual_seed(2)
-    sizes = GPT2 if name == "GPT2" else SIZES | options
-    config = getattr(transformers, f"{name}Config")(**sizes, **NO_IDS)
-    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-    return getattr(transformers, f"{name}{head}")(config)
-
-
-def built(kind):
+def model_and_plan(kind):
     """The model and its plan, or None for the one that `parallelize` takes."""
     if kind in ("toy", "stack"):
         return (toy().float(), PLAN) if kind == "toy" else (stack().float(), STACK_PLAN)
     name, _, one_key = kind.partition(" of one ")
-    return transformer(name, **{"num_key_value_heads": 1} if one_key else {}), None
+    return built(name, **{"num_key_value_heads": 1} if one_key else {})[0], None
 
 
 class OnShards(nn.Module):
@@ -105,7 +95,7 @@ def logits_of(model, **options):
 def beside_the_unsharded(kind, recipe, sequence_parallel):
     """How far logits are from those of the emulation, and from those without fp8; what is in fp8."""
     initialize_model_parallel(dist.get_world_size())
-    whole, plan = built(kind)
+    whole, plan = model_and_plan(kind)
     split = parallelize(deepcopy(whole), plan=plan, quantize=recipe, sequence_parallel=sequence_parallel)
     ours = logits_of(split)
     loss_of(split).backward()
@@ -234,7 +224,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
 
 def mixture():
     initialize_model_parallel(dist.get_world_size())
-    model = transformer("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    model, _ = built("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
     return sorted(in_fp8(parallelize(model, quantize=Recipe.rowwise())))
 
 
