@@ -105,17 +105,16 @@ def loaded_apart(kind: str, folder: str, options: dict[str, Any]) -> float:
     return float(apart)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "GPT2", "OPT"])
-def test_adamw_follows_the_unsharded_model(kind, ranks2):
-    assert max(ranks2.run(trained_apart, kind, {})) < 1e-6
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}), ("GPT2", {})],
+    ("kind", "ranks", "options"),
+    [(kind, 2, {}) for kind in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "GPT2", "OPT")]
+    + [("Llama", 4, EIGHT_HEADS), ("GPT2", 4, {})],
 )
-def test_four_ranks_follow_the_unsharded_model(kind, options, ranks4):
-    assert max(ranks4.run(trained_apart, kind, options)) < 1e-6
+def test_adamw_follows_the_unsharded_model(kind, ranks, options, request):
+    assert max(request.getfixturevalue(f"ranks{ranks}").run(trained_apart, kind, options)) < 1e-6
 
 
 @pytest.mark.parametrize(

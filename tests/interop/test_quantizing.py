@@ -203,12 +203,11 @@ def refusals():
     ends, wrong = {"embed": "embedding", "head": "head"}, {**PLAN, "blocks.*.down": "row_of_full"}
     recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
     layers = "quantize: expected a plan that splits linear layers besides the head"
+    differ = "quantize=Recipe(scaling='blocks'"
     said = [
         refused("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise"),
         refused("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise),
-        refused(
-            "ValueError", "quantize=Recipe(scaling='blocks'", parallelize, model, plan=PLAN, quantize=unlike
-        ),
+        refused("ValueError", differ, parallelize, model, plan=PLAN, quantize=unlike),
         # the comparison without fp8 finds a wrong plan
         refused("ValueError", "'blocks.0.down'", parallelize, model, plan=wrong, quantize=rowwise),
     ]
