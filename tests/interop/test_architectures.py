@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +21,6 @@ from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.huggingface import gpt2_plan, llama_plan
 from tpkernels.interop.parallelize.plan import Divided, Split
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = needs_transformers
 
 SIZES: dict[str, Any] = {

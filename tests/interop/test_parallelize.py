@@ -1,6 +1,5 @@
 """Models of torch's own layers compute the same when ranks share them, alone and inside FSDP2 and DDP."""
 
-import os
 from copy import deepcopy
 
 import pytest
@@ -17,8 +16,6 @@ from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 from tpkernels.interop.parallelize.plan import Divided, Split
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def split_alike(tensor):

@@ -1,6 +1,5 @@
 """`parallelize(..., quantize=)`: products of split layers are in fp8, and all else is as it is without."""
 
-import os
 from copy import deepcopy
 
 import pytest
@@ -19,8 +18,6 @@ from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.quantizing import quantizable
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.layers.world import tensor_world
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 UNSTACKED = {name: said for name, said in PLAN.items() if name[-4:] not in (".qkv", ".out", "ks.?")}
 LLAMA = [*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]

@@ -16,8 +16,6 @@ from tests.interop.architectures import inputs_of, model_of
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.interop import safetensors
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-
 
 def built(name):
     """The unsharded model and the split one."""

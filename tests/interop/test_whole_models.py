@@ -1,6 +1,5 @@
 """Models of `transformers` are one graph under torch.compile, and train with tokens that ranks share."""
 
-import os
 from copy import deepcopy
 
 import pytest
@@ -13,7 +12,6 @@ from tests.interop.torch_models import loss_of, losses_of, sharings
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
