@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import join_world, leave_world
+from tpkernels.runtime.state import ParallelState
+from tpkernels.topology.plan import plan_groups
 
 
 @contextmanager
@@ -44,3 +46,9 @@ def each_rank(world_size: int, ranks: Iterable[int] | None = None) -> Iterator[i
     for rank in range(world_size) if ranks is None else ranks:
         with fake_rank(rank, world_size):
             yield rank
+
+
+def pretend(world: int, tp: int, pp: int, virtual: int | None, split: int | None, rank: int) -> ParallelState:
+    """A state without process groups: enough for every answer that is arithmetic."""
+    plan = plan_groups(world_size=world, tensor=tp, pipeline=pp, virtual_pipeline=virtual, split_rank=split)
+    return ParallelState(rank=rank, plan=plan, process_groups={})

@@ -5,11 +5,10 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from tests.fake_world import each_rank, fake_rank
+from tests.fake_world import each_rank, fake_rank, pretend
 from tests.oracle import Classic, all_settings
 from tpkernels import parallel_state as ps
-from tpkernels.runtime.state import OnTheFly, ParallelState, ParallelStateError, on_the_fly, use
-from tpkernels.topology.plan import plan_groups
+from tpkernels.runtime.state import OnTheFly, ParallelStateError, on_the_fly, use
 
 GETTERS_OF_GROUPS = {
     "model": ps.get_model_parallel_group,
@@ -35,12 +34,6 @@ SETTABLE = {  # on the fly; and the least that makes sense
     "expert_tensor_parallel_world_size": 1,
     "expert_tensor_parallel_rank": 0,
 }
-
-
-def pretend(world, tp, pp, virtual, split, rank) -> ParallelState:
-    """A state without process groups: enough for every answer that is arithmetic."""
-    plan = plan_groups(world_size=world, tensor=tp, pipeline=pp, virtual_pipeline=virtual, split_rank=split)
-    return ParallelState(rank=rank, plan=plan, process_groups={})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +21,6 @@ from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.huggingface import gpt2_plan, llama_plan
 from tpkernels.interop.parallelize.plan import Divided, Split
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = needs_transformers
 
 SIZES: dict[str, Any] = {
@@ -38,7 +36,7 @@ GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPT = {"vocab_size": 37, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPT |= {"max_position_embeddings": 16, "word_embed_proj_dim": 16, "dropout": 0.0}
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-LLAMA_LIKE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2")
+LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Olmo2")
 OPT_PLAN: dict[str, Any] = {
     "*embed_tokens": "embedding",
     "*.self_attn.[qkv]_proj": Split("column", unit=4),
@@ -62,10 +60,10 @@ def built(kind: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
         config = transformers.Gemma3TextConfig(**SIZES, **NO_IDS, head_dim=4, **options)
         plan = {k: v for k, v in llama_plan(config).items() if k not in ("*embed_tokens", "lm_head")}
     elif kind == "GPT2":
-        config = transformers.GPT2Config(**GPT2, **NO_IDS)
+        config = transformers.GPT2Config(**{**GPT2, **NO_IDS, **options})
         return transformers.GPT2LMHeadModel(config), dict(gpt2_plan(config))
     else:
-        config = transformers.OPTConfig(**OPT, **{**NO_IDS, "pad_token_id": 1})
+        config = transformers.OPTConfig(**{**OPT, **NO_IDS, "pad_token_id": 1, **options})
         plan = OPT_PLAN | ({"*.self_attn": Divided("num_heads")} if kind == "OPT" else {})
         kind = "OPT"
     return getattr(transformers, f"{kind}ForCausalLM")(config), plan
@@ -105,17 +103,16 @@ def loaded_apart(kind: str, folder: str, options: dict[str, Any]) -> float:
     return float(apart)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "GPT2", "OPT"])
-def test_adamw_follows_the_unsharded_model(kind, ranks2):
-    assert max(ranks2.run(trained_apart, kind, {})) < 1e-6
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}), ("GPT2", {})],
+    ("kind", "ranks", "options"),
+    [(kind, 2, {}) for kind in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "GPT2", "OPT")]
+    + [("Llama", 4, EIGHT_HEADS), ("GPT2", 4, {})],
 )
-def test_four_ranks_follow_the_unsharded_model(kind, options, ranks4):
-    assert max(ranks4.run(trained_apart, kind, options)) < 1e-6
+def test_adamw_follows_the_unsharded_model(kind, ranks, options, request):
+    assert max(request.getfixturevalue(f"ranks{ranks}").run(trained_apart, kind, options)) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Models of `transformers` and ours compute the same with the same weights, whichever way they came."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from tests.models.small import CONFIGS, IDS
 from tpkernels import GPT, initialize_model_parallel
 from tpkernels.interop import huggingface, safetensors
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def logits_of_folder(folder):

@@ -209,30 +209,28 @@ def ranks_for(request, case):
     return request.getfixturevalue("four" if wants_four else "two")
 
 
+def layers_of(model, kind):
+    return [layer for layer in model.modules() if type(layer).__name__ == kind]
+
+
 def add_bias_on_each_rank(model):
-    for layer in model.modules():
-        if type(layer).__name__ == "RowParallelLinear":
-            layer.register_forward_hook(lambda _, __, output: (output[0], 2 * output[1]))
+    for layer in layers_of(model, "RowParallelLinear"):
+        layer.register_forward_hook(lambda _, __, output: (output[0], 2 * output[1]))
 
 
 def leave_norms_partial(model):
-    for layer in model.modules():
-        if type(layer).__name__ == "LayerNorm":
-            for parameter in layer.parameters():
-                parameter.sequence_parallel = False
+    for parameter in (each for layer in layers_of(model, "LayerNorm") for each in layer.parameters()):
+        parameter.sequence_parallel = False
 
 
 def leave_dgrad_partial(model):
-    for layer in model.modules():
-        if type(layer).__name__ == "ColumnParallelLinear":
-            layer.allreduce_dgrad, layer.disable_grad_reduce = False, True
+    for layer in layers_of(model, "ColumnParallelLinear"):
+        layer.allreduce_dgrad, layer.disable_grad_reduce = False, True
 
 
 def count_norms_twice(model):
-    for layer in model.modules():
-        if type(layer).__name__ == "LayerNorm":
-            for parameter in layer.parameters():
-                parameter.register_hook(lambda gradient: 2 * gradient)
+    for parameter in (each for layer in layers_of(model, "LayerNorm") for each in layer.parameters()):
+        parameter.register_hook(lambda gradient: 2 * gradient)
 
 
 @needs_megatron

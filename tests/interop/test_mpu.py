@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.fake_world import fake_rank
+from tests.fake_world import fake_rank, pretend
 from tests.oracle import Classic
 from tpkernels import parallel_state as ps
 from tpkernels.interop import mpu
-from tpkernels.runtime.state import ParallelState, ParallelStateError, use
-from tpkernels.topology.plan import plan_groups
+from tpkernels.runtime.state import ParallelStateError, use
 
 
 def test_mpu_has_every_name_of_parallel_state():
@@ -61,8 +60,7 @@ def test_mpu_before_torch_distributed_says_what_to_do():
 
 
 def at_stage(stage, stages, split):
-    plan = plan_groups(world_size=stages, pipeline=stages, split_rank=split)
-    return use(ParallelState(rank=stage, plan=plan, process_groups={}))
+    return use(pretend(stages, 1, stages, None, split, stage))
 
 
 def arguments(layers, stages, split, standalone):
@@ -90,7 +88,7 @@ def dealt(layers, stages, split, standalone):
 
 @pytest.mark.parametrize("standalone", [False, True], ids=["plain", "standalone_embedding"])
 def test_layer_counts_of_every_stage(standalone):
-    even = 0
+    even, uneven = 0, r"num_layers \(\d+\) must be divisible by"
     for layers, stages in product((12, 24, 30), range(2, 9)):
         for split in [None, *range(1, stages)]:
             for stage in range(stages):
@@ -102,9 +100,7 @@ def test_layer_counts_of_every_stage(standalone):
                 with at_stage(stage, stages, split):
                     for count, expected in counts.items():
                         if expected is None:
-                            with pytest.raises(
-                                AssertionError, match=r"num_layers \(\d+\) must be divisible by"
-                            ):
+                            with pytest.raises(AssertionError, match=uneven):
                                 count(args, split is not None)
                         else:
                             assert count(args, split is not None) == expected[stage]

@@ -172,20 +172,13 @@ def refusals():
     of_all = ours.RowwiseParallel(input_layouts=Replicate())
     taken = theirs.parallelize_module(nn.Linear(4, 4), mesh, ours.ColwiseParallel())
     divide = "expected features that the 2 ranks divide, got Linear"
-    linear, norm = (
-        "expected an nn.Linear with its own forward",
-        "expected an nn.LayerNorm or nn.RMSNorm with its own",
-    )
+    linear = "expected an nn.Linear with its own forward"
+    norm = "expected an nn.LayerNorm or nn.RMSNorm with its own"
+    one_dimension = "expected a mesh of one dimension, such as mesh['tp']"
     calls = [
         ("ValueError", f"ColwiseParallel: {divide}(in_features=4", column, nn.Linear(4, 5), mesh),
         ("ValueError", f"RowwiseParallel: {divide}(in_features=5", row, nn.Linear(5, 4), mesh),
-        (
-            "ValueError",
-            "expected a mesh of one dimension, such as mesh['tp']",
-            column,
-            nn.Linear(4, 4),
-            table,
-        ),
+        ("ValueError", one_dimension, column, nn.Linear(4, 4), table),
         ("TypeError", f"{linear}, got Scaled", column, Scaled(4, 4), mesh),
         ("TypeError", f"{linear}, got Embedding", column, nn.Embedding(4, 4), mesh),
         ("ValueError", "expected Replicate() for an nn.Embedding, got S(-1)", row, nn.Embedding(4, 4), mesh),

@@ -1,6 +1,5 @@
 """`parallelize(..., quantize=)`: products of split layers are in fp8, and all else is as it is without."""
 
-import os
 from copy import deepcopy
 
 import pytest
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.interop.models import needs_transformers
 from tests.interop.refused import refused
-from tests.interop.test_architectures import GPT2, NO_IDS, SIZES
+from tests.interop.test_architectures import built
 from tests.interop.torch_models import PLAN, STACK_PLAN, Toy, loss_of, stack, toy
 from tests.models.small import IDS
 from tpkernels import Recipe, initialize_model_parallel, ops, parallelize
@@ -19,8 +18,6 @@ from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.parallelize.quantizing import quantizable
 from tpkernels.interop.parallelize.swaps import planned
 from tpkernels.layers.world import tensor_world
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 UNSTACKED = {name: said for name, said in PLAN.items() if name[-4:] not in (".qkv", ".out", "ks.?")}
 LLAMA = [*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -38,22 +35,12 @@ def names_of(kind):
     return sorted(f"{layers}.{number}.{name}" for number in range(2) for name in inside)
 
 
-def transformer(name, **options):
-    import transformers
-
-    torch.manual_seed(2)
-    sizes = GPT2 if name == "GPT2" else SIZES | options
-    config = getattr(transformers, f"{name}Config")(**sizes, **NO_IDS)
-    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-    return getattr(transformers, f"{name}{head}")(config)
-
-
-def built(kind):
+def model_and_plan(kind):
     """The model and its plan, or None for the one that `parallelize` takes."""
     if kind in ("toy", "stack"):
         return (toy().float(), PLAN) if kind == "toy" else (stack().float(), STACK_PLAN)
     name, _, one_key = kind.partition(" of one ")
-    return transformer(name, **{"num_key_value_heads": 1} if one_key else {}), None
+    return built(name, **{"num_key_value_heads": 1} if one_key else {})[0], None
 
 
 class OnShards(nn.Module):
@@ -105,7 +92,7 @@ def logits_of(model, **options):
 def beside_the_unsharded(kind, recipe, sequence_parallel):
     """How far logits are from those of the emulation, and from those without fp8; what is in fp8."""
     initialize_model_parallel(dist.get_world_size())
-    whole, plan = built(kind)
+    whole, plan = model_and_plan(kind)
     split = parallelize(deepcopy(whole), plan=plan, quantize=recipe, sequence_parallel=sequence_parallel)
     ours = logits_of(split)
     loss_of(split).backward()
@@ -213,12 +200,11 @@ def refusals():
     ends, wrong = {"embed": "embedding", "head": "head"}, {**PLAN, "blocks.*.down": "row_of_full"}
     recipes = "parallelize: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None"
     layers = "quantize: expected a plan that splits linear layers besides the head"
+    differ = "quantize=Recipe(scaling='blocks'"
     said = [
         refused("TypeError", recipes, parallelize, model, plan=PLAN, quantize="rowwise"),
         refused("ValueError", layers, parallelize, model, plan=ends, quantize=rowwise),
-        refused(
-            "ValueError", "quantize=Recipe(scaling='blocks'", parallelize, model, plan=PLAN, quantize=unlike
-        ),
+        refused("ValueError", differ, parallelize, model, plan=PLAN, quantize=unlike),
         # the comparison without fp8 finds a wrong plan
         refused("ValueError", "'blocks.0.down'", parallelize, model, plan=wrong, quantize=rowwise),
     ]
@@ -234,7 +220,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
 
 def mixture():
     initialize_model_parallel(dist.get_world_size())
-    model = transformer("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    model, _ = built("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
     return sorted(in_fp8(parallelize(model, quantize=Recipe.rowwise())))
 
 

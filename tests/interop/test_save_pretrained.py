@@ -16,8 +16,6 @@ from tests.interop.architectures import inputs_of, model_of
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.interop import safetensors
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-
 
 def built(name):
     """The unsharded model and the split one."""
@@ -37,14 +35,6 @@ def saved(model, folder, **options):
     return {name: tensor.clone() for name, tensor in safetensors.read(folder).items()}
 
 
-def loaded_apart(name, folder):
-    """Whether `from_pretrained` computes what the split model does, right after it was saved."""
-    full, split = built(name)
-    split.save_pretrained(folder)
-    loaded = type(full).from_pretrained(folder).eval()
-    return float((logits_of(loaded, name) - logits_of(split, name)).abs().max())
-
-
 def unlike_the_unsharded(name, folder, options):
     """Tensors and names that differ from what the unsharded model writes; and the index's count."""
     full, split = built(name)
@@ -62,12 +52,6 @@ def unlike_the_unsharded(name, folder, options):
     if len({*os.listdir(Path(folder, "split"))} ^ {*os.listdir(Path(folder, "full"))}):
         unlike.append("files")
     return unlike
-
-
-def number_of_files(name, folder):
-    _, split = built(name)
-    split.save_pretrained(folder, max_shard_size="20KB")
-    return len([*Path(folder).glob("model-*.safetensors")])
 
 
 def refusals(folder):
@@ -166,16 +150,10 @@ def test_files_are_those_of_the_unsharded_model(name, ranks2, tmp_path):
 
 
 @needs_both
-def test_from_pretrained_computes_the_same(ranks2, tmp_path):
-    for apart in ranks2.run(loaded_apart, "MixtralForCausalLM", str(tmp_path)):
-        assert apart < 1e-6
-
-
-@needs_both
 def test_several_files_and_their_index_are_those_of_the_unsharded_model(ranks2, tmp_path):
     options = {"max_shard_size": "20KB"}
     assert ranks2.run(unlike_the_unsharded, "LlamaForCausalLM", str(tmp_path), options) == [[], []]
-    assert ranks2.run(number_of_files, "LlamaForCausalLM", str(tmp_path / "more"))[0] > 1
+    assert len([*Path(tmp_path, "split").glob("model-*.safetensors")]) > 1
 
 
 @needs_both

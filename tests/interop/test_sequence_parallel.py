@@ -9,12 +9,12 @@ from torch import nn
 
 from tests.interop.partial_cases import ODD, WAYS, data_parallel, trained_alike
 from tests.interop.refused import refused
-from tests.interop.torch_models import STACK_PLAN, differences, loss_of, stack
+from tests.interop.torch_models import STACK_PLAN, differences, loss_of, sharings, stack
 from tests.models.small import IDS, TARGETS
 from tests.planning.test_work import Wire
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.comm import schedule
-from tpkernels.interop.parallelize import sequence, sequence_trial, tokens
+from tpkernels.interop.parallelize import sequence, tokens
 from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region
 
 
@@ -50,8 +50,7 @@ def cost(model):
 def forms():
     """Which modules gather for their columns, and which are computed as without sequence parallelism."""
     initialize_model_parallel(2)
-    kept, seen = sequence_trial.sharing_of, []
-    with patch.object(sequence_trial, "sharing_of", lambda *args: seen.append(kept(*args)) or seen[-1]):
+    with sharings() as seen:
         for kind in ("gpt", "mixture", "dropout inside"):
             shared(kind)
     return {"columns": [dict(each.columns) for each in seen], "whole": [each.whole for each in seen]}

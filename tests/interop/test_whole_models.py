@@ -1,6 +1,5 @@
 """Models of `transformers` are one graph under torch.compile, and train with tokens that ranks share."""
 
-import os
 from copy import deepcopy
 
 import pytest
@@ -8,13 +7,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.checks import error_of
-from tests.interop.test_architectures import GPT2, NO_IDS, SIZES, built
-from tests.interop.torch_models import loss_of, losses_of
+from tests.interop.test_architectures import built
+from tests.interop.torch_models import loss_of, losses_of, sharings
 from tests.models.small import IDS
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
-from tpkernels.interop.parallelize import sequence_trial
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -43,31 +40,18 @@ def compiled_apart(kind, sequence_parallel):
 
 def with_shared_tokens(kind, **options):
     """The unsharded model and the split one, and what shares tokens."""
-    import transformers
-
-    if kind == "Mixtral":  # whose experts know no float64
-        torch.manual_seed(2)
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **NO_IDS, **MIXTURE))
-    elif kind == "GPT2":
-        torch.manual_seed(2)
-        config = transformers.GPT2Config(**{**GPT2, **NO_IDS, **options})
-        model = transformers.GPT2LMHeadModel(config).double()
-    else:
-        model = built(kind)[0].double()
-    seen = []
-    kept = sequence_trial.sharing_of
-    sequence_trial.sharing_of = lambda *args: seen.append(kept(*args)) or seen[-1]
-    try:
+    model, _ = built(kind, **options)
+    if kind != "Mixtral":  # whose experts know no float64
+        model = model.double()
+    with sharings() as seen:
         split = parallelize(deepcopy(model), sequence_parallel=True)
-    finally:
-        sequence_trial.sharing_of = kept
     return model, split, seen[0]
 
 
 def shared_apart(kind):
     """By how much losses and text differ from the unsharded model's."""
     initialize_model_parallel(2)
-    whole, split, sharing = with_shared_tokens(kind)
+    whole, split, sharing = with_shared_tokens(kind, **MIXTURE if kind == "Mixtral" else {})
     text = [m.eval().generate(IDS[:, :4], max_new_tokens=3, do_sample=False) for m in (split, whole)]
     hidden = error_of(split, IDS, output_hidden_states=True)
     pairs = zip(losses_of(split.train()), losses_of(whole.train()), strict=True)
@@ -83,22 +67,9 @@ def shared_apart(kind):
 
 def dropouts():
     """Where GPT-2's and OPT's dropouts are drawn."""
-    import transformers
-
     initialize_model_parallel(2)
     _, _, sharing = with_shared_tokens("GPT2", resid_pdrop=0.5)
-    config = transformers.OPTConfig(
-        vocab_size=37,
-        hidden_size=16,
-        ffn_dim=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        word_embed_proj_dim=16,
-        dropout=0.5,
-        **{**NO_IDS, "pad_token_id": 1},
-    )
-    opt = transformers.OPTForCausalLM(config)
+    opt, _ = built("OPT", dropout=0.5)
     return {"GPT2": sharing.columns, "OPT": error_of(parallelize, opt, sequence_parallel=True)}
 
 

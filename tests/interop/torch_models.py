@@ -1,5 +1,8 @@
 """Models of torch's own layers, their plans, and what of them is compared with the unsharded ones."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -8,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.small import IDS, TARGETS
 from tpkernels import GradientBuckets, finalize_gradients
+from tpkernels.interop.parallelize import sequence_trial
 from tpkernels.interop.parallelize.plan import Divided, Split
 from tpkernels.interop.shards import shards_of, unwrapped
 
@@ -223,6 +227,14 @@ def losses_of(model, how="plain", state=None, data=None):
             total /= data.size()
         losses.append(total.item())
     return losses
+
+
+@contextmanager
+def sharings():
+    """What shares tokens, of each model that is split inside."""
+    kept, seen = sequence_trial.sharing_of, []
+    with patch.object(sequence_trial, "sharing_of", lambda *args: seen.append(kept(*args)) or seen[-1]):
+        yield seen
 
 
 def differences(split, whole, atol=1e-12, ids=IDS, targets=TARGETS):
