@@ -115,33 +115,6 @@ def test_name_of_an_op_is_handed_on(monkeypatch):
     assert main(["clock", "column_linear", "--tokens", "8192"]) == 3
 
 
-BAD = {
-    "no_kernel": (["linea"], "no kernel has 'linea' between slashes in its name"),
-    "other_architecture": (
-        ["gfx942/linear"],
-        "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
-    ),
-    "shape_of_two": ([NAME, "--shape", "8192x4096"], "expected tokens x out_features x in_features"),
-    "shape_of_words": ([NAME, "--shape", "axbxc"], "got 'axbxc'"),
-    "shape_of_nothing": ([NAME, "--shape", "0x4096x4096"], "each from 1 to"),
-    "shape_too_large": ([NAME, "--shape", "8192x4096x99999999"], "each from 1 to 16,777,216"),
-    "picture_of_many": (["linear/descriptor", "--picture", "x.png"], "--picture is of one kernel, and"),
-    "json_nowhere": ([NAME, "--json", "/nowhere/x.json"], "cannot write to"),
-    "nothing": ([], "required: KERNEL"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "said"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_refused_in_one_line(arguments, said, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["clock", *arguments])
-    assert exit_.value.code == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith("python -m tpkernels clock: error: ")
-    assert said in refusal
-    assert refusal.count("\n") == 1
-
-
 @pytest.mark.parametrize("tool", ["ptxas", "cuobjdump"])
 def test_a_missing_tool_is_named(tool, monkeypatch, capsys):
     import triton

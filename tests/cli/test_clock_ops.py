@@ -1,8 +1,6 @@
 """`python -m tpkernels clock column_linear`, as a user types it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -43,34 +41,3 @@ def test_a_time_line_is_drawn(tmp_path, form, capsys):
     file = tmp_path / f"lines.{form}"
     assert main([*USUAL, "--ways", "c10d", "--picture", str(file)]) == 0
     assert (b"wgrad" in file.read_bytes()) == (form == "svg")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (["--tp", "0"], "ranks: expected at least 1, got 0"),
-        (["--tp", "3"], "tokens: expected a multiple of the 3 ranks"),
-        (["--tp", "100000"], "--tp: expected at most 72 ranks of one machine, got 100000"),
-        (["--tokens", "-4"], "tokens: expected at least 1, got -4"),
-        (["--out", "14338"], "features_out: expected a multiple of the 4 ranks, got 14338"),
-        (["--gpu", "h1000"], "gpu: expected one of h200, h100, a100, got 'h1000'"),
-        (["--ways", "ours"], "invalid choice: 'ours'"),
-        (["--json", "/nowhere/at/all"], "cannot write to '/nowhere/at/all'"),
-    ],
-)
-def test_what_cannot_be_is_one_line(changed, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([*USUAL, *changed])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-
-
-def test_no_torch_is_loaded():
-    code = (
-        "import sys; from tpkernels.cli.clock_ops import main; main(sys.argv[1:]); "
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *USUAL], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"

@@ -105,14 +105,18 @@ def test_each_field_of_a_run_is_an_option_with_its_default_and_help():
         ('{"prompt": "-x", "steps": "-x"}', "argument --steps: invalid int value: '-x'"),
         ('{"steps": 1.5}', "argument --steps: invalid int value: '1.5'"),
         ('{"dtype": "float8"}', "argument --dtype: invalid choice: 'float8'"),
+        ('{"fp8": null}', "--config: fp8: expected a value, got null"),
         ("[1]", "--config: expected an object of options, got list"),
+        ('{"steps":' + "[" * 100_000, "--config: it is nested too deeply"),
     ],
+    ids=lambda text: text[:50],
 )
 def test_options_in_a_file_are_looked_at_like_typed_ones(options, message, tmp_path, capsys):
     config = tmp_path / "run.json"
     config.write_text(options)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main(["train", "--data", "x", "--config", str(config)])
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
