@@ -9,13 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.recorded import Case, Run, Unreadable, read
-from bench.report import main, tally
+from bench.recorded import Case, Unreadable, read
+from bench.report import main
 from bench.timeline import chrome_trace
 from tests.bench.synthetic import overlaps, results, written
 from tests.pictures.reading import hinted, words
 from tests.pictures.samples import CALLS, LATER
-from tests.warm_python import ran
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -267,21 +266,6 @@ def test_without_matplotlib_there_is_a_page_all_the_same(told, tmp_path, monkeyp
     assert html.count("<table>") == 3  # the environment, costs on the host, all cases
     assert not svgs_of(html)
     assert not (tmp_path / "png").exists()
-
-
-def test_what_a_benchmark_records_is_read(told, tmp_path):
-    path = tmp_path / "recorded.json"
-    which = ("bench/test_host_cost.py", "-k", "forward and not backward")
-    made = ran("-m", "pytest", "-q", *which, "--benchmark-json", path, cwd=ROOT)
-    assert made.returncode == 0, made.stdout + made.stderr
-    _, html = told(path)
-    run = read(path)
-    assert isinstance(run, Run)
-    assert re.fullmatch(r"1 case: .*", tally(run))
-    assert "What a call costs on the host" in headings(html)
-    (svg,) = svgs_of(html)
-    (bar,) = hinted(svg)
-    assert f": {run.cases[0].number('ratio'):.4g}, spread" in bar
 
 
 def test_a_case_without_words_is_known_by_its_test():

@@ -55,7 +55,14 @@ def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
 
 def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy):
     name = "dgrad/pointer/fp32"  # two tiles to compile, and two cases to compute, one written as a sum
-    arguments = ("--arch", "sm_80,sm_90,sm_80", "--only", name, "--json", "report.json")
+    arguments = (
+        "--arch",
+        "sm_80,sm_89,sm_80",
+        "--only",
+        name,
+        "--json",
+        "report.json",
+    )  # no clock is of these
     reports = []
     for _ in range(2):  # an architecture that is named twice is compiled once
         ran = check(*arguments)
@@ -68,7 +75,7 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy
     assert first == second  # down to the seconds that compiling took: nothing was compiled again
     assert first["failures"] == []
     assert first["versions"]["triton"] == triton.__version__
-    assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_90"}
+    assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_89"}
     assert all(row["facts"]["registers"] > 0 for row in first["compiled"])
 
     plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
