@@ -1,4 +1,4 @@
-"""`python -m tpkernels clock`: what it says of kernels, and that it refuses bad input in one line."""
+"""`python -m tpkernels clock`: what it says of kernels, and of ops on several ranks."""
 
 import json
 from dataclasses import replace
@@ -6,13 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.gate.test_budgets import COST
+from tests.gate.samples import COST
 from tpkernels.cli import clock, clock_kernel, main
 from tpkernels.cli.clock_kernel import Clocked, table
+from tpkernels.cli.clock_ops import OPS
 from tpkernels.cli.clock_picture import time_line
 from tpkernels.gate import workers
 from tpkernels.gate.clock.model import Prediction
 from tpkernels.gate.clock.timeline import Run, Span
+from tpkernels.pictures.figure import can_draw
+from tpkernels.planning.timeline.prediction import WAYS
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = Prediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
@@ -147,3 +150,38 @@ def test_a_kernel_is_clocked_from_end_to_end(compiler, tmp_path):
     assert one["steps"] == 16  # 1024 by 64
     assert 0 < one["model"]["seconds"] < 1e-2
     assert 0 < one["model"]["tflops"] < clock_kernel.PEAK
+
+
+USUAL = ["clock", "column_linear", "--tokens", "2048", "--in", "4096", "--out", "14336", "--tp", "4"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_op_says_what_each_way_takes_and_what_hides_what(op, capsys):
+    assert main(["clock", op, *USUAL[2:]]) == 0
+    printed = capsys.readouterr().out
+    assert "model: " in printed
+    assert "nothing here was measured on a GPU" in printed.splitlines()[1]
+    for way in WAYS:
+        assert sum(line.startswith(f"{way} ") for line in printed.splitlines()) == 2, "forward and backward"
+        assert f"\n{way}, backward:" in printed
+    assert " behind " in printed
+
+
+def test_times_are_those_of_the_file(tmp_path, capsys):
+    file = tmp_path / "said.json"
+    assert main([*USUAL, "--directions", "forward", "--ways", "naive", "--json", str(file)]) == 0
+    said = json.loads(file.read_text())
+    assert said["model"] is True
+    (naive,) = said["ways"]
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("naive "))
+    assert row.split()[1] == f"{1e6 * naive['seconds']:.0f}"
+    assert {span["rank"] for span in naive["spans"]} == {0, 1, 2, 3}
+    assert all(span["stop"] >= span["start"] for span in naive["spans"])
+
+
+@pytest.mark.skipif(not can_draw(), reason="pictures need matplotlib")
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_a_time_line_is_drawn(tmp_path, form, capsys):
+    file = tmp_path / f"lines.{form}"
+    assert main([*USUAL, "--ways", "c10d", "--picture", str(file)]) == 0
+    assert (b"wgrad" in file.read_bytes()) == (form == "svg")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import CPU, VERSIONS, need_interpreter
-from tests.gate.test_budgets import FACTS
+from tests.gate.samples import FACTS
 from tpkernels.cli import variations
 from tpkernels.cli.variations import Compiled, Variations, fastest_of_each_kind, neighbours
 from tpkernels.dispatch import products

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from tests.gate.samples import entry_of
 from tpkernels.gate.ahead_of_time import (
     ARCHITECTURES,
     SHARED_LIMIT,
@@ -19,19 +20,18 @@ from tpkernels.gate.ahead_of_time import (
     compile_key,
     facts_or_error,
 )
-from tpkernels.gate.catalog import catalog
+from tpkernels.gate.catalog import recipes
 from tpkernels.gate.expectations import violations
 from tpkernels.kernels.tiles import KERNELS
 
-ENTRIES = {entry.name: entry for entry in catalog()}
-LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
-POINTER = ENTRIES["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
-GATHER_LINEAR = ENTRIES["gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
-SCATTER_LINEAR = ENTRIES["scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first"]
+LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
+POINTER = entry_of("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z")
+GATHER_LINEAR = entry_of("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
+SCATTER_LINEAR = entry_of("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first")
 
 
 def largest(stem: str) -> Entry:
-    return next(entry for name, entry in ENTRIES.items() if name.startswith(f"{stem}/bf16"))
+    return next(recipe.entry() for name, recipe in recipes().items() if name.startswith(f"{stem}/bf16"))
 
 
 SOUND = {
@@ -41,7 +41,7 @@ SOUND = {
     **{f"{kernel}_pointer": (largest(f"{kernel}/pointer"), "sm_80") for kernel in KERNELS},
     "pointer_on_hopper": (POINTER, "sm_90"),
     "pointer_on_the_smaller_blackwell": (POINTER, "sm_120"),
-    "amd": (ENTRIES["sum_rows/pointer/bf16/512x128"], "gfx942"),
+    "amd": (entry_of("sum_rows/pointer/bf16/512x128"), "gfx942"),
 }
 FLAT = {"FLATTEN": True}
 FAULTS = {  # name -> (entry with a fault planted, architecture)
@@ -176,4 +176,4 @@ def test_unknown_architecture_is_refused():
 
 
 def test_every_architecture_compiles_something():
-    assert {gpu for entry in ENTRIES.values() for gpu in entry.architectures} == set(ARCHITECTURES)
+    assert {gpu for recipe in recipes().values() for gpu in recipe.architectures} == set(ARCHITECTURES)
