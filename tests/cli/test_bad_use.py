@@ -167,6 +167,7 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--skip everything": "everything",
         "--json /nowhere/report.json": "cannot write to '/nowhere/report.json'",
         "--json /tmp": "cannot write to '/tmp'",
+        "--config absent.toml": "absent.toml: No such file or directory",
     },
     "check --bits": {
         "--schedules 0": "argument --schedules: expected at least 1, got '0'",

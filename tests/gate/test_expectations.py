@@ -64,13 +64,28 @@ def test_pointer_kernels_multiply_on_some_tensor_core(architecture):
     assert [*violations(POINTER, architecture, plain)] == ["no HGMMA or UTCHMMA or HMMA"]
 
 
-def test_blackwell_descriptors_have_rules_of_their_own():
-    entry = entry_of("sm_100/linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
-    facts = replace(FACTS, instructions={"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2})
-    assert [*violations(entry, "sm_100", facts)] == []
-    for name in facts.instructions:
-        without = {other: count for other, count in facts.instructions.items() if other != name}
-        assert f"no {name}" in violations(entry, "sm_100", replace(facts, instructions=without))
+NEEDED = {  # entry, architecture, what it does without any of which a rule is broken
+    "blackwell": (
+        "sm_100/linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z",
+        "sm_100",
+        {"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
+    ),
+    "pushes_by_threads": (
+        "scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one",
+        "sm_90",
+        {"HGMMA": 4, "UTMALDG": 2, "STG.128": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "architecture", "instructions"), NEEDED.values(), ids=NEEDED)
+def test_each_of_these_instructions_is_needed(name, architecture, instructions):
+    entry = entry_of(name)
+    facts = replace(FACTS, aligned=entry.aligned, instructions=instructions)
+    assert [*violations(entry, architecture, facts)] == []
+    for one in instructions:
+        without = {other: count for other, count in instructions.items() if other != one}
+        assert f"no {one}" in violations(entry, architecture, replace(facts, instructions=without))
 
 
 @pytest.mark.parametrize(
@@ -92,15 +107,6 @@ def test_kernels_with_flags_are_held_to_their_order(name, fact):
     assert NO_FLAG not in violations(entry_of(name), "gfx942", early)  # of which no PTX tells
     others = replace(FACTS, unordered_reads=(NO_FLAG,), unordered_flags=(NO_FLAG,))
     assert NO_FLAG not in violations(LINEAR, "sm_90", others)
-
-
-def test_a_kernel_that_pushes_stores_by_threads():
-    entry = entry_of("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one")
-    facts = replace(FACTS, aligned=entry.aligned, instructions={"HGMMA": 4, "UTMALDG": 2, "STG.128": 2})
-    assert [*violations(entry, "sm_90", facts)] == []
-    for name in facts.instructions:
-        without = {other: count for other, count in facts.instructions.items() if other != name}
-        assert f"no {name}" in violations(entry, "sm_90", replace(facts, instructions=without))
 
 
 def test_more_blocks_than_an_sm_holds_are_seen():

@@ -22,7 +22,6 @@ from tpkernels.kernels.target import A100, H100, MI300
 TILE = "128x128x128-w8-s4-p2-flat"
 DESCRIPTOR = entry_of(f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z")
 BLACKWELL = entry_of(f"sm_100/scaled_linear/descriptor/fp8e4nv/{TILE}/none")
-BLOCKS = entry_of(f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z+blocks")
 POINTER = entry_of("scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z")
 ADA = entry_of("sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z")
 HOPPER = {"QGMMA": 4, "QGMMA.RZ": 1, "QGMMA.gsb0": 1, "UTMALDG": 2, "UTMASTG": 2}
@@ -139,7 +138,6 @@ JOBS = {
     "converted": (constants(POINTER, BLOCK_ROWS=16), "sm_90"),
     # with two blocks of rows a group the assembler waits for each product
     "serialised": (replace(DESCRIPTOR, num_warps=4), "sm_90"),
-    "spilling": (replace(BLOCKS, num_warps=4), "sm_90"),
     "exposed": (replace(DESCRIPTOR, num_stages=1), "sm_90"),
     "not_promoted": (constants(ADA, IN_PLACE=True), "sm_89"),
 }
@@ -161,7 +159,6 @@ def test_what_is_sound_keeps_the_rules(told, name):
     [
         ("converted", "16 HMMA, expected none (fp8 is converted before it is multiplied)"),
         ("serialised", "wgmma serialised: each product in fp8 is awaited before the next is started"),
-        ("spilling", "spills: "),
         ("exposed", "2 waits for copies that no product hides"),
         ("not_promoted", "sums of fp8 are not promoted: 0 of 32 products begin one, expected each 4th"),
     ],
