@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from bench import gate
+from bench import gate, report
 from bench.baseline import Baseline, made_of, path_for, read_baseline, write_baseline
 from bench.gate import judge
 from bench.record import KEYS
 from bench.results import Results, pooled, read
 from bench.verdict import Finding, findings, tolerated
 from tests.warm_python import ran
+from tpkernels.pictures.figure import can_draw
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"bench/test_linear.py::test_linear[{shape}]" for shape in ("qkv", "proj", "fc_up", "fc_down")]
@@ -288,8 +289,8 @@ def test_committed_baseline_can_be_read_and_says_where_it_is_from():
     assert all(baseline.made[key] for key in ("date", "machine", "versions", "revision", "command", "note"))
 
 
-def test_a_small_selection_is_run_and_compared(tmp_path):
-    """The real command. One case, since each imports torch and compiles nothing."""
+def test_a_small_selection_is_run_compared_and_shown(tmp_path, capsys):
+    """The real commands, of one case."""
     file, path = tmp_path / "sub" / "now.json", tmp_path / "cpu.json"
     run = ran("-m", "bench", "run", "--smoke", "-k", "smoke-tp1-64-proj-wgrad_add", "-o", file, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -302,6 +303,10 @@ def test_a_small_selection_is_run_and_compared(tmp_path):
         None,
         True,
     )
+    page = tmp_path / "report.html"
+    assert report.main([str(file), "-o", str(page)]) == 0
+    assert re.match(r"1 case: ", capsys.readouterr().out)
+    assert f": {said['ratio']:.4g}, spread" in page.read_text() or not can_draw()
     now = read(file)
     faster = {name: info | {"ratio": 3 * info["ratio"]} for name, info in now.infos.items()}
     made = baseline(replace(now, infos=faster))

@@ -9,13 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.recorded import Case, Run, Unreadable, read
-from bench.report import main, tally
+from bench.recorded import Case, Unreadable, read
+from bench.report import main
 from bench.timeline import chrome_trace
 from tests.bench.synthetic import overlaps, results, written
 from tests.pictures.reading import hinted, words
 from tests.pictures.samples import CALLS, LATER
-from tests.warm_python import ran
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -149,11 +148,13 @@ def test_two_runs_are_compared_by_their_spreads(told, tmp_path):
 
 
 def test_runs_that_are_alike_have_nothing_to_show(told, tmp_path):
-    path = written(tmp_path, "run", results())
+    found = results()
+    found["benchmarks"] = found["benchmarks"][:3]
+    path = written(tmp_path, "run", found)
     _, html = told(path, path)
-    assert "0 of 73 ratios changed" in html
+    assert "0 of 3 ratios changed" in html
     assert "The runs differ" not in html
-    assert len(svgs_of(html)) == 4
+    assert len(svgs_of(html)) == 2  # ratios to naive, and the roofline
 
 
 def test_overlap_and_time_line_are_shown_with_or_without_a_run(told, tmp_path):
@@ -233,7 +234,7 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
 
 
 def test_absent_files_and_too_many_runs_are_refused(tmp_path, capsys):
-    path = written(tmp_path, "run", results())
+    path = written(tmp_path, "run", {"benchmarks": []})
     for arguments, message in (
         ([tmp_path / "absent.json"], "cannot read"),
         ([path, path, path], "expected the results of one run, or of two to compare, got 3"),
@@ -267,21 +268,6 @@ def test_without_matplotlib_there_is_a_page_all_the_same(told, tmp_path, monkeyp
     assert html.count("<table>") == 3  # the environment, costs on the host, all cases
     assert not svgs_of(html)
     assert not (tmp_path / "png").exists()
-
-
-def test_what_a_benchmark_records_is_read(told, tmp_path):
-    path = tmp_path / "recorded.json"
-    which = ("bench/test_host_cost.py", "-k", "forward and not backward")
-    made = ran("-m", "pytest", "-q", *which, "--benchmark-json", path, cwd=ROOT)
-    assert made.returncode == 0, made.stdout + made.stderr
-    _, html = told(path)
-    run = read(path)
-    assert isinstance(run, Run)
-    assert re.fullmatch(r"1 case: .*", tally(run))
-    assert "What a call costs on the host" in headings(html)
-    (svg,) = svgs_of(html)
-    (bar,) = hinted(svg)
-    assert f": {run.cases[0].number('ratio'):.4g}, spread" in bar
 
 
 def test_a_case_without_words_is_known_by_its_test():

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -172,11 +170,3 @@ def test_the_world_size_has_had_another_name(capsys):
         assert main(["plan", "--model=gpt2-small", name, "8"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-
-
-def test_advice_loads_no_torch():
-    program = f"import sys; from tpkernels.cli import main; main({USUAL}); print('torch' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout.endswith("False\n")

@@ -10,6 +10,7 @@ from tpkernels.cli import main
 
 PLAN_OF_A_MODEL = "plan --model llama3-70b --world-size 64 --gpu h100"
 TUNE = "tune --dry-run --shapes"
+KERNEL = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 BAD = {  # the beginning of a command: {what is wrong: what is said of it, a regular expression}
     "fly": {"": "invalid choice: 'fly'"},
     "plan": {
@@ -57,13 +58,19 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--shapes 1x1x1 --json /nowhere/file.json": "cannot write to '/nowhere/file.json'",
     },
     TUNE: {
+        "''": "expected --shapes such as 8192x4096x4096 or model:llama3-8b,tp:8, got ''",
         "8192x4096": "expected --shapes such as",
         "0x1x1": "0x1x1",
         "axbxc": "axbxc",
         "3000000000x3000000000x16": "--shapes 3",  # no address reaches
-        "model:llama9": "llama9",
+        "model:llama9": "expected model: of gpt2-small, .*, qwen2.5-32b; got 'llama9'",
         "model:gpt2-xl,tp:2": "",
+        "tp:8": "expected one tp: after each model:NAME",
         "8x8x8,tp:2": "expected one tp: after each model:NAME",
+        "model:llama3-8b,tp:8,tp:4": "expected one tp: after each model:NAME",
+        "model:llama3-8b,tp:0": "expected a number of at least 1 in 'tp:0'",
+        "model:llama3-8b,tokens:x": "expected a number of at least 1 in 'tokens:x'",
+        "model:llama3-8b,pp:2": "expected TxNxK, model:, tp: or tokens:, got 'pp:2'",
         f"model:llama3-8b,tokens:{10**16}": "",
         "1x1x1 --steps conv": "conv",
         "1x1x1 --dtype fp8": "fp8",
@@ -124,10 +131,43 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--bogus": "--bogus",
     },
     "doctor": {"--bogus": "--bogus"},
+    "clock": {
+        "": "required: KERNEL",
+        "linea": "no kernel has 'linea' between slashes in its name",
+        "gfx942/linear": "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
+        "linear/descriptor --picture x.png": "--picture is of one kernel, and",
+    },
+    f"clock {KERNEL}": {
+        "--shape 8192x4096": "expected tokens x out_features x in_features",
+        "--shape axbxc": "got 'axbxc'",
+        "--shape 0x4096x4096": "each from 1 to",
+        "--shape 8192x4096x99999999": "each from 1 to 16,777,216",
+        "--json /nowhere/x.json": "cannot write to",
+    },
+    "clock column_linear --tokens 2048 --in 4096 --out 14336 --tp 4": {
+        "--tp 0": "ranks: expected at least 1, got 0",
+        "--tp 3": "tokens: expected a multiple of the 3 ranks",
+        "--tp 100000": "--tp: expected at most 72 ranks of one machine, got 100000",
+        "--tokens -4": "tokens: expected at least 1, got -4",
+        "--out 14338": "features_out: expected a multiple of the 4 ranks, got 14338",
+        "--gpu h1000": "gpu: expected one of h200, h100, a100, got 'h1000'",
+        "--ways ours": "invalid choice: 'ours'",
+        "--json /nowhere/at/all": "cannot write to '/nowhere/at/all'",
+    },
     "check": {
         "--schedules 3": "--schedules needs --bits",
         "--seed 0": "--seed needs --bits",
         "--world-size 2": "--world-size needs --bits",
+        "--arch sm_90,sm_42": "sm_42",
+        "--arch sm_90 --skip compile": "",
+        "--update --skip compile": "",
+        "--skip numerics --only linea": "linea",
+        "--skip numerics --arch sm_80 --only linear/descriptor": "linear/descriptor",
+        "--fast": "--fast",
+        "--skip everything": "everything",
+        "--json /nowhere/report.json": "cannot write to '/nowhere/report.json'",
+        "--json /tmp": "cannot write to '/tmp'",
+        "--config absent.toml": "absent.toml: No such file or directory",
     },
     "check --bits": {
         "--schedules 0": "argument --schedules: expected at least 1, got '0'",

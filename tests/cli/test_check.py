@@ -16,7 +16,6 @@ import triton
 
 import tpkernels
 from tests.patience import patient
-from tpkernels.cli import main
 from tpkernels.gate.budgets import minor_version, read
 
 SOUND = "sum_rows/pointer/bf16/512x128"
@@ -56,7 +55,14 @@ def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
 
 def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy):
     name = "dgrad/pointer/fp32"  # two tiles to compile, and two cases to compute, one written as a sum
-    arguments = ("--arch", "sm_80,sm_90,sm_80", "--only", name, "--json", "report.json")
+    arguments = (
+        "--arch",
+        "sm_80,sm_89,sm_80",
+        "--only",
+        name,
+        "--json",
+        "report.json",
+    )  # no clock is of these
     reports = []
     for _ in range(2):  # an architecture that is named twice is compiled once
         ran = check(*arguments)
@@ -69,7 +75,7 @@ def test_check_is_green_quick_the_second_time_and_red_after_a_change(check, copy
     assert first == second  # down to the seconds that compiling took: nothing was compiled again
     assert first["failures"] == []
     assert first["versions"]["triton"] == triton.__version__
-    assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_90"}
+    assert {row["architecture"] for row in first["compiled"]} == {"sm_80", "sm_89"}
     assert all(row["facts"]["registers"] > 0 for row in first["compiled"])
 
     plant(copy, "kernels/blocks.py", "r.to(tl.int64)[:, None] * stride_row", "r[:, None] * stride_row")
@@ -168,13 +174,14 @@ def test_check_turns_red_on_an_interpreter_that_talks_and_dies(check, copy):
     assert "numerics of the interpreter: ended with exit code 1: no more" in ran.stdout
 
 
-def test_check_tells_of_a_triton_without_budgets(check, copy):
+def test_report_that_cannot_be_finished_takes_neither_findings_nor_notes_along(check, copy):
     (copy / "tpkernels" / "kernels" / "budgets.json").unlink()
-    ran = check("--arch", "sm_80", "--skip", "numerics", "--only", SOUND)
-    assert ran.returncode == 0
-    assert (
-        f"note: no budgets for Triton {minor_version(triton.__version__)} (there are for none)" in ran.stdout
-    )
+    ran = check("--arch", "sm_80", "--skip", "numerics", "--only", SOUND, "--json", "/dev/full")
+    assert ran.returncode == 2
+    assert "all well: 1 compilations" in ran.stdout
+    minor = minor_version(triton.__version__)
+    assert f"note: no budgets for Triton {minor} (there are for none)" in ran.stdout
+    assert "error: cannot write the report: " in ran.stderr
 
 
 def test_damaged_budgets_are_told_of_before_anything_is_compiled(check, copy):
@@ -185,13 +192,6 @@ def test_damaged_budgets_are_told_of_before_anything_is_compiled(check, copy):
     assert re.fullmatch(
         r"python -m tpkernels check: error: .*budgets.json is no table of budgets .*\n", ran.stderr
     )
-
-
-def test_report_that_cannot_be_finished_does_not_take_the_findings_along(check):
-    ran = check("--arch", "sm_80", "--skip", "numerics", "--only", SOUND, "--json", "/dev/full")
-    assert ran.returncode == 2
-    assert "all well: 1 compilations" in ran.stdout
-    assert "error: cannot write the report: " in ran.stderr
 
 
 def test_interrupted_check_ends_at_once_and_in_a_word(copy):
@@ -233,24 +233,55 @@ def test_interrupted_check_ends_at_once_and_in_a_word(copy):
     assert process.returncode == 130
 
 
-BAD = {
-    "architecture": ["--arch", "sm_90,sm_42"],
-    "architecture_of_nothing": ["--arch", "sm_90", "--skip", "compile"],
-    "update_of_nothing": ["--update", "--skip", "compile"],
-    "name": ["--skip", "numerics", "--only", "linea"],
-    "name_elsewhere": ["--skip", "numerics", "--arch", "sm_80", "--only", "linear/descriptor"],
-    "option": ["--fast"],
-    "half": ["--skip", "everything"],
-    "unwritable": ["--json", "/nowhere/report.json"],
-    "a_folder": ["--json", "/tmp"],
-}
+POINTER = "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"
+DGRAD = "dgrad/pointer/bf16/16x64x64-w4-s3-p1/gelu_tanh+db"
+SMALL = "publish/pointer/bf16/one"
+PLANTED_RECIPES = f"""
+def recipes(shipped=recipes):
+    from dataclasses import replace
+
+    linear, dgrad, small = (shipped()[name] for name in {(POINTER, DGRAD, SMALL)})
+    staged = replace(linear, of=replace(linear.of, tile=replace(linear.of.tile, num_stages=3)))
+    parted = replace(dgrad, of=replace(dgrad.of, tile=replace(dgrad.of.tile, parts=1)))
+    return {{recipe.name: recipe for recipe in (staged, parted, small)}}
+"""
 
 
-@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
-def test_check_refuses_bad_arguments_in_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["check", *arguments])
-    assert exit_.value.code == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith("python -m tpkernels check: error: ")
-    assert refusal.count("\n") == 1
+@pytest.fixture
+def of_hopper(check):
+    """The check; returns what is wrong, by entry."""
+
+    def checked(*arguments):
+        ran = check("--arch", "sm_90", "--skip", "numerics", "--json", "report.json", *arguments)
+        found = {POINTER: [], DGRAD: [], SMALL: []}
+        for name, words in re.findall(r"^entry (\S+) on sm_90: (.*)$", ran.stdout, re.MULTILINE):
+            found[name].append(words)
+        assert ran.returncode == any(found.values()), ran.stdout
+        return found
+
+    return checked
+
+
+def test_check_is_red_on_a_stage_less_on_loads_one_after_the_other_and_on_the_unknown(copy, of_hopper):
+    with (copy / "tpkernels" / "gate" / "catalog.py").open("a") as file:
+        file.write(PLANTED_RECIPES)
+    assert of_hopper("--update") == {POINTER: [], DGRAD: [], SMALL: []}
+    rows = read(copy / "tpkernels" / "kernels" / "budgets.json")[minor_version(triton.__version__)].rows
+    for row in json.loads((copy / "report.json").read_text())["compiled"]:
+        recorded = {name: stretch.cycles for name, stretch in rows["sm_90"][row["entry"]].cycles.items()}
+        assert recorded == {name: round(row["cost"][name]["cycles"]) for name in recorded}
+        assert "edge" in recorded
+
+    # parts are stored before the next one's z is loaded
+    plant(copy, "gate/catalog.py", "parts=1)", "parts=4)")
+    plant(copy, "gate/catalog.py", "num_stages=3)", "num_stages=2)")
+    found = of_hopper()
+    (step,) = (one for one in found[POINTER] if one.startswith("step "))
+    assert re.fullmatch(r"step [\d,]+ -> [\d,]+ cycles: waits for copies", step)
+    (edge,) = (one for one in found[DGRAD] if one.startswith("edge "))
+    assert re.fullmatch(r"edge [\d,]+ -> [\d,]+ cycles: \d loads awaited one after the other", edge)
+
+    plant(copy, "gate/clock/meanings.py", '"HGMMA"', '"HFROB"')
+    for name, unknown in ((POINTER, ["HGMMA"]), (SMALL, [])):
+        words = " ".join(of_hopper("--only", name)[name])
+        assert re.findall("cannot be clocked: UnknownInstruction: .*(HGMMA)", words) == unknown

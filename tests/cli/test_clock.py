@@ -1,18 +1,22 @@
-"""`python -m tpkernels clock`: what it says of kernels, and that it refuses bad input in one line."""
+"""`python -m tpkernels clock`: what it says of kernels, and of ops on several ranks."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from tests.gate.test_budgets import COST
+from tests.gate.samples import COST
 from tpkernels.cli import clock, clock_kernel, main
 from tpkernels.cli.clock_kernel import Clocked, table
+from tpkernels.cli.clock_ops import OPS
 from tpkernels.cli.clock_picture import time_line
 from tpkernels.gate import workers
 from tpkernels.gate.clock.model import Prediction
 from tpkernels.gate.clock.timeline import Run, Span
+from tpkernels.pictures.figure import can_draw
+from tpkernels.planning.timeline.prediction import WAYS
 
 NAME = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 PREDICTED = Prediction(418e-6, 576.0, 0.75, 1.43e9, 0.03, 0.4, "main loop", 0.08)
@@ -116,33 +120,6 @@ def test_name_of_an_op_is_handed_on(monkeypatch):
     assert main(["clock", "column_linear", "--tokens", "8192"]) == 3
 
 
-BAD = {
-    "no_kernel": (["linea"], "no kernel has 'linea' between slashes in its name"),
-    "other_architecture": (
-        ["gfx942/linear"],
-        "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
-    ),
-    "shape_of_two": ([NAME, "--shape", "8192x4096"], "expected tokens x out_features x in_features"),
-    "shape_of_words": ([NAME, "--shape", "axbxc"], "got 'axbxc'"),
-    "shape_of_nothing": ([NAME, "--shape", "0x4096x4096"], "each from 1 to"),
-    "shape_too_large": ([NAME, "--shape", "8192x4096x99999999"], "each from 1 to 16,777,216"),
-    "picture_of_many": (["linear/descriptor", "--picture", "x.png"], "--picture is of one kernel, and"),
-    "json_nowhere": ([NAME, "--json", "/nowhere/x.json"], "cannot write to"),
-    "nothing": ([], "required: KERNEL"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "said"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_refused_in_one_line(arguments, said, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["clock", *arguments])
-    assert exit_.value.code == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith("python -m tpkernels clock: error: ")
-    assert said in refusal
-    assert refusal.count("\n") == 1
-
-
 @pytest.mark.parametrize("tool", ["ptxas", "cuobjdump"])
 def test_a_missing_tool_is_named(tool, monkeypatch, capsys):
     import triton
@@ -175,3 +152,47 @@ def test_a_kernel_is_clocked_from_end_to_end(compiler, tmp_path):
     assert one["steps"] == 16  # 1024 by 64
     assert 0 < one["model"]["seconds"] < 1e-2
     assert 0 < one["model"]["tflops"] < clock_kernel.PEAK
+
+
+USUAL = ["clock", "column_linear", "--tokens", "2048", "--in", "4096", "--out", "14336", "--tp", "4"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_op_says_what_each_way_takes_and_what_hides_what(op, capsys):
+    assert main(["clock", op, *USUAL[2:]]) == 0
+    printed = capsys.readouterr().out
+    assert "model: " in printed
+    assert "nothing here was measured on a GPU" in printed.splitlines()[1]
+    for way in WAYS:
+        assert sum(line.startswith(f"{way} ") for line in printed.splitlines()) == 2, "forward and backward"
+        assert f"\n{way}, backward:" in printed
+    assert " behind " in printed
+
+
+def test_times_are_those_of_the_file(tmp_path, capsys):
+    file = tmp_path / "said.json"
+    assert main([*USUAL, "--directions", "forward", "--ways", "naive", "--json", str(file)]) == 0
+    said = json.loads(file.read_text())
+    assert said["model"] is True
+    (naive,) = said["ways"]
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("naive "))
+    assert row.split()[1] == f"{1e6 * naive['seconds']:.0f}"
+    assert {span["rank"] for span in naive["spans"]} == {0, 1, 2, 3}
+    assert all(span["stop"] >= span["start"] for span in naive["spans"])
+
+
+@pytest.mark.skipif(not can_draw(), reason="pictures need matplotlib")
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_a_time_line_is_drawn(tmp_path, form, capsys):
+    file = tmp_path / f"lines.{form}"
+    assert main([*USUAL, "--ways", "c10d", "--picture", str(file)]) == 0
+    assert (b"wgrad" in file.read_bytes()) == (form == "svg")
+
+
+def test_columns_end_where_their_headings_do(capsys):
+    assert main(USUAL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("forward "))
+    ends = [found.end() for found in re.finditer(r"\S+", lines[at].partition("   against")[0])][1:]
+    for row in lines[at + 1 : at + 1 + len(WAYS)]:
+        assert [found.end() for found in re.finditer(r"\S+", row)][1 : 1 + len(ends)] == ends, row

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import subprocess
+import sys
 
 import pytest
 
+from tests.patience import patient
+from tests.topology.test_plan import DESCRIPTION
 from tpkernels import __version__, cli
 from tpkernels.cli import COMMANDS, main, train
 
@@ -37,3 +41,24 @@ def test_help_of_train_has_the_default_of_every_option():
         assert "default" in said, action.option_strings
         if action.nargs != 0 and action.default not in (None, []):
             assert f"default {action.default}" in said or f"default {action.default!r}" in said
+
+
+WITHOUT_TORCH = [
+    "plan --world-size 16 --tp 2 --pp 4",
+    "plan --model llama3-70b --world-size 64 --gpu h100",
+    "clock column_linear --tokens 2048 --in 4096 --out 14336 --tp 4",
+]
+PROGRAM = """
+import sys
+from tpkernels.cli import main
+
+for command in sys.argv[1:]:
+    assert main(command.split()) == 0
+    assert "torch" not in sys.modules, command
+"""
+
+
+def test_what_is_planned_loads_no_torch():
+    command = [sys.executable, "-c", PROGRAM, *WITHOUT_TORCH]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=True).stdout
+    assert printed.startswith(DESCRIPTION)

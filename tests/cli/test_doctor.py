@@ -61,27 +61,22 @@ def broken_module(tmp_path, name: str, body: str):
     return tmp_path
 
 
-def test_doctor_explains_a_torch_that_cannot_be_imported(tmp_path):
-    path = broken_module(tmp_path, "torch", "raise ImportError('libtorch_cpu.so: cannot open shared object')")
-    code, found = report(path=path)
+BROKEN = {  # what a torch does on import -> what is said of it
+    "lacks_a_library": ("raise ImportError('libtorch_cpu.so: cannot open')", "libtorch_cpu.so: cannot open"),
+    "kills_the_process": ("import os; os.kill(os.getpid(), 11)", "looking at it ended by SIGSEGV"),
+    "old": ("__version__ = '1.13.1'", "1.13.1 is too old: tpkernels needs 2.11 or newer"),
+    "prints_words_of_its_own": ("print('{\"a\": 1}'); raise ImportError('broken')", "broken"),
+}
+
+
+@pytest.mark.parametrize(("body", "said"), BROKEN.values(), ids=BROKEN)
+def test_doctor_explains_a_torch_that_is_broken(body, said, tmp_path):
+    code, found = report(path=broken_module(tmp_path, "torch", body))
     assert code == 1
     assert found[""]["healthy"] is False
     assert found["torch"]["health"] == "problem"
-    assert "libtorch_cpu.so: cannot open shared object" in found["torch"]["text"]
+    assert said in found["torch"]["text"]
     assert "self-test" not in found
-
-
-def test_doctor_explains_a_torch_that_kills_the_process(tmp_path):
-    path = broken_module(tmp_path, "torch", "import os; os.kill(os.getpid(), 11)")
-    code, found = report(path=path)
-    assert code == 1
-    assert found["torch"]["text"] == "looking at it ended by SIGSEGV"
-
-
-def test_doctor_explains_an_old_torch(tmp_path):
-    code, found = report(path=broken_module(tmp_path, "torch", "__version__ = '1.13.1'"))
-    assert code == 1
-    assert "1.13.1 is too old: tpkernels needs 2.11 or newer" in found["torch"]["text"]
 
 
 def test_doctor_explains_a_missing_triton(tmp_path, look):
@@ -143,13 +138,6 @@ def test_doctor_survives_odd_environments(monkeypatch, capsys, tmp_path):
     for name in (" ", str(compiler), "/no/such/compiler"):
         monkeypatch.setenv("CXX", name)
         assert doctor.main([]) == 0
-
-
-def test_doctor_ignores_what_libraries_print(tmp_path):
-    path = broken_module(tmp_path, "torch", "print('{\"a\": 1}'); raise ImportError('broken')")
-    code, found = report(path=path)
-    assert code == 1
-    assert "broken" in found["torch"]["text"]
 
 
 def test_doctor_prints_on_a_terminal_without_the_characters(tmp_path):

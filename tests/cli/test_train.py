@@ -105,14 +105,18 @@ def test_each_field_of_a_run_is_an_option_with_its_default_and_help():
         ('{"prompt": "-x", "steps": "-x"}', "argument --steps: invalid int value: '-x'"),
         ('{"steps": 1.5}', "argument --steps: invalid int value: '1.5'"),
         ('{"dtype": "float8"}', "argument --dtype: invalid choice: 'float8'"),
+        ('{"fp8": null}', "--config: fp8: expected a value, got null"),
         ("[1]", "--config: expected an object of options, got list"),
+        ('{"steps":' + "[" * 100_000, "--config: it is nested too deeply"),
     ],
+    ids=lambda text: text[:50],
 )
 def test_options_in_a_file_are_looked_at_like_typed_ones(options, message, tmp_path, capsys):
     config = tmp_path / "run.json"
     config.write_text(options)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main(["train", "--data", "x", "--config", str(config)])
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
@@ -122,3 +126,36 @@ def test_saves_on_the_way_and_starts_where_there_is_nothing(tmp_path, ranks1):
     assert run.returncode == 0, run.stderr
     assert f"no checkpoint in {folder}: from the start" in run.stdout
     assert sorted(path.name for path in folder.glob("step-*")) == [f"step-{n:08}" for n in (2, 4, 5)]
+
+
+def test_speed_memory_and_trace(tmp_path, ranks2):
+    lines, folder = tmp_path / "metrics.jsonl", tmp_path / "traces"
+    run = train_on(ranks2, *f"--tp 2 --steps 5 --peak-tflops 2 --profile {folder} --json {lines}".split())
+    assert run.returncode == 0, run.stderr
+    assert " on each of 2 ranks: MFU 0.0 % of 2 TFLOP/s" in run.stdout
+    assert "peak resident set of the process" in run.stdout
+    assert f"profile of step 4: {folder}/step-00000004-rank-*.json" in run.stdout
+    assert [path.name for path in sorted(folder.iterdir())] == [
+        "step-00000004-rank-0.json",
+        "step-00000004-rank-1.json",
+    ]
+    reports = [json.loads(line) for line in lines.read_text().splitlines()]
+    for report in reports:
+        assert report["mfu"] == pytest.approx(report["tflops_per_rank"] / 2)
+        # 2 x (256 x 16 of the head, 2 x 16 x 16 + 2 x 16 x 8 of attention, 3 x 16 x 64 of the MLP, scores)
+        flops = 6 * (256 * 16 + 2 * 256 + 2 * 128 + 3 * 16 * 64 + 2 * 16 * 16)
+        speed = flops * report["tokens"] / report["seconds"] / 2
+        assert report["tflops_per_rank"] == pytest.approx(speed / 1e12)
+    assert ["memory" in report for report in reports] == [False] * 4 + [True]
+    assert {"rank", "weights", "gradients", "optimizer", "peak", "peak_is"} == set(reports[-1]["memory"])
+
+
+def test_profile_goes_before_the_time_line_of_a_page(tmp_path, ranks1):
+    """A step has one profiler; here both would be of the last one."""
+    page, folder = tmp_path / "index.html", tmp_path / "traces"
+    run = train_on(ranks1, *f"--steps 2 --profile {folder} --page {page}".split())
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in folder.iterdir()] == ["step-00000002-rank-0.json"]
+    html = page.read_text(encoding="utf-8")
+    assert "<h2>Loss</h2>" in html
+    assert "One step" not in html

@@ -9,7 +9,6 @@ import pytest
 
 from tests.cli.living_ranks import train_on
 from tests.interop.test_damaged_checkpoint import cut, flip
-from tpkernels.cli import main
 
 STEP = "step-00000002"
 
@@ -116,11 +115,3 @@ def test_ranks_of_torchrun_refuse_huge_sizes_alike(ranks2):
     assert run.returncode == 2
     assert len(run.stderr.splitlines()) == 1
     assert re.search(r"need(s)? at least [\d,]+ GiB of memory for weights", run.stderr)
-
-
-def test_options_nested_too_deeply_are_one_line(tmp_path, capsys):
-    (tmp_path / "run.json").write_text('{"steps":' + "[" * 100_000)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", "x", "--config", str(tmp_path / "run.json")])
-    assert ended.value.code == 2
-    assert "--config: it is nested too deeply" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.dispatch.conftest import CPU, VERSIONS, need_interpreter
+from tests.gate.samples import FACTS
 from tpkernels.cli import variations
 from tpkernels.cli.variations import Compiled, Variations, fastest_of_each_kind, neighbours
 from tpkernels.dispatch import products
@@ -158,19 +159,8 @@ def test_variations_are_compiled_as_they_would_be_launched(monkeypatch):
             replace(TILE, parts=8),
         )
     )
-    facts = ahead_of_time.Facts(
-        registers=255,
-        stack=0,
-        spills=0,
-        shared=106_520,
-        in_flight=1,
-        instructions={"HGMMA": 8, "UTMALDG": 4, "UTMASTG": 2},
-        aligned=frozenset(),
-        narrow_offsets=(),
-        unordered_reads=(),
-        unordered_flags=(),
-        seconds=1.0,
-    )
+    mix = {"HGMMA": 8, "UTMALDG": 4, "UTMASTG": 2}
+    facts = replace(FACTS, registers=255, shared=106_520, instructions=mix, narrow_offsets=())
     compiled = []
 
     def compile_all(jobs, processes, report):

@@ -5,27 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.gate.samples import COST, FACTS
 from tpkernels.gate import budgets, compile_gate
-from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import catalog
-from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Job, judge
-
-FACTS = Facts(
-    registers=163,
-    stack=0,
-    spills=0,
-    shared=1000,
-    in_flight=1,
-    instructions={"HGMMA": 4},
-    aligned=frozenset({"x", "w"}),
-    narrow_offsets=("%1",),
-    unordered_reads=(),
-    unordered_flags=(),
-    seconds=1.0,
-)
 
 
 def test_budget_is_exact_but_for_the_unit_of_registers():
@@ -39,15 +24,6 @@ def test_budget_is_exact_but_for_the_unit_of_registers():
     ]
 
 
-COST = Cost(
-    step=Stretch(1040.4, {"copies": 310.0, "products": 90.0, "barrier": 3.0}, 0),
-    edge=Stretch(5950.0, {"stores": 2400.0, "scoreboard: LDG": 700.0}, 0),
-    ideal=1024.0,
-    start=1500.0,
-    resident=1,
-    bytes=131_072,
-    guessed=0,
-)
 EPILOGUE = replace(
     FACTS, exposed_waits=4, serial_stores=3, products_during_stores=False, loads_during_stores=True
 )

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.gate.test_budgets import COST, FACTS
+from tests.gate.samples import COST, FACTS
 from tpkernels.gate import ahead_of_time, budgets, clocking, cycles
 from tpkernels.gate.ahead_of_time import DIED, CompileError, Job, facts_of, machine_code_of
 from tpkernels.gate.budgets import Budget
-from tpkernels.gate.catalog import catalog, recipes
+from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.clocking import Examined, FromCatalog, Task, examine, examine_all
 
-ENTRY = next(entry for entry in catalog() if entry.name.startswith("linear/descriptor"))
+ENTRY = next(recipe.entry() for name, recipe in recipes().items() if name.startswith("linear/descriptor"))
 TASK = Task(Job(ENTRY, "sm_90"), FromCatalog(ENTRY))
 
 

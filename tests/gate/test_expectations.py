@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.gate.test_budgets import FACTS as budgeted
-from tpkernels.gate.catalog import catalog
+from tests.gate.samples import FACTS as budgeted
+from tests.gate.samples import entry_of
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.ptx import NO_FLAG
 
-ENTRIES = {entry.name: entry for entry in catalog()}
-LINEAR = ENTRIES["linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
-TRUE_FP32 = ENTRIES["linear/pointer/fp32/64x64x16-w8-s3-p1/gelu_tanh+bias+z"]
-POINTER = ENTRIES["linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z"]
+LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z")
+TRUE_FP32 = entry_of("linear/pointer/fp32/64x64x16-w8-s3-p1/gelu_tanh+bias+z")
+POINTER = entry_of("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z")
 SOUND = {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}
 FACTS = replace(budgeted, instructions=SOUND, aligned=LINEAR.aligned, narrow_offsets=())
 
@@ -65,13 +64,28 @@ def test_pointer_kernels_multiply_on_some_tensor_core(architecture):
     assert [*violations(POINTER, architecture, plain)] == ["no HGMMA or UTCHMMA or HMMA"]
 
 
-def test_blackwell_descriptors_have_rules_of_their_own():
-    entry = ENTRIES["sm_100/linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"]
-    facts = replace(FACTS, instructions={"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2})
-    assert [*violations(entry, "sm_100", facts)] == []
-    for name in facts.instructions:
-        without = {other: count for other, count in facts.instructions.items() if other != name}
-        assert f"no {name}" in violations(entry, "sm_100", replace(facts, instructions=without))
+NEEDED = {  # entry, architecture, what it does without any of which a rule is broken
+    "blackwell": (
+        "sm_100/linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z",
+        "sm_100",
+        {"UTCHMMA": 4, "UTMALDG": 2, "UTMASTG": 2},
+    ),
+    "pushes_by_threads": (
+        "scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one",
+        "sm_90",
+        {"HGMMA": 4, "UTMALDG": 2, "STG.128": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "architecture", "instructions"), NEEDED.values(), ids=NEEDED)
+def test_each_of_these_instructions_is_needed(name, architecture, instructions):
+    entry = entry_of(name)
+    facts = replace(FACTS, aligned=entry.aligned, instructions=instructions)
+    assert [*violations(entry, architecture, facts)] == []
+    for one in instructions:
+        without = {other: count for other, count in instructions.items() if other != one}
+        assert f"no {one}" in violations(entry, architecture, replace(facts, instructions=without))
 
 
 @pytest.mark.parametrize(
@@ -87,21 +101,12 @@ def test_blackwell_descriptors_have_rules_of_their_own():
     ],
 )
 def test_kernels_with_flags_are_held_to_their_order(name, fact):
-    assert NO_FLAG not in violations(ENTRIES[name], "sm_90", FACTS)
+    assert NO_FLAG not in violations(entry_of(name), "sm_90", FACTS)
     early = replace(FACTS, **{fact: (NO_FLAG,)})
-    assert NO_FLAG in violations(ENTRIES[name], "sm_90", early)
-    assert NO_FLAG not in violations(ENTRIES[name], "gfx942", early)  # of which no PTX tells
+    assert NO_FLAG in violations(entry_of(name), "sm_90", early)
+    assert NO_FLAG not in violations(entry_of(name), "gfx942", early)  # of which no PTX tells
     others = replace(FACTS, unordered_reads=(NO_FLAG,), unordered_flags=(NO_FLAG,))
     assert NO_FLAG not in violations(LINEAR, "sm_90", others)
-
-
-def test_a_kernel_that_pushes_stores_by_threads():
-    entry = ENTRIES["scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/one"]
-    facts = replace(FACTS, aligned=entry.aligned, instructions={"HGMMA": 4, "UTMALDG": 2, "STG.128": 2})
-    assert [*violations(entry, "sm_90", facts)] == []
-    for name in facts.instructions:
-        without = {other: count for other, count in facts.instructions.items() if other != name}
-        assert f"no {name}" in violations(entry, "sm_90", replace(facts, instructions=without))
 
 
 def test_more_blocks_than_an_sm_holds_are_seen():
@@ -141,7 +146,7 @@ def test_kernels_in_roles_keep_what_they_are_written_for(change, expected):
 
 @pytest.mark.parametrize("kernel", ["softmax_statistics", "cross_entropy_grad"])
 def test_cross_entropy_loads_16_bytes_of_logits_at_a_time(kernel):
-    entry = ENTRIES[f"{kernel}/pointer/bf16/2048"]
+    entry = entry_of(f"{kernel}/pointer/bf16/2048")
     assert "columns" not in entry.aligned
     facts = replace(FACTS, aligned=entry.aligned, instructions={"LDG": 3, "LDG.128": 1})
     assert [*violations(entry, "sm_90", facts)] == []

@@ -7,24 +7,23 @@ from functools import partial
 import pytest
 import torch
 
-from tests.gate.test_budgets import FACTS as budgeted
+from tests.gate.samples import FACTS as budgeted
+from tests.gate.samples import entry_of
 from tpkernels.gate import scaled
 from tpkernels.gate.accuracy import Frames
 from tpkernels.gate.ahead_of_time import Entry, Facts, facts_of
-from tpkernels.gate.catalog import catalog
+from tpkernels.gate.catalog import recipes
 from tpkernels.gate.expectations import violations
 from tpkernels.gate.machine_code import FP8_PRODUCTS
 from tpkernels.gate.numerics import Case, RandomOperands, examine
 from tpkernels.gate.recording import MetaOperands, recorded
 from tpkernels.kernels.target import A100, H100, MI300
 
-ENTRIES = {entry.name: entry for entry in catalog()}
 TILE = "128x128x128-w8-s4-p2-flat"
-DESCRIPTOR = ENTRIES[f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z"]
-BLACKWELL = ENTRIES[f"sm_100/scaled_linear/descriptor/fp8e4nv/{TILE}/none"]
-BLOCKS = ENTRIES[f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z+blocks"]
-POINTER = ENTRIES["scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"]
-ADA = ENTRIES["sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"]
+DESCRIPTOR = entry_of(f"scaled_linear/descriptor/fp8e4nv/{TILE}/gelu_tanh+bias+z")
+BLACKWELL = entry_of(f"sm_100/scaled_linear/descriptor/fp8e4nv/{TILE}/none")
+POINTER = entry_of("scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z")
+ADA = entry_of("sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z")
 HOPPER = {"QGMMA": 4, "QGMMA.RZ": 1, "QGMMA.gsb0": 1, "UTMALDG": 2, "UTMASTG": 2}
 FACTS = replace(
     budgeted,
@@ -118,13 +117,10 @@ def test_gpus_without_fp8_are_refused_by_name(name):
 
 
 def test_no_entry_of_fp8_is_compiled_where_it_is_refused():
-    of_fp8 = {
-        name: entry
-        for name, entry in ENTRIES.items()
-        if {"scaled_linear", "quantize", "dequantize"} & set(name.split("/"))
-    }
-    assert {gpu for entry in of_fp8.values() for gpu in entry.architectures} == set(FP8_PRODUCTS)
-    assert {entry.function for entry in of_fp8.values()} == {
+    fp8 = {"scaled_linear", "quantize", "dequantize"}
+    entries = [entry_of(name) for name in recipes() if fp8 & {*name.split("/")}]
+    assert {gpu for entry in entries for gpu in entry.architectures} == set(FP8_PRODUCTS)
+    assert {entry.function for entry in entries} == {
         *("_scaled_linear_kernel", "_dequantize_kernel"),
         *("_quantize_rows_kernel", "_quantize_strips_kernel", "_quantize_blocks_kernel"),
     }
@@ -142,7 +138,6 @@ JOBS = {
     "converted": (constants(POINTER, BLOCK_ROWS=16), "sm_90"),
     # with two blocks of rows a group the assembler waits for each product
     "serialised": (replace(DESCRIPTOR, num_warps=4), "sm_90"),
-    "spilling": (replace(BLOCKS, num_warps=4), "sm_90"),
     "exposed": (replace(DESCRIPTOR, num_stages=1), "sm_90"),
     "not_promoted": (constants(ADA, IN_PLACE=True), "sm_89"),
 }
@@ -164,7 +159,6 @@ def test_what_is_sound_keeps_the_rules(told, name):
     [
         ("converted", "16 HMMA, expected none (fp8 is converted before it is multiplied)"),
         ("serialised", "wgmma serialised: each product in fp8 is awaited before the next is started"),
-        ("spilling", "spills: "),
         ("exposed", "2 waits for copies that no product hides"),
         ("not_promoted", "sums of fp8 are not promoted: 0 of 32 products begin one, expected each 4th"),
     ],

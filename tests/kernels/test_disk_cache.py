@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate.test_budgets import FACTS
+from tests.gate.samples import FACTS
 from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.kernels.disk_cache import DiskCache, cache_folder
 

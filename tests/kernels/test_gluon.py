@@ -5,6 +5,8 @@ That no order of events at small sizes goes wrong is shown in tests/gate/test_ma
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -48,9 +50,17 @@ def test_every_schedule_computes_forward_and_backward(schedule, tile):
     assert_emulated("dglu", (T, K, N), tile, schedule=schedule)
 
 
-@once(choice=CHOICES | {name: (name, None) for name in OF_ROWS}, tile=TILES, schedule=machine.SCHEDULES)
-def test_every_product_activation_and_gate(choice, tile, schedule):
-    name, value = choice
+CASES = {  # every product, activation and gate, each under a schedule
+    name: (*case, schedule)
+    for (name, case), schedule in zip(
+        (CHOICES | {name: (name, None) for name in OF_ROWS}).items(), cycle(machine.SCHEDULES.values())
+    )
+}
+
+
+@once(case=CASES, tile=TILES)
+def test_every_product_activation_and_gate(case, tile):
+    name, value, schedule = case
     assert_emulated(name, (T, K, N), tile, value, schedule)
 
 

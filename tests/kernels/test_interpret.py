@@ -1,9 +1,5 @@
 """The interpreter's faults with bf16 and fp8 exist upstream, and are mended here."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +8,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
+from tests.warm_python import ran
 from tpkernels.kernels.interpret import (
     INTERPRETING,
     bf16_from_fp32,
@@ -55,10 +52,8 @@ def test_interpreter_is_wrong_about_bf16_until_it_is_mended(tmp_path):
     """If the first lines fail, upstream has mended its interpreter, and `interpret.mend` can shrink."""
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    run = ran(script, environment={"TRITON_INTERPRET": "1"})
+    assert run.returncode == 0, run.stderr
     upstream, mended = ([float(word) for word in line.split()] for line in run.stdout.splitlines())
     product, rounded, tiny = upstream
     assert product != 16

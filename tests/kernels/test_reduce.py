@@ -40,11 +40,6 @@ def test_reduce_slots_does_not_add_in_bf16(device):
     assert (reduce_slots(slots) == 1 + 2**-7).all()
 
 
-def test_reduce_slots_adds_the_bias_once(device):
-    slots, bias = torch.zeros(4, 16, 32, device=device), torch.full((32,), 3.0, device=device)
-    assert (reduce_slots(slots, bias) == 3).all()
-
-
 @pytest.mark.parametrize("shape", [(2, 0, 8), (2, 8, 0)], ids=["no_tokens", "no_features"])
 def test_reduce_slots_takes_empty(shape, device):
     assert reduce_slots(torch.empty(shape, device=device)).shape == shape[1:]

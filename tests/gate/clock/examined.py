@@ -81,7 +81,7 @@ def examined(name: str) -> Examined:
         ran.tensor,
         sum(mark.opcode == "EXIT" for mark in ran.marks),
         tuple(box_bytes(one) for one in described),
-        tuple(_bytes_of(box) for box in assembly_of(entry).boxes),
+        tuple(bytes_of(box) for box in assembly_of(entry).boxes),
         {
             "a step half as deep as the launch says": _mistaken(built, entry, deeper),
             "one weight of two": _mistaken(built, entry, lambda found: replace(found, weights=2)),
@@ -148,7 +148,7 @@ def _error(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def _bytes_of(meta: Mapping[str, Any]) -> int:
+def bytes_of(meta: Mapping[str, Any]) -> int:
     size: int = meta["elem_size"]
     for side in meta["block_size"]:
         size *= side

@@ -58,7 +58,7 @@ def test_flat_linear_copies_and_multiplies_what_its_tiles_need(kernel, shape: tu
         assert len(ran.of(AwaitPhase)) == mine * steps * 8  # each warp waits once a step
         assert len(ran.of(Put)) == mine * 2 * (128 * 256) // (128 * 64)  # z and y
         assert ran.exits == set(range(8))
-        assert ran.guessed == 0
+        assert ran.timed.guessed == 0
     assert done == tiles or blocks > 6
 
 
@@ -121,9 +121,9 @@ def test_gather_linear_looks_at_its_flag_and_goes_on(kernel):
     ran = kernel(GATHER).run(numbers(128, 256, 512), blocks=1)
     assert len(ran.of(Copy)) == 8 * 2
     assert {counts["HGMMA"] for counts in ran.by_warp.values()} == {8 * 4}
-    assert ran.guessed == 8
+    assert ran.timed.guessed == 8
     assert ran.exits == set(range(8))  # the wait is over, and the warps agree
-    assert not ran.executed["ATOMG"]
+    assert not any(counts["ATOMG"] for counts in ran.by_warp.values())
 
 
 @pytest.mark.parametrize("depth", [32, 512, 500], ids=["one_step", "even", "ragged"])
@@ -184,7 +184,19 @@ def test_two_consumers_take_turns_at_tiles(kernel):
     assert len(ran.of(Copy)) == tiles * steps * 2
 
 
+@pytest.mark.parametrize("name", [FLAT, ONE_CONSUMER], ids=["flat", "roles"])
+def test_a_step_takes_what_its_copies_take_from_l2(kernel, name: str):
+    """1024 cycles of products, 49,152 bytes at 40 a cycle."""
+    operands = (128 + 256) * 64 * BF16
+    short, long = (kernel(name).run(numbers(128, 512, 64 * steps), blocks=1).timed for steps in (16, 32))
+    assert (long.cycles - short.cycles) / 32 == pytest.approx(operands / 40, rel=0.01)
+    assert long.tensor == 2 * 32 * 1024
+    assert long.guessed == 0
+    assert 2 * 32 * operands <= long.fetched <= 2 * 32 * operands + 32_768  # the rest is the bias
+    assert long.stored == 2 * 2 * 128 * 256 * BF16
+
+
 def test_execution_is_quick(kernel):
     """A million steps would take too long for a gate."""
     ran = kernel(FLAT).run(numbers(256, 256, 4096), blocks=1)
-    assert 50_000 < ran.steps < 150_000
+    assert 50_000 < ran.timed.instructions < 150_000

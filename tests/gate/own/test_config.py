@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from tpkernels.cli import main
 from tpkernels.gate.own.config import read
 from tpkernels.gate.own.expressions import value_of, whole_number
 from tpkernels.gate.own.record import ConfigError, OwnKernel
@@ -111,16 +110,6 @@ def test_missing_file_and_another_extension_are_told(tmp_path):
     (tmp_path / "my-gate.py").write_text("")
     with pytest.raises(ConfigError, match=r"my-gate\.py: a module of this name cannot be imported"):
         read(tmp_path / "my-gate.py")
-
-
-def test_check_says_it_in_one_line_with_exit_code_2(tmp_path, capsys):
-    path = config(tmp_path, SOUND.replace("rules", "rule"))
-    with pytest.raises(SystemExit) as exit_:
-        main(["check", "--config", str(path)])
-    assert exit_.value.code == 2
-    refusal = capsys.readouterr().err
-    assert refusal.startswith(f"python -m tpkernels check: error: {path}: kernels.scale: rule: unknown")
-    assert refusal.count("\n") == 1
 
 
 def product(**changes) -> OwnKernel:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.gate.test_budgets import FACTS
+from tests.gate.samples import FACTS
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
 from tpkernels.gate.own.rules import DEFAULT_RULES, RULES, violations
 
