@@ -69,7 +69,13 @@ def test_mistakes_are_errors_on_every_rank_before_anything_travels():
 def said_of_other_recipes(debug: bool, names: Sequence[str]) -> str:
     """By this rank, whose recipe has another name than that of its peer. Rows of both have as many words."""
     group = dist.new_group(timeout=timedelta(seconds=patient(4)))
-    recipes = {"rowwise": ROWWISE, "blockwise": BLOCKWISE, "e5m2": Recipe.rowwise(gradients="e5m2")}
+    recipes = {
+        "rowwise": ROWWISE,
+        "blockwise": BLOCKWISE,
+        "e5m2": Recipe.rowwise(gradients="e5m2"),
+        "power_of_two": Recipe.rowwise(power_of_two=True),
+        "wgrad": Recipe.rowwise(wgrad="fp8"),
+    }
     x, w = torch.randn(4, 1024, requires_grad=True), torch.randn(8, 1024)
     options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipes.get(names[dist.get_rank()])}
 
@@ -168,7 +174,7 @@ def test_ranks_with_other_recipes_are_told_so_in_debug_mode(recipes):
         assert words in message
 
 
-@pytest.mark.parametrize("recipes", PAIRS, ids="-".join)
+@pytest.mark.parametrize("recipes", [*PAIRS, ("rowwise", "power_of_two"), ("wgrad", "rowwise")], ids="-".join)
 @on_ranks(2)
 def test_ranks_with_other_recipes_are_told_of_other_calls_without_it(recipes):
     """No rank takes another's words for its own kind, also where they are as many."""

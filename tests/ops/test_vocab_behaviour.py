@@ -382,3 +382,13 @@ def test_mistakes_are_errors_on_every_rank():
     ]
     for call, words in calls:
         assert words in message_of(call)
+
+
+@on_ranks(2)
+def test_embeddings_of_no_features_have_no_features():
+    weight = torch.ones(4, 0, requires_grad=True)
+    y = vocab_embedding(torch.tensor([1, 6]), weight, dist.group.WORLD)
+    assert y.shape == (2, 0)
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (4, 0)

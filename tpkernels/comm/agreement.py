@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, handshake
+from tpkernels.comm.calls import CannotTakePart as CannotTakePart
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.supported import Problem
 from tpkernels.comm.transports.rows import gather_small
@@ -73,10 +74,6 @@ def agree(claim: Claim, group: ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
     _raise_problem(claims, ranks)
     _raise_difference(claims, ranks)
-
-
-class CannotTakePart(RuntimeError):
-    """A rank has told the others why, and all raise this alike: nothing is on its way."""
 
 
 def offers_of_all(

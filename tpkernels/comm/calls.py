@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
+from inspect import signature
 from itertools import count
 from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import finalize, ref
@@ -32,6 +33,7 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch.utils.checkpoint import _StopRecomputationError
 
 from tpkernels.comm._ext import ExtensionState, extension
 from tpkernels.comm.watch import Watcher, parting, shown
@@ -55,6 +57,10 @@ _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep i
 Key = tuple[str, str, tuple[int, ...], torch.dtype | None]  # operator, what moves, of which shape and dtype
 
 _clock = count()  # of calls that begin, in any group
+
+
+class CannotTakePart(RuntimeError):
+    """A rank has told the others why, and all raise this alike: nothing is on its way."""
 
 
 class Kind(NamedTuple):
@@ -296,6 +302,33 @@ def all_or_fail(function: Callable[P, R]) -> Callable[P, R]:
             for calls in list(_of_group.values()):
                 if calls.begun_at > began and calls.begun_by == threading.get_ident():
                     calls.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    return run
+
+
+def from_entry(op: Callable[P, R]) -> Callable[P, R]:
+    """Let the `group` of an op fail if it ends by anything but an error of its own checks.
+
+    An interrupt that comes before the op has begun its calls would else leave the group healthy, and this
+    rank's next calls would pair with those of other ranks that have begun theirs.
+    """
+    parameters = signature(op)
+
+    @wraps(op)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return op(*args, **options)
+        try:
+            return op(*args, **options)
+        except (ValueError, TypeError, NotImplementedError, CannotTakePart):
+            raise
+        except _StopRecomputationError:  # all is computed that backward asks for
+            raise
+        except BaseException as error:
+            group = parameters.bind(*args, **options).arguments.get("group")
+            if isinstance(group, ProcessGroup) and group.size() > 1:
+                calls_of(group).fail(f"{type(error).__name__}: {error}")
             raise
 
     return run

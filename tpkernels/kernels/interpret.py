@@ -4,7 +4,9 @@ With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such te
 Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, and a cast from fp32 cuts the lower
 bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal numbers zero. A cast to fp8
 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
-for a number, and some numbers for zero. `tensor_descriptor.atomic_add` is missing altogether. `mend()`
+for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, which adds in an order that
+depends on shapes on some processors; in float64, rounded once, no order shows.
+`tensor_descriptor.atomic_add` is missing altogether. `mend()`
 replaces all of these. It is called where kernels are defined, and does nothing in a process that compiles.
 """
 
@@ -68,7 +70,11 @@ def mend() -> None:
     )
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_imprecise: Any) -> Any:
-        return upstream_dot(self, _as_fp32(a), _as_fp32(b), d, input_precision, max_imprecise)
+        a, b = _as_fp32(a), _as_fp32(b)
+        if d.dtype.scalar != tl.float32:
+            return upstream_dot(self, a, b, d, input_precision, max_imprecise)
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+        return interpreter.TensorHandle(product.astype(np.float32) + d.data, tl.float32)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         kinds = source.dtype.scalar, target.scalar

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
@@ -37,6 +37,7 @@ from tpkernels.tp_invariance import mode, tree_sum
 Kind = Literal["rms_norm", "layer_norm"]
 
 
+@from_entry
 def token_norm(
     kind: Kind,
     x: Tensor,

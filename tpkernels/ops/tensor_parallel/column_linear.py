@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.activations import Activation, act_grad_ref, require_activation
@@ -94,6 +94,7 @@ def column_linear(
 ) -> tuple[Tensor, ...]: ...
 
 
+@from_entry
 def column_linear(
     x: Tensor,
     weight_shard: Tensor | Sequence[Tensor],

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.backend_sums import (
     NOTE,
@@ -45,31 +45,37 @@ from tpkernels.tp_invariance import mode
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
 
+@from_entry
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's x; gradients are summed over ranks."""
     return _region("copy_to_region", x, group, "keep", "sum")
 
 
+@from_entry
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' x."""
     return _region("reduce_from_region", x, group, "sum", "keep")
 
 
+@from_entry
 def scatter_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's shard of the features of x, which is the same on all ranks."""
     return _region("scatter_to_region", x, group, "our_features", "all_features")
 
 
+@from_entry
 def gather_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All features; each rank brings its shard."""
     return _region("gather_from_region", x, group, "all_features", "our_features")
 
 
+@from_entry
 def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's shard of the tokens of x, which is the same on all ranks."""
     return _region("scatter_to_sequence_region", x, group, "our_tokens", "all_tokens")
 
 
+@from_entry
 def gather_from_sequence_region(
     x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
 ) -> Tensor:
@@ -82,6 +88,7 @@ def gather_from_sequence_region(
     return _region("gather_from_sequence_region", x, group, "all_tokens", backward)
 
 
+@from_entry
 def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens of the sum of the ranks' x."""
     return _region("reduce_scatter_to_sequence_region", x, group, "sum_of_tokens", "all_tokens")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
@@ -80,6 +80,7 @@ from tpkernels.ops.tensor_parallel.segments import (
 )
 
 
+@from_entry
 def parallel_mlp(
     x: Tensor,
     w_up_shard: Tensor,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.kernels.recipe import Recipe
@@ -62,6 +62,7 @@ from tpkernels.ops.tensor_parallel.segments import (
 )
 
 
+@from_entry
 def row_linear(
     x_shard: Tensor,
     weight_shard: Tensor,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch.operators import Operator
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.first_order import first_order
@@ -31,6 +31,7 @@ from tpkernels.tp_invariance import tree_sum
 OP = "segment_heads"
 
 
+@from_entry
 def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
     """The head of each of this rank's segments.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
@@ -49,6 +49,7 @@ OP = "vocab_cross_entropy"
 IGNORED = -1  # what an ignored target is from here on, whatever the caller calls it
 
 
+@from_entry
 def vocab_cross_entropy(
     logits_shard: Tensor,
     target: Tensor,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import Operator
 from tpkernels.ops.first_order import first_order
@@ -45,6 +45,7 @@ from tpkernels.tp_invariance import mode
 OP = "vocab_embedding"
 
 
+@from_entry
 def vocab_embedding(
     ids: Tensor,
     weight_shard: Tensor,

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm.calls import from_entry
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import (
     any_requires_grad,
@@ -53,6 +54,7 @@ from tpkernels.ops.vocab.cross_entropy import LossOptions, sharded_loss
 from tpkernels.ops.vocab.vocabulary import require_ids
 
 
+@from_entry
 def linear_cross_entropy(
     hidden: Tensor,
     weight_shard: Tensor,

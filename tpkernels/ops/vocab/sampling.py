@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import all_or_fail
+from tpkernels.comm.calls import all_or_fail, from_entry
 from tpkernels.ops.inputs import tokens_of
 from tpkernels.ops.tensor_parallel.mappings import gather_from_region
 from tpkernels.ops.tensor_parallel.parallel import checked_group, gather_numbers
 from tpkernels.ops.vocab.vocabulary import VocabShard, require_logits, vocab_shard
 
 
+@from_entry
 def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
     """All logits of each token on every rank, without padding; differentiable.
 
@@ -39,6 +40,7 @@ def vocab_gather(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
 
 
 @torch.no_grad()
+@from_entry
 @all_or_fail
 def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int | None = None) -> Tensor:
     """The id of the largest logit of each token; the lowest of several.
@@ -59,6 +61,7 @@ def vocab_argmax(logits_shard: Tensor, group: ProcessGroup, *, vocab_size: int |
 
 
 @torch.no_grad()
+@from_entry
 @all_or_fail
 def vocab_sample(
     logits_shard: Tensor,
