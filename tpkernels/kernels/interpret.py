@@ -4,10 +4,10 @@ With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such te
 Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, and a cast from fp32 cuts the lower
 bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal numbers zero. A cast to fp8
 loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
-for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, which adds in an order that
+for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, whose order of adding
 depends on shapes on some processors; in float64, rounded once, no order shows.
-`tensor_descriptor.atomic_add` is missing altogether. `mend()`
-replaces all of these. It is called where kernels are defined, and does nothing in a process that compiles.
+`tensor_descriptor.atomic_add` is missing altogether. `mend()` replaces all of these. It is called where
+kernels are defined, and does nothing in a process that compiles.
 """
 
 from __future__ import annotations
