@@ -46,7 +46,7 @@ class Ran:
 
 
 @dataclass
-class OfCompiled(Launch):
+class CompiledLaunch(Launch):
     cubin: Cubin | None = None
     constants: Constants | None = None
 
@@ -72,7 +72,7 @@ class Kernel:
     def run(self, numbers: Mapping[str, int], *, blocks: int, block: int = 0) -> Ran:
         """numbers: of the integer arguments; pointers lie far apart, descriptors are unknown."""
         descriptors = [parameter.offset for parameter in self.cubin.parameters if parameter.size == 128]
-        launch = OfCompiled(
+        launch = CompiledLaunch(
             warps=self.warps,
             registers=self.cubin.registers,
             boxes=dict(zip(descriptors, self.boxes, strict=True)),
