@@ -17,11 +17,13 @@ from tpkernels.gate.clock.semantics import Step, translate
 from tpkernels.gate.clock.timeline import Run
 from tpkernels.gate.clock.values import Argument, Block, Constants, WarpState, initial_values
 
+COUNTED = {"HGMMA", "UTMALDG", "ATOMG"}  # opcodes
+
 
 @dataclass
 class Ran:
     effects: list[tuple[int, Effect]] = field(default_factory=list)  # with the warp
-    by_warp: dict[int, Counter[str]] = field(default_factory=dict)  # how often each opcode was executed
+    by_warp: dict[int, Counter[str]] = field(default_factory=dict)  # how often each of COUNTED was executed
     timed: Run | None = None
 
     def of(self, kind: type) -> list:
@@ -31,12 +33,15 @@ class Ran:
     def exits(self) -> set[int]:
         return {warp for warp, effect in self.effects if isinstance(effect, Exit)}
 
-    def noting(self, step: Step) -> Callable[[WarpState], Effect | None]:
+    def noting(self, step: Step) -> Callable[[WarpState], Effect | None] | None:
         one = step.instruction
+        if step.execute is None and one.opcode not in COUNTED:
+            return None
 
         def execute(state: WarpState) -> Effect | None:
             counts = self.by_warp.setdefault(state.warp, Counter())
-            counts[one.opcode] += not one.guard or active(one.guard, state.registers)
+            if one.opcode in COUNTED:
+                counts[one.opcode] += not one.guard or active(one.guard, state.registers)
             effect = step.execute(state) if step.execute else None
             if effect is not None and not isinstance(effect, Jump):
                 self.effects.append((state.warp, effect))
@@ -46,7 +51,7 @@ class Ran:
 
 
 @dataclass
-class OfCompiled(Launch):
+class CompiledLaunch(Launch):
     cubin: Cubin | None = None
     constants: Constants | None = None
 
@@ -72,7 +77,7 @@ class Kernel:
     def run(self, numbers: Mapping[str, int], *, blocks: int, block: int = 0) -> Ran:
         """numbers: of the integer arguments; pointers lie far apart, descriptors are unknown."""
         descriptors = [parameter.offset for parameter in self.cubin.parameters if parameter.size == 128]
-        launch = OfCompiled(
+        launch = CompiledLaunch(
             warps=self.warps,
             registers=self.cubin.registers,
             boxes=dict(zip(descriptors, self.boxes, strict=True)),
