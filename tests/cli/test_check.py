@@ -15,6 +15,7 @@ import pytest
 import triton
 
 import tpkernels
+from tests.checks import without_progress
 from tests.patience import patient
 from tpkernels.gate.budgets import minor_version, read
 
@@ -39,11 +40,6 @@ def check(compiler, copy):
         return ran
 
     return checked
-
-
-def without_progress(said: str) -> str:
-    """Lines that a check writes every so many seconds, on a slow machine, are left out."""
-    return re.sub(r"^(compiling|computing) \[[0-9/]+\] .*\n", "", said, flags=re.MULTILINE)
 
 
 def plant(folder: Path, file: str, sound: str, faulty: str) -> None:

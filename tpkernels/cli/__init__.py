@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train a GPT on ranks of this machine, or under torchrun",
     "tune": "time who computes each step of a layer fastest on this GPU, and remember it",
 }
+SAID_EVERY = 15.0  # seconds, of how far a command is, in a log
 MOST_RANKS = 10_000_000  # more than any machine has, and described in seconds
 
 

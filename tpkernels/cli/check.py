@@ -14,10 +14,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser, Progress, check_bits, under_todays_name, written_to
+from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, check_bits, under_todays_name, written_to
 
 PROCESSES = 2
-SAID_EVERY = 15.0  # seconds, of how far it is, in a log
 PACKAGES = ("triton", "torch", "numpy")
 OF_KERNELS, OF_BITS = ("config", "arch", "skip", "update"), ("schedules", "seed", "world_size")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO, get_args, get_origin, get_type_hints
 import torch
 import torch.distributed as dist
 
-from tpkernels.cli import OneLineParser, Progress, size_of
+from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, size_of
 from tpkernels.files import parsed
 from tpkernels.models.config import SMALL, model_config
 from tpkernels.topology.sizes import InvalidSizes
@@ -286,7 +286,7 @@ def _run(session: Session, options: Namespace, lines: TextIO | None) -> None:
     reports = []
     is_profiled = profile is not None and profile.step == config.steps  # a step has one profiler at most
     record_last = options.page is not None and not is_profiled
-    with Progress("training", config.steps) as progress:
+    with Progress("training", config.steps, seconds=SAID_EVERY) as progress:
         for report in session.steps(options.save, options.save_every, record_last=record_last):
             reports.append(report)
             memory = largest_memory(session.trainer) if report.step == config.steps else None
