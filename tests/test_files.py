@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from tpkernels.files import clear, parsed, read_bytes, read_text, replace_text, unused
+from tpkernels.files import cache_folder, clear, parsed, read_bytes, read_text, replace_text, unused
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
@@ -89,3 +89,13 @@ def test_unused_names_skip_links_that_lead_nowhere(tmp_path):
     (tmp_path / "x").symlink_to("nowhere")
     (tmp_path / "x-2").mkdir()
     assert unused(tmp_path / "x") == tmp_path / "x-3"
+
+
+def test_caches_are_where_the_first_of_these_says(monkeypatch, tmp_path):
+    for name in ("HOME", "XDG_CACHE_HOME", "TPKERNELS_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert cache_folder() == tmp_path / "TPKERNELS_CACHE_DIR"
+    monkeypatch.delenv("TPKERNELS_CACHE_DIR")
+    assert cache_folder() == tmp_path / "XDG_CACHE_HOME" / "tpkernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == tmp_path / "HOME" / ".cache" / "tpkernels"

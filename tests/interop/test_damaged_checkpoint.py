@@ -146,6 +146,7 @@ CASES = {
     "too_few_rows": (edited(without_a_chunk), "'model.table.weight': expected 28 elements, got"),
     "rows_outside": (rows(offsets=torch.Size([70, 0])), "'model.table.weight' of (7, 4): got a chunk of"),
     "beyond_the_end": (first_shard(length=1 << 40), "bytes, it has"),
+    "before_the_start": (first_shard(offset=-8), "bytes, it has"),
     "unknown_parameter": (edited(unknown_parameter), "the checkpoint has 'exp_avg' of 'absent'"),
 }
 

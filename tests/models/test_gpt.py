@@ -1,5 +1,6 @@
 """The same model whatever the number of ranks: loss, logits, gradients, and the text it writes."""
 
+import re
 from functools import cache, partial
 
 import pytest
@@ -12,6 +13,8 @@ from tests.models.small import CONFIGS, IDS, TARGETS
 from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import GPT, initialize_model_parallel, model_config
+from tpkernels.planning.job import Job, Layout
+from tpkernels.planning.parameters import parameters_of_stage
 
 
 def built(shape, **options):
@@ -215,3 +218,33 @@ def test_mistakes_are_told():
         model_config("gpt2-small", depth=3)
     with pytest.raises(ValueError, match="num_layers: expected a whole number of at least 1, got 0"):
         model_config("gpt2-small", num_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"rotary_base": 0}, "rotary_base: expected a number above 0, got 0"),
+        ({"rotary_base": "10"}, "rotary_base: expected a number above 0, got '10'"),
+        ({"norm_eps": -1e-5}, "norm_eps: expected a number of 0 or more, got -1e-05"),
+        ({"norm_eps": None}, "norm_eps: expected a number of 0 or more, got None"),
+    ],
+)
+def test_numbers_of_a_model_that_make_no_sense_are_told(sizes, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        model_config("llama3-8b").with_sizes(**sizes)
+
+
+# Of their model cards: base of the rotation, vocabulary, parameters in millions.
+PUBLISHED = {
+    "gpt2-xl": (10_000.0, 50257, 1558),
+    "mistral-7b": (1_000_000.0, 32768, 7248),
+    "llama3-8b": (500_000.0, 128256, 8030),
+    "llama3-70b": (500_000.0, 128256, 70554),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_numbers(name):
+    model = model_config(name)
+    parameters = parameters_of_stage(Job(model=model, tokens=1, batch=1), Layout(1, 1, 1), 0).total
+    assert (model.rotary_base, model.vocab_size, round(parameters / 1e6)) == PUBLISHED[name]
