@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.mutants.draw import Mutant, drawn
-from bench.mutants.report import Results, read, table, write
+from bench.mutants.report import JUDGED, Results, read, table, write
 from bench.mutants.tree import Absent, Tree
 from tests.affected import reached
 from tests.imports import Graph
@@ -140,7 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--killed-by", type=Path, help="results for another checkout: try the same test first"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out/mutants.json", help="results; also as .md")
-    parser.add_argument("--resume", action="store_true", help="keep the results that there are")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep results, but for survivors that nobody judged",
+    )
     parser.add_argument("--list", action="store_true", help="say which faults, and try none")
     given = parser.parse_args(argv)
     faults, left_out = drawn(ROOT, given.seed, given.count, given.cpp)
@@ -152,7 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"left out: {number} places: {why}" for why, number in left_out.items()))
         return 0
     given.tree, given.out = given.tree.resolve(), given.out.resolve()
-    results = read(given.out) if given.resume else {}
+    drawn_now, judged = {fault.key for fault in faults}, read(JUDGED)
+    before = read(given.out) if given.resume else {}
+    results = {
+        key: found
+        for key, found in before.items()
+        if key in drawn_now and (found["result"] != "survived" or key in judged)
+    }
     run(given, faults, results)
     told = table(results, left_out)
     given.out.with_suffix(".md").write_text(told)

@@ -10,7 +10,7 @@ import pytest
 
 from bench.mutants import __main__ as mutants
 from bench.mutants.draw import Mutant, Sites, drawn
-from bench.mutants.report import read, table
+from bench.mutants.report import read, table, write
 from bench.mutants.tree import Tree
 from tests.imports import Graph
 
@@ -199,3 +199,8 @@ def test_results_are_kept_and_resumed(tree, tmp_path, monkeypatch, capsys):
     assert "killed" in capsys.readouterr().out
     monkeypatch.setattr(mutants.Trials, "judge", lambda *_: sys.exit("it was known"))
     assert mutants.main([*usual, "--resume"]) == 0
+    survivor = read(out)[fault.key] | {"result": "survived", "in_time": True}
+    write(out, {fault.key: survivor, "gone": survivor})
+    monkeypatch.setattr(mutants.Trials, "judge", lambda *_: survivor | {"result": "killed"})
+    assert mutants.main([*usual, "--resume"]) == 0
+    assert {key: found["result"] for key, found in read(out).items()} == {fault.key: "killed"}

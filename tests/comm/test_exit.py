@@ -22,6 +22,7 @@ from tests.buckets.golden import SMALL
 from tests.loopback import open_loopback, start
 from tests.on_ranks import on_ranks
 from tests.patience import patient
+from tests.warm_python import ran
 from tpkernels import GradientBuckets
 from tpkernels.comm.transports import shared
 from tpkernels.comm.transports.memory import Layout
@@ -171,3 +172,8 @@ def test_a_descriptor_of_another_file_is_refused(tmp_path):
             RuntimeError, match=r"reach each other's memory, it does not .*of another process"
         ):
             shared._mapped(theirs, 64)
+
+
+def test_a_pusher_that_nobody_closes_keeps_no_process_alive():
+    run = ran("-c", "from tpkernels.comm.transports.host import _Pusher; left = _Pusher('left')")
+    assert (run.returncode, run.stderr) == (0, "")
