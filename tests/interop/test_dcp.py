@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.checks import error_of
 from tests.interop.models import built
 from tests.interop.refused import refused
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool, leave_world
 from tpkernels import (
     VocabParallelEmbedding,
@@ -290,3 +291,12 @@ def test_latest_names_the_last_complete_one(tmp_path):
 def test_wrong_calls_are_refused_on_all_ranks_alike(ranks2, tmp_path):
     first, second = ranks2.run(refuse, str(tmp_path))
     assert first == second
+
+
+@on_ranks(2)
+def test_an_optimizer_that_had_not_stepped_has_no_state_afterwards(tmp_path):
+    initialize_model_parallel(2)
+    fresh, (model, optimizer) = built("llama", 1), trained("llama", 2)
+    dcp.save(tmp_path / "checkpoint", fresh, adamw(fresh))
+    dcp.load(tmp_path / "checkpoint", model, optimizer)
+    assert not optimizer.state
