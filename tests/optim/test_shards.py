@@ -19,7 +19,7 @@ from tests.products import pairwise
 from tpkernels.interop import dcp
 from tpkernels.interop.full_state_dict import full_state_dict
 from tpkernels.interop.shards import shards_of
-from tpkernels.layers.elementwise import ELEMENTWISE
+from tpkernels.layers.elementwise import ELEMENTWISE, why_wrong
 from tpkernels.optim import CombinedOptimizer, Muon, hidden_matrices, require_elementwise
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -146,6 +146,22 @@ class Sophia(Optimizer):
 
     def step(self, closure=None):
         return None
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "known"),
+    [
+        ("FusedLAMB", "apex.optimizers", True),
+        ("DistributedShampoo", "shampoo", True),
+        ("AdamW8bit", "torchao.optim", True),
+        ("AdamW", "bitsandbytes.optim", True),
+        ("LambdaSGD", "mine", False),
+        ("Adan", "orbit.muon_and_lars", False),
+    ],
+)
+def test_wrong_optimizers_are_known_by_whole_words_of_their_class(name, module, known):
+    kind = type(name, (torch.optim.SGD,), {"__module__": module})
+    assert bool(why_wrong(kind([nn.Parameter(torch.zeros(1))]))) == known
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ torch calls `before_step` before each step of each optimizer, wherever layers ar
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ _WHY = {
     "Muon": "it orthogonalizes the matrix; use tpkernels.optim.Muon",
     "Shampoo": "its factors are products of the matrix with itself",
     "SOAP": "its factors are products of the matrix with itself",
-    "bit": "blocks of elements share a scale, and a shard has other blocks",  # 8bit, 4bit, bitsandbytes
+    r"\dbit": "blocks of elements share a scale, and a shard has other blocks",
 }
 _looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameters
 
@@ -70,8 +71,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def why_wrong(optimizer: Optimizer) -> str:
     """Why an optimizer is known to be wrong on shards; "" if it is not."""
-    described = f"{type(optimizer).__module__}.{type(optimizer).__name__}".lower()
-    return next((why for word, why in _WHY.items() if word.lower() in described), "")
+    kind, module = type(optimizer).__name__, type(optimizer).__module__
+    if module.startswith("bitsandbytes"):
+        return _WHY[r"\dbit"]
+    # whole words: "FusedLAMB", not "LambdaSGD"
+    return next((why for word, why in _WHY.items() if re.search(rf"(?i:{word})(?![a-z])", kind)), "")
 
 
 def _is_shard(parameter: Tensor) -> bool:
