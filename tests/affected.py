@@ -39,7 +39,7 @@ READ_BY = {
     "MANIFEST.in": ["tests/test_package.py"],
     "LICENSE": ["tests/test_package.py"],
     "tpkernels/py.typed": ["tests/test_package.py"],
-    "tpkernels/_renamed.py": ["tests/test_package.py"],
+    "tpkernels/*.pyi": ["tests/test_lazy_names.py", "tests/test_package.py"],
 }
 READ_BY_NONE = {
     "docs/ci-workflow.yml": "for CI alone",

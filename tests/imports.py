@@ -68,7 +68,7 @@ class Graph:
         return {
             name: {
                 alias.asname or alias.name: (node.module or "", alias.name)
-                for node in nodes(self._parsed(name), types=True)
+                for node in nodes(ast.parse(self._names_of(path)), types=True)
                 if isinstance(node, ast.ImportFrom)
                 for alias in node.names
             }
@@ -114,6 +114,11 @@ class Graph:
             read = nodes(self._parsed(name), types=False, functions=not name.endswith("conftest"))
             found[name] = (self._imported(read), strings(read))
         return found
+
+    def _names_of(self, init: Path) -> str:
+        """An `__init__`, or the stub beside it, where the names are that it imports when they are used."""
+        stub = (self.root / init).with_suffix(".pyi")
+        return (stub if stub.exists() else self.root / init).read_text()
 
     def _parsed(self, name: str) -> ast.Module:
         return ast.parse(self._source(name))

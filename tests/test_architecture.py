@@ -8,9 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tpkernels"
 MAY_IMPORT = {  # room -> rooms it may enter
-    "_renamed": "",
     "files": "",
     "gpus": "",
+    "lazy_names": "",
     "topology": "",
     "pictures": "",
     "runtime": "topology tp_invariance",

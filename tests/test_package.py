@@ -1,8 +1,5 @@
 """What is installed, and what importing it costs."""
 
-import ast
-import importlib
-import inspect
 import os
 import re
 import shutil
@@ -14,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import tpkernels
 from tests.warm_python import ran
-from tpkernels import _renamed
 from tpkernels.cli.probe import TESTED_TORCH, TESTED_TRITON
 
 ROOT = Path(__file__).parents[1]
@@ -37,43 +32,6 @@ def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Compl
 def test_importing_the_package_loads_neither_torch_nor_triton():
     found = run("-c", "import sys, tpkernels; print({'torch', 'triton', 'numpy'} & set(sys.modules))")
     assert found.stdout == "set()\n", found.stderr
-
-
-def test_every_public_name_can_be_imported():
-    for name in tpkernels.__all__:
-        assert getattr(tpkernels, name) is not None
-        assert name in dir(tpkernels)
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = tpkernels.nonsense
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a room, when one of its modules is imported
-def test_modules_are_found_under_their_former_names():
-    found = {}
-    for former, today in _renamed._TODAY.items():
-        with pytest.warns(DeprecationWarning, match=f"tpkernels.{former} is tpkernels.{today} now"):
-            module = importlib.import_module(f"tpkernels.{former}")
-        del sys.modules[f"tpkernels.{former}"]
-        assert module is importlib.import_module(f"tpkernels.{today}")
-        found[former] = (module.__name__, module.__spec__.name)
-    assert found == {former: (f"tpkernels.{today}",) * 2 for former, today in _renamed._TODAY.items()}
-
-
-def test_no_former_name_hides_a_public_one():
-    """Imported, a module becomes an attribute of its room, in the place of a function of that name."""
-    for former in _renamed._TODAY:
-        room, _, name = former.rpartition(".")
-        if room not in _renamed._TODAY:
-            public = getattr(importlib.import_module(f"tpkernels.{room}".rstrip(".")), name, None)
-            assert public is None or inspect.ismodule(public), former
-    assert callable(tpkernels.ops.vocab_embedding)
-
-
-def test_type_checkers_see_the_same_public_names():
-    tree = ast.parse((ROOT / "tpkernels" / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = [alias.asname for node in block.body for alias in node.names]
-    assert sorted(seen) == sorted(tpkernels.__all__)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +69,7 @@ def test_sdist_holds_sources_and_type_marker(source, built):
         if path.suffix in (".cpp", ".h", ".py") or path.name == "cxx_flags"
     }
     assert len(wanted) > 6
-    wanted |= {"tpkernels/py.typed", "tpkernels/__init__.py"}
+    wanted |= {"tpkernels/py.typed", "tpkernels/__init__.py", "tpkernels/interop/__init__.pyi"}
     wanted |= {"setup.py", "LICENSE", "README.md", "constraints.txt"}
     assert wanted <= names, wanted - names
 
@@ -139,7 +97,7 @@ def test_build_without_torch_leaves_the_extension_to_its_first_use(source, built
     installed = tmp_path / "installed"
     (wheel,) = (source / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
-        assert "tpkernels/py.typed" in files.namelist()
+        assert {"tpkernels/py.typed", "tpkernels/interop/__init__.pyi"} <= set(files.namelist())
         assert not [name for name in files.namelist() if name.endswith(".so")]
         files.extractall(installed)
     compiler = tmp_path / "c++"

@@ -271,13 +271,6 @@ def test_nothing_is_added_to_sums_that_are_reduced(options):
     step(module, buckets)
 
 
-@on_ranks(1)
-def test_engine_cannot_be_chosen_any_more():
-    for choice in ("auto", "cpp", "python"):
-        with pytest.warns(DeprecationWarning, match=f"engine='{choice}' does nothing: leave it out"):
-            wrap(chain(1), engine=choice).detach()
-
-
 @both_ways
 @on_ranks(2)
 def test_buckets_may_be_dropped_in_a_round():

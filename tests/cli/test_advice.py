@@ -116,7 +116,7 @@ def test_one_and_several_agree_with_their_verbs(arguments, said, capsys):
 
 
 def test_nothing_fits(capsys):
-    assert main(["plan", "--model", "gpt3-175b", "--gpus", "8", "--gpu", "a100"]) == 1
+    assert main(["plan", "--model", "gpt3-175b", "--world-size", "8", "--gpu", "a100"]) == 1
     printed = capsys.readouterr().out
     assert "no layout fits" in printed
     assert "the least" in printed
@@ -162,11 +162,3 @@ def test_every_option_changes_the_table(options, capsys):
     usual = rows(capsys.readouterr().out)
     main([*USUAL, "--all", *options])
     assert rows(capsys.readouterr().out) != usual
-
-
-def test_the_world_size_has_had_another_name(capsys):
-    printed = []
-    for name in ("--world-size", "--gpus"):
-        assert main(["plan", "--model=gpt2-small", name, "8"]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]

@@ -41,4 +41,3 @@ def test_help_has_both_sets_of_options(capsys):
     for option in ("--tp", "--virtual-pipeline", "--model NAME", "--gpu NAME", "--micro-batch"):
         assert f"\n  {option}" in printed
     assert printed.count("  --world-size N ") == 1
-    assert "--gpus " not in printed

@@ -4,7 +4,6 @@ import json
 import os
 import struct
 import sys
-import warnings
 from copy import deepcopy
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from tpkernels import (
     initialize_model_parallel,
     plan_groups,
 )
-from tpkernels.interop import full_state_dict as former
 from tpkernels.interop import safetensors
 from tpkernels.interop.full_state_dict import full_state_dict, load_full_state_dict
 
@@ -73,18 +71,6 @@ def load_into_a_model_from_meta(file):
         torch.nn.init.constant_(parameter, float("nan"))
     safetensors.load(file, model, state=state)
     return bool(torch.equal(loss_of(model), loss_of(built("llama", 1))))
-
-
-def by_former_names():
-    """What they warn of; they do what the functions of today do."""
-    state = initialize_model_parallel(dist.get_world_size())
-    saved, loaded = built("odd", 1), built("odd", 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        full = former.whole_state_dict(saved)
-        former.load_whole(loaded, whole=full, cast=True, state=state)
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in saved.state_dict().items())
-    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
 
 
 def growth_while_loading(file):
@@ -183,12 +169,6 @@ def test_copies_of_a_model_are_saved_once(ranks4, saved_by_4, tmp_path):
 def test_model_built_on_the_meta_device_loads(ranks2, saved_by_4):
     file = str(saved_by_4[0] / "llama.safetensors")
     assert ranks2.run(load_into_a_model_from_meta, file) == [True] * 2
-
-
-def test_former_names_warn_and_work(ranks1):
-    ((first, second),) = ranks1.run(by_former_names)
-    assert first == "DeprecationWarning: whole_state_dict is full_state_dict now"
-    assert second == "DeprecationWarning: load_whole is load_full_state_dict now"
 
 
 def test_a_rank_reads_its_part_only(ranks4, tmp_path):

@@ -11,7 +11,6 @@ for batch in batches:
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +73,6 @@ class GradientBuckets:
     tensor_parallel_group: where gradients of parameters marked `sequence_parallel` are summed first
     main_grad: Megatron's protocol: gradients are summed in `parameter.main_grad` and `grad` stays None
     timeout: of each collective, if not the group's own
-    engine: does nothing; there were two once
 
     Runs in C++. Where the extension was not built by the install, the first call builds it.
     """
@@ -93,10 +91,7 @@ class GradientBuckets:
         tensor_parallel_group: ProcessGroup | None = None,
         main_grad: bool = False,
         timeout: timedelta | None = None,
-        engine: Literal["auto", "cpp", "python"] | None = None,
     ) -> None:
-        if engine is not None:
-            warnings.warn(f"engine={engine!r} does nothing: leave it out", DeprecationWarning, stacklevel=2)
         options = EngineOptions(
             group=LiveGroup(required_group(group)),
             tensor_parallel_group=None
@@ -243,14 +238,6 @@ class GradientBuckets:
         with torch.no_grad():
             full = dict(self._gathered(shards, [shard.dtype for shard in shards]))
         return [full[index] for index in range(len(self._parameters))]
-
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        warnings.warn("GradientBuckets.cut is shard now", DeprecationWarning, stacklevel=2)
-        return self.shard(tensors)
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        warnings.warn("GradientBuckets.join is unshard now", DeprecationWarning, stacklevel=2)
-        return self.unshard(shards)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(

@@ -82,16 +82,6 @@ def written_to(text: str) -> Path:
     return path
 
 
-def under_todays_name(argv: Sequence[str], former: str, today: str) -> list[str]:
-    """The same arguments; scripts that give an option its former name go on working.
-
-    >>> under_todays_name(["--gpus", "8", "--gpus=16", "--gpus-per-node"], "--gpus", "--world-size")
-    ['--world-size', '8', '--world-size=16', '--gpus-per-node']
-    """
-    parts = (word.partition("=") for word in argv)
-    return [f"{today if name == former else name}{equals}{value}" for name, equals, value in parts]
-
-
 def require_ranks(option: str, count: int) -> None:
     if count > MOST_RANKS:
         raise ValueError(f"{option}: expected at most {MOST_RANKS}, got {count}")

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, check_bits, under_todays_name, written_to
+from tpkernels.cli import SAID_EVERY, OneLineParser, Progress, check_bits, written_to
 
 PROCESSES = 2
 PACKAGES = ("triton", "torch", "numpy")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
     check_bits.add_options(parser)
-    options = parser.parse_args(under_todays_name(argv, "--ranks", "--world-size"))
+    options = parser.parse_args(argv)
     _refuse(parser, options, OF_KERNELS if options.bits else OF_BITS)
     if options.bits:
         return _bits(parser, options)

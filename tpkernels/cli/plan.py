@@ -9,14 +9,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpkernels.cli import OneLineParser, advice, require_ranks, under_todays_name
+from tpkernels.cli import OneLineParser, advice, require_ranks
 from tpkernels.topology.draw import describe_rank
 from tpkernels.topology.plan import plan_groups
 from tpkernels.topology.sizes import DEFAULT_ORDER
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = under_todays_name(argv, "--gpus", "--world-size")
     parser = OneLineParser(
         prog="python -m tpkernels plan",
         usage="%(prog)s --world-size N [options of groups]\n"
@@ -28,12 +27,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default 8)"
     )
-    is_for_model = any(word.partition("=")[0] == "--model" for word in arguments)
+    is_for_model = any(word.partition("=")[0] == "--model" for word in argv)
     if not is_for_model:
         _add_options(parser)
-    if is_for_model or {"-h", "--help"} & {*arguments}:
+    if is_for_model or {"-h", "--help"} & {*argv}:
         advice.add_options(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     try:
         require_ranks("--world-size", options.world_size)
         return advice.advise_on(options) if is_for_model else _plan(options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from warnings import warn
 
 import torch
 import torch.distributed as dist
@@ -93,17 +92,3 @@ def _compare(
             raise ValueError(
                 f"'{name}': expected {shard.local.dtype}, got {full[name].dtype}; pass cast=True to convert"
             )
-
-
-def whole_state_dict(model: nn.Module, *, state: State = None) -> dict[str, Tensor]:
-    """The former name of `full_state_dict`."""
-    warn("whole_state_dict is full_state_dict now", DeprecationWarning, stacklevel=2)
-    return full_state_dict(model, state=state)
-
-
-def load_whole(
-    model: nn.Module, whole: Mapping[str, Tensor], *, cast: bool = False, state: State = None
-) -> None:
-    """The former name of `load_full_state_dict`."""
-    warn("load_whole is load_full_state_dict now", DeprecationWarning, stacklevel=2)
-    load_full_state_dict(model, whole, cast=cast, state=state)

@@ -92,16 +92,6 @@ class Trainer:
         self.done = 0  # steps
         self.step_context: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
 
-    @property
-    def around(self) -> Callable[[int], AbstractContextManager[None]]:
-        warnings.warn("Trainer.around is step_context now", DeprecationWarning, stacklevel=2)
-        return self.step_context
-
-    @around.setter
-    def around(self, context: Callable[[int], AbstractContextManager[None]]) -> None:
-        warnings.warn("Trainer.around is step_context now", DeprecationWarning, stacklevel=2)
-        self.step_context = context
-
     def step(self) -> StepReport:
         """The next step, within `step_context` of its number, from 1."""
         with self.step_context(self.done + 1):
