@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -46,6 +47,25 @@ def test_ranks_that_share_a_gpu_are_refused_unless_torch_was_told(monkeypatch):
             require_gpu_each("it", ["first", "second", "first"], rank)
     monkeypatch.setenv(rendezvous.OVERLAPPING, "1")
     assert require_gpu_each("it", ["first", "first"], 1)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_ranks_that_see_one_gpu_each_are_let_through_by_torch(before, monkeypatch):
+    """All call theirs device 0, which torch takes for one GPU unless it is told in the rendezvous."""
+    monkeypatch.delenv(rendezvous.OVERLAPPING, raising=False)
+    if before is not None:
+        monkeypatch.setenv(rendezvous.OVERLAPPING, before)
+    told = []
+
+    def torchs(memory, name):
+        told.append((name, os.environ[rendezvous.OVERLAPPING]))
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", torchs)
+    with pytest.raises(MemoryError):
+        rendezvous.rendezvous(torch.empty(0), "a group")
+    assert told == [("a group", "1")]
+    assert os.environ.get(rendezvous.OVERLAPPING) == before
 
 
 @pytest.fixture

@@ -126,7 +126,11 @@ def test_neighbours_are_known_as_long_as_their_group():
     group = dist.new_group()
     name = name_of_ranks(group, [group.rank()])
     assert name_of_ranks(group, [group.rank()]) == name
-    dist.distributed_c10d._resolve_process_group(name)
+    neighbours = dist.distributed_c10d._resolve_process_group(name)
+    assert neighbours.group_name == name  # torch's barrier asks for it
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        neighbours.allreduce([torch.ones(1)])
+    del neighbours
     dist.barrier()
     dist.destroy_process_group(group)
     del group

@@ -6,9 +6,10 @@ import socket
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tpkernels.training.launch import join_world, loopback_store, run_ranks
+from tpkernels.training.launch import device_of_rank, join_world, loopback_store, run_ranks
 
 TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
 
@@ -42,6 +43,16 @@ def test_store_is_reached_by_this_machine_alone():
     with socket.create_server(("127.0.0.2", store.port)):
         pass
     assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(8, 5), (1, 0)])
+def test_a_rank_takes_its_gpu_of_all_or_the_one_that_it_sees(visible, taken, monkeypatch):
+    current = []
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert [device_of_rank()] == current == [torch.device("cuda", taken)]
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def _as_rank(options: Namespace) -> int:
     import torch.distributed as dist
 
     from tpkernels.cli.qualify_world import World
-    from tpkernels.training.launch import hold_lifeline
+    from tpkernels.training.launch import device_of_rank, hold_lifeline
 
     hold_lifeline()
     assert sys.__stderr__ is not None, "a rank has its launcher's"
@@ -111,12 +111,7 @@ def _as_rank(options: Namespace) -> int:
     faulthandler.dump_traceback_later(longest, exit=True, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # of several, or each rank sees one GPU alone
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        world = World.join(device, options.seed, options.seconds, options.quick)
+        world = World.join(device_of_rank(), options.seed, options.seconds, options.quick)
         options.seed = world.seed
         lines = []
         for line in _lines(world):

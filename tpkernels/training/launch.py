@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
@@ -92,6 +93,15 @@ def loopback_store() -> TCPStore:
 def _loopback_interface() -> str:
     """Its name: lo on Linux, lo0 elsewhere; "" where there is neither."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+
+
+def device_of_rank() -> torch.device:
+    """This process's GPU, made current: of all that the machine has, or the one that it sees. Else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def join_world(backend: str, timeout: timedelta | None = None) -> None:

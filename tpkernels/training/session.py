@@ -25,7 +25,7 @@ from tpkernels.tp_invariance import mode, tp_invariant
 from tpkernels.training.capacity import require_room
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.folder import opened_after, set_aside_after
-from tpkernels.training.launch import join_world
+from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.profile import StepProfile
 from tpkernels.training.proof import Proof, allowed_by
 from tpkernels.training.report import Run, write
@@ -74,13 +74,9 @@ class Session:
         require_sizes(config, tensor)
         self.config, self.tensor = config, tensor
         self.rank = int(os.environ["RANK"])
-        on_gpu = torch.cuda.is_available()
-        self.device = (
-            torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
-        )
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        join_world("nccl" if on_gpu else "gloo", None if timeout is None else timedelta(seconds=timeout))
+        self.device = device_of_rank()
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        join_world(backend, None if timeout is None else timedelta(seconds=timeout))
         self._got_signal = self.was_asked_to_stop = False
         self._recorded: list[Span] = []  # of one step
         if saves:

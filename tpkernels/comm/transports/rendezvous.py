@@ -81,9 +81,21 @@ def new_memory(count: int, device: torch.device) -> Tensor:
 
 
 def rendezvous(memory: Tensor, group_name: GroupName) -> Handle:
+    """After `require_gpu_each`, which knows GPUs by their UUIDs.
+
+    Torch compares indices, and would refuse ranks that see one GPU each: they all call theirs device 0.
+    """
     from torch.distributed import _symmetric_memory
 
-    handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
+    before = os.environ.get(OVERLAPPING)
+    os.environ[OVERLAPPING] = "1"  # torch reads it in each rendezvous
+    try:
+        handle: Handle = _symmetric_memory.rendezvous(memory, group_name)
+    finally:
+        if before is None:
+            del os.environ[OVERLAPPING]
+        else:
+            os.environ[OVERLAPPING] = before
     return handle
 
 
@@ -93,12 +105,16 @@ _of_group: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()  
 def name_of_ranks(group: ProcessGroup, here: Sequence[int]) -> GroupName:
     """A name by which torch's rendezvous finds the ranks `here` of `group`, known as long as the group lives.
 
-    What bears it has a store and no backend: nothing is connected, and no collective can be called on it.
+    Torch's barrier asks its backend for the name. Nothing is connected: no collective takes its tensors.
     """
     name = cast("GroupName", f"{group.group_name}, ranks {', '.join(map(str, here))}")
     if group not in _of_group:
         store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(group))
-        _of_group[group] = ProcessGroup(store, here.index(group.rank()), len(here))
+        rank, size = here.index(group.rank()), len(here)
+        _of_group[group] = named = ProcessGroup(store, rank, size)
+        backend = c10d.FakeProcessGroup._create_internal(rank, size)
+        named._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, backend)
+        named._set_group_name(name)
         c10d._register_process_group(name, _of_group[group])
         finalize(group, _forget, name)
     return name
