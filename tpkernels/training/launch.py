@@ -96,7 +96,7 @@ def _loopback_interface() -> str:
 
 
 def device_of_rank() -> torch.device:
-    """This process's GPU, made current: of all that the machine has, or the one that it sees. Else the CPU."""
+    """This process's GPU, made current, of all or of the one that it sees; else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
