@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ STARTED = {
     "ranks": "multiprocessing.process:BaseProcess.start",
     "other processes": "subprocess:Popen.__init__",
 }
+PAGE = "docs/test-profile.md"
 COLLECTION, OTHERWISE = "collection, imports", "tests themselves"
 TIMES = "tests | seconds | processor seconds"
 HEAD = """# Where the time of `make test` goes
@@ -179,6 +181,21 @@ def page_of(tests: Iterable[tuple[str, Took]]) -> str:
             _table(f"slowest files | {TIMES}", [row for row in places if row[0].endswith(".py")][:40]),
         ]
     )
+
+
+def seconds_of(page: str, files: Collection[str]) -> dict[str, float]:
+    """What each file is likely to take: as its row says, or as much as others of its folder without a row."""
+    found = re.findall(r"^\| (tests\S*) \| \d+ \| (\d+) ", page, re.MULTILINE)
+    rows = {place: float(seconds) for place, seconds in found}
+    folders = {file: file.rpartition("/")[0] for file in files}
+    left, without = defaultdict(float, rows), Counter[str]()
+    for file, folder in folders.items():
+        left[folder] -= rows.get(file, 0.0)
+        without[folder] += file not in rows
+    return {
+        file: rows[file] if file in rows else max(0.0, left[folder]) / without[folder]
+        for file, folder in folders.items()
+    }
 
 
 def _table(head: str, rows: Iterable[tuple[str | float, ...]]) -> str:

@@ -174,6 +174,24 @@ def test_what_is_far_is_left_out_but_the_nearest_is_not(tmp_path):
     ]
 
 
+def test_nearest_and_quickest_tests_fill_the_budget(tmp_path):
+    seconds = {"ops/test_a": 170, "ops/test_b": 9, "gate/test_c": 2, "gate/test_d": 1, "gate/test_e": 999}
+    tests = {f"tests/{name}": "import tpkernels.ops.a" for name in seconds}
+    graph = write(tmp_path, {"tpkernels/ops/a": "", **tests})
+    (tmp_path / "docs").mkdir()
+    rows = [f"| tests/{name}.py | 3 | {took} | 5 |\n" for name, took in seconds.items()]
+    (tmp_path / "docs/test-profile.md").write_text("".join(rows))
+    for changed, room, others in [
+        (["tpkernels/ops/a.py"], "ab", "d"),
+        (["tpkernels/ops/a.py", "tests/gate/test_e.py"], "a", "e"),  # which were the nearest to each
+    ]:
+        expected = {f"tests/ops/test_{name}.py" for name in room}
+        expected |= {f"tests/gate/test_{name}.py" for name in others}
+        chosen, left_out = selected(graph, changed)
+        assert {one.test for one in chosen} == expected
+        assert len(left_out) == len(seconds) - len(expected)
+
+
 def test_changes_are_counted_from_where_the_branch_left_main(tmp_path):
     def git(*arguments):
         user = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
