@@ -47,7 +47,7 @@ class Stopwatch:
     """What has passed since it was last read."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._started: Counter[str] = Counter()
         self._causes = [COLLECTION]
         self._clock = time.perf_counter()
@@ -170,12 +170,15 @@ def page_of(tests: Iterable[tuple[str, Took]]) -> str:
             rows[place].append((seconds, took["processor"][""]))
         clock.update(took["clock"])
         started.update(took["started"])
-    places = [(place, len(took), *map(sum, zip(*took, strict=True))) for place, took in rows.items()]
+    causes = sorted(clock.items(), key=lambda row: -row[1])
+    places = [
+        (place, len(took), sum(s for s, _ in took), sum(p for _, p in took)) for place, took in rows.items()
+    ]
     places.sort(key=lambda row: -row[2])
     return "\n".join(
         [
             HEAD,
-            _table("cause | seconds, of all workers", sorted(clock.items(), key=lambda row: -row[1])),
+            _table("cause | seconds, of all workers", causes),
             _table("started | number", sorted(started.items())),
             _table(f"folder | {TIMES}", [row for row in places if not row[0].endswith(".py")]),
             _table(f"slowest files | {TIMES}", [row for row in places if row[0].endswith(".py")][:40]),
