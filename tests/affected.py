@@ -1,9 +1,9 @@
 """`make affected`: runs the tests that what you changed can reach, and says why each.
 
 Which tests a file reaches follows from imports (`tests.imports`), from who names a file that is read, not
-imported, and from the tables below. Of these tests, those of the room of the file and those near to it run,
-the nearest first and of equally near ones the quickest, until BUDGET is spent by what they took in the last
-profile (`tests.profile`); what is left out is said, and `--all` runs it, too.
+imported, and from the tables below. Of these tests, those of the room of the file and those that few imports
+part from it run, the nearest first and of equally near ones the quickest, until BUDGET is spent by what they
+took in the last profile (`tests.profile`); what is left out is said, and `--all` runs it, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.imports import Graph, module_of
 from tests.profile import PAGE, seconds_of
 
 ROOT = Path(__file__).parents[1]
-MOST_IMPORTS = (9, 3, 2)  # between a test and a change: of the test of that file, of its room's, of others
+MOST_IMPORTS = 2  # between a test of another room and a change
 BUDGET = 180  # seconds of tests, of all workers
 
 # Files that are read, not imported -> the tests and modules that read them; beside those that name the file.
@@ -83,7 +83,7 @@ class Reached:
 
     @property
     def is_far(self) -> bool:
-        return self.is_dear or len(self.chain) - 1 > MOST_IMPORTS[self.near]
+        return self.is_dear or (self.near == 2 and len(self.chain) - 1 > MOST_IMPORTS)
 
     @property
     def order(self) -> tuple[int, int, float, str]:
