@@ -1,8 +1,9 @@
 """`make affected`: runs the tests that what you changed can reach, and says why each.
 
 Which tests a file reaches follows from imports (`tests.imports`), from who names a file that is read, not
-imported, and from the tables below. Of these tests, those of the room of the file and those near to it run;
-what is left out is said, and `--all` runs it, too.
+imported, and from the tables below. Of these tests, those of the room of the file and those that few imports
+part from it run, the nearest first and of equally near ones the quickest, until BUDGET is spent by what they
+took in the last profile (`tests.profile`); what is left out is said, and `--all` runs it, too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.imports import Graph, module_of
+from tests.profile import PAGE, seconds_of
 
 ROOT = Path(__file__).parents[1]
-MOST_IMPORTS = (9, 3, 2)  # between a test and a change: of the test of that file, of its room's, of others
+MOST_IMPORTS = 2  # between a test of another room and a change
+BUDGET = 180  # seconds of tests, of all workers
 
 # Files that are read, not imported -> the tests and modules that read them; beside those that name the file.
 READ_BY = {
@@ -69,6 +72,7 @@ class Reached:
     """A test that a change reaches."""
 
     near: int  # 0: the test of that file; 1: a test of its room; 2: another
+    seconds: float  # that the whole test file is likely to take
     chain: tuple[str, ...]  # files from the test to the one that was changed, each needed by the one before
     why: str = ""  # where it is not imports
     is_dear: bool = False
@@ -78,11 +82,15 @@ class Reached:
         return self.chain[0]
 
     @property
-    def is_chosen(self) -> bool:
-        return not self.is_dear and len(self.chain) - 1 <= MOST_IMPORTS[self.near]
+    def is_far(self) -> bool:
+        return self.is_dear or (self.near == 2 and len(self.chain) - 1 > MOST_IMPORTS)
+
+    @property
+    def order(self) -> tuple[int, int, float, str]:
+        return self.near, len(self.chain), self.seconds, self.test
 
     def __lt__(self, other: Reached) -> bool:
-        return (self.near, len(self.chain), self.test) < (other.near, len(other.chain), other.test)
+        return self.order < other.order
 
     def __str__(self) -> str:
         return f"{self.test}  {self.why or ' > '.join(self.chain[1:]) or 'changed'}"
@@ -117,9 +125,13 @@ def reached(graph: Graph, changed: str) -> list[Reached]:
     changed: below the root
     """
     tests, module = tests_of(graph), module_of(Path(changed))
+    page = graph.root / PAGE
+    seconds = seconds_of(page.read_text() if page.exists() else "", tests)
     read_by = [path for pattern, paths in READ_BY.items() if fnmatch(changed, pattern) for path in paths]
     if "tests/*" in read_by:
-        return sorted(Reached(nearness(test, changed), (test, changed), "as all do") for test in tests)
+        return sorted(
+            Reached(nearness(test, changed), seconds[test], (test, changed), "as all do") for test in tests
+        )
     begin = {module_of(Path(path)) for path in read_by if not nobody_reads(changed)}
     if str(graph.paths.get(module)) == changed:
         begin.add(module)
@@ -139,11 +151,12 @@ def reached(graph: Graph, changed: str) -> list[Reached]:
             chain = [test]
             while name := before[name]:
                 chain.append(str(graph.paths[name]))
-            found[test] = Reached(nearness(test, changed), tuple(dict.fromkeys([*chain, changed])))
+            shortest = tuple(dict.fromkeys([*chain, changed]))
+            found[test] = Reached(nearness(test, changed), seconds[test], shortest)
     for table, is_dear in ((OF_ALL_SOURCES, False), (OF_THE_WHOLE_PACKAGE, True)):
         for test, (pattern, why) in table.items():
             if test in tests and test != changed and fnmatch(changed, pattern):
-                found[test] = Reached(2, (test, changed), why, is_dear)
+                found[test] = Reached(2, seconds[test], (test, changed), why, is_dear)
     return sorted(found.values())
 
 
@@ -153,14 +166,23 @@ def nobody_reads(changed: str) -> str | None:
 
 
 def selected(graph: Graph, changed: Iterable[str]) -> tuple[list[Reached], list[Reached]]:
-    """The tests to run after a change of these files, and the others that it reaches; the nearest first."""
+    """The tests to run after a change of these files, and the others that it reaches; the nearest first.
+
+    The nearest test of each file runs in any case.
+    """
     found = [reached(graph, path) for path in changed]
-    chosen: dict[str, Reached] = {}
+    nearest = {ones[0].test for ones in found if ones}
+    near: dict[str, Reached] = {}
     for ones in found:
-        for one in [*(one for one in ones if one.is_chosen), *ones[:1]]:
-            chosen[one.test] = min(one, chosen.get(one.test, one))
-    far = {one.test: one for ones in found for one in ones if one.test not in chosen}
-    return sorted(chosen.values()), sorted(far.values())
+        for one in [*(one for one in ones if not one.is_far), *ones[:1]]:
+            near[one.test] = min(one, near.get(one.test, one))
+    chosen, left = {}, float(BUDGET)
+    for one in sorted(near.values(), key=lambda one: (one.test not in nearest, one.order)):
+        if one.test in nearest or one.seconds <= left:
+            chosen[one.test] = one
+            left -= one.seconds
+    others = {one.test: one for ones in found for one in ones if one.test not in chosen}
+    return sorted(chosen.values()), sorted(others.values())
 
 
 def changed_since(root: Path, base: str | None) -> list[str]:
@@ -185,13 +207,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m tests.affected", description="Other options go to pytest.")
     parser.add_argument("--base", help="a commit; default: where this branch left main")
     parser.add_argument("--list", action="store_true", help="say what would run, and why")
-    parser.add_argument("--all", action="store_true", help="also tests that are far from the change")
+    parser.add_argument(
+        "--all", action="store_true", help="also what is far from the change, or takes longer"
+    )
     given, for_pytest = parser.parse_known_args(argv)
     graph = Graph(ROOT)
     changed = changed_since(ROOT, given.base)
-    chosen, far = selected(graph, changed)
+    chosen, others = selected(graph, changed)
     if given.all:
-        chosen, far = [*chosen, *far], []
+        chosen, others = [*chosen, *others], []
     print(f"changed: {' '.join(changed) or 'nothing'}")
     for path in changed:
         if not reached(graph, path):
@@ -199,11 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no test for {path}: {nobody_reads(path) or gone}")
     for one in chosen:
         print(one)
-    if far:
-        names = " ".join(one.test.removeprefix("tests/") for one in far)
-        print(
-            f"left out, of {len(far)} files that are farther away or try the whole package (--all): {names}"
-        )
+    if others:
+        names = " ".join(one.test.removeprefix("tests/") for one in others)
+        why = f"are farther away, try the whole package or exceed {BUDGET} s of tests"
+        print(f"left out, of {len(others)} files that {why} (--all): {names}")
     if given.list or not chosen:
         return 0
     sys.stdout.flush()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ STARTED = {
     "ranks": "multiprocessing.process:BaseProcess.start",
     "other processes": "subprocess:Popen.__init__",
 }
+PAGE = "docs/test-profile.md"
 COLLECTION, OTHERWISE = "collection, imports", "tests themselves"
 TIMES = "tests | seconds | processor seconds"
 HEAD = """# Where the time of `make test` goes
@@ -45,7 +47,7 @@ class Stopwatch:
     """What has passed since it was last read."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._started: Counter[str] = Counter()
         self._causes = [COLLECTION]
         self._clock = time.perf_counter()
@@ -168,17 +170,35 @@ def page_of(tests: Iterable[tuple[str, Took]]) -> str:
             rows[place].append((seconds, took["processor"][""]))
         clock.update(took["clock"])
         started.update(took["started"])
-    places = [(place, len(took), *map(sum, zip(*took, strict=True))) for place, took in rows.items()]
+    causes = sorted(clock.items(), key=lambda row: -row[1])
+    places = [
+        (place, len(took), sum(s for s, _ in took), sum(p for _, p in took)) for place, took in rows.items()
+    ]
     places.sort(key=lambda row: -row[2])
     return "\n".join(
         [
             HEAD,
-            _table("cause | seconds, of all workers", sorted(clock.items(), key=lambda row: -row[1])),
+            _table("cause | seconds, of all workers", causes),
             _table("started | number", sorted(started.items())),
             _table(f"folder | {TIMES}", [row for row in places if not row[0].endswith(".py")]),
             _table(f"slowest files | {TIMES}", [row for row in places if row[0].endswith(".py")][:40]),
         ]
     )
+
+
+def seconds_of(page: str, files: Collection[str]) -> dict[str, float]:
+    """What each file is likely to take: as its row says, or as much as others of its folder without a row."""
+    found = re.findall(r"^\| (tests\S*) \| \d+ \| (\d+) ", page, re.MULTILINE)
+    rows = {place: float(seconds) for place, seconds in found}
+    folders = {file: file.rpartition("/")[0] for file in files}
+    left, without = defaultdict(float, rows), Counter[str]()
+    for file, folder in folders.items():
+        left[folder] -= rows.get(file, 0.0)
+        without[folder] += file not in rows
+    return {
+        file: rows[file] if file in rows else max(0.0, left[folder]) / without[folder]
+        for file, folder in folders.items()
+    }
 
 
 def _table(head: str, rows: Iterable[tuple[str | float, ...]]) -> str:

@@ -161,18 +161,37 @@ def test_chain_is_the_shortest_and_the_nearest_test_comes_first(tmp_path):
     assert [one.test for one in reached(graph, "tests/helper.py")] == ["tests/ops/test_a.py"]
 
 
-def test_what_is_far_is_left_out_but_the_nearest_is_not(tmp_path):
+def test_what_is_far_is_left_out_but_not_in_the_same_room_nor_the_nearest(tmp_path):
     chain = {f"tpkernels/ops/m{i}": f"import tpkernels.ops.m{i + 1}" for i in range(5)}
-    tests = {"near": "import tpkernels.ops.m4", "far": "import tpkernels.ops.m0"}
-    tests = {f"tests/gate/test_{name}": text for name, text in tests.items()}
-    graph = write(tmp_path, {"tpkernels/ops/m5": "", **chain, **tests})
-    near, far = (f"tests/gate/test_{name}.py" for name in ("near", "far"))
-    assert [[one.test for one in its] for its in selected(graph, ["tpkernels/ops/m5.py"])] == [[near], [far]]
+    room, near, far = "tests/ops/test_room.py", "tests/gate/test_near.py", "tests/gate/test_far.py"
+    imported = {room: "m0", near: "m4", far: "m0"}
+    tests = {path.removesuffix(".py"): f"import tpkernels.ops.{name}" for path, name in imported.items()}
+
+    def found(graph):
+        return [[one.test for one in its] for its in selected(graph, ["tpkernels/ops/m5.py"])]
+
+    assert found(write(tmp_path, {"tpkernels/ops/m5": "", **chain, **tests})) == [[room, near], [far]]
+    (tmp_path / room).unlink()
     (tmp_path / near).unlink()
-    assert [[one.test for one in its] for its in selected(Graph(tmp_path), ["tpkernels/ops/m5.py"])] == [
-        [far],
-        [],
-    ]
+    assert found(Graph(tmp_path)) == [[far], []]
+
+
+def test_nearest_and_quickest_tests_fill_the_budget(tmp_path):
+    seconds = {"ops/test_a": 170, "ops/test_b": 9, "gate/test_c": 2, "gate/test_d": 1, "gate/test_e": 999}
+    tests = {f"tests/{name}": "import tpkernels.ops.a" for name in seconds}
+    graph = write(tmp_path, {"tpkernels/ops/a": "", **tests})
+    (tmp_path / "docs").mkdir()
+    rows = [f"| tests/{name}.py | 3 | {took} | 5 |\n" for name, took in seconds.items()]
+    (tmp_path / "docs/test-profile.md").write_text("".join(rows))
+    for changed, room, others in [
+        (["tpkernels/ops/a.py"], "ab", "d"),
+        (["tpkernels/ops/a.py", "tests/gate/test_e.py"], "a", "e"),  # which were the nearest to each
+    ]:
+        expected = {f"tests/ops/test_{name}.py" for name in room}
+        expected |= {f"tests/gate/test_{name}.py" for name in others}
+        chosen, left_out = selected(graph, changed)
+        assert {one.test for one in chosen} == expected
+        assert len(left_out) == len(seconds) - len(expected)
 
 
 def test_changes_are_counted_from_where_the_branch_left_main(tmp_path):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from tests.profile import COLLECTION, OTHERWISE, Stopwatch, page_of
+from tests.profile import COLLECTION, OTHERWISE, Stopwatch, page_of, seconds_of
 
 
 def test_stopwatch_counts_a_cause_inside_another_for_the_inner_one():
@@ -34,3 +34,9 @@ def test_page_adds_up_tests_by_folder_and_file():
     for row in (f"| {COLLECTION} | 18 |", "| ranks | 6 |", "| tests/ops | 2 | 4 | 8 |"):
         assert row in page
     assert "| tests/ops/test_a.py | 2 | 4 | 8 |" in page
+
+
+def test_a_file_without_a_row_takes_as_much_as_others_of_its_folder():
+    page = "| tests/ops | 9 | 10 | 8 |\n| tests/ops/test_a.py | 2 | 4 | 8 |\n"
+    files = [f"tests/ops/test_{name}.py" for name in "abc"]
+    assert [seconds_of(page, [*files, "tests/gate/test_d.py"])[file] for file in files] == [4, 3, 3]

@@ -28,8 +28,8 @@ AT_ONCE = (4, 12, 40, 1000)  # test files of one run after the other: the neares
 class Trials:
     """What the tests of one checkout say of faults."""
 
-    def __init__(self, graph: Graph, given: Namespace, tried_first: Results) -> None:
-        self._graph, self._given, self._tried_first = graph, given, tried_first
+    def __init__(self, graph: Graph, given: Namespace) -> None:
+        self._graph, self._given = graph, given
         self._lock = threading.Lock()
         self._sound: set[str] = set()  # tests that pass without a fault
         self._broken: set[str] = set()  # that do not
@@ -37,9 +37,7 @@ class Trials:
     def tests(self, fault: Mutant) -> list[str]:
         """Test files, those first that are likeliest to see it."""
         found = reached(self._graph, fault.file)
-        ordered = [one.test for one in sorted(found, key=lambda one: (bool(one.why), one.is_dear))]
-        by = self._tried_first.get(fault.key, {}).get("by", "").partition("::")[0]
-        return sorted(ordered, key=lambda test: test != by)
+        return [one.test for one in sorted(found, key=lambda one: (bool(one.why), one.is_dear))]
 
     def judge(self, tree: Tree, fault: Mutant) -> dict[str, Any]:
         """Whether tests see the fault; those that fail without it, too, are not asked again."""
@@ -90,7 +88,7 @@ class Trials:
 
 def run(given: Namespace, faults: Sequence[Mutant], results: Results) -> None:
     """Try each fault, `jobs` at once, and write down what became of it as soon as it is known."""
-    trials = Trials(Graph(given.tree), given, read(given.killed_by))
+    trials = Trials(Graph(given.tree), given)
     waiting: SimpleQueue[Mutant] = SimpleQueue()
     for fault in faults:
         if fault.key not in results:
@@ -136,9 +134,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hang", type=float, default=150, help="seconds after which a test hangs")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--tree", type=Path, default=ROOT, help="try another checkout's tests and sources")
-    parser.add_argument(
-        "--killed-by", type=Path, help="results for another checkout: try the same test first"
-    )
     parser.add_argument("--out", type=Path, default=ROOT / "out/mutants.json", help="results; also as .md")
     parser.add_argument(
         "--resume",

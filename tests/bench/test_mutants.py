@@ -82,7 +82,7 @@ def line_with(before, after):
     ids=["wrong", "hangs", "crashes", "not_noticed", "not_reached"],
 )
 def test_fault_meets_its_tests(tree, before, after, result, reached, by, hang):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=hang), {})
+    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=hang))
     trials._broken.add("tests/room/test_it.py::test_broken")
     found = trials.judge(tree, line_with(before, after))
     assert (found["result"], found.get("reached")) == (result, reached)
@@ -91,27 +91,15 @@ def test_fault_meets_its_tests(tree, before, after, result, reached, by, hang):
 
 
 def test_test_that_fails_without_the_fault_kills_none(tree):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60), {})
+    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60))
     found = trials.judge(tree, line_with("rows * cols", "rows"))
     assert found["by"] == "tests/room/test_it.py::test_size"
     assert trials._broken == {"tests/room/test_it.py::test_broken"}
 
 
 def test_line_that_another_checkout_lacks_is_not_tried(tree):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60), {})
+    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60))
     assert trials.judge(tree, Mutant("tpkernels/room/it.py", 1, "gone", "", ""))["result"] == "absent"
-
-
-def test_test_that_saw_a_fault_elsewhere_comes_first(tmp_path):
-    fault = Mutant("tpkernels/it.py", 1, "a", "b", "")
-    for name in ("tpkernels/it", "tests/test_it", "tests/test_other"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.py").write_text("import tpkernels.it")
-    (tmp_path / "pyproject.toml").touch()
-    graph, elsewhere = Graph(tmp_path), {fault.key: {"by": "tests/test_other.py::test[x]"}}
-    own, other = "tests/test_it.py", "tests/test_other.py"
-    assert mutants.Trials(graph, Namespace(), {}).tests(fault) == [own, other]
-    assert mutants.Trials(graph, Namespace(), elsewhere).tests(fault) == [other, own]
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ def lost_in_a_step(dies, seconds):
         kind, text = error_of(buckets.finish)
         assert kind == ("RuntimeError" if number == 2 else "nothing"), text
     store.set("rank 0 gave up", "now")
+    kind, said = error_of(buckets.zero)  # which has nothing to give up any more
+    assert kind == "nothing" or "has failed and cannot be used any more" in said, said
     assert "all_reduce of bucket 0 of 4 ('3.weight' to '3.bias', " in text
     assert f"failed in process group '{dist.group.WORLD.group_name}' of 2 ranks, here on rank 0" in text
     assert "a rank died, came too late, or left the common order of calls. Cause: " in text

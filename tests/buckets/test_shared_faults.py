@@ -234,17 +234,17 @@ def test_what_a_rank_sent_before_it_let_go_counts():
         step(module, buckets)
 
 
-@pytest.mark.parametrize(("leaves", "longest"), [(True, 1.0), (False, 6.0)])
+@pytest.mark.parametrize(("leaves", "least", "longest"), [(True, 0.0, 1.0), (False, 2.0, 6.0)])
 @on_ranks(2)
-def test_no_process_waits_long_at_its_end(leaves, longest):
-    """An engine that nobody has waited for lets go, its buckets in flight."""
+def test_no_process_waits_long_at_its_end(leaves, least, longest):
+    """An engine that nobody has waited for lets go, its buckets in flight, which others may be adding up."""
     module, buckets = fresh()
     engine = buckets._engine
     if dist.get_rank() == 0:
         backward(module)
         started = time.monotonic()
         engine.detach()  # as at the end of a process, where Python waits no more
-        assert time.monotonic() - started < patient(longest)
+        assert least <= time.monotonic() - started < patient(longest)
     elif leaves:
         engine.detach()
     dist.barrier()

@@ -170,14 +170,18 @@ class Single(nn.Linear):
 
 
 def in_float32():
-    """Errors of a right and of a wrong plan."""
+    """Errors of a right and of a wrong plan; copies that are compared share no weights with a model."""
     initialize_model_parallel(2)
+    torch.manual_seed(0)
     models = [
         nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8), Single(8, 8))
         for between in (nn.ReLU(), nn.Softmax(-1))
     ]
     plan = {"0": "column", "2": "row"}
-    return [error_of(parallelize, model, plan=plan, weights="broadcast")[1] for model in models]
+    before = [model[3].weight.clone() for model in models]
+    said = [error_of(parallelize, model, plan=plan, weights="broadcast")[1] for model in models]
+    assert all(model[3].weight.equal(weight) for model, weight in zip(models, before, strict=True))
+    return said
 
 
 def refused_though_right():

@@ -80,8 +80,10 @@ def transfers(way, operator="row_linear", direction="forward", sizes=SIZES):
 
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_rounds_are_those_of_the_schedule(rounds):
-    with patch.object(ways, "collective_rounds", lambda *_: rounds):
+    with patch.object(ways, "collective_rounds", lambda _, features, *__: rounds if features else 1):
         assert len(transfers("c10d")) == rounds
+        for way in ("c10d", "decomposed"):  # x and dx, which other products hide
+            assert len(transfers(way, "column_linear", "backward")) == 2
     sizes = Sizes(8192, 14336, 4096, 8)
     assert len(transfers("c10d", sizes=sizes)) == schedule.collective_rounds(8192, 4096, 8, 132)
 
