@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.shapes import all_shapes
-from tests.kernels.ring import chunks_of_tile, first_tile, tile_order
+from tests.kernels.ring import chunks_of_tile, tile_order
 from tpkernels.comm import schedule
 from tpkernels.comm.schedule import (
     LEAST_BYTES,
@@ -195,22 +195,6 @@ def test_even_chunks_are_what_a_kernel_takes_them_for():
         assert chunk_rows(rows, ranks, parts) == size
 
 
-def test_every_tile_is_computed_once():
-    for ranks, parts, size, block_rows in TILINGS:
-        rows = ranks * parts * size
-        for rank in range(ranks):
-            order = tile_order(rank, rows, ranks, block_rows)
-            assert sorted(order) == list(range(-(-rows // block_rows)))
-
-
-def test_a_tile_waits_for_each_of_its_rows_and_for_no_other():
-    for ranks, parts, size, block_rows in TILINGS:
-        rows, chunks = ranks * parts * size, ranks * parts
-        for tile in range(-(-rows // block_rows)):
-            tile_rows = range(tile * block_rows, min(rows, (tile + 1) * block_rows))
-            assert set(chunks_of_tile(tile, rows, chunks, block_rows)) == {row // size for row in tile_rows}
-
-
 def test_no_tile_waits_for_a_chunk_while_a_later_tile_could_be_computed():
     """The last chunk that each tile waits for comes later and later; only the last tile may look back."""
     for ranks, parts, size, block_rows in TILINGS:
@@ -230,11 +214,6 @@ def test_a_slot_is_written_only_after_its_last_readers():
         between = range(reusable_after(epoch) + 1, epoch)
         assert all(slot_of(other) != slot_of(epoch) for other in between)
         assert len(between) == SLOTS - 1
-
-
-def test_no_rows_make_no_tiles():
-    assert tile_order(1, 0, 2, 16) == []
-    assert first_tile(1, 0, 2, 16) == 0
 
 
 @pytest.mark.parametrize(("rows", "ranks", "parts"), [(7, 2, 1), (8, 2, 3), (8, 0, 1)])

@@ -52,18 +52,6 @@ def test_gather_linear_matches_float64_and_the_bits_of_linear(shape, chunks, dty
 
 
 @pytest.mark.parametrize("form", ["descriptor", "pointer"])
-@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
-def test_gather_linear_forms_agree_with_float64(form, bias, device):
-    x, w, b = operands((72, 96, 104), torch.bfloat16, device)
-    here = arrivals(device, EPOCH, EPOCH)
-    y, z = gather_linear_fwd(
-        x, w, b if bias else None, arrivals=here, first_row=36, form=form, tile=TILE, margin=1
-    )
-    assert z is None
-    assert_accurate(y, gather_linear_ref(x.double(), w.double(), b.double() if bias else None)[0])
-
-
-@pytest.mark.parametrize("form", ["descriptor", "pointer"])
 def test_gather_linear_reads_a_weight_as_it_lies(form, device):
     """dgrad of `row_linear`: the weight lies as (depth, cols). No copy, and the bits of `dgrad`."""
     dy, w, _ = operands((72, 104, 96), torch.bfloat16, device)

@@ -14,15 +14,6 @@ from tpkernels.kernels.scaled import DTYPE_OF, Scaled, dequantize_ref, quantize_
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
-# (rows, columns): those of words are aligned from 1024 on
-SHAPES = {
-    "one_row": (1, 136),
-    "one_column": (40, 1),
-    "one_block": (32, 128),
-    "ragged": (37, 301),
-    "aligned": (9, 1024),
-    "padded": (130, 1028),
-}
 SCALINGS = {"rows": ("rows", False), "blocks": ("blocks", False), "squares": ("blocks", True)}
 OPTIONS = {"e4m3": ("e4m3", False), "e5m2": ("e5m2", False), "power_of_two": ("e4m3", True)}
 
@@ -44,12 +35,6 @@ def assert_words_of_oracle(x, scaling="rows", square=False, format="e4m3", power
     options = {"power_of_two": power_of_two, "square": square}
     ours = quantize(x, format=format, scaling=scaling, **options)
     assert_same_words(ours, quantize_ref(x, format, scaling, **options))
-
-
-@pairwise(shape=SHAPES, scaling=SCALINGS, by=["rows", "columns"])
-def test_words_are_the_oracles(shape, scaling, by, device):
-    x = spread(*shape, torch.bfloat16, device)
-    assert_words_of_oracle(LAYOUTS["transposed"](x) if by == "columns" else x, *scaling)
 
 
 def test_rows_longer_than_a_program_holds(device):

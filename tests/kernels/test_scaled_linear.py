@@ -1,4 +1,4 @@
-"""`scaled_linear_fwd` against float64 of the dequantized operands, in every format and scaling."""
+"""`scaled_linear_fwd` against float64 of the dequantized operands: shapes, layouts, and what is refused."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.kernels.checks import EMPTY_SHAPES, assert_written, rows_for
-from tests.products import once, pairwise
+from tests.products import once
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.accuracy import BOUND, relative_error
 from tpkernels.kernels import launch
-from tpkernels.kernels.activations import ACTIVATIONS, act_ref
+from tpkernels.kernels.activations import act_ref
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words, quantize_ref, spread
 from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, RTX_5090
@@ -81,23 +81,9 @@ def assert_scaled_linear(x, w, bias, activation="none", dtype="bfloat16", **opti
     assert_accurate(y, act_ref(exact, activation))
 
 
-@pairwise(
-    shape=SHAPES, scaling=SCALINGS, dtype=list(RESULTS), formats=FORMATS, activation=["none", "gelu_tanh"]
-)
+@once(shape=SHAPES, scaling=SCALINGS, dtype=list(RESULTS), formats=FORMATS, activation=["none", "gelu_tanh"])
 def test_scaled_linear_fwd_matches_float64(shape, scaling, dtype, formats, activation, device):
     assert_scaled_linear(*operands(shape, device, scaling, formats), activation, dtype)
-
-
-@once(activation=ACTIVATIONS, scaling=SCALINGS)
-def test_every_activation_matches_float64(activation, scaling, device):
-    assert_scaled_linear(*operands(SHAPES["ragged"], device, scaling), activation)
-
-
-@pairwise(form=FORMS, scaling=SCALINGS, bias=[False, True], parts=[1, 2])
-def test_both_forms_match_float64(form, scaling, bias, parts, device):
-    x, w, b = operands(ALIGNED, device, scaling)
-    tile = replace(DEEP, parts=parts)
-    assert_scaled_linear(x, w, b if bias else None, "silu", form=form, tile=tile)
 
 
 @once(cols=[128, 256], form=FORMS)
@@ -207,33 +193,6 @@ def test_tiny_rows_by_tiny_weights_do_not_vanish(device):
     assert not (x.scale * w.scale.t()).any()
     y = run(x, w, dtype="float32").y.double()
     assert relative_error(y * 2.0**134, exact_z(x, w) * 2.0**134) < 1e-2  # of few bits: they are subnormal
-
-
-def without_last_block(x):
-    data = x.data.clone().view(torch.uint8)
-    data[:, -(x.features % BLOCK or BLOCK) :] = 0
-    return data.view(x.data.dtype)
-
-
-# what the kernel is given, not what is expected of it: the operands above must show each
-FAULTS = {
-    "the_scale_of_the_next_row": lambda x, w: (x.data, w.data, x.scale.roll(1, 0), w.scale),
-    "the_scale_of_the_next_column": lambda x, w: (x.data, w.data, x.scale, w.scale.roll(1, 0)),
-    "no_last_block": lambda x, w: (without_last_block(x), w.data, x.scale, w.scale),
-    "scales_left_out": lambda x, w: (x.data, w.data, torch.ones_like(x.scale), w.scale),
-    "the_scale_of_the_next_block": lambda x, w: (x.data, w.data, x.scale.roll(1, 1), w.scale),
-}
-
-
-@pytest.mark.parametrize(
-    ("scaling", "fault"),
-    [("blocks", fault) for fault in FAULTS] + [("rows", fault) for fault in FAULTS if "block" not in fault],
-)
-def test_a_planted_fault_is_seen(scaling, fault, device):
-    x, w, b = operands(SHAPES["ragged"], device, scaling)
-    y = scaled_linear_fwd(*FAULTS[fault](x, w), b, tile=TILE).y
-    with pytest.raises(AssertionError):
-        assert_accurate(y, exact_z(x, w, b))
 
 
 def multiply(x, w, /, **changed):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, EMPTY_SHAPES, LAYOUTS, SHAPES, TILE, assert_accurate, normal
-from tests.products import once, pairwise
+from tests.products import once
 from tpkernels.gate.accuracy import Frames
 from tpkernels.kernels import launch
 from tpkernels.kernels.dgrad import dgrad
@@ -46,19 +46,6 @@ def test_wgrad_writes_fp32_of_16_bit_operands(form, device):
     dw = wgrad(dy, x, dtype=torch.float32, tile=TILE, form=form)
     assert dw.dtype == torch.float32
     assert_accurate(dw, wgrad_ref(dy.double(), x.double()))
-
-
-@pairwise(shape=SHAPES, dtype=DTYPES, grad_dtype=DTYPES)
-def test_wgrad_accumulate_matches_float64(shape, dtype, grad_dtype, device, frames):
-    assert_accumulates(framed_grad(shape, grad_dtype, device, frames), *operands(shape, dtype, device))
-
-
-@pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("form", ["descriptor", "pointer"])
-def test_wgrad_accumulate_forms_agree_with_float64(form, grad_dtype, device, frames):
-    shape = SHAPES["aligned"]
-    main_grad = framed_grad(shape, grad_dtype, device, frames)
-    assert_accumulates(main_grad, *operands(shape, torch.bfloat16, device), form)
 
 
 def test_wgrad_accumulate_over_several_backwards_rounds_as_one(device, frames):
