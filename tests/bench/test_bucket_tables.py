@@ -2,7 +2,6 @@
 
 import pytest
 
-from bench.buckets import Row
 from bench.cases.bucket_overlap import efficiency, hidden, listed
 from bench.cases.buckets import low, with_better_ddp
 
@@ -28,17 +27,6 @@ def test_naive_way_is_the_faster_form_of_ddp():
         assert low(told["ddp_copies"]) == 1e-3 * copies
         assert low(told["ddp_views"]) == 1e-3 * views
     assert low(with_better_ddp(seconds(ours=10, naive=30))["naive"]) == 30e-3
-
-
-def test_row_compares_with_the_form_that_is_harder_to_beat():
-    together = Row("step", 2, [seconds(ours=10, naive=11, ddp_views=12, alone=8)], (0.5, 1.0))
-    assert together.ratio == pytest.approx(1.1)
-    times = "10 (11,000) | 11 (12,000) | 12 (13,000) | 8 (9,000)"
-    assert str(together) == f"| step | 2 | {times} | 1.10 | 1.25 | 20 | 0.5 to 1.0 |"
-    bare = Row("construction", 2, [seconds(ours=10, naive=11, ddp_views=12)], (0.5, 1.0))
-    assert str(bare).endswith("| - | 1.10 | - | 20 | 0.5 to 1.0 |")
-    pairs = [seconds(ours=10, naive=12), seconds(ours=20, ddp_views=19)]  # a neighbour came in between
-    assert Row("step", 2, pairs, (0.5, 1.0)).ratio == pytest.approx(0.95)
 
 
 def test_floor_is_what_could_be_saved():

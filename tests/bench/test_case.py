@@ -17,9 +17,8 @@ from bench import record
 from bench.baseline import path_for, read_baseline
 from bench.case import Case, Work, timed_on_ranks
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
-from bench.record import KEYS, PastRounds, extra_info
+from bench.record import KEYS, extra_info
 from bench.shapes import RATED_GPUS
-from bench.summary import summary
 from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[2]
@@ -50,12 +49,6 @@ def test_results_agree_as_well_as_their_dtype_allows():
     replace(case(half, other), work=replace(WORK, dtype=torch.bfloat16)).check()
     with pytest.raises(AssertionError, match="off by"):
         case(half, other).check()
-
-
-def test_ways_that_return_other_numbers_of_results_are_an_error():
-    ways = {"ours": lambda: [], "naive": lambda: [torch.ones(1)]}
-    with pytest.raises(ValueError, match="zip"):
-        Case(WORK, ways).check()
 
 
 def test_an_accumulating_way_is_checked_after_as_many_calls_as_naive():
@@ -132,29 +125,6 @@ def test_page_explains_each_key():
     explained = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
     named = {key for cell in explained for key in re.findall(r"\w+", cell)}
     assert set(KEYS) <= named, set(KEYS) - named
-
-
-def test_summary_is_by_op_and_shape():
-    other = replace(WORK, op="add", pass_="backward")
-    lines = list(summary([extra_info(work, SECONDS) for work in (WORK, other, replace(WORK, pass_="dgrad"))]))
-    assert [line for line in lines if not line.startswith(" ")] == ["add 3", "sum 3"]
-    assert sum(line.startswith("  ") for line in lines) == 3
-    assert "1.00x (0.75 to 1.50)" in lines[1]
-    assert lines[1].endswith("of torch.sum, 3.00x compiled")
-
-
-def test_rounds_timed_before_are_handed_over():
-    class Benchmark:
-        def pedantic(self, target, rounds):
-            self.seconds = []
-            for _ in range(rounds):
-                start = past.read()
-                target()
-                self.seconds.append(past.read() - start)
-
-    past, benchmark = PastRounds(), Benchmark()
-    past.hand_over(benchmark, [0.5, 2.0, 1.0])
-    assert benchmark.seconds == pytest.approx([0.5, 2.0, 1.0])
 
 
 def test_small_set_is_that_of_the_committed_baseline():

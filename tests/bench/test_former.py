@@ -13,7 +13,7 @@ import pytest
 
 from bench import former, gate
 from bench.baseline import made_of
-from bench.former import MOST_PAIRS, Change, Unavailable, changes, checked_out
+from bench.former import MOST_PAIRS, Change, changes, checked_out
 from bench.gate import Judged, beside_former, judge
 from bench.results import Results, pooled
 from tests.bench.test_gate import info
@@ -58,16 +58,6 @@ def test_the_same_code_holds_under_any_load_and_a_fall_of_a_fifth_does_not(noise
     assert slower.count("fell") >= 196
 
 
-def test_the_noisier_a_machine_the_more_pairs_are_timed():
-    def pairs(noise: float) -> float:
-        machines = [Machine(seed, noise=noise) for seed in range(100)]
-        for machine in machines:
-            machine.verdict()
-        return sum(machine.runs for machine in machines) / 200
-
-    assert former.LEAST_PAIRS <= pairs(0.01) < pairs(0.04) < pairs(0.1) <= MOST_PAIRS
-
-
 def test_what_is_still_open_after_all_pairs_is_told_by_the_median():
     pairs = [0.5, 1.5, 0.5, 1.5, 0.5, 1.5, 0.86]
     assert Change([*pairs, 0.87]).verdict(FLOOR) == "fell"
@@ -91,13 +81,6 @@ def test_codes_take_turns_in_being_first_and_told_cases_are_left_out():
     assert [code for code, _ in asked[:4]] == ["now", "then", "then", "now"]
     assert [len(names) for _, names in asked] == [2] * 6 + [1] * (2 * MOST_PAIRS - 6)
     assert [len(found[name].pairs) for name in (CASE, OTHER)] == [3, MOST_PAIRS]
-
-
-def test_a_case_that_one_code_cannot_time_is_not_compared():
-    def nothing(names: Sequence[str]) -> Results:
-        return Results({}, {name: "E  off" for name in names}, "")
-
-    assert changes([CASE], measure(lambda: 1.0), nothing, FLOOR, lambda what: None) == {}
 
 
 # Within the gate.
@@ -204,17 +187,3 @@ def test_runs_of_two_revisions_are_of_their_own_files(repository, monkeypatch):
     assert not files.exists()
     assert [found[name].verdict(FLOOR) for name in names] == ["holds", "fell"]
     assert git(repository, "worktree", "list").count("\n") == 0, "nothing stays behind"
-
-
-@pytest.mark.parametrize(
-    ("revision", "why"),
-    [
-        (None, "files that no commit holds"),
-        ("abcdef012345+", "files that no commit holds"),
-        ("abcdef012345", "git fetch --unshallow"),
-        ("--output=x", "files that no commit holds"),
-    ],
-)
-def test_a_revision_that_cannot_be_had_is_said_why(repository, revision, why):
-    with pytest.raises(Unavailable, match=why), checked_out(revision, repository):
-        pass

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from bench.cases import overlap as gpu_overlap
 from bench.cases.overlap import Times, predicted, problems, rows_to_copy
-from tests.warm_python import ran
 
 
 def test_efficiency_is_one_for_all_hidden_and_zero_for_nothing():
@@ -27,22 +24,10 @@ def test_the_model_hides_what_comes_in_time_and_exposes_the_rest(parts):
     assert predicted(10.0, 0.0, parts, delay=100.0) == pytest.approx(105.0)
 
 
-def test_the_model_grows_with_the_delay_and_shrinks_with_parts():
-    times = [predicted(10.0, 6.0, 4, delay) for delay in (0.0, 1.0, 2.0, 4.0, 8.0)]
-    assert times == sorted(times)
-    by_parts = [predicted(10.0, 12.0, parts) for parts in (1, 2, 4, 8)]
-    assert by_parts == sorted(by_parts, reverse=True)
-
-
 def test_rows_are_scaled_to_the_time_wanted():
     assert rows_to_copy(512, 1.0, 4.0) == 128
     assert rows_to_copy(512, 9.0, 4.0) == 512
     assert rows_to_copy(512, 1e-9, 4.0) == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is nothing to time")
-def test_without_a_gpu_it_says_why_it_is_skipped():
-    assert ran("-m", "bench.cases.overlap").stdout == f"skipped: {gpu_overlap.why_not()}\n"
 
 
 def test_a_control_that_hides_something_makes_the_run_worthless():

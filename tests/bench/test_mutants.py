@@ -10,7 +10,7 @@ import pytest
 
 from bench.mutants import __main__ as mutants
 from bench.mutants.draw import Mutant, Sites, drawn
-from bench.mutants.report import read, table, write
+from bench.mutants.report import read, write
 from bench.mutants.tree import Tree
 from tests.imports import Graph
 
@@ -165,25 +165,6 @@ def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
         lines[fault.line - 1] = fault.after
         if fault.file.endswith(".py"):
             compile("\n".join(lines), fault.file, "exec")
-
-
-def test_table_counts_what_could_be_seen():
-    def found(result, **more):
-        return {"room": "ops", "result": result, "by": "", "in_time": True, "reached": True, **more}
-
-    results = {
-        "a: x|y": found("survived"),
-        "b": found("killed"),
-        "c": found("survived", reached=False),
-        "d": found("absent"),
-    }
-    told = table(results, {"runs on a GPU alone": 3}, {"c": "unreachable: needs a GPU"})
-    assert "| ops | 3 | 1 | 1 | 1 | 50% |\n| all | 3 | 1 | 1 | 1 | 50% |\n" in told
-    assert (
-        "| `a: x\\|y` | the line |  |\n| `c` | no test gets to the line | unreachable: needs a GPU |\n"
-        in told
-    )
-    assert "Left out: 3 places in code that runs on a GPU alone.\n" in told
 
 
 def test_results_are_kept_and_resumed(tree, tmp_path, monkeypatch, capsys):

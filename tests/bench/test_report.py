@@ -9,16 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.recorded import Case, Unreadable, read
+from bench.recorded import Unreadable, read
 from bench.report import main
-from bench.timeline import chrome_trace
-from tests.bench.synthetic import overlaps, results, written
+from tests.bench.synthetic import results, written
 from tests.pictures.reading import hinted, words
-from tests.pictures.samples import CALLS, LATER
 from tpkernels.pictures.figure import NO_MATPLOTLIB
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -67,67 +64,6 @@ def test_page_of_a_run_has_every_case_and_stands_by_itself(told, tmp_path):
     assert re.match(r"73 cases: \d+ faster, \d+ slower, \d+ within the spread; 1 failed\npage ", said)
 
 
-def test_every_picture_and_table_has_a_caption(told, tmp_path):
-    trace = written(tmp_path, "column", chrome_trace({"at once": CALLS}))
-    before, after = written(tmp_path, "before", results()), results()
-    after["benchmarks"][0]["extra_info"] |= {
-        "ratio": 9.0,
-        "ratio_quartile_low": 8.9,
-        "ratio_quartile_high": 9.1,
-    }
-    overlap = written(tmp_path, "overlap", overlaps())
-    _, html = told(before, written(tmp_path, "after", after), overlap, trace)
-    figures = re.findall(r"<figure><svg.*?</svg>\s*<figcaption>(.+?)</figcaption></figure>", html, re.DOTALL)
-    assert len(figures) == len(svgs_of(html)) >= 7
-    assert html.count("<table>") == html.count("<table><caption>") == 5
-    assert "2 of 3. Each bar" in html
-
-
-def test_times_are_told_in_the_unit_that_suits_them(told, tmp_path):
-    found = results()
-    found["benchmarks"] = found["benchmarks"][:3]
-    for one, ours in zip(found["benchmarks"], (0.01849, 4.5175, 1234.5), strict=True):
-        one["extra_info"] |= {"ours_ms": ours, "naive_ms": None}
-    _, html = told(written(tmp_path, "run", found))
-    cells = re.findall(r">([\d.]+ (?:µs|ms|s))</td>", html)
-    assert cells == ["18.5 µs", "4.52 ms", "1.23 s"]
-
-
-def test_bars_are_at_most_forty_to_a_picture(told, tmp_path):
-    _, html = told(written(tmp_path, "run", results()))
-    titles = [ElementTree.fromstring(svg)[0].text for svg in svgs_of(html)]
-    assert titles == ["linear, 1 to 40 of 72", "linear, 41 to 72 of 72", "Other ops", "NVIDIA H100 80GB HBM3"]
-
-
-def test_roofline_has_ours_and_naive_of_each_case_that_has_one(told, tmp_path):
-    _, html = told(written(tmp_path, "run", results()))
-    roof = svgs_of(html)[-1]
-    assert len(hinted(roof)) == 2 * 72
-    assert "roof: 989 Tflop/s, 3.35 TB/s" in words(roof)
-    found = results()
-    for case in found["benchmarks"]:
-        case["extra_info"]["dtype"] = "float32"  # which the roof is not of
-    assert "Roofline" not in headings(told(written(tmp_path, "other", found))[1])
-
-
-def test_host_cost_is_told_as_times_naives(told, tmp_path):
-    found = results()
-    found["benchmarks"] = found["benchmarks"][-1:]
-    found["benchmarks"][0]["extra_info"] |= {
-        "ratio": 0.5,
-        "ratio_quartile_low": 0.4,
-        "ratio_quartile_high": 0.8,
-    }
-    page = told(written(tmp_path, "run", found))[1]
-    row = re.search(r"<th>4x16x16 forward</th>(.*?)</tr>", page)[1]
-    assert re.findall(r">([^<]+)</td>", row) == ["2.00", "1.25 to 2.50", "2.50"]
-    assert "not kept" not in page
-    found["benchmarks"][0]["extra_info"]["least_ratio"] = 0.51
-    broken = told(written(tmp_path, "broken", found))[1]
-    assert "1.96, not kept" in broken
-    assert "0.510, not kept" in broken
-
-
 def test_two_runs_are_compared_by_their_spreads(told, tmp_path):
     before, after = results(), results()
     cases = after["benchmarks"]
@@ -145,27 +81,6 @@ def test_two_runs_are_compared_by_their_spreads(told, tmp_path):
     ratios = [float(re.search(r": ([\d.]+),", hint)[1]) for hint in hinted(changes)]
     assert ratios == pytest.approx([0.5, 1.5])
     assert "1 faster" in words(changes)
-
-
-def test_runs_that_are_alike_have_nothing_to_show(told, tmp_path):
-    found = results()
-    found["benchmarks"] = found["benchmarks"][:3]
-    path = written(tmp_path, "run", found)
-    _, html = told(path, path)
-    assert "0 of 3 ratios changed" in html
-    assert "The runs differ" not in html
-    assert len(svgs_of(html)) == 2  # ratios to naive, and the roofline
-
-
-def test_overlap_and_time_line_are_shown_with_or_without_a_run(told, tmp_path):
-    trace = written(tmp_path, "column", chrome_trace({"at once": CALLS, "in turn": LATER}))
-    _, html = told(written(tmp_path, "overlap", overlaps()), trace)
-    assert headings(html) == ["Transfers behind products", "Time line"]
-    bars, lanes = svgs_of(html)
-    assert any(": 1.5, spread" in hint for hint in hinted(bars))
-    assert "nothing was timed" in html
-    assert {"at once: 400 ms", "in turn: 200 ms", "rank 1 computes"} <= set(words(lanes))
-    assert "own rows: 300 ms" in hinted(lanes)
 
 
 @pytest.mark.parametrize(
@@ -188,26 +103,6 @@ def test_missing_and_strange_values_are_no_mistake(benchmarks, told, tmp_path):
     svgs_of(html)
     assert "All cases" in headings(html)
     assert "<&>" not in html
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        [{"link": 3, "shape": [], "milliseconds": 7}, {"link": "l", "error": {}}],
-        [{"link": "l", "milliseconds": {"product": 0, "overlapped": 0, "sequential": "s"}}],
-        {
-            "traceEvents": [
-                {"name": "process_name", "pid": [], "args": {"name": None}},
-                {"name": "thread_name", "pid": [], "tid": {}, "args": {"name": "rank 7 " + "x" * 300}},
-                {"name": "thread_name", "pid": 1, "args": 3},
-                {"ph": "X", "pid": [], "tid": {}, "ts": 1e300, "dur": 5, "name": None},
-                {"ph": "X", "pid": [], "tid": {}, "ts": "now", "dur": 5},
-            ]
-        },
-    ],
-)
-def test_strange_overlaps_and_traces_are_no_mistake(content, told, tmp_path):
-    svgs_of(told(written(tmp_path, "strange", content))[1])
 
 
 @pytest.mark.parametrize(
@@ -245,21 +140,6 @@ def test_absent_files_and_too_many_runs_are_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_pictures_become_files(told, tmp_path):
-    found = [written(tmp_path, "run", results()), written(tmp_path, "overlap", overlaps())]
-    said, html = told(*found, "--png", tmp_path / "png")
-    names = {path.name for path in (tmp_path / "png").iterdir()}
-    assert names == {
-        "ratios-linear-1.png",
-        "ratios-linear-2.png",
-        "ratios-Other_ops.png",
-        "roofline-h100.png",
-        "overlap-overlap.png",
-    }
-    assert len(svgs_of(html)) == len(names)
-    assert f"pictures  5 in {tmp_path / 'png'}" in said
-
-
 def test_without_matplotlib_there_is_a_page_all_the_same(told, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said, html = told(written(tmp_path, "run", results()), "--png", tmp_path / "png")
@@ -268,9 +148,3 @@ def test_without_matplotlib_there_is_a_page_all_the_same(told, tmp_path, monkeyp
     assert html.count("<table>") == 3  # the environment, costs on the host, all cases
     assert not svgs_of(html)
     assert not (tmp_path / "png").exists()
-
-
-def test_a_case_without_words_is_known_by_its_test():
-    case = Case("bench/test_linear.py::test_linear[llama-forward]", {})
-    assert (case.op, case.label) == ("test_linear", "llama-forward")
-    assert Case("odd", {}).op == Case("odd", {}).label == "odd"

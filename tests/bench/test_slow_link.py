@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench import slow_link
 from bench.slow_link import SlowLink, throttle, why_not
 from tests import ranks
 from tests.patience import patient
@@ -52,10 +47,6 @@ def die_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os._exit(3)
     dist.barrier()
-
-
-def sleep_long() -> None:
-    time.sleep(600)
 
 
 @pytest.fixture(scope="module")
@@ -102,31 +93,6 @@ def test_nothing_is_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_gone(places)
 
 
-@needs_link
-@pytest.mark.sweep
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_nothing_is_left_after_the_end_of_the_parent(end: signal.Signals, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "from tests.bench.test_slow_link import *\n"
-        "if __name__ == '__main__':\n"
-        "    with SlowLink(1e9) as link:\n"
-        "        print(link.run(pid_and_namespace), flush=True)\n"
-        "        link.run(sleep_long, timeout=600)\n"
-    )
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    parent = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    )
-    assert parent.stdout is not None
-    with parent.stdout:
-        ranks = eval(parent.stdout.readline())
-    parent.send_signal(end)
-    parent.wait(20)
-    assert_gone(ranks)
-
-
 def assert_gone(ranks: list[tuple[int, str]]) -> None:
     namespaces = {namespace for _, namespace in ranks}
     deadline = time.monotonic() + patient(10)
@@ -158,19 +124,3 @@ def test_says_which_commands_are_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "needs the commands tc" in (why_not() or "")
     with pytest.raises(RuntimeError, match="iproute2"), SlowLink(1e9):
         pass
-
-
-@pytest.mark.usefixtures("fresh_answer")
-def test_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in (why_not() or "")
-
-
-@pytest.mark.usefixtures("fresh_answer")
-def test_says_what_the_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = subprocess.CompletedProcess([], 1, stderr="unshare: Operation not permitted\n")
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(slow_link.subprocess, "run", lambda *_, **__: refusal)
-    assert "Operation not permitted" in (why_not() or "")

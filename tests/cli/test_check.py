@@ -180,16 +180,6 @@ def test_report_that_cannot_be_finished_takes_neither_findings_nor_notes_along(c
     assert "error: cannot write the report: " in ran.stderr
 
 
-def test_damaged_budgets_are_told_of_before_anything_is_compiled(check, copy):
-    table = copy / "tpkernels" / "kernels" / "budgets.json"
-    table.write_text("<<<<<<< HEAD\n" + table.read_text())
-    ran = check()
-    assert ran.returncode == 2
-    assert re.fullmatch(
-        r"python -m tpkernels check: error: .*budgets.json is no table of budgets .*\n", ran.stderr
-    )
-
-
 def test_interrupted_check_ends_at_once_and_in_a_word(copy):
     """Ctrl-C reaches every process in the foreground."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

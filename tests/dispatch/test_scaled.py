@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.dispatch.conftest import CPU, FakeTimer, need_interpreter
+from tests.dispatch.conftest import CPU, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
-from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.candidates import candidates, named
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.gpus import GPUS
@@ -214,17 +213,6 @@ def test_ways_of_torch_agree_and_write_the_same_bits_into_rows(way, keep_z, acti
     out, around = rows_for(results)
     into(out, *arguments)
     assert_written(out, around, results)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_rows_are_written_by_any_backend(backend, monkeypatch):
-    need_interpreter()
-    monkeypatch.setattr(backends, "backend", backend)
-    arguments = scratch(activation="none", keep_z=False)
-    expected = [primitives.scaled_linear(*arguments)[0]]
-    out, around = rows_for(expected)
-    primitives.into(primitives.scaled_linear, out, *arguments)
-    assert_written(out, around, expected)
 
 
 def test_a_scale_for_128_rows_of_a_weight_is_that_of_each():

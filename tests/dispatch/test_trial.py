@@ -14,7 +14,7 @@ import torch
 from tests.patience import patient
 from tpkernels.dispatch import trial as module
 from tpkernels.dispatch import watched_process
-from tpkernels.dispatch.trial import Limits, Verdict, trial
+from tpkernels.dispatch.trial import Limits, trial
 from tpkernels.dispatch.variant import Variant
 
 CPU = torch.device("cpu")
@@ -226,11 +226,6 @@ def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatc
     assert "CUDA_LAUNCH_BLOCKING" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
     assert environment["CUDA_MPS_PIPE_DIRECTORY"] == os.devnull
-
-
-def test_verdicts_read_as_a_sentence():
-    assert str(Verdict("passed")) == "passed"
-    assert str(Verdict("wrong", "by 3")) == "wrong: by 3"
 
 
 def test_a_child_that_somebody_else_has_reaped_is_not_killed(monkeypatch):

@@ -98,18 +98,6 @@ def test_facts_of_epilogues_that_load_and_store_in_turn(told):
     assert told("linear_pointer").exposed_waits is None  # on sm_80
 
 
-def test_blocks_of_an_sm_are_known_of_nvidia(told):
-    assert told("linear_descriptor").blocks == 1
-    assert told("linear_pointer").blocks == 1
-    assert told("amd").blocks is None
-
-
-def test_facts_of_an_amd_kernel(told):
-    facts = told("amd")
-    assert 0 < facts.registers <= 512
-    assert facts.count("global_load")
-
-
 def test_rules_see_a_lost_alignment_by_its_cause_and_by_its_effect(told):
     failures = broken(told, "lost_alignment")
     assert "16-byte alignment lost: K, N, T, b_ptr, stride_wn, stride_xt, w, x, y, z" in failures

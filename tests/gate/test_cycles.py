@@ -1,20 +1,18 @@
 """A change of cycles is told with its reason, and nothing else is."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.gate import budgets, compile_gate, report
+from tpkernels.gate import budgets, compile_gate
 from tpkernels.gate.ahead_of_time import Job
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
-from tpkernels.gate.compile_gate import Compiled, judge
+from tpkernels.gate.compile_gate import judge
 from tpkernels.gate.cycles import as_text, from_text, kept
-from tpkernels.gate.numerics import Computed
 
 JOB = Job(next(iter(recipes().values())).entry(), "sm_90")
 ROW = replace(COST, step=None, ideal=0.0)  # a kernel without products
@@ -128,23 +126,3 @@ def test_stretches_are_read_as_they_were_written():
     assert set(kept(ROW)) == {"edge"}
     row = Budget.of(FACTS, COST).as_json()
     assert Budget.from_json(row) == Budget.of(FACTS, COST)
-
-
-def test_report_has_cycles_in_table_and_json(capsys, tmp_path):
-    rows = [Compiled(JOB, FACTS, (), COST), Compiled(JOB, FACTS, (), ROW), Compiled(JOB, FACTS, ())]
-    report.tell({}, rows, [], [], 1.0, tmp_path / "report.json")
-    headings, *lines = (line.split() for line in capsys.readouterr().out.splitlines() if "  " in line)
-    columns = headings.index("step"), headings.index("edge")
-    found = [[line[column + 1] for column in columns] for line in lines[:3]]
-    assert found == [["1,040", "5,950"], ["-", "5,950"], ["-", "-"]]
-    written = report._as_json({}, rows, [], [])["compiled"]
-    assert Cost.from_json(written[0]["cost"]) == COST
-    assert written[2]["cost"] is None
-
-
-def test_report_has_the_worst_case_of_each_launcher(capsys):
-    cases = [
-        Computed(f"linear_fwd/{name}", error, "") for name, error in (("a", 0.25), ("b", 0.5), ("c", 0.125))
-    ]
-    report.tell({}, [], cases, [], 1.0, None)
-    assert re.search(r"^ok +linear_fwd +3 cases +0\.50$", capsys.readouterr().out, re.MULTILINE)

@@ -1,4 +1,7 @@
-"""Costs of compiled entries: what must hold of each, and what is refused."""
+"""Costs of compiled entries: what must hold of each, and what is refused.
+
+That a step copies and multiplies what its shape asks for, the clock itself holds each entry of the gate to.
+"""
 
 import json
 
@@ -77,6 +80,23 @@ def test_costs_survive_json(found):
         assert Cost.from_json(json.loads(json.dumps(one.cost.as_json()))) == one.cost, name
     with pytest.raises(TypeError, match="fields of Cost"):
         Cost.from_json({"edge": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "guessed"),
+    [
+        ("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", 0),
+        ("dglu/descriptor/bf16/128x128x64-w8-s4-p4/swiglu+h", 0),
+        ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
+        ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z", 24),  # looks at flags
+        ("linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0),
+        ("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0),
+    ],
+)
+def test_each_kind_of_kernel_runs_to_its_end(compiler, name, guessed):
+    cost = compiler.run(clocked, name)
+    assert cost.step.cycles >= cost.ideal > 0
+    assert cost.guessed == guessed
 
 
 def test_rows_are_costed_by_the_block_whoever_computes_it(compiler):
