@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
@@ -206,14 +204,6 @@ def test_update_then_compare(tmp_path, capsys):
     assert Finding(**finding).case == PROJ
 
 
-def test_a_baseline_made_with_other_versions_is_told_of(tmp_path, capsys):
-    write_baseline(BASELINE, tmp_path / "cpu.json")
-    newer = {"versions": {"torch": "2.14.0"}}
-    file = file_of(tmp_path / "now.json", results(*(info(r, **newer) for r in (1.2, 1.0, 0.8, 2.0))))
-    code, said = main(capsys, file, "--baseline", str(tmp_path / "cpu.json"))
-    assert (code, "torch 2.13.0 is 2.14.0 now" in said) == (0, True)
-
-
 def test_results_of_another_device_are_refused(tmp_path, capsys):
     write_baseline(BASELINE, tmp_path / "cpu.json")
     now = results(info(1.0, device="NVIDIA A100-SXM4-80GB"), info(1.0))
@@ -240,18 +230,6 @@ def test_no_baseline_is_made_of_wrong_or_no_results(tmp_path, capsys, now):
     path = tmp_path / "cpu.json"
     code, said = main(capsys, file_of(tmp_path / "now.json", now), "--update", "--baseline", str(path))
     assert (code, path.exists()) == (2, False), said
-
-
-def test_kernels_are_part_of_the_gate(monkeypatch, tmp_path, capsys):
-    commands = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(gate.subprocess, "run", run)
-    assert gate.main(["--skip", "timings"]) == 1
-    assert commands == [[sys.executable, "-m", "tpkernels", "check", "--skip", "numerics"]]
 
 
 def test_a_small_selection_is_run_compared_and_shown(tmp_path, capsys):

@@ -166,18 +166,3 @@ def test_plain_values_and_oracles_need_no_triton():
     program = "; ".join(f"import tpkernels.{module}" for module in modules)
     program += "; import sys; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "form", "target", "ragged", "expected"),
-    [
-        ("linear", "descriptor", H100, False, tiles._DESCRIPTOR["linear"]),
-        ("wgrad", "descriptor", H100, False, tiles._DESCRIPTOR["wgrad"]),
-        ("wgrad", "descriptor", B200, False, tiles._BLACKWELL_WGRAD),
-        ("linear", "pointer", A100, False, tiles._POINTER_16_BIT["linear"]),
-        ("linear", "pointer", A100, True, tiles._POINTER_RAGGED),
-    ],
-    ids=["hopper", "hopper_wgrad", "blackwell_wgrad", "pointer", "ragged"],
-)
-def test_cases_have_tiles_of_their_own(kernel, form, target, ragged, expected):
-    assert default_tiles(kernel, form, BF16, target, ragged) == expected

@@ -19,7 +19,7 @@ from tests.pictures.samples import (
     losses,
 )
 from tests.ranks import RankPool
-from tpkernels.pictures.charts import FILLS, LOSS, WIN, Bar, Work, bars
+from tpkernels.pictures.charts import FILLS, Bar, Work, bars
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, hint, save, sheet, shortened
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -100,33 +100,6 @@ def test_spans_lie_on_one_scale_and_in_lanes():
     assert said <= set(words(svg))
 
 
-def test_a_processor_shows_what_each_of_its_engines_did_on_one_scale():
-    svg = SAMPLES["processor"].svg
-    boxes = hinted(svg)
-    assert set(boxes) == {
-        "tensor cores, products: 800 cycles of 980",
-        "copies, copies: 900 cycles of 900",
-        "warps 0-3, waits: 1,000 cycles of 1,400",
-        "warps 0-3, epilogue: 400 cycles of 1,400",
-    }
-    widths = {name.partition(":")[0]: right - left for name, (left, _, right, _) in boxes.items()}
-    assert widths["warps 0-3, waits"] == pytest.approx(2.5 * widths["warps 0-3, epilogue"], abs=0.2)
-    assert len(set(fills(svg).values())) == 4
-    said = {
-        "A tile",
-        "model",
-        "tensor cores",
-        "80 % busy",
-        "16 steps",
-        "cycles",
-        "1,400",
-        "products",
-        "waits",
-    }
-    assert said <= set(words(svg))
-    assert "nothing ran" in words(SAMPLES["processor_of_nothing"].svg)
-
-
 def test_wins_and_losses_go_either_way_from_one_and_twice_is_as_long_as_half():
     rows = [Bar("win", 2.0, 1.9, 2.1), Bar("loss", 0.5, 0.45, 0.55), Bar("even", 1.1, 0.9, 1.2)]
     svg = bars("Ratios", rows).svg
@@ -138,13 +111,6 @@ def test_wins_and_losses_go_either_way_from_one_and_twice_is_as_long_as_half():
     assert win[2] - win[0] == pytest.approx(loss[2] - loss[0], abs=0.1)
     said = {"1 faster", "1 slower", "1 within the spread", "2.00", "0.50", "1.10", "times as fast"}
     assert said <= set(words(svg))
-
-
-@pytest.mark.parametrize(
-    ("bar", "verdict"), [(Bar("", 1.5), WIN), (Bar("", 0.9, NAN, None), LOSS), (Bar("", 1.2, 1.3, 1.4), WIN)]
-)
-def test_verdict_of_a_spread_that_is_not_known_is_the_ratios(bar, verdict):
-    assert bar.verdict == verdict
 
 
 def test_work_lies_below_the_roof_and_its_ridge_where_both_meet():

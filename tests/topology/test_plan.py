@@ -107,15 +107,6 @@ def test_expert_axes_split_what_data_and_context_share(plan):
         assert len(plan.group_of(rank, "ep")) == plan.expert
 
 
-def test_experts_lie_within_data_and_context_ranks():
-    plan = plan_groups(world_size=16, tensor=2, context=2, expert=4, pipeline=2)
-    assert plan.groups["cp"][0] == (0, 2)
-    assert plan.groups["dp"][0] == (0, 4)
-    assert plan.groups["ep"][0] == (0, 2, 4, 6)
-    assert plan.groups["expert_dp"][0] == (0,)
-    assert plan.groups["dp_cp"][0] == (0, 2, 4, 6)
-
-
 def test_order_may_leave_out_axes_of_size_one():
     for order, first in (("tp-dp-pp", (0, 2)), ("tp-pp-dp", (0, 4))):
         assert plan_groups(world_size=8, tensor=2, pipeline=2, order=order).groups["dp"][0] == first
@@ -253,19 +244,3 @@ def test_counts_of_groups_are_the_lengths_of_the_lists():
         for kind in KINDS:
             assert plan.count_groups(kind) == len(plan.groups[kind])
             assert tuple(plan.first_groups(kind, 3)) == plan.groups[kind][:3]
-
-
-def test_describe_names_what_is_special():
-    text = plan_groups(
-        world_size=32, tensor=2, context=2, expert=2, pipeline=4, virtual_pipeline=2, split_rank=2
-    ).describe()
-    for words in (
-        "context 2",
-        "experts over 2",
-        "2 virtual stages",
-        "decoder from stage 2",
-        "16 context_parallel groups:",
-        "16 expert model-parallel groups:",
-        "position embedding groups:",
-    ):
-        assert words in text

@@ -141,15 +141,6 @@ def test_tile_number_finds_its_group_in_the_legend() -> None:
                 assert texts[texts.index(f"g{rank}") + 1] == str(number)
 
 
-@every_plan
-def test_panel_title_counts_the_groups(plan: GroupPlan) -> None:
-    for kind, panel in panels_of(plan).items():
-        count, size = len(plan.groups[kind]), len(plan.groups[kind][0])
-        title = texts_of(panel)[0]
-        assert title.startswith(f"{count} ")
-        assert title.endswith(f" of {size} GPU{'s' * (size != 1)}")
-
-
 @once(plan=ALL, gpus_per_node=[1, 3, 8, 72])
 def test_nothing_reaches_out_of_its_panel_or_the_picture(plan: GroupPlan, gpus_per_node: int) -> None:
     svg = ET.fromstring(plan.to_svg(gpus_per_node=gpus_per_node))
@@ -193,22 +184,6 @@ def test_legend_accounts_for_every_group() -> None:
         listed = [text for text in texts if text.startswith("[")]
         more = int(texts[-1].removeprefix("... and ").removesuffix(" more").replace(",", ""))
         assert len(listed) + more == LARGE.world_size // len(LARGE.group_of(0, kind))
-
-
-@pytest.mark.parametrize(
-    ("plan", "nodes", "note"),
-    [
-        (PLANS["one"], 1, "1 node, 1 GPU per node"),
-        (PLANS["tensor_only"], 1, "1 node, 8 GPUs per node"),
-        (PLANS["partly_filled"], 2, "2 nodes, 8 GPUs per node"),
-        (LARGE, 16, "first 16 of 16,384 nodes, 8 GPUs per node"),
-    ],
-    ids=["one", "full", "partly_filled", "cut_short"],
-)
-def test_note_counts_the_nodes(plan: GroupPlan, nodes: int, note: str) -> None:
-    assert f">{note};" in plan.to_svg()
-    titles = [text for text in texts_of(panels_of(plan)["dp"]) if text.startswith("node ")]
-    assert titles == [f"node {i}" for i in range(nodes)]
 
 
 def test_max_nodes_limits_what_is_drawn() -> None:

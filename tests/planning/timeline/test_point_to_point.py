@@ -85,12 +85,3 @@ def test_messages_take_time_from_the_thread_that_multiplies():
     assert 0 <= slow < 0.3
     beside = next(each for each in ran("column backward", stolen, overlap=True) if each.task.kind == PRODUCT)
     assert beside.stop - beside.start == pytest.approx(beside.task.seconds / 0.9)
-
-
-def test_the_link_bounds_what_it_carries():
-    fast, slow = (
-        seconds("column forward", replace(MACHINE, bytes_a_second=rate), overlap=True)
-        for rate in (2 * SHARD, SHARD / 4)
-    )
-    assert fast == pytest.approx(1)  # the products alone
-    assert slow == pytest.approx(4, rel=0.02)

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -55,22 +54,6 @@ def test_a_rank_alone_moves_nothing(case, way, sequence_parallel):
     found = predict(*case, way, Sizes(512, 1024, 4096, 1, sequence_parallel), NODE)
     assert found.transfers == 0
     assert found.seconds >= 0.999 * found.products > 0
-
-
-@once(case=CASES, way=[*reversed(WAYS)])
-def test_more_of_the_link_is_never_slower(case, way):
-    sizes, node = Sizes(4096, 4096, 14336, 4), replace(NODE, host=GRAPH)
-    links = (replace(node, gpu=replace(node.gpu, nvlink=rate)) for rate in (50e9, 450e9, 1800e9))
-    seconds = [predict(*case, way, sizes, link).seconds for link in links]
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(seconds))
-    assert seconds[0] > seconds[-1]
-
-
-@once(case=CASES, way=[*reversed(WAYS)])
-def test_no_way_is_faster_than_its_products(case, way):
-    found = predict(*case, way, SIZES, NODE)
-    assert found.seconds >= found.products * 0.999
-    assert found.exposed == pytest.approx(found.seconds - found.products)
 
 
 def transfers(way, operator="row_linear", direction="forward", sizes=SIZES):
