@@ -1,7 +1,6 @@
 """Faults that are drawn, planted and seen, in a package of a few lines."""
 
 import shutil
-import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from bench.mutants import __main__ as mutants
 from bench.mutants.draw import Mutant, Sites, drawn
-from bench.mutants.report import read, write
 from bench.mutants.tree import Tree
 from tests.imports import Graph
 
@@ -97,23 +95,6 @@ def test_test_that_fails_without_the_fault_kills_none(tree):
     assert trials._broken == {"tests/room/test_it.py::test_broken"}
 
 
-def test_line_that_another_checkout_lacks_is_not_tried(tree):
-    trials = mutants.Trials(Graph(tree.root), Namespace(tests_of_limit=60, hang=60), {})
-    assert trials.judge(tree, Mutant("tpkernels/room/it.py", 1, "gone", "", ""))["result"] == "absent"
-
-
-def test_test_that_saw_a_fault_elsewhere_comes_first(tmp_path):
-    fault = Mutant("tpkernels/it.py", 1, "a", "b", "")
-    for name in ("tpkernels/it", "tests/test_it", "tests/test_other"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.py").write_text("import tpkernels.it")
-    (tmp_path / "pyproject.toml").touch()
-    graph, elsewhere = Graph(tmp_path), {fault.key: {"by": "tests/test_other.py::test[x]"}}
-    own, other = "tests/test_it.py", "tests/test_other.py"
-    assert mutants.Trials(graph, Namespace(), {}).tests(fault) == [own, other]
-    assert mutants.Trials(graph, Namespace(), elsewhere).tests(fault) == [other, own]
-
-
 @pytest.mark.parametrize(
     ("line", "faults"),
     [
@@ -165,23 +146,3 @@ def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
         lines[fault.line - 1] = fault.after
         if fault.file.endswith(".py"):
             compile("\n".join(lines), fault.file, "exec")
-
-
-def test_results_are_kept_and_resumed(tree, tmp_path, monkeypatch, capsys):
-    fault = line_with("rows * cols", "rows")
-    monkeypatch.setattr(mutants, "drawn", lambda *_: ([fault], {}))
-    monkeypatch.setattr(mutants, "Tree", lambda *_: tree)
-    monkeypatch.setattr(tree, "close", lambda: None)
-    out = tmp_path / "results.json"
-    usual = ["--tree", str(tree.root), "--out", str(out), "--jobs", "1"]
-    assert mutants.main(usual) == 0
-    assert read(out)[fault.key]["by"] == "tests/room/test_it.py::test_size"
-    assert "| room | 1 | 1 | 0 | 0 | 100% |" in out.with_suffix(".md").read_text()
-    assert "killed" in capsys.readouterr().out
-    monkeypatch.setattr(mutants.Trials, "judge", lambda *_: sys.exit("it was known"))
-    assert mutants.main([*usual, "--resume"]) == 0
-    survivor = read(out)[fault.key] | {"result": "survived", "in_time": True}
-    write(out, {fault.key: survivor, "gone": survivor})
-    monkeypatch.setattr(mutants.Trials, "judge", lambda *_: survivor | {"result": "killed"})
-    assert mutants.main([*usual, "--resume"]) == 0
-    assert {key: found["result"] for key, found in read(out).items()} == {fault.key: "killed"}

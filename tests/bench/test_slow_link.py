@@ -60,14 +60,6 @@ def link() -> Iterator[SlowLink]:
 
 @needs_link
 @with_time
-def test_rate_is_honoured(link: SlowLink) -> None:
-    ideal = MEGABYTES * 2**20 * 8 / 2e8
-    seconds = min(max(link.run(seconds_to_reduce)) for _ in range(3))
-    assert 0.8 * ideal < seconds < 2 * ideal
-
-
-@needs_link
-@with_time
 def test_rate_can_be_changed_between_and_within_calls(link: SlowLink) -> None:
     link.set_rate(4e7)
     slow = min(max(link.run(seconds_to_reduce)) for _ in range(2))

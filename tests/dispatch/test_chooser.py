@@ -112,12 +112,6 @@ def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypa
     assert tried == [*shipped, *extra]
 
 
-def test_torch_is_timed_however_long_it_took(make_chooser):
-    timer = FakeTimer({"torch": 3.0})
-    decision = make_chooser(timer).timed(products.linear, ARGUMENTS, seconds=0.0)
-    assert (decision.candidate.name, timer.asked) == ("torch", [["torch"]])
-
-
 def test_winner_must_beat_torch_by_a_margin():
     assert winner({"torch": 1.0, "a": 0.99, "b": 1.5}) == "torch"
     assert winner({"torch": 1.0, "a": 0.97, "b": 0.96}) == "b"
@@ -239,12 +233,6 @@ def test_each_choice_is_told_with_its_reason_once(make_chooser, caplog):
         "dgrad float32 16x32x16 rows,rows,rows: torch (not timed now: a CUDA graph is being captured)",
         "wgrad float32 0x32x32 ragged,ragged,rows: torch (only candidate)",
     ]
-
-
-def test_variable_that_is_neither_on_nor_off_is_refused(make_chooser, monkeypatch):
-    monkeypatch.setenv("TPKERNELS_TUNE", "off")
-    with pytest.raises(ValueError, match="TPKERNELS_TUNE is 'off'; expected 0 or 1"):
-        make_chooser().call(*LINEAR)
 
 
 @pytest.mark.parametrize(("asked", "shown"), [("choices", True), ("choice", False), ("", False)])
@@ -372,16 +360,6 @@ def test_ranks_that_time_at_once_choose_what_is_published_first(rank):
     thread.join(20)
     assert choices == ["triton", "triton"]
     assert second.known(linear, OPERANDS).candidate.name == POINTER
-
-
-def test_what_is_on_a_ranks_disk_goes_through_the_store(rank):
-    store = HashStore()
-    first, (second, timer) = rank(TRITON_WINS)[0], rank(TORCH_WINS)
-    second.timed(linear, OPERANDS)
-    assert second.known(linear, OPERANDS).candidate.name == "torch"
-    agree(store, first, second)
-    assert [chosen(first), chosen(second)] == ["triton", "triton"]
-    assert len(timer.asked) == 1
 
 
 def test_what_was_chosen_before_is_chosen_again(rank):

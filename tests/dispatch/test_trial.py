@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -203,20 +202,6 @@ def test_a_child_that_cannot_be_killed_is_left_and_none_follows(monkeypatch):
         kill(spared[0], signal.SIGKILL)
     assert report.verdicts[variants[0]].outcome == "hung"
     assert report.obstacle == "a child process that was killed does not end"
-
-
-def test_other_threads_go_on_meanwhile(outcome):
-    counted, done = [], threading.Event()
-
-    def count():
-        while not done.wait(0.001):
-            counted.append(1)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    assert outcome("hang", clock=lambda: len(counted))[0] == {"hang": HANGS["hang"]}
-    done.set()
-    thread.join()
 
 
 def test_a_child_has_the_parents_world_but_for_what_would_hide_a_hang(monkeypatch):

@@ -18,7 +18,7 @@ FORMS = ("descriptor", "pointer")
 OPERANDS = {f"{name}-{word}": (name, word) for name in PRODUCTS for word in PRODUCTS[name].operands}
 
 
-@once(name=list(PRODUCTS), shape=SHAPES, dtype=DTYPES)
+@pairwise(name=list(PRODUCTS), shape=SHAPES, dtype=DTYPES)
 def test_product_matches_float64(name, shape, dtype, device):
     assert_product(name, PRODUCTS[name].random(shape, dtype, device))
 

@@ -88,7 +88,10 @@ def test_costs_survive_json(found):
         ("glu/descriptor/bf16/128x128x64-w8-s4-p2/swiglu+gu", 0),
         ("dglu/descriptor/bf16/128x128x64-w8-s4-p4/swiglu+h", 0),
         ("wgrad/descriptor/bf16/128x256x64-w8-s4-p4-flat/+=fp32", 0),
-        ("gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z", 32),  # 8 warps look at flags, in 4 tiles
+        (
+            "gather_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z",
+            32,
+        ),  # 8 warps look at flags, in 4 tiles
         ("linear/descriptor/bf16/128x256x64-w8-s3-p2-c1/gelu_tanh+bias+z", 0),
         ("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z", 0),
     ],
