@@ -149,14 +149,6 @@ def test_a_fall_that_stays_is_red_with_the_best_that_was_seen():
     assert judged.repeats == 3
 
 
-def test_what_goes_wrong_when_repeated_is_wrong():
-    def again(names: Sequence[str]) -> Results:
-        return Results({}, {PROJ: "E   AssertionError: off"}, "")
-
-    judged = judge(BASELINE, results(info(1.2), info(0.6), info(0.8), info(2.0)), again, 3)
-    assert [(finding.kind, finding.text) for finding in judged.failing] == [("wrong", "AssertionError: off")]
-
-
 def test_runs_are_pooled_case_by_case():
     wrong = {"other": "E  off"}
     both = pooled([results(info(1.0), info(2.0)), results(info(1.2)), results(info(0.7), failures=wrong)])

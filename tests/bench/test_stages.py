@@ -135,8 +135,3 @@ def test_what_cannot_run_is_skipped_with_its_reason(tmp_path):
         "next": "passed",
     }
     assert record(tmp_path)["absent"]["reason"] == "no tool"
-
-
-def test_commands_of_a_stage_are_asked_for_when_the_one_before_is_done(tmp_path):
-    later = Stage("later", 5.0, lambda: [("cat", str(next(tmp_path.glob("made"))))])
-    assert run(tmp_path, stage("sooner", f"touch {tmp_path}/made"), later)["later"] == "passed"

@@ -7,7 +7,6 @@ import re
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -299,14 +298,3 @@ def test_kernels_that_child_processes_have_tried_are_listed(cache):
         ),
         Check("trials", "linear bfloat16 none", "right", "triton/descriptor/64x64x64-w4-s3-p1-c1 passed"),
     ]
-
-
-def test_nothing_tried_is_not_right():
-    assert not Report(VERSIONS, 2, 1, [], "auto: c10d").right
-
-
-def test_the_worst_case_of_all_ranks_is_told():
-    found = [(set(), [("linear/a", 0.25, ""), ("linear/b", 0.5, "")]), (set(), [("linear/a", 0.125, "")])]
-    world = SimpleNamespace(all_do=lambda step: ([], found))
-    (check,) = qualify_kernels.check_kernels(world)
-    assert check.text == "3 cases, at most 0.50 of what is allowed against float64"

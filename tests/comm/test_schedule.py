@@ -118,14 +118,6 @@ def test_what_is_sent_lands_where_it_is_received(plan_of, tapered):
                 assert sent == swap.received
 
 
-def test_a_rank_sends_its_part_of_what_must_travel():
-    """Over all ranks a gather, and a reduce, moves every row to R - 1 others: (R - 1) / R of it a rank."""
-    for rows, ranks, parts in WORLDS:
-        for plan_of in (gather_plan, reduce_plan):
-            sent = [swap.sent for rank in range(ranks) for swap in plan_of(rows, ranks, rank, parts).swaps]
-            assert len(rows_of(sent)) == (ranks - 1) * rows
-
-
 def test_chunks_that_nothing_hides_are_small():
     for ranks in (2, 4):
         gathered = [swap.received for swap in gather_plan(40 * ranks, ranks, 0, 4).swaps]

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.dispatch.conftest import CPU, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
-from tpkernels.dispatch.candidates import candidates, named
+from tpkernels.dispatch.candidates import candidates
 from tpkernels.dispatch.chooser import chooser_on
 from tpkernels.dispatch.gpus import GPUS
 from tpkernels.dispatch.scaled import scaled_linear
@@ -124,14 +124,6 @@ def test_torchs_product_is_offered_where_it_takes_the_operands(options):
 
 def test_empty_leaves_torch():
     assert names(tokens=0) == ["torch"]
-
-
-def test_any_tile_may_be_named():
-    problem = scaled_linear.problem(*call())
-    name = "triton/descriptor/64x128x128-w4-s4-p2-flat"
-    assert named(name, scaled_linear, problem, GPUS["h100"]) is not None
-    too_large = "triton/descriptor/128x256x128-w8-s5-p2-flat"
-    assert named(too_large, scaled_linear, problem, GPUS["h100"]) is None
 
 
 def scratch(**options):

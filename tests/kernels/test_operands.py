@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.checks import LAYOUTS
 from tpkernels.kernels.operands import Layout, choose_form
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300, input_precision
 
@@ -57,13 +56,6 @@ def test_choose_form_ignores_the_strides_of_single_rows_and_columns():
 
 def test_row_pitch_of_a_single_row_is_aligned():
     assert replace(GOOD, rows=1, cols=13, row_stride=13).row_pitch == 16
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_of_a_tensor_tells_which_form_fits(name):
-    matrix = LAYOUTS[name](torch.ones(16, 24, dtype=torch.bfloat16))
-    fits = "descriptor" if name == "padded_rows" else "pointer"
-    assert choose_form(H100, matrix.dtype, (Layout.of("x", matrix),)) == fits
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["ieee", "tf32"])

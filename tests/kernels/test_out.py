@@ -5,7 +5,6 @@ import torch
 
 from tests.kernels.checks import TILE, assert_written, normal, rows_for
 from tests.kernels.launchers import OF_ROWS
-from tests.products import pairwise
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
@@ -20,28 +19,6 @@ def operands(device):
     sizes = {"x": (T, K), "dy": (T, N), "w": (N, K), "w2": (N, K), "z": (T, K), "u": (T, K)}
     made = {name: normal(*size, torch.bfloat16, device) for name, size in sizes.items()}
     return made | {"b": made["w"][:, 0].contiguous()}
-
-
-# "linear+keep_z": with all its results; "linear": with as few as may be
-CALLS = {
-    "+".join([name, *asked]): (name, dict.fromkeys(product.optional, bool(asked)))
-    for name, product in OF_ROWS.items()
-    for asked in dict.fromkeys([(), tuple(product.optional)])
-}
-
-
-@pairwise(call=CALLS, value=["none", None], form=["descriptor", "pointer"])
-def test_rows_of_larger_matrices_hold_the_same_bits_and_no_others_are_written(call, value, form, device):
-    """A pre-activation without activation is the result, and has no rows of its own."""
-    name, asked = call
-    value = value if "activation" in OF_ROWS[name].choice else None
-    given = OF_ROWS[name].random((T, K, N), torch.bfloat16, device)
-    how = {"tile": TILE, "form": form, **asked}
-    fresh = OF_ROWS[name].compute(given, value, **how)
-    out, around = rows_for(fresh)
-    written = OF_ROWS[name].compute(given, value, out=out[0] if len(out) == 1 else tuple(out), **how)
-    assert {one.data_ptr() for one in written if one is not None} == {one.data_ptr() for one in out}
-    assert_written(out, around, fresh)
 
 
 def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):

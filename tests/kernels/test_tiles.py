@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tpkernels.kernels import matmul_tile, tiles
+from tpkernels.kernels import matmul_tile
 from tpkernels.kernels.matmul_tile import available, compiles
 from tpkernels.kernels.target import A100, B200, H100, INTERPRETER, MI300
 from tpkernels.kernels.tiles import (
@@ -75,18 +75,6 @@ def test_what_is_timed_on_hopper_changes_no_default():
 
 def _defaults(kernel, target):
     return default_tiles(kernel, "descriptor", BF16, target)
-
-
-def test_a_kernel_with_consumers_is_never_a_default(monkeypatch):
-    table = {
-        kernel: (replace(GLUON, block_rows=16), GLUON, *rest) for kernel, rest in tiles._DESCRIPTOR.items()
-    }
-    for rows, cols in ((8192, 8192), (64, 512)):
-        before = default_tile("linear", "descriptor", BF16, H100, rows, cols)
-        with monkeypatch.context() as patched:
-            patched.setattr(tiles, "_DESCRIPTOR", table)
-            assert GLUON in candidates("linear", "descriptor", BF16, H100)
-            assert default_tile("linear", "descriptor", BF16, H100, rows, cols) == before
 
 
 def test_consumers_need_triton_and_may_be_switched_off(monkeypatch):
