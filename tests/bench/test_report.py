@@ -70,7 +70,7 @@ def test_two_runs_are_compared_by_their_spreads(told, tmp_path):
     after[3]["extra_info"]["ratio_quartile_low"] = None
     old, new = written(tmp_path, "old", before), written(tmp_path, "new", after)
     _, html = told(old, new)
-    assert "2 of 4 ratios changed by more than the spreads of both runs. 1 lack a ratio" in html
+    assert "2 of 3 ratios changed by more than the spreads of both runs. 1 lack a ratio" in html
     assert f"Only in {old}: 1. Only in {new}: 1. The runs differ in device" in html
     changes = svgs_of(html)[0]
     assert [re.search(r": ([\d.]+),", hint)[1] for hint in hinted(changes)] == ["0.5", "1.5"]

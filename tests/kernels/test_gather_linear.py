@@ -15,7 +15,7 @@ from tests.kernels.checks import (
     normal,
     raise_if_late,
 )
-from tests.kernels.launchers import PRODUCTS
+from tests.kernels.launchers import arguments
 from tests.kernels.ring import first_tile
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
 from tests.products import pairwise
@@ -26,7 +26,10 @@ from tpkernels.kernels.reference import gather_linear_ref
 from tpkernels.kernels.tiles import MatmulTile
 from tpkernels.kernels.waits import Arrivals
 
-operands = PRODUCTS["linear"].random
+
+def operands(*shape_dtype_and_device):
+    call = arguments("linear", *shape_dtype_and_device)
+    return call["x"], call["weight"], call["bias"]
 
 
 def evenly(shape: tuple[int, int, int], chunks: int) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.checks import TILE, assert_written, normal, rows_for
-from tests.kernels.launchers import OF_ROWS
+from tests.kernels.launchers import arguments, computed
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dglu import dglu
 from tpkernels.kernels.dgrad import dgrad, dgrad_act
@@ -38,17 +38,16 @@ def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
 @pytest.mark.parametrize("name", ["linear", "dgrad", "dgrad_pairs"])
 def test_a_product_may_be_written_in_fp32(name, form, device):
     """What is added to other products is rounded after that."""
-    product, plain = OF_ROWS[name], {"linear": {"value": "none", "keep_z": False}}.get(name, {})
-    given = product.random((T, K, N), torch.bfloat16, device)
-    rounded = product.compute(given, tile=TILE, form=form, **plain)[0]
+    call = arguments(name, (T, K, N), torch.bfloat16, device, "none")
+    rounded = computed(name, call, form=form)[0]
     out = torch.empty(rounded.shape, device=device)
-    wide = product.compute(given, tile=TILE, form=form, out=out, **plain)[0]
+    wide = computed(name, call, form=form, out=out)[0]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(rounded.dtype), rounded)
     assert not torch.equal(wide, rounded.float())
     with_roles = MatmulTile(128, 128, 64, num_warps=4, num_stages=4, parts=4, consumers=2)
     with pytest.raises(ValueError, match="expected a tile without consumers for a result in fp32"):
-        product.compute(given, tile=with_roles, out=out, **plain)
+        computed(name, call, tile=with_roles, out=out)
 
 
 def test_a_sum_over_rows_is_written_where_it_belongs(device):
