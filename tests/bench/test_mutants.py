@@ -125,9 +125,6 @@ def test_faults_of_a_line(line, faults):
     assert {fault.after for fault in Sites("it.py", line).mutants} == faults
 
 
-def test_early_return_goes_but_not_the_last():
-    text = "def f(a):\n    if a:\n        return b\n    if c:\n        return d"
-    assert [(fault.line, fault.after) for fault in Sites("it.py", text).mutants] == [(3, "        pass")]
 
 
 def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):

@@ -81,26 +81,8 @@ def test_a_stage_that_exceeds_its_time_leaves_no_process(tmp_path, stubborn):
     assert [one["exit_code"] for one in began] == [None, None, None]
 
 
-def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path):
-    mark = f"986{tmp_path.stat().st_ino}"
-    assert run(tmp_path, stage("leaves", f"sleep {mark} & exit 0")) == {"leaves": "passed"}
-    assert_gone(mark)
 
 
-def test_interruption_ends_what_runs(tmp_path):
-    mark = f"985{tmp_path.stat().st_ino}"
-    program = (
-        "from pathlib import Path; from bench.stages import Stage, run_stages; "
-        f"run_stages([Stage('s', 60.0, lambda: [('sleep', '{mark}')])], Path({str(tmp_path)!r}))"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + patient(30)
-    while not processes_with(f"sleep {mark}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    driver.send_signal(signal.SIGINT)
-    driver.wait(patient(20))
-    assert_gone(mark)
 
 
 def test_commands_of_a_stage_run_at_once_where_they_may(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from tests.patience import patient
 from tests.topology.test_plan import DESCRIPTION
 from tpkernels import __version__, cli
-from tpkernels.cli import COMMANDS, Progress, main, train
+from tpkernels.cli import COMMANDS, Progress, main
 
 
 def test_alone_it_lists_the_commands(capsys):
@@ -32,17 +32,6 @@ def test_version_is_told(capsys):
 
 def test_former_names_of_options_are_understood():
     assert doctest.testmod(cli).failed == 0
-
-
-def test_help_of_train_has_the_default_of_every_option():
-    """In words where the parser has none, and else as it is."""
-    for action in train._parser()._actions:
-        if action.dest in ("help", "data"):
-            continue
-        said = action.help or ""
-        assert "default" in said, action.option_strings
-        if action.nargs != 0 and action.default not in (None, []):
-            assert f"default {action.default}" in said or f"default {action.default!r}" in said
 
 
 WITHOUT_TORCH = [

@@ -53,13 +53,6 @@ def test_runs_under_torchrun_and_from_a_file_of_options(tmp_path):
     assert "2 steps" in run.stdout  # what is typed goes before what is in the file
 
 
-def test_a_mistake_ends_all_ranks_with_one_message():
-    with training("--batch", "3", "--dp", "2") as run:
-        assert run.wait() == 2
-    assert run.stderr.count("batch: expected a multiple of the 2 data-parallel ranks, got 3") == 1
-    assert "Traceback" not in run.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -37,20 +37,17 @@ def evenly(shape: tuple[int, int, int], chunks: int) -> tuple[int, int, int]:
 
 
 @pairwise(shape=SHAPES, chunks=[1, 3, 8], dtype=DTYPES)
-def test_gather_linear_matches_float64_and_the_bits_of_linear(shape, chunks, dtype, device):
+def test_gather_linear_has_the_bits_of_linear(shape, chunks, dtype, device):
     x, w, b = operands(evenly(shape, chunks), dtype, device)
     here = arrivals(device, *[EPOCH] * chunks)
-    exact_y, exact_z = gather_linear_ref(x.double(), w.double(), b.double(), "gelu")
-    torch_y, torch_z = gather_linear_ref(x, w, b, "gelu")
-    linear_y = linear_fwd(x, w, b, activation="gelu", tile=TILE).y
+    expected = linear_fwd(x, w, b, activation="gelu", keep_z=True, tile=TILE)
     for chunk in {0, chunks - 1}:
         y, z = gather_linear_fwd(
             x, w, b, arrivals=here, first_row=chunk * (x.shape[0] // chunks), activation="gelu", keep_z=True,
             tile=TILE,
         )  # fmt: skip
-        assert_accurate(y, exact_y, torch_y, "y")
-        assert_accurate(z, exact_z, torch_z, "z")
-        assert torch.equal(y, linear_y)
+        assert torch.equal(y, expected.y)
+        assert torch.equal(z, expected.z)
     assert not here.status.item()
 
 

@@ -58,7 +58,7 @@ def test_only_results_that_are_asked_for_are_kept(device):
         call = arguments(name, SHAPES["one_tile"], torch.float32, device, asked=False)
         assert [one is not None for one in computed(name, call)][1:] in ([False], [False, False])
     call = arguments("dglu", SHAPES["one_tile"], torch.float32, device)
-    assert dglu(*call.values()).h is None
+    assert dglu(*[*call.values()][:4]).h is None
     call = arguments("linear", SHAPES["ragged"], torch.float32, device, "none") | {"keep_z": True}
     y, z = computed("linear", call)
     assert z is y

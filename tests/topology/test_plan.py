@@ -14,27 +14,6 @@ from tpkernels.topology.sizes import InvalidSizes
 LESSON = plan_groups(world_size=16, tensor=2, pipeline=4)
 
 
-def test_lesson_groups_are_the_lessons():
-    assert [list(g) for g in LESSON.groups["dp"]] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
-    assert [list(g) for g in LESSON.groups["tp"]] == [[i, i + 1] for i in range(0, 16, 2)]
-    assert [list(g) for g in LESSON.groups["pp"]] == [[i, i + 4, i + 8, i + 12] for i in range(4)]
-    assert [list(g) for g in LESSON.groups["model"]] == [
-        [0, 1, 4, 5, 8, 9, 12, 13],
-        [2, 3, 6, 7, 10, 11, 14, 15],
-    ]
-    assert LESSON.groups["embedding"] == ((0, 12), (1, 13), (2, 14), (3, 15))
-    assert LESSON.groups["position_embedding"] == ((0,), (1,), (2,), (3,))
-
-
-def test_split_stage_joins_the_embedding_groups():
-    plan = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=2)
-    assert plan.groups["embedding"][0] == (0, 8, 12)
-    assert plan.groups["position_embedding"][0] == (0, 8)
-    at_the_end = plan_groups(world_size=16, tensor=2, pipeline=4, split_rank=3)
-    assert at_the_end.groups["embedding"][0] == (0, 12)
-    assert at_the_end.groups["position_embedding"][0] == (0, 12)
-
-
 def test_group_of_matches_the_oracle_everywhere():
     for world, tp, pp, virtual, split in all_settings((1, 2, 6, 8)):
         plan = plan_groups(
