@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from bench import former, gate
 from bench.baseline import made_of
-from bench.former import MOST_PAIRS, Change, changes, checked_out
+from bench.former import MOST_PAIRS, Change, changes
 from bench.gate import Judged, beside_former, judge
 from bench.results import Results, pooled
 from tests.bench.test_gate import info

@@ -204,26 +204,6 @@ def test_results_of_another_device_are_refused(tmp_path, capsys):
     assert "is of 'cpu', these results are of 'NVIDIA A100-SXM4-80GB'" in said
 
 
-CUT, NESTED, NO = "{", "[" * 100_000, "expected results of benchmarks"
-
-
-def test_files_that_are_no_results_are_bad_use(tmp_path, capsys):
-    path = tmp_path / "now.json"
-    nothing = '{"benchmarks": [{"fullname": "a", "extra_info": {}}]}'
-    assert "cannot read" in main(capsys, str(path))[1]
-    for text, told in {CUT: "expected JSON", NESTED: "nested too deeply", "[1]": NO, nothing: NO}.items():
-        path.write_text(text)
-        code, said = main(capsys, str(path))
-        assert (code, told in said, "python -m bench run" in said) == (2, True, True), said
-
-
-@pytest.mark.parametrize("now", [replace(BEFORE, failures={"a": "b"}), results()], ids=["wrong", "empty"])
-def test_no_baseline_is_made_of_wrong_or_no_results(tmp_path, capsys, now):
-    path = tmp_path / "cpu.json"
-    code, said = main(capsys, file_of(tmp_path / "now.json", now), "--update", "--baseline", str(path))
-    assert (code, path.exists()) == (2, False), said
-
-
 def test_a_small_selection_is_run_compared_and_shown(tmp_path, capsys):
     """The real commands, of one case."""
     file, path = tmp_path / "sub" / "now.json", tmp_path / "cpu.json"

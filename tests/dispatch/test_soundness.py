@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.dispatch.conftest import CPU, need_interpreter
+from tests.dispatch.conftest import CPU
 from tests.products import pairwise
 from tpkernels.dispatch.products import PRODUCTS, linear
 from tpkernels.dispatch.record import Layer
@@ -116,18 +116,6 @@ def test_honest_candidates_are_never_refused(record, dtype):
         exact = exactly(record, operands)
         rounded = tuple(None if e is None else x.to(e.dtype) for x, e in zip(exact, expected, strict=True))
         assert mismatch(rounded, expected, problem) is None, layer
-
-
-@pytest.mark.parametrize("record", PRODUCTS.values(), ids=PRODUCTS)
-def test_our_kernels_are_never_refused(record):
-    need_interpreter()
-    draw = random.Random(record.name)
-    for dtype in DTYPES.values():
-        for _ in range(3):
-            layer = drawn(draw, [draw.randint(1, 50) for _ in range(3)], dtype)
-            problem, operands = posed(record, layer)
-            expected = results_of(record, record.by_torch, operands)
-            assert mismatch(results_of(record, record.by_kernel, operands), expected, problem) is None, layer
 
 
 DEPTHS = [64, 1024, 16384]
