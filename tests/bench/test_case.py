@@ -143,12 +143,19 @@ def test_small_set_is_that_of_the_committed_baseline():
     assert collected == set(read_baseline(path_for("cpu"), "cpu").cases), run.stdout + run.stderr
 
 
-def test_efficiency_is_one_for_all_hidden_and_zero_for_nothing():
+def test_efficiency_is_of_what_could_be_hidden_and_a_control_hides_nothing():
     times = Times(product=10.0, transfer=4.0, sequential=14.0, overlapped=10.0, control=14.0)
     assert times.efficiency == 1.0
     assert times.control_efficiency == 0.0
     slow_link = Times(product=10.0, transfer=20.0, sequential=30.0, overlapped=25.0, control=30.0)
     assert slow_link.efficiency == 0.5
+    assert rows_to_copy(512, 1.0, 4.0) == 128
+    assert rows_to_copy(512, 9.0, 4.0) == 512
+    assert rows_to_copy(512, 1e-9, 4.0) == 1
+    sound = {"efficiency": 0.9, "control_efficiency": 0.05}
+    assert problems([sound]) == []
+    assert "hid 0.40" in problems([sound, sound | {"control_efficiency": 0.4}])[0]
+    assert problems([{"error": "copies do not proceed"}]) == ["copies do not proceed"]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
@@ -158,19 +165,6 @@ def test_the_model_hides_what_comes_in_time_and_exposes_the_rest(parts):
     late = predicted(10.0, 30.0, parts)
     assert late == pytest.approx(30.0 + 5.0 / parts)  # the link is the bottleneck: the last part comes on top
     assert predicted(10.0, 0.0, parts, delay=100.0) == pytest.approx(105.0)
-
-
-def test_rows_are_scaled_to_the_time_wanted():
-    assert rows_to_copy(512, 1.0, 4.0) == 128
-    assert rows_to_copy(512, 9.0, 4.0) == 512
-    assert rows_to_copy(512, 1e-9, 4.0) == 1
-
-
-def test_a_control_that_hides_something_makes_the_run_worthless():
-    sound = {"efficiency": 0.9, "control_efficiency": 0.05}
-    assert problems([sound]) == []
-    assert "hid 0.40" in problems([sound, sound | {"control_efficiency": 0.4}])[0]
-    assert problems([{"error": "copies do not proceed"}]) == ["copies do not proceed"]
 
 
 ROUNDS = 20
@@ -183,21 +177,15 @@ def seconds(**milliseconds):
     }
 
 
-def test_low_is_what_a_tenth_of_rounds_took_less_than():
+def test_hidden_and_floor_are_told_of_the_fastest_tenth():
     assert low([float(round_) for round_ in reversed(range(30))]) == 3.0
     assert low([5.0]) == 5.0
-
-
-def test_naive_way_is_the_faster_form_of_ddp():
     for copies, views in ((30, 20), (20, 30)):
         told = with_better_ddp(seconds(ours=10, naive=copies, ddp_views=views))
         assert low(told["naive"]) == 20e-3
         assert low(told["ddp_copies"]) == 1e-3 * copies
         assert low(told["ddp_views"]) == 1e-3 * views
     assert low(with_better_ddp(seconds(ours=10, naive=30))["naive"]) == 30e-3
-
-
-def test_floor_is_what_could_be_saved():
     told = seconds(naive=200, ours=110, alike=120, floor=100, products=90, transfers=95)
     assert efficiency(told, "ours") == pytest.approx(0.9)
     assert hidden(told, "alike") == pytest.approx(80 / 110)

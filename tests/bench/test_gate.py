@@ -58,12 +58,9 @@ def never(names: Sequence[str]) -> Results:
     raise AssertionError(f"{names} need no repetition")
 
 
-def test_what_stayed_is_green():
+def test_a_fifth_lost_on_one_shape_alone_is_found_and_the_rest_is_green():
     assert found(BEFORE) == []
     assert judge(BASELINE, BEFORE, never, 3).failing == []
-
-
-def test_a_fifth_lost_on_one_shape_alone_is_found_and_told():
     now = results(info(1.2), info(0.8), info(0.8), info(2.0))
     (finding,) = findings(BASELINE, now)
     assert (finding.kind, finding.case) == ("fell", PROJ)

@@ -125,8 +125,6 @@ def test_faults_of_a_line(line, faults):
     assert {fault.after for fault in Sites("it.py", line).mutants} == faults
 
 
-
-
 def test_draw_depends_on_the_seed_alone_and_compiles(tmp_path):
     (tmp_path / "tpkernels").mkdir()
     for name in ("csrc", "tpkernels/topology", "tpkernels/models"):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,10 +76,6 @@ def test_a_stage_that_exceeds_its_time_leaves_no_process(tmp_path, stubborn):
     began = record(tmp_path)["slow"]["commands"]
     assert isinstance(began, list)
     assert [one["exit_code"] for one in began] == [None, None, None]
-
-
-
-
 
 
 def test_commands_of_a_stage_run_at_once_where_they_may(tmp_path):

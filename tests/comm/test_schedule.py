@@ -135,14 +135,11 @@ def test_chunks_are_consumed_in_the_order_of_arrival():
             assert order == [(rank * parts + step) % (ranks * parts) for step in range(ranks * parts)]
 
 
-def test_the_number_of_parts_grows_with_bytes_to_a_limit():
+def test_parts_grow_with_bytes_and_divide_the_rows():
     counts = [parts_of_shard(size) for size in (0, 1, 2**18, 2**20, 2**40)]
     assert counts[0] == counts[1] == 1
     assert counts == sorted(counts)
     assert len(set(counts[-2:])) == 1
-
-
-def test_even_chunks_divide_the_rows_and_are_the_most_that_do():
     for rows, wanted in product(range(1, 40), range(1, 6)):
         parts = even_chunks(rows, wanted)
         assert rows % parts == 0
@@ -320,13 +317,10 @@ def test_a_product_is_cut_only_where_each_piece_fills_the_gpu_twice():
         assert all(waves(n) < 2 for n in more), "as many as there can be"
 
 
-def test_what_no_product_hides_is_not_cut():
+def test_the_rounds_of_known_sizes_and_of_what_no_product_hides():
     assert {collective_rounds(2**20, 0, ranks, 132) for ranks in range(1, 17)} == {1}
     assert collective_rounds(2**20, 4096, 1, 132) == 1
-
-
-def test_the_rounds_of_known_sizes():
-    """T 8192, R 8, K 4096, N / R 1792 on 132 processors."""
+    # T 8192, R 8, K 4096, N / R 1792 on 132 processors.
     assert collective_rounds(8192, 1792, 8, 132) == 1  # 64 x 7 tiles: 3.4 waves
     assert collective_rounds(8192, 4096, 8, 132) == 2  # 64 x 16 tiles: 7.8 waves
     assert collective_rounds(32768, 4096, 8, 132) == 4

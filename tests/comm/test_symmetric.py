@@ -25,13 +25,10 @@ ROWS = [torch.zeros(4, 3)] * 2
 SIGN = 2**31
 
 
-def test_it_says_what_is_lacking():
+def test_what_is_lacking_and_which_ranks_are_beside_is_said():
     assert "exchanges memory of GPUs, got cpu; use shared or c10d" in why_not(torch.device("cpu"))
     if not torch.cuda.is_available():
         assert why_not(torch.device("cuda", 0)) == "torch sees no GPU here"
-
-
-def test_ranks_beside_are_those_of_the_same_machine():
     assert same_machine([machine(), machine()], 1) == [0, 1]
     assert same_machine(["a boot", "b boot", "a boot"], 2) == [0, 2]
     assert same_machine(["a boot", "b boot", "a boot"], 1) == [1]

@@ -222,7 +222,7 @@ def test_layouts_are_told_apart():
     assert _layout(x[:1].expand(8, 32)) == "ragged"
 
 
-def test_token_class_is_an_upper_bound_within_a_quarter_and_classes_are_few():
+def test_tokens_are_rounded_up_into_few_classes():
     for tokens in (
         *range(1, 2**13),
         *(2**power + more for power in range(13, 41) for more in (-1, 0, 1, 777)),
@@ -231,10 +231,7 @@ def test_token_class_is_an_upper_bound_within_a_quarter_and_classes_are_few():
         assert tokens <= rounded < 1.25 * tokens + 1
         assert token_class(rounded) == rounded
     assert len({token_class(tokens) for tokens in range(1, 2**17)}) < 70
-
-
-def test_token_counts_of_a_class_are_one_problem():
-    """Or the same key would have other candidates from one batch to the next."""
+    # Or the same key would have other candidates from one batch to the next.
     for tokens in (4097, 4500, 5120):
         problem = linear.problem(*linear.sample(Layer(tokens, 64, 64)))
         assert problem.key.startswith("linear bfloat16 5120x64x64")

@@ -86,16 +86,14 @@ def test_hopper_is_offered_both_forms(options):
     assert ("scaled_mm" in found) == (not options)
 
 
-def test_wide_tiles_of_blackwell_hold_no_scales_in_their_loop():
+def test_forms_and_tiles_are_those_of_the_gpu():
     wide = "triton/descriptor/128x256x128-w8-s3-p2-flat"
     assert wide in names("b200", tokens=8192, out_features=8192)
     assert wide not in names("b200", tokens=8192, out_features=8192, scaling="blocks")
-
-
-def test_ada_is_offered_pointers():
     found = names("l40s")
     assert "scaled_mm" in found
     assert {name.split("/")[1] for name in found if name.startswith("triton/")} == {"pointer"}
+    assert names(tokens=0) == ["torch"]
 
 
 @pytest.mark.parametrize("gpu", ["a100", "mi300x"])
@@ -120,10 +118,6 @@ def test_gpus_without_fp8_leave_torch(gpu):
 def test_torchs_product_is_offered_where_it_takes_the_operands(options):
     assert "scaled_mm" not in names(**options)
     assert "scaled_mm" in names(formats=("e5m2", "e4m3"))
-
-
-def test_empty_leaves_torch():
-    assert names(tokens=0) == ["torch"]
 
 
 def scratch(**options):

@@ -76,15 +76,12 @@ def test_a_tile_that_no_norm_sees_is_named_by_its_place():
     assert "most at rows 2048 to 2063, columns 1024 to 1039: " in mismatch(broken, expected, problem)
 
 
-def test_a_wrong_shape_or_dtype_or_presence_is_refused():
+def test_wrong_shapes_dtypes_and_zeros_are_refused():
     problem, operands = posed(linear, Layer(T, N, K))
     (y, none) = results_of(linear, linear.by_torch, operands)
     assert "expected (384, 768)" in mismatch((y[:-1], none), (y, none), problem)
     assert "in torch.float32" in mismatch((y.float(), none), (y, none), problem)
     assert "is there for one" in mismatch((y, y), (y, none), problem)
-
-
-def test_zeros_are_zeros():
     problem, _ = posed(linear, Layer(T, N, K))
     zeros, tiny = torch.zeros(T, N), torch.zeros(T, N)
     tiny[3, 4] = 1e-10

@@ -43,18 +43,12 @@ def test_choose_form_gives_one_awkward_operand_to_pointers(change):
     assert choose_form(H100, torch.float16, (GOOD, replace(GOOD, **change))) == "pointer"
 
 
-def test_choose_form_gives_fp32_products_to_pointers_but_not_fp32_results():
+def test_fp32_and_strides_of_single_rows_and_columns():
     wide = replace(GOOD, itemsize=4)
     assert choose_form(H100, torch.float32, (wide, wide)) == "pointer"
     assert choose_form(H100, torch.bfloat16, (GOOD, wide)) == "descriptor"
-
-
-def test_choose_form_ignores_the_strides_of_single_rows_and_columns():
     assert choose_form(H100, torch.bfloat16, (replace(GOOD, rows=1, row_stride=7),)) == "descriptor"
     assert choose_form(H100, torch.bfloat16, (replace(GOOD, cols=1, col_stride=5),)) == "descriptor"
-
-
-def test_row_pitch_of_a_single_row_is_aligned():
     assert replace(GOOD, rows=1, cols=13, row_stride=13).row_pitch == 16
 
 

@@ -101,20 +101,14 @@ def test_a_tile_that_spills_with_an_epilogue_is_not_shipped_with_it():
     assert serves("dgrad", large, ("gelu", "db"))
 
 
-def test_default_tile_is_the_largest_when_the_result_fills_the_gpu():
+def test_default_tile_is_large_where_it_fills_the_gpu_and_smaller_where_it_does_not():
     for kernel in KERNELS:
         tile = default_tile(kernel, "descriptor", BF16, H100, 8192, 8192)
         assert tile == candidates(kernel, "descriptor", BF16, H100)[0]
-
-
-def test_default_tile_shrinks_until_every_processor_has_one():
     rows, cols = 2048, 1536  # 96 tiles of 128x256, 192 of 128x128
     tile = default_tile("linear", "descriptor", BF16, H100, rows, cols)
     assert (tile.block_rows, tile.block_cols) == (128, 128)
     assert tile.tiles(rows, cols) >= H100.processors
-
-
-def test_default_tile_of_a_tiny_result_makes_the_most_tiles():
     tile = default_tile("linear", "pointer", BF16, A100, 1, 512)
     assert tile.tiles(1, 512) == max(t.tiles(1, 512) for t in candidates("linear", "pointer", BF16, A100))
 

@@ -124,7 +124,7 @@ def test_plan_refuses_bad_sizes(arguments, message):
         plan_groups(**arguments)
 
 
-def test_plan_refuses_wrong_types():
+def test_what_is_no_size_kind_or_change_is_refused():
     for value in (2.0, "2", True, None):
         with pytest.raises(TypeError, match="tensor_model_parallel_size must be a positive integer"):
             plan_groups(world_size=4, tensor=value)
@@ -132,12 +132,15 @@ def test_plan_refuses_wrong_types():
         plan_groups(world_size=4, pipeline=4, split_rank=1.5)
     with pytest.raises(TypeError, match="order must be a string"):
         plan_groups(world_size=4, order=("tp", "dp"))
-
-
-def test_invalid_sizes_is_caught_as_megatron_raises_it():
     for caught in (ValueError, RuntimeError, AssertionError):
         with pytest.raises(caught):
             plan_groups(world_size=4, tensor=3)
+    with pytest.raises(ValueError, match="unknown kind of group 'xp'; known are tp, cp"):
+        LESSON.group_of(0, "xp")
+    with pytest.raises(KeyError, match="unknown kind"):
+        LESSON.groups["xp"]
+    with pytest.raises(AttributeError):
+        LESSON.tensor = 4
 
 
 def test_rank_outside_the_world_or_the_embedding_group_is_refused():
@@ -147,18 +150,6 @@ def test_rank_outside_the_world_or_the_embedding_group_is_refused():
     with pytest.raises(ValueError, match=r"rank 4 is in no embedding group: it is stage 1 of 4.*\[0, 12\]"):
         LESSON.group_of(4, "embedding")
     assert not LESSON.is_member(4, "embedding")
-
-
-def test_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="unknown kind of group 'xp'; known are tp, cp"):
-        LESSON.group_of(0, "xp")
-    with pytest.raises(KeyError, match="unknown kind"):
-        LESSON.groups["xp"]
-
-
-def test_plan_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        LESSON.tensor = 4
 
 
 def test_plan_of_a_huge_world_is_quick_and_small():
@@ -201,18 +192,12 @@ world size 16 = tensor 2 x data 2 x pipeline 4  (order tp-cp-ep-dp-pp)
     model 1 is partitioned into gpus 2,3,6,7,10,11,14,15"""
 
 
-def test_describe_prints_the_lesson():
+def test_describe_prints_the_lesson_and_shortens_a_huge_world():
     assert LESSON.describe() == DESCRIPTION
-
-
-def test_describe_shortens_a_huge_world():
     text = plan_groups(world_size=131_072, tensor=8, pipeline=16).describe()
     assert "16384 tensor model-parallel groups:" in text
     assert "... and 16352 more" in text
     assert len(text) < 40_000
-
-
-def test_describing_a_huge_world_lists_only_what_is_shown():
     start = time.process_time()  # of ours, however busy the machine is
     plan_groups(world_size=1_000_000, tensor=8, pipeline=4).describe()
     assert time.process_time() - start < 1  # a fifth of it; all lists would take three

@@ -118,13 +118,10 @@ def test_svg_shows_every_rank_once_and_a_fill_is_shared_exactly_within_a_group(p
             assert (tiles[one].fill == tiles[other].fill) == together, (kind, one, other)
 
 
-def test_embedding_panel_leaves_middle_stages_empty() -> None:
+def test_embedding_panel_and_tooltips_name_groups_and_positions() -> None:
     tiles = tiles_of(panels_of(PLANS["canonical"])["embedding"])
     assert [rank for rank, tile in tiles.items() if tile.fill == "none"] == list(range(4, 12))
     assert tiles[4].tooltip == "g4: in no group of this kind"
-
-
-def test_tooltip_names_group_and_position() -> None:
     panels = panels_of(PLANS["canonical"])
     assert tiles_of(panels["tp"])[5].tooltip == "g5: group [g4, g5], position 1"
     assert tiles_of(panels["pp"])[4].tooltip == "g4: group [g0, g4, g8, g12], position 1"

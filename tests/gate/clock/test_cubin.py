@@ -72,20 +72,17 @@ def test_kernels_disassembled_at_once_read_as_each_alone(compiler):
         assert read(cubin).registers == int(re.search(r"REG:(\d+)", listing)[1])
 
 
-def test_parameters_have_their_places_in_the_constant_bank(flat):
+def test_parameters_have_their_places_and_as_many_arguments_are_expected(flat):
     assert flat.parameters[:3] == (Parameter(0x240, 128), Parameter(0x2C0, 4), Parameter(0x2C4, 4))
     assert (flat.parameters_at, len(flat.parameters), flat.registers) == (0x210, 28, 200)
+    with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
+        Constants.of(flat, [0], (1, 1, 1), 256)
 
 
 def test_jumps_of_roles_are_in_a_constant_bank(compiler):
     code = read(compiler.run(assembly_of, recipes()[ROLES].entry()).cubin)
     targets = struct.unpack("<4I", code.banks[2])
     assert {code.instructions[target // 16].opcode for target in targets} <= {"NOP", "EXIT", "BAR"}
-
-
-def test_wrong_number_of_arguments_is_refused(flat):
-    with pytest.raises(ValueError, match="takes 28 parameters, got 1 arguments"):
-        Constants.of(flat, [0], (1, 1, 1), 256)
 
 
 def test_words_of_an_unknown_argument_are_unknown():
