@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import invariance, record
+from bench import record
 from bench.baseline import path_for, read_baseline
 from bench.case import Case, Work, timed_on_ranks
 from bench.cases import training
@@ -23,12 +23,11 @@ from bench.cases.buckets import low, with_better_ddp
 from bench.cases.overlap import Times, predicted, problems, rows_to_copy
 from bench.cases.scaled import OFF_BY, PASSES, case_of
 from bench.cases.training import CHECKED, demo_config, training_case
-from bench.invariance import DTYPES, MODELS, Row, config_of
+from bench.invariance import DTYPES, MODELS, config_of
 from bench.invariance_cost import bytes_sent
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
 from bench.record import KEYS, extra_info
 from bench.shapes import RATED_GPUS, SMOKE, shapes_of
-from tests.training.invariant_runs import Outcome
 from tests.warm_python import ran
 
 ROOT = Path(__file__).parents[2]
@@ -227,33 +226,6 @@ def test_torchs_own_parallelism_learns_the_same(ranks2, small):
 def test_rival_that_learns_otherwise_is_not_timed(ranks2, small):
     with pytest.raises(Exception, match="result 0 of ours is off by"):
         ranks2.run(next_losses, small, 0.5)
-
-
-ALIKE = Outcome((1.0,), (2.0,), "bits", (0.1,))
-
-
-@pytest.mark.parametrize(
-    ("odd", "code"),
-    [
-        (ALIKE, 0),
-        (replace(ALIKE, losses=(1.0 + 2**-52,)), 1),
-        (replace(ALIKE, norms=(3.0,)), 1),
-        (replace(ALIKE, state="others"), 1),
-        (replace(ALIKE, seconds=(7.0,)), 0),
-    ],
-    ids=["alike", "a_loss", "a_norm", "a_weight", "only_time"],
-)
-def test_a_difference_is_an_exit_code(odd, code, monkeypatch, capsys):
-    def row(pool, config):
-        outcome = odd if pool.world_size == 2 and config.sequence_parallel else ALIKE
-        return Row(pool.world_size, config.sequence_parallel, outcome, 0.2, 0.1)
-
-    monkeypatch.setattr(invariance, "_row", row)
-    sizes = ["--sizes", "1", "2", "--models", "GPT", "--dtypes", "fp32"]
-    assert invariance.main(sizes) == code
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 3 + 1
-    assert lines[-1] == ("1 sums differ" if code else "each model's sums are equal")
 
 
 def test_bytes_that_ranks_send_are_counted(ranks2):

@@ -52,17 +52,14 @@ def test_next_process_reads_it_from_disk_though_it_may_time_nothing(make_chooser
     assert not timer.asked
 
 
-def test_shipped_choice_saves_timing_but_the_users_own_comes_first(make_chooser):
+def test_shipped_choice_of_a_candidate_saves_timing_but_the_users_own_comes_first(make_chooser):
+    gone = {KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}
+    assert make_chooser(shipped=gone).known(*KNOWN) is None
     shipped = {KEY: Choice(POINTER, {"torch": 2.0, POINTER: 1.0})}
     assert make_chooser(shipped=shipped).known(*KNOWN).source == "shipped"
     make_chooser(FakeTimer({"": 1.0})).call(*LINEAR)
     known = make_chooser(shipped=shipped).known(*KNOWN)
     assert (known.source, known.candidate.name) == ("cached", "torch")
-
-
-def test_choice_that_is_no_candidate_any_more_is_forgotten(make_chooser):
-    gone = {KEY: Choice("triton/pointer/8x8x8-w1-s1", {})}
-    assert make_chooser(shipped=gone).known(*KNOWN) is None
 
 
 def test_choice_of_a_tile_that_is_not_shipped_binds_if_it_can_be_launched(make_chooser):
@@ -205,15 +202,12 @@ def test_accumulation_is_timed_on_scratch(main_dtype, make_chooser):
     assert (main_grad - exact).norm() < 3e-3 * exact.norm()
 
 
-def test_operands_are_timed_apart_from_their_values(make_chooser):
-    """Operands that are all NaN or zero neither drop a candidate nor prove one."""
+def test_timing_looks_at_no_values_and_leaves_the_random_stream_alone(make_chooser):
+    # Operands that are all NaN or zero neither drop a candidate nor prove one.
     for value in (float("nan"), 0.0):
         timer = FakeTimer(TRITON_WINS)
         make_chooser(timer).timed(products.linear, (torch.full_like(X, value), W, B, "none", False))
         assert timer.asked == [["torch", POINTER]]
-
-
-def test_random_stream_is_left_alone(make_chooser):
     before = torch.get_rng_state()
     make_chooser().call(*LINEAR)
     assert torch.equal(before, torch.get_rng_state())

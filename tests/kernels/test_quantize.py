@@ -109,11 +109,18 @@ def test_quotients_on_both_sides_of_each_tie(format, device):
     )
 
 
-def test_words_go_where_they_are_wanted_and_nowhere_else(device):
+def test_words_and_widened_numbers_go_where_they_are_wanted_and_nowhere_else(device):
     x = spread(5, 301, torch.bfloat16, device)
     oracles = quantize_ref(x, "e4m3", "blocks")
     out, around = rows_for([oracles])
     quantize(x, format="e4m3", scaling="blocks", out=out[0])
+    assert_written(out, around, [oracles])
+    packed = Scaled(
+        quantize_ref(normal(5, 300, torch.float32, device), "e4m3", "blocks"), 300, "e4m3", "blocks"
+    )
+    oracles = dequantize_ref(packed.data, packed.scale, torch.float32)
+    out, around = rows_for([oracles])
+    dequantize(packed.data, packed.scale, dtype="float32", out=out[0])
     assert_written(out, around, [oracles])
 
 
@@ -192,16 +199,6 @@ def test_widened_numbers_are_the_oracles(shape, scaling, format, dtype, device):
 def test_empty_matrices_are_widened(shape, device):
     data = torch.empty(shape, device=device).to(torch.float8_e4m3fn)
     assert dequantize(data, torch.ones(shape[0], 1, device=device), dtype="bfloat16").shape == shape
-
-
-def test_widened_numbers_go_where_they_are_wanted_and_nowhere_else(device):
-    packed = Scaled(
-        quantize_ref(normal(5, 300, torch.float32, device), "e4m3", "blocks"), 300, "e4m3", "blocks"
-    )
-    oracles = dequantize_ref(packed.data, packed.scale, torch.float32)
-    out, around = rows_for([oracles])
-    dequantize(packed.data, packed.scale, dtype="float32", out=out[0])
-    assert_written(out, around, [oracles])
 
 
 ONES, HOW = torch.ones(4, 8), {"format": "e4m3", "scaling": "rows"}

@@ -66,12 +66,13 @@ def test_curve_goes_from_edge_to_edge_and_down_with_the_value():
     assert points[-1][0] > 0.85 * 9.8 * 72
 
 
-def test_curve_says_how_many_values_are_left_out():
+def test_what_cannot_be_drawn_is_counted():
     picture = losses("Loss", [(1, 3.0), (2, NAN), (3, 2.0)])
     assert len(line_of(picture)) == 2
     assert "1 of 3 cannot be drawn" in words(picture.svg)
     assert {"step", "loss, nats per token"} <= set(words(picture.svg))
     assert {"2 of 2 cannot be drawn", "nothing to draw"} <= set(words(SAMPLES["curve_of_nothing"].svg))
+    assert any("3 of 4 cannot be drawn" in text for text in words(SAMPLES["roofline_odd"].svg))
 
 
 def test_long_curve_keeps_its_highest_and_lowest_values():
@@ -124,10 +125,6 @@ def test_work_lies_below_the_roof_and_its_ridge_where_both_meet():
     assert dots["half"][1] > ridge[1]
     assert any("50% of the roof" in name for name in hinted(svg))
     assert {"roof: 989 Tflop/s, 3.35 TB/s", "operations per byte", "Tflop/s", "ours"} <= set(words(svg))
-
-
-def test_work_that_cannot_be_drawn_is_counted():
-    assert any("3 of 4 cannot be drawn" in text for text in words(SAMPLES["roofline_odd"].svg))
 
 
 def test_shortened_words_keep_both_ends_and_fit():
