@@ -40,6 +40,8 @@ def test_table_is_sorted_adds_up_and_holds_what_fits(capsys):
     assert "Predicted from sizes; nothing was measured." in printed
     assert "products reach 0.50 of 989 TFLOPS (--efficiency)" in printed
     assert "pp: more than one stage is planned only, `train` does not run it" in printed
+    assert main([*USUAL, "--top", "1"]) == 0
+    assert rows(capsys.readouterr().out) == table[:1]
 
 
 def best(printed):

@@ -1,18 +1,21 @@
 """A change of cycles is told with its reason, and nothing else is."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from tests.gate.samples import COST, FACTS
-from tpkernels.gate import budgets, compile_gate
+from tpkernels.gate import budgets, compile_gate, report
 from tpkernels.gate.ahead_of_time import Job
 from tpkernels.gate.budgets import Budget
 from tpkernels.gate.catalog import recipes
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
-from tpkernels.gate.compile_gate import judge
+from tpkernels.gate.compile_gate import Compiled, judge
 from tpkernels.gate.cycles import as_text, from_text, kept
+from tpkernels.gate.numerics import Computed
 
 JOB = Job(next(iter(recipes().values())).entry(), "sm_90")
 ROW = replace(COST, step=None, ideal=0.0)  # a kernel without products
@@ -120,3 +123,21 @@ def test_stretches_are_read_as_they_were_written():
     assert set(kept(ROW)) == {"edge"}
     row = Budget.of(FACTS, COST).as_json()
     assert Budget.from_json(row) == Budget.of(FACTS, COST)
+
+
+def test_report_has_cycles_in_table_and_json_and_the_worst_case_of_each_launcher(capsys, tmp_path):
+    rows = [Compiled(JOB, FACTS, (), COST), Compiled(JOB, FACTS, (), ROW), Compiled(JOB, FACTS, ())]
+    errors = {"a": 0.25, "b": 0.5, "c": 0.125}
+    cases = [Computed(f"linear_fwd/{name}", error, "") for name, error in errors.items()]
+    report.tell({}, rows, cases, [], 1.0, tmp_path / "report.json")
+    said = capsys.readouterr().out
+    headings, *lines = (line.split() for line in said.splitlines() if "  " in line)
+    columns = headings.index("step"), headings.index("edge")
+    assert [[line[column + 1] for column in columns] for line in lines[:3]] == [
+        ["1,040", "5,950"],
+        ["-", "5,950"],
+        ["-", "-"],
+    ]
+    assert re.search(r"^ok +linear_fwd +3 cases +0\.50$", said, re.MULTILINE)
+    written = json.loads((tmp_path / "report.json").read_text())["compiled"]
+    assert [one["cost"] and Cost.from_json(one["cost"]) for one in written] == [COST, ROW, None]
